@@ -1,0 +1,17 @@
+"""Tensors and files: the transformer, its KV-cache, its tokenizer, its checkpoints, its training.
+
+Knows no request, no HTTP and no metric, and imports nothing from `service`.
+
+config         frozen, torch-free values: ModelConfig, SamplingParams
+attention/     one file a way to attend, behind one table
+positions      learned and rotary positions
+layers         norms and MLPs
+transformer    the whole architecture on one page
+kv_cache       the block pool's tensors: write, gather
+sampling       batched, position-seeded sampling
+tokenizer      byte-level BPE as a tiktoken.Encoding; StreamDecoder
+manifest       a checkpoint directory's facts and hashes, torch-free
+checkpoint     a checkpoint directory's tensors
+generate       generation without a cache: the slow twin
+training/      data, bpe, train, evaluate
+"""

@@ -1,0 +1,34 @@
+"""How much the engine holds and how much it does in a step: one frozen value."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Sizes and budgets.
+
+    block_size: KV slots a block (tokens).
+    num_blocks: blocks in the pool; with `block_size` it bounds the tokens all sequences hold together.
+    max_num_running: sequences that compute in one step.
+    max_batched_tokens: tokens computed in one step, decodes first, the rest on prompt chunks.
+    enable_prefix_cache: share the blocks of equal prefixes.
+
+    Raises:
+        ValueError: a size is not positive, or the budget cannot serve every running sequence.
+    """
+
+    block_size: int = 16
+    num_blocks: int
+    max_num_running: int = 64
+    max_batched_tokens: int = 512
+    enable_prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "num_blocks", "max_num_running", "max_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.max_batched_tokens < self.max_num_running:
+            raise ValueError(
+                f"max_batched_tokens={self.max_batched_tokens} must be at least "
+                f"max_num_running={self.max_num_running}: a running sequence needs one token a step"
+            )

@@ -1,0 +1,157 @@
+"""The contract between the API process and the worker: frozen, torch-free values, and their bytes on the wire.
+
+Commands travel API -> worker, events travel worker -> API. LitServe's queues pass through a manager process that
+unpickles and re-pickles whatever it carries, so both directions carry `bytes` (msgpack) and the manager only
+copies them. Times are `time.monotonic()` seconds: on Linux one clock for all processes of a machine.
+"""
+
+from enum import StrEnum
+from typing import TypeAlias
+
+import msgspec
+
+from model.config import SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended. Each ends exactly once."""
+
+    STOP = "stop"  # end of text, a stop token or a stop string
+    LENGTH = "length"  # max_tokens or the context's end
+    ABORT = "abort"  # cancelled: the client left, or its deadline passed
+    ERROR = "error"  # our fault; `Finish.error` says what happened
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    pass
+
+
+class Submit(_Message):
+    """Compute one completion. A choice of a request is one of these, with a uid of its own.
+
+    `prior_token_ids` are completion tokens the client already has from an earlier attempt: generation goes on
+    after them. `attempt` grows with each resubmission; events of older attempts are ignored.
+    """
+
+    uid: str
+    attempt: int
+    prompt_token_ids: tuple[int, ...]
+    prior_token_ids: tuple[int, ...]
+    params: SamplingParams
+    arrival_seconds: float
+    deadline_seconds: float | None
+
+
+class Cancel(_Message):
+    """Nobody waits for this uid any more. Unknown uids are ignored."""
+
+    uid: str
+
+
+Command: TypeAlias = Submit | Cancel
+
+
+class TokenLogprob(_Message):
+    """A token's log-probability under the unscaled, unfiltered model, and the most likely alternatives.
+
+    `logprob` is None for the first token of a prompt, which nothing precedes.
+    `top` is (token id, logprob), most likely first.
+    """
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...]
+
+
+class Finish(_Message):
+    """The end of a sequence and the facts of its life. Seconds; a phase that never began is 0.
+
+    `stop_reason` is the stop string or stop token id that matched, None for end-of-text and length.
+    queue: arrival to first scheduled; prefill: to first token; decode: to the last token.
+    """
+
+    reason: FinishReason
+    stop_reason: str | int | None
+    error: str | None
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    queue_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+
+
+class TokenDelta(_Message):
+    """What one step added to one sequence: usually one token, and the text that is now safe to show.
+
+    `index` is the number of completion tokens before this delta (prior tokens included), so that a receiver can
+    tell a repeat from news. `token_ids` may be empty when only `text`, `prompt_logprobs` or `finish` is news.
+    """
+
+    uid: str
+    attempt: int
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] | None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None
+    finish: Finish | None
+
+
+class Hello(_Message):
+    """A worker is up and empty: whatever is unfinished must be submitted to it again."""
+
+    worker_id: int
+    epoch: int
+    device: str
+    dtype: str
+    num_blocks: int
+    block_size: int
+    startup_seconds: float
+
+
+Event: TypeAlias = TokenDelta | Hello
+
+
+class StepStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Plain facts of one engine step, for metrics. Counters are this step's increments; `kv_usage` is 0..1."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    kv_usage: float
+    batch_size: int
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_prompt_tokens: int
+    num_prefix_queries: int
+    num_prefix_hits: int
+    num_preemptions: int
+    step_seconds: float
+
+
+def encode_command(command: Command) -> bytes:
+    """Bytes for LitServe's request queue."""
+    return _ENCODER.encode(command)
+
+
+def decode_command(data: bytes) -> Command:
+    """The command `encode_command` wrote. Raises `msgspec.DecodeError` on anything else."""
+    return _COMMAND_DECODER.decode(data)
+
+
+def encode_events(events: list[Event]) -> bytes:
+    """Bytes of one step's events for one API process."""
+    return _ENCODER.encode(events)
+
+
+def decode_events(data: bytes) -> list[Event]:
+    """The events `encode_events` wrote. Raises `msgspec.DecodeError` on anything else."""
+    return _EVENTS_DECODER.decode(data)
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_COMMAND_DECODER = msgspec.msgpack.Decoder(Command)
+_EVENTS_DECODER = msgspec.msgpack.Decoder(list[Event])
