@@ -22,11 +22,7 @@ class FinishReason(StrEnum):
     ERROR = "error"  # our fault; `Finish.error` says what happened
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    pass
-
-
-class Submit(_Message):
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """Compute one completion. A choice of a request is one of these, with a uid of its own.
 
     `prior_token_ids` are completion tokens the client already has from an earlier attempt: generation goes on
@@ -42,7 +38,7 @@ class Submit(_Message):
     deadline_seconds: float | None
 
 
-class Cancel(_Message):
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """Nobody waits for this uid any more. Unknown uids are ignored."""
 
     uid: str
@@ -51,7 +47,7 @@ class Cancel(_Message):
 Command: TypeAlias = Submit | Cancel
 
 
-class TokenLogprob(_Message):
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """A token's log-probability under the unscaled, unfiltered model, and the most likely alternatives.
 
     `logprob` is None for the first token of a prompt, which nothing precedes.
@@ -63,7 +59,7 @@ class TokenLogprob(_Message):
     top: tuple[tuple[int, float], ...]
 
 
-class Finish(_Message):
+class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """The end of a sequence and the facts of its life. Seconds; a phase that never began is 0.
 
     `stop_reason` is the stop string or stop token id that matched, None for end-of-text and length.
@@ -82,7 +78,7 @@ class Finish(_Message):
     decode_seconds: float
 
 
-class TokenDelta(_Message):
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """What one step added to one sequence: usually one token, and the text that is now safe to show.
 
     `index` is the number of completion tokens before this delta (prior tokens included), so that a receiver can
@@ -99,7 +95,7 @@ class TokenDelta(_Message):
     finish: Finish | None
 
 
-class Hello(_Message):
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """A worker is up and empty: whatever is unfinished must be submitted to it again."""
 
     worker_id: int
@@ -139,7 +135,8 @@ def encode_command(command: Command) -> bytes:
 
 def decode_command(data: bytes) -> Command:
     """The command `encode_command` wrote. Raises `msgspec.DecodeError` on anything else."""
-    return _COMMAND_DECODER.decode(data)
+    command: Command = _COMMAND_DECODER.decode(data)
+    return command
 
 
 def encode_events(events: list[Event]) -> bytes:

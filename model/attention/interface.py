@@ -17,7 +17,14 @@ class AttentionBackend(Protocol):
     """Causal attention of a packed, ragged batch."""
 
     def attend(
-        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, layer: int, metadata: AttentionMetadata, kv_cache: KVCache | None
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        *,
+        layer: int,
+        metadata: AttentionMetadata,
+        kv_cache: KVCache | None,
     ) -> Tensor:
         """Each token's values weighted by softmax(q k^T / sqrt(D)) over its own past and itself.
 

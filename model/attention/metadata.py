@@ -3,6 +3,7 @@
 Legend: T packed tokens, B sequences, N blocks of the longest block table, P slots per block.
 """
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import Self
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
     """One step's batch. Sequence b owns the packed tokens `query_starts[b] : query_starts[b + 1]`, which are the
     last `query_lengths[b]` of its `context_lengths[b]` positions (this step's tokens included).
@@ -45,14 +46,31 @@ class AttentionMetadata:
         if (self.slot_mapping_T is None) != (self.block_tables_BN is None):
             raise ValueError("slot_mapping_T and block_tables_BN come together")
 
-    @property
+    @functools.cached_property
     def query_starts(self) -> tuple[int, ...]:
         """B + 1 offsets into the packed tokens."""
         return tuple(itertools.accumulate(self.query_lengths, initial=0))
 
+    @functools.cached_property
+    def decode_rows(self) -> tuple[int, ...]:
+        """The sequences that compute exactly one token: the shape that batched kernels like."""
+        return tuple(row for row, length in enumerate(self.query_lengths) if length == 1)
+
+    @functools.cached_property
+    def decode_mask_B1S(self) -> Tensor:
+        """Additive float32 mask of the `decode_rows`, S = their longest context: 0 where the context is, else -inf.
+
+        Computed once a step, used by every layer.
+        """
+        lengths = [self.context_lengths[row] for row in self.decode_rows]
+        lengths_B = torch.tensor(lengths, device=self.positions_T.device)
+        columns_S = torch.arange(max(lengths), device=self.positions_T.device)
+        outside_BS = columns_S[None, :] >= lengths_B[:, None]
+        return torch.zeros(outside_BS.shape, device=outside_BS.device).masked_fill_(outside_BS, -torch.inf)[:, None]
+
     @property
     def is_decode(self) -> bool:
-        """Whether every sequence computes exactly one token, the shape that batched kernels like."""
+        """Whether every sequence computes exactly one token."""
         return len(self.query_lengths) == self.positions_T.shape[0]
 
     @classmethod

@@ -1,0 +1,86 @@
+"""A checkpoint directory's tensors: safetensors in, safetensors out, strict, never pickle."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from model.attention.interface import AttentionBackend
+from model.config import ModelConfig
+from model.manifest import CONFIG_FILE, CheckpointError, Manifest, write_manifest
+from model.tokenizer import Tokenizer
+from model.transformer import Transformer
+
+MAX_SHARD_BYTES = 15 * 2**20
+
+
+def load_model(
+    manifest: Manifest, *, device: torch.device | str, dtype: torch.dtype, attention: AttentionBackend
+) -> Transformer:
+    """The model on its device, in `dtype`, ready to infer.
+
+    Tensors are converted and moved one by one, so that there is never a second copy of the whole.
+
+    Raises:
+        CheckpointError: a tensor cannot be read, or the set of tensors is not the config's.
+    """
+    with torch.device("meta"):
+        model = Transformer(manifest.config, attention)
+    expected = manifest.config.parameter_shapes()
+    tensors: dict[str, torch.Tensor] = {}
+    for path in manifest.weight_files:
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    tensors[name] = file.get_tensor(name).to(device=device, dtype=dtype)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: {error}") from error
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if shapes != expected:
+        wrong = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
+        raise CheckpointError(f"{manifest.directory}: tensors do not fit {CONFIG_FILE}, {wrong[0]} first")
+    model.load_state_dict(tensors, strict=True, assign=True)
+    if model.rotary is not None:  # a table, not a parameter: computed, not loaded
+        model.rotary = type(model.rotary)(
+            manifest.config.max_context_length, manifest.config.head_dim, manifest.config.rope_theta
+        ).to(device)
+    return model.eval().requires_grad_(False)
+
+
+def save_checkpoint(
+    directory: Path,
+    *,
+    config: ModelConfig,
+    tensors: dict[str, torch.Tensor],
+    tokenizer: Tokenizer,
+    name: str,
+    training: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write a complete checkpoint directory: config, tokenizer, shards of at most 15 MiB, manifest last.
+
+    Raises:
+        ValueError: tensors or tokenizer do not fit the config.
+    """
+    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    if shapes != config.parameter_shapes():
+        raise ValueError("the tensors are not those the config describes")
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}")
+    directory.mkdir(parents=True, exist_ok=True)
+    for stale in directory.glob("*.safetensors"):
+        stale.unlink()
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    for key, tensor in tensors.items():
+        stored = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+        if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + stored.nbytes > MAX_SHARD_BYTES:
+            shards.append({})
+        shards[-1][key] = stored
+    for number, shard in enumerate(shards, start=1):
+        save_file(shard, directory / f"model-{number:05}-of-{len(shards):05}.safetensors")
+    (directory / CONFIG_FILE).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+    tokenizer.save(directory)
+    write_manifest(directory, name=name, training=training)

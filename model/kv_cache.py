@@ -1,0 +1,53 @@
+"""Storage for keys and values: a pool of fixed-size blocks, one pair of tensors for all layers.
+
+Which sequence owns which block is none of its business; that is `service.engine.block_pool`'s.
+Paging follows PagedAttention (Kwon et al. 2023, arXiv 2309.06180).
+
+Legend: L layers, N blocks, P slots per block, K key/value heads, D head dimension, T packed tokens, B sequences,
+S = blocks per sequence * P.
+"""
+
+import torch
+from torch import Tensor
+
+from model.config import ModelConfig
+
+
+class KVCache:
+    """Keys and values of `num_blocks * block_size` tokens.
+
+    Raises:
+        ValueError: a size is not positive.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"num_blocks={num_blocks} and block_size={block_size} must be positive")
+        shape_LNPKD = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        # Zeros, not empty: padding reads slots nobody wrote, and 0 * NaN is NaN.
+        self.keys_LNPKD = torch.zeros(shape_LNPKD, dtype=dtype, device=device)
+        self.values_LNPKD = torch.zeros(shape_LNPKD, dtype=dtype, device=device)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes both tensors occupy."""
+        return self.keys_LNPKD.nbytes + self.values_LNPKD.nbytes
+
+    def write(self, layer: int, slot_mapping_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """Put each token's key and value into its slot (block * block_size + offset)."""
+        for pool_LNPKD, new_TKD in ((self.keys_LNPKD, k_TKD), (self.values_LNPKD, v_TKD)):
+            pool_LNPKD[layer].flatten(0, 1).index_copy_(0, slot_mapping_T, new_TKD.to(pool_LNPKD.dtype))
+
+    def gather(self, layer: int, block_tables_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and values of each sequence's blocks, in order: two BSKD tensors."""
+        num_sequences, num_blocks = block_tables_BN.shape
+        blocks = block_tables_BN.reshape(-1)
+        k_BSKD, v_BSKD = (
+            torch.unflatten(pool_LNPKD[layer].index_select(0, blocks), 0, (num_sequences, num_blocks)).flatten(1, 2)
+            for pool_LNPKD in (self.keys_LNPKD, self.values_LNPKD)
+        )
+        return k_BSKD, v_BSKD

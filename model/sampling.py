@@ -1,0 +1,149 @@
+"""Drawing the next tokens of a batch, each draw a function of (seed, position) alone.
+
+No generator state exists, so batching, chunking, preemption, prefix hits and replay after a crash cannot change a draw.
+One uniform number comes from a counter-based hash, and the token is the inverse of the cumulative distribution there,
+with tokens in the order of their ids.
+
+Filters apply to the distribution after temperature, in this order: `top_k` keeps the k most likely tokens; `top_p` the
+smallest set of the most likely ones that holds that share of what is left (Holtzman et al. 2019, arXiv 1904.09751);
+`min_p` those at least that share as likely as the most likely one (Nguyen et al. 2024, arXiv 2407.01082). Tokens
+exactly as likely as the last one kept are kept too: which of equals comes first must not depend on a sort.
+
+Legend: B sequences, R rows, V vocabulary, C candidates.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from model.config import SamplingParams
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_NUCLEUS_CANDIDATES = 256
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1), multiple of 2^-52: SplitMix64 (Steele et al. 2014) of the seed, then of the position."""
+    mixed = _mix(_mix(seed) ^ (position * _GOLDEN & _MASK))
+    return (mixed >> 12) / 2**52
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's output function of `value` plus one golden-ratio step."""
+    value = (value + _GOLDEN) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def sample(
+    logits_BV: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    *,
+    forbidden: Sequence[Sequence[int]] | None = None,
+) -> Tensor:
+    """Draw one token a row: int64 ids_B on the logits' device.
+
+    Args:
+        logits_BV: float32, unscaled.
+        params: each row's sampling parameters.
+        positions: each row's position of the token being drawn, prompt included.
+        forbidden: token ids each row may not draw.
+
+    Raises:
+        ValueError: the lengths disagree.
+    """
+    if not logits_BV.shape[0] == len(params) == len(positions):
+        raise ValueError(f"{logits_BV.shape[0]} rows, {len(params)} params, {len(positions)} positions")
+    if forbidden is not None and any(forbidden):
+        rows = [row for row, ids in enumerate(forbidden) for _ in ids]
+        columns = [token_id for ids in forbidden for token_id in ids]
+        logits_BV = logits_BV.clone()
+        logits_BV[rows, columns] = -torch.inf
+    ids_B = logits_BV.argmax(dim=-1)
+    drawn = [row for row, param in enumerate(params) if not param.greedy]
+    if not drawn:
+        return ids_B
+    everyone = len(drawn) == len(params)
+    rows_B = torch.tensor(drawn, device=logits_BV.device)
+    chosen = [params[row] for row in drawn]
+    temperature_B1 = _column([param.temperature for param in chosen], logits_BV)
+    probs_BV = ((logits_BV if everyone else logits_BV[rows_B]) / temperature_B1).softmax(dim=-1)
+    probs_BV = _filter(probs_BV, chosen)
+    uniforms = [uniform(params[row].seed, positions[row]) for row in drawn]
+    drawn_B = _inverse_cdf(probs_BV, uniforms)
+    return drawn_B if everyone else ids_B.index_copy(0, rows_B, drawn_B)
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
+
+
+def _filter(probs_BV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Zero what the filters exclude; the rest is not rescaled, for the inverse CDF scales its target instead."""
+    vocab_size = probs_BV.shape[1]
+    floor_B1 = torch.zeros_like(probs_BV[:, :1])
+    limits = [min(param.top_k, vocab_size) if param.top_k else vocab_size for param in params]
+    if min(limits) < vocab_size:
+        candidates_BC = probs_BV.topk(max(limit for limit in limits if limit < vocab_size), dim=-1).values
+        last = [min(limit, candidates_BC.shape[1]) - 1 for limit in limits]
+        kth_B1 = candidates_BC.gather(1, torch.tensor(last, device=probs_BV.device)[:, None])
+        limited_B1 = torch.tensor([limit < vocab_size for limit in limits], device=probs_BV.device)[:, None]
+        floor_B1 = torch.where(limited_B1, kth_B1, floor_B1)
+        probs_BV = probs_BV.masked_fill(probs_BV < floor_B1, 0.0)
+    if any(param.top_p < 1.0 for param in params):
+        floor_B1 = _nucleus_floor(probs_BV, _column([param.top_p for param in params], probs_BV))
+        probs_BV = probs_BV.masked_fill(probs_BV < floor_B1, 0.0)
+    if any(param.min_p > 0.0 for param in params):
+        floor_B1 = probs_BV.amax(dim=-1, keepdim=True) * _column([param.min_p for param in params], probs_BV)
+        probs_BV = probs_BV.masked_fill(probs_BV < floor_B1, 0.0)
+    return probs_BV
+
+
+def _nucleus_floor(probs_BV: Tensor, top_p_B1: Tensor) -> Tensor:
+    """The probability of the last token each row's nucleus needs: B1. Rows with top_p 1 get 0.
+
+    A full sort of the vocabulary is the slow part of sampling, and a nucleus is nearly always small: the most
+    likely tokens are tried first, and everything is sorted only where they do not hold enough.
+    """
+    wanted_B1 = top_p_B1 * probs_BV.sum(dim=-1, keepdim=True)
+    whole_B1 = top_p_B1 >= 1.0
+    count = min(_NUCLEUS_CANDIDATES, probs_BV.shape[1])
+    sorted_BC = probs_BV.topk(count, dim=-1).values
+    if bool((~whole_B1 & (sorted_BC.sum(dim=-1, keepdim=True) < wanted_B1)).any()):
+        sorted_BC = probs_BV.sort(dim=-1, descending=True).values
+    # Kept: every token before which less than the wanted mass lies.
+    needed_BC = sorted_BC.cumsum(dim=-1) - sorted_BC < wanted_B1
+    last_B1 = needed_BC.sum(dim=-1, keepdim=True) - 1
+    return torch.where(whole_B1, 0.0, sorted_BC.gather(1, last_B1.clamp_(min=0)))
+
+
+def _inverse_cdf(probs_BV: Tensor, uniforms: Sequence[float]) -> Tensor:
+    """The first token whose cumulative probability exceeds the row's share of the total."""
+    # float64: a float32 sum over a vocabulary loses the tail, and with it the tokens there.
+    cdf_BV = probs_BV.cumsum(dim=-1, dtype=torch.float64)
+    shares_B1 = torch.tensor(uniforms, dtype=torch.float64, device=probs_BV.device)[:, None]
+    return torch.searchsorted(cdf_BV, shares_B1 * cdf_BV[:, -1:], right=True).squeeze(1)
+
+
+def top_logprobs(
+    logits_RV: Tensor, token_ids: Sequence[int], num_top: int
+) -> list[tuple[float, list[tuple[int, float]]]]:
+    """Each row's log-probability of its token, and its `num_top` most likely (id, log-probability).
+
+    Of the model's own distribution: before temperature and filters, so that it scores text whatever was sampled.
+    """
+    logprobs_RV = logits_RV.log_softmax(dim=-1)
+    ids_R1 = torch.tensor(token_ids, device=logits_RV.device)[:, None]
+    chosen_R = logprobs_RV.gather(1, ids_R1).squeeze(1).tolist()
+    if not num_top:
+        return [(logprob, []) for logprob in chosen_R]
+    top = logprobs_RV.topk(min(num_top, logprobs_RV.shape[1]), dim=-1)
+    alternatives = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return [
+        (logprob, list(zip(ids, values, strict=True)))
+        for logprob, (ids, values) in zip(chosen_R, alternatives, strict=True)
+    ]
