@@ -1,0 +1,18 @@
+"""Load and measurement, from outside: black box over HTTP, except where the name says engine or service.
+
+workload          seeded requests made of real text (tales.txt: Grimm, public domain)
+outcome           what became of one request; a completion response, understood
+sse_client        HTTP and SSE read byte by byte as they arrive; asyncio and blocking drivers
+discovery         what a client asks of a service before it loads it
+slo               service level objectives and the exit code they decide
+report            results.json with the keys of `vllm bench serve`, its table, its pictures
+locustfile        the same clients as locust users (gevent: never import it beside asyncio)
+bench_http        closed loop at N streams, open loop at a rate
+spread            median and spread of repeated figures, and of their ratios
+provenance        commit, machine and versions: what a figure is worth nothing without
+closed_loop       the engine driven in-process as N clients in a closed loop would
+bench_engine      `kvasir bench`: the engine in-process over batch size and prompt length
+service_process   `kvasir serve` as a child process, and what /proc says about it
+bench_service     the running service against the engine, start time, idle cost, footprint
+performance_page  docs/performance.md from docs/results/*.json
+"""

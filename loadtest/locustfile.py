@@ -1,0 +1,184 @@
+"""The load test as locust users: one command, headless, and an exit code from the objectives.
+
+    locust -f loadtest/locustfile.py --headless --host http://127.0.0.1:8000 -u 16 -r 16 -t 30s \\
+        --workload mixed --whole-share 0.1 --cancelling-share 0.1 --slo-ttft-p95-ms 500 --results results
+
+Rows, by request type: E2E once a request, TTFT and TPOT once a stream, ITL once a chunk of text after the first,
+SHED for a 429 (load refused is not an error) and LEFT for a client that leaves as planned. A failed request is
+an E2E row with its kind as the failure. The times are those of our own socket reader: locust 2.47's streaming
+helpers buffer 1,024 bytes, and time a streamed request to its headers. locust patches the standard library for
+gevent when it is imported: keep this file out of any program that uses asyncio.
+"""
+
+import argparse
+import itertools
+import logging
+import math
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import locust.stats
+from locust import User, constant, events, task
+from locust.env import Environment
+from locust.exception import StopUser
+from locust.runners import LocalRunner
+
+from loadtest import report, slo
+from loadtest.discovery import discover
+from loadtest.outcome import Ending, Outcome
+from loadtest.provenance import provenance
+from loadtest.slo import Slo
+from loadtest.sse_client import COMPLETIONS_PATH, Target, complete_blocking
+from loadtest.workload import Passages, Workload, add_workload_arguments, spec_from_arguments
+
+log = logging.getLogger("loadtest")
+
+
+def three_digits(milliseconds: float) -> float:
+    """A response time to three significant digits.
+
+    locust's own `bucket_response_time` rounds to whole milliseconds, which are too coarse for a gap between
+    tokens; its documentation says to replace the function.
+    """
+    if milliseconds <= 0.0:
+        return 0.0
+    return round(milliseconds, 2 - math.floor(math.log10(milliseconds)))
+
+
+class RequestFailed(Exception):
+    """A failure as locust's table shows it: the kind, and what was said."""
+
+
+class Session:
+    """What the users of one run share: the workload, its counter, and the outcomes."""
+
+    def __init__(self, environment: Environment) -> None:
+        options = environment.parsed_options
+        assert options is not None
+        if environment.host is None:
+            raise ValueError("--host is needed, like http://127.0.0.1:8000")
+        self.environment = environment
+        self.target = Target.parse(environment.host)
+        service = discover(self.target, Passages.load().sample)
+        spec = spec_from_arguments(options, service.max_context_tokens)
+        self.workload = Workload(spec, Passages.load(chars_per_token=service.chars_per_token))
+        self.model = service.model if options.model is None else options.model
+        self.timeout_seconds: float = options.request_timeout
+        self.indexes: Iterator[int] = itertools.count()
+        self.outcomes: list[Outcome] = []
+        self._began = time.perf_counter()
+        self._cpu_began = time.process_time()
+
+    def record(self, outcome: Outcome) -> None:
+        """Keep the outcome and give locust its rows."""
+        self.outcomes.append(outcome)
+        e2e_ms = 1e3 * outcome.e2e_seconds
+        match outcome.ending:
+            case Ending.SHED:
+                self._row("SHED", e2e_ms, 0)
+            case Ending.CANCELLED:
+                self._row("LEFT", e2e_ms, len(outcome.text))
+            case Ending.OK:
+                self._row("E2E", e2e_ms, len(outcome.text))
+            case failure:
+                self._row("E2E", e2e_ms, 0, RequestFailed(f"{failure.value}: {outcome.detail}"))
+        if outcome.ttft_seconds is not None:
+            self._row("TTFT", 1e3 * outcome.ttft_seconds, 0)
+        if outcome.ending is Ending.OK and outcome.tpot_seconds is not None:
+            self._row("TPOT", 1e3 * outcome.tpot_seconds, 0)
+        for gap in outcome.itl_seconds:
+            self._row("ITL", 1e3 * gap, 0)
+
+    def _row(self, kind: str, milliseconds: float, length: int, failure: Exception | None = None) -> None:
+        self.environment.events.request.fire(
+            request_type=kind,
+            name=COMPLETIONS_PATH,
+            response_time=milliseconds,
+            response_length=length,
+            exception=failure,
+            context={},
+        )
+
+    def summary(self, limits: Slo) -> dict[str, Any]:
+        """The run with vLLM's keys. A request still under way when time was up is not part of it."""
+        wall = max(time.perf_counter() - self._began, 1e-9)
+        first = min((outcome.sent_seconds for outcome in self.outcomes), default=self._began)
+        last = max((outcome.end_seconds for outcome in self.outcomes), default=self._began)
+        runner = self.environment.runner
+        return report.summarize(
+            self.outcomes,
+            label="locust",
+            duration_seconds=max(last - first, 1e-9),
+            slo=limits,
+            request_rate=None,
+            max_concurrency=None if runner is None else runner.target_user_count,
+            client_cpu_share=(time.process_time() - self._cpu_began) / wall,
+        )
+
+
+class CompletionUser(User):
+    """A client in a closed loop; what kind of client each request is, the workload draws."""
+
+    wait_time = constant(0)
+    session: Session | None = None  # what `start` found, None while there is no service
+
+    def on_start(self) -> None:
+        if self.session is None:
+            raise StopUser
+
+    @task
+    def complete(self) -> None:
+        session = self.session
+        assert session is not None, "on_start stops a user without a session"
+        outcome = complete_blocking(
+            session.target,
+            session.workload.request(next(session.indexes)),
+            model=session.model,
+            timeout_seconds=session.timeout_seconds,
+        )
+        session.record(outcome)
+
+
+@events.init_command_line_parser.add_listener
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add our options to locust's."""
+    add_workload_arguments(parser.add_argument_group("Workload"))
+    slo.add_arguments(parser.add_argument_group("Objectives (exit code 1 when one is missed)"))
+    group = parser.add_argument_group("Completions")
+    group.add_argument("--model", help="model id (default: the first of /v1/models)")
+    group.add_argument("--request-timeout", type=float, default=120.0, metavar="S", help="default: 120")
+    group.add_argument("--results", metavar="DIR", help="directory for results.json, report.md, report.png")
+
+
+@events.test_start.add_listener
+def start(environment: Environment, **_: Any) -> None:
+    """Look at the service once, for all users. Ends the program with a clear line when it is not there."""
+    locust.stats.bucket_response_time = three_digits
+    if not isinstance(environment.runner, LocalRunner):
+        log.warning("distributed: objectives and --results need a single process; only locust's tables are made")
+    try:
+        CompletionUser.session = Session(environment)
+    except (OSError, ValueError) as error:
+        log.error("%s: %s", environment.host, error)
+        environment.process_exit_code = 2
+        signal.raise_signal(signal.SIGTERM)  # locust's handler ends the program now, not when time is up
+
+
+@events.quitting.add_listener
+def finish(environment: Environment, **_: Any) -> None:
+    """Report, and decide the exit code: 0, 1 for a missed objective, 2 for no service."""
+    session = CompletionUser.session
+    if session is None or not isinstance(environment.runner, LocalRunner):
+        return
+    assert environment.parsed_options is not None
+    result = session.summary(Slo.from_arguments(environment.parsed_options))
+    print("\n" + report.markdown([result]))
+    if environment.parsed_options.results:
+        facts = provenance("locust", sys.argv[1:])
+        for path in report.write([result | facts], Path(environment.parsed_options.results)):
+            print(path)
+    environment.process_exit_code = 1 if result["slo_breaches"] else 0

@@ -1,0 +1,39 @@
+"""Median and spread of a figure that was measured several times."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """What repeats of one measurement showed. `values` are in the order they were taken.
+
+    Raises:
+        ValueError: there is no value.
+    """
+
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.values:
+            raise ValueError("a spread needs at least one value")
+
+    @classmethod
+    def of_ratios(cls, numerators: Sequence[float], denominators: Sequence[float]) -> Self:
+        """Ratios pair by pair: both of a pair met the same state of the machine, so drift cancels."""
+        return cls(tuple(top / bottom for top, bottom in zip(numerators, denominators, strict=True)))
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dictionary: median, smallest, largest and every value."""
+        return {
+            "median": self.median,
+            "min": min(self.values),
+            "max": max(self.values),
+            "values": list(self.values),
+        }

@@ -1,0 +1,317 @@
+"""HTTP/1.1 and server-sent events, read from the socket as they arrive and stamped at that moment.
+
+Ordinary clients buffer: locust's `iter_lines` waits for 1,024 bytes, and a first token is then reported
+together with the tenth. Here nothing stands between `recv` and the time stamp but httptools' parser. The
+parsing is sans-io and has two drivers: `complete_blocking` for plain sockets (which gevent makes
+co-operative, so locust uses it as it is), and `AsyncClient`.
+"""
+
+import asyncio
+import json
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import httptools
+
+from loadtest.outcome import CompletionReader, Ending, Outcome
+from loadtest.workload import CompletionRequest
+
+COMPLETIONS_PATH = "/v1/completions"
+RECEIVE_BYTES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where the service listens."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, url: str) -> Self:
+        """Read `http://host[:port]`. Raises `ValueError` for anything else."""
+        parts = urlsplit(url)
+        if parts.scheme != "http" or parts.hostname is None or parts.path not in ("", "/"):
+            raise ValueError(f"the service's address must look like http://127.0.0.1:8000, not {url!r}")
+        return cls(parts.hostname, 80 if parts.port is None else parts.port)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def request_bytes(self, method: str, path: str, payload: Any = None, *, keep_alive: bool = True) -> bytes:
+        """A request as it goes on the wire; `payload` is sent as JSON, None sends no body."""
+        body = b"" if payload is None else json.dumps(payload).encode()
+        lines = [
+            f"{method} {path} HTTP/1.1",
+            f"Host: {self.host}:{self.port}",
+            "User-Agent: kvasir-loadtest",
+            f"Connection: {'keep-alive' if keep_alive else 'close'}",
+            f"Content-Length: {len(body)}",
+        ]
+        if payload is not None:
+            lines.append("Content-Type: application/json")
+        return "\r\n".join([*lines, "", ""]).encode("ascii") + body
+
+
+class SseParser:
+    """Bytes in, the `data` of complete events out (WHATWG HTML, section 9.2.6).
+
+    Comments keep a connection alive and say nothing; `event`, `id` and `retry` fields are not used by
+    completion APIs and are passed over.
+    """
+
+    def __init__(self) -> None:
+        self._tail = b""
+        self._data: list[bytes] = []
+        self._skip_newline = False  # the last bytes ended in CR: an LF right after belongs to it
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The events that these bytes complete."""
+        if self._skip_newline and data:
+            data = data.removeprefix(b"\n")
+        self._skip_newline = data.endswith(b"\r")
+        lines = (self._tail + data).splitlines(keepends=True)
+        self._tail = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
+        events = []
+        for line in lines:
+            field, _, value = line.rstrip(b"\r\n").partition(b":")
+            if field == b"data":
+                self._data.append(value.removeprefix(b" "))
+            elif line.strip(b"\r\n") == b"" and self._data:
+                events.append(b"\n".join(self._data))
+                self._data = []
+        return events
+
+
+class ResponseReader:
+    """One HTTP response, fed as bytes arrive. A completion's events and body go to its `CompletionReader`."""
+
+    def __init__(self, completion: CompletionReader | None = None) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._completion = completion
+        self._sse: SseParser | None = None
+        self._now = 0.0
+        self.headers: dict[str, str] = {}
+        self.status: int | None = None
+        self.content = bytearray()
+        self.complete = False
+        self.reusable = False
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Bytes received at `now`. Raises `httptools.HttpParserError` when they are not HTTP."""
+        self._now = now
+        self._parser.feed_data(data)
+
+    def end_of_connection(self, now: float) -> None:
+        """The server closed. That completes a response which had no other way to say its length."""
+        delimited = "content-length" in self.headers or "transfer-encoding" in self.headers
+        if self.status is not None and not delimited and not self.complete:
+            self._now = now
+            self.on_message_complete()
+            self.reusable = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+        if self.headers.get("content-type", "").startswith("text/event-stream"):
+            self._sse = SseParser()
+
+    def on_body(self, body: bytes) -> None:
+        if self._sse is None:
+            self.content.extend(body)
+            return
+        for event in self._sse.feed(body):
+            if self._completion is not None:
+                self._completion.event(event, self._now)
+
+    def on_message_complete(self) -> None:
+        self.complete = True
+        self.reusable = self._parser.should_keep_alive()
+        if self._completion is not None and self._sse is None:
+            self._completion.body(bytes(self.content), self._now)
+
+
+class _Exchange:
+    """One completion over one connection, whoever moves the bytes."""
+
+    def __init__(self, request: CompletionRequest, intended_seconds: float | None) -> None:
+        self.sent_seconds = time.perf_counter()
+        self._intended_seconds = self.sent_seconds if intended_seconds is None else intended_seconds
+        self._completion = CompletionReader(request)
+        self.response = ResponseReader(self._completion)
+
+    @property
+    def over(self) -> bool:
+        return self.response.complete or self._completion.wants_to_leave
+
+    def failed(self, ending: Ending, detail: str) -> Outcome:
+        return self._outcome(ending, detail, time.perf_counter())
+
+    def finished(self, now: float) -> Outcome:
+        """The outcome once `over`, or once the connection is at its end."""
+        if self._completion.wants_to_leave and not self.response.complete:
+            return self._outcome(Ending.CANCELLED, "", now)
+        if not self.response.complete or self.response.status is None:
+            return self._outcome(Ending.CONNECTION, "the connection ended before the response", now)
+        ending, detail = self._completion.judge(self.response.status)
+        return self._outcome(ending, detail, now)
+
+    def _outcome(self, ending: Ending, detail: str, now: float) -> Outcome:
+        return self._completion.outcome(
+            ending,
+            detail,
+            intended_seconds=self._intended_seconds,
+            sent_seconds=self.sent_seconds,
+            end_seconds=now,
+        )
+
+
+def complete_blocking(target: Target, request: CompletionRequest, *, model: str, timeout_seconds: float) -> Outcome:
+    """Send one completion on a connection of its own and read it to its end.
+
+    Whatever the server does, or fails to do, is an outcome and not an exception.
+    """
+    exchange = _Exchange(request, None)
+    deadline = exchange.sent_seconds + timeout_seconds
+    payload = target.request_bytes("POST", COMPLETIONS_PATH, request.body(model), keep_alive=False)
+    try:
+        with socket.create_connection((target.host, target.port), timeout=timeout_seconds) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(payload)
+            while not exchange.over:
+                connection.settimeout(max(1e-3, deadline - time.perf_counter()))
+                data = connection.recv(RECEIVE_BYTES)
+                now = time.perf_counter()
+                if not data:
+                    exchange.response.end_of_connection(now)
+                    return exchange.finished(now)
+                exchange.response.feed(data, now)
+            return exchange.finished(now)
+    except TimeoutError:
+        return exchange.failed(Ending.TIMEOUT, f"no end within {timeout_seconds:g} s")
+    except (OSError, httptools.HttpParserError) as error:
+        return exchange.failed(Ending.CONNECTION, f"{type(error).__name__}: {error}")
+
+
+class _Connection(asyncio.Protocol):
+    """One TCP connection; hands bytes with their arrival time to the response being read."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._exchange: _Exchange | None = None
+        self._response: ResponseReader | None = None
+        self._over: asyncio.Future[float] | None = None
+        self.closed = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        if self._response is None or self._over is None or self._over.done():
+            self.close()  # bytes nobody asked for: the connection is out of step
+            return
+        try:
+            self._response.feed(data, now)
+        except httptools.HttpParserError as error:
+            self._over.set_exception(ConnectionError(f"not HTTP: {error}"))
+            return
+        if self._response.complete or (self._exchange is not None and self._exchange.over):
+            self._over.set_result(now)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        now = time.perf_counter()
+        self.closed = True
+        if self._over is None or self._over.done():
+            return
+        if exc is not None:
+            self._over.set_exception(ConnectionError(f"{type(exc).__name__}: {exc}"))
+            return
+        if self._response is not None:
+            self._response.end_of_connection(now)
+        self._over.set_result(now)
+
+    def close(self) -> None:
+        """Leave at once: what a client that loses interest does."""
+        self.closed = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def exchange(self, payload: bytes, response: ResponseReader, exchange: _Exchange | None) -> float:
+        """Send a request and wait for its end, or its client's leaving; returns when that was.
+
+        Raises:
+            ConnectionError: the connection broke, or its bytes are not HTTP.
+        """
+        if self._transport is None or self.closed:
+            raise ConnectionError("the connection is closed")
+        self._response, self._exchange = response, exchange
+        self._over = asyncio.get_running_loop().create_future()
+        self._transport.write(payload)
+        return await self._over
+
+
+class AsyncClient:
+    """Completions over kept-alive connections, as many at once as callers ask for."""
+
+    def __init__(self, target: Target, *, timeout_seconds: float = 120.0) -> None:
+        self.target = target
+        self._timeout_seconds = timeout_seconds
+        self._idle: list[_Connection] = []
+
+    async def complete(
+        self, request: CompletionRequest, *, model: str, intended_seconds: float | None = None
+    ) -> Outcome:
+        """Send one completion and read it to its end; whatever the server does is an outcome."""
+        payload = self.target.request_bytes("POST", COMPLETIONS_PATH, request.body(model))
+        exchange = _Exchange(request, intended_seconds)
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                return exchange.finished(await self._send(payload, exchange.response, exchange))
+        except TimeoutError:
+            return exchange.failed(Ending.TIMEOUT, f"no end within {self._timeout_seconds:g} s")
+        except OSError as error:
+            return exchange.failed(Ending.CONNECTION, f"{type(error).__name__}: {error}")
+
+    async def close(self) -> None:
+        """Close the idle connections; the rest close as their requests end."""
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+        await asyncio.sleep(0)  # lets the transports run their closing callbacks
+
+    async def _send(self, payload: bytes, response: ResponseReader, exchange: _Exchange | None) -> float:
+        connection, fresh = await self._connect()
+        try:
+            now = await connection.exchange(payload, response, exchange)
+            if response.status is None and not fresh:
+                # The server closed an idle connection just as we took it; nothing of the answer had come.
+                connection, fresh = await self._open(), True
+                now = await connection.exchange(payload, response, exchange)
+        except BaseException:
+            connection.close()
+            raise
+        if response.complete and response.reusable and not connection.closed:
+            self._idle.append(connection)
+        else:
+            connection.close()
+        return now
+
+    async def _connect(self) -> tuple[_Connection, bool]:
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.closed:
+                return connection, False
+        return await self._open(), True
+
+    async def _open(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(_Connection, self.target.host, self.target.port)
+        return connection

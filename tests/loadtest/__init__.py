@@ -1,0 +1,1 @@
+"""The load test under test: reader, workloads, reports, locust and benches."""

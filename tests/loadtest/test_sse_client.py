@@ -1,0 +1,226 @@
+"""The reader against a server of known behaviour: what it reports, and that it reports it at once."""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loadtest.outcome import CompletionReader, Ending, Outcome
+from loadtest.sse_client import AsyncClient, ResponseReader, SseParser, Target, complete_blocking
+from loadtest.workload import ClientKind, CompletionRequest
+from tests.loadtest.stub_server import MODEL, PROMPT_TOKENS, Script, StubServer
+
+Driver = Callable[..., Outcome]
+
+
+def drive_blocking(server: StubServer, request: CompletionRequest, *, timeout_seconds: float = 20.0) -> Outcome:
+    return complete_blocking(Target.parse(server.url), request, model=MODEL, timeout_seconds=timeout_seconds)
+
+
+def drive_async(server: StubServer, request: CompletionRequest, *, timeout_seconds: float = 20.0) -> Outcome:
+    async def main() -> Outcome:
+        client = AsyncClient(Target.parse(server.url), timeout_seconds=timeout_seconds)
+        try:
+            return await client.complete(request, model=MODEL)
+        finally:
+            await client.close()
+
+    return asyncio.run(main())
+
+
+@pytest.fixture(params=[drive_blocking, drive_async], ids=["blocking", "asyncio"])
+def drive(request: pytest.FixtureRequest) -> Driver:
+    return request.param
+
+
+def streaming(max_tokens: int = 5, **changes: object) -> CompletionRequest:
+    return CompletionRequest(index=0, prompt="Once upon", max_tokens=max_tokens, **changes)
+
+
+class Handshake:
+    """Lets the server write chunk i + 1 only after the client has reported chunk i.
+
+    A reader that buffers would wait for ever, so reporting at once is shown by the order of events, and every
+    time stamp is bracketed by the server's own, whatever the machine's speed.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._reported = threading.Semaphore(1)
+        self.stalled = False
+        original = CompletionReader.event
+
+        def event(reader: CompletionReader, data: bytes, now: float) -> None:
+            original(reader, data, now)
+            self._reported.release()
+
+        monkeypatch.setattr(CompletionReader, "event", event)
+
+    async def gate(self, chunk: int) -> None:
+        acquired = await asyncio.to_thread(self._reported.acquire, timeout=20)
+        self.stalled |= not acquired
+
+
+def test_calibration_every_chunk_is_reported_before_the_next_is_sent(
+    drive: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handshake = Handshake(monkeypatch)
+    with StubServer(Script(first_seconds=0.03, gap_seconds=0.01), gate=handshake.gate) as server:
+        outcome = drive(server, streaming(12))
+        sent = server.requests[0].chunk_seconds
+    assert not handshake.stalled
+    assert outcome.ending is Ending.OK
+    assert len(outcome.chunk_seconds) == len(sent) == 12
+    assert all(before <= seen for before, seen in zip(sent, outcome.chunk_seconds, strict=True))
+    assert all(seen <= after for seen, after in zip(outcome.chunk_seconds, sent[1:], strict=False))
+
+
+def test_known_delays_are_never_reported_shorter(drive: Driver) -> None:
+    with StubServer(Script(first_seconds=0.08, gap_seconds=0.02)) as server:
+        outcome = drive(server, streaming(6))
+    assert outcome.ttft_seconds is not None
+    assert outcome.ttft_seconds >= 0.08
+    # A gap is the server's pause less what the chunk before it lost on its way: only their sum is bounded.
+    assert outcome.e2e_seconds >= 0.08 + 5 * 0.02
+    assert outcome.tpot_seconds == pytest.approx((outcome.e2e_seconds - outcome.ttft_seconds) / 5)
+    assert sum(outcome.itl_seconds) == pytest.approx(outcome.chunk_seconds[-1] - outcome.chunk_seconds[0])
+
+
+def test_a_finished_stream_is_complete(drive: Driver) -> None:
+    with StubServer() as server:
+        outcome = drive(server, streaming(5))
+    assert (outcome.ending, outcome.detail) == (Ending.OK, "")
+    assert outcome.text == " w0 w1 w2 w3 w4"
+    assert (outcome.prompt_tokens, outcome.completion_tokens, outcome.cached_tokens) == (PROMPT_TOKENS, 5, 3)
+    assert server.requests[0].body["stream_options"] == {"include_usage": True}
+
+
+def test_a_whole_answer_has_no_first_token_time(drive: Driver) -> None:
+    with StubServer() as server:
+        outcome = drive(server, streaming(5, client=ClientKind.WHOLE))
+    assert outcome.ending is Ending.OK
+    assert outcome.text == " w0 w1 w2 w3 w4"
+    assert outcome.ttft_seconds is outcome.tpot_seconds is None
+    assert "stream" not in server.requests[0].body
+
+
+def test_a_cancelling_client_leaves_after_as_much_as_it_wanted(drive: Driver) -> None:
+    async def gate(chunk: int) -> None:
+        if chunk == 3:  # nothing more is sent: only the client's own leaving can end this exchange
+            await asyncio.sleep(3600.0)
+
+    with StubServer(gate=gate) as server:
+        outcome = drive(server, streaming(50, client=ClientKind.CANCELLING, cancel_after=3))
+    assert outcome.ending is Ending.CANCELLED
+    assert outcome.completion_tokens == len(outcome.chunk_seconds) == 3
+
+
+@pytest.mark.parametrize(
+    ("script", "ending", "detail"),
+    [
+        (Script(status=429), Ending.SHED, "scripted: as scripted"),
+        (Script(status=503), Ending.HTTP_ERROR, "503 scripted: as scripted"),
+        (Script(error_after=2), Ending.STREAM_ERROR, "scripted: as scripted"),
+        (Script(cut_after=2), Ending.CONNECTION, "the connection ended before the response"),
+        (Script(send_done=False), Ending.CONTRACT, "a stream without [DONE]"),
+        (Script(send_usage=False), Ending.CONTRACT, "no usage"),
+        (Script(finish_reasons=0), Ending.CONTRACT, "0 finish reasons"),
+        (Script(finish_reasons=2), Ending.CONTRACT, "2 finish reasons"),
+        (Script(num_tokens=4), Ending.CONTRACT, "finish reason length after 4 of 5 tokens"),
+        (Script(num_tokens=6), Ending.CONTRACT, "6 tokens where at most 5 were asked for"),
+        (Script(garbage=b"what is HTTP?\r\n\r\n"), Ending.CONNECTION, None),
+        (Script(garbage=b""), Ending.CONNECTION, "the connection ended before the response"),
+    ],
+)
+def test_every_way_to_end_has_its_name(drive: Driver, script: Script, ending: Ending, detail: str | None) -> None:
+    with StubServer(script) as server:
+        outcome = drive(server, streaming(5))
+    assert outcome.ending is ending
+    assert detail is None or outcome.detail == detail
+
+
+def test_a_silent_server_times_out(drive: Driver) -> None:
+    with StubServer(Script(first_seconds=3600.0)) as server:
+        outcome = drive(server, streaming(5), timeout_seconds=0.2)
+    assert outcome.ending is Ending.TIMEOUT
+    assert outcome.e2e_seconds >= 0.2
+
+
+def test_nobody_listening_is_a_connection_failure(drive: Driver) -> None:
+    with StubServer() as server:
+        pass
+    assert drive(server, streaming(5)).ending is Ending.CONNECTION
+
+
+@pytest.mark.parametrize("script", [Script(newline="\r\n"), Script(newline="\r"), Script(close_delimited=True)])
+def test_line_ends_and_unframed_bodies(drive: Driver, script: Script) -> None:
+    with StubServer(script) as server:
+        outcome = drive(server, streaming(5))
+    assert (outcome.ending, outcome.detail) == (Ending.OK, "")
+    assert outcome.text == " w0 w1 w2 w3 w4"
+
+
+def test_connections_are_kept_and_a_dead_one_is_replaced() -> None:
+    async def main(server: StubServer) -> list[Outcome]:
+        client = AsyncClient(Target.parse(server.url))
+        outcomes = [await client.complete(streaming(2), model=MODEL) for _ in range(3)]
+        await client.close()
+        return outcomes
+
+    with StubServer(lambda ordinal: Script(close_delimited=ordinal == 1)) as server:
+        outcomes = asyncio.run(main(server))
+    assert [outcome.ending for outcome in outcomes] == [Ending.OK] * 3
+    assert [received.connection for received in server.requests] == [1, 1, 2]
+
+
+def test_latency_counts_from_the_intended_send() -> None:
+    async def main(server: StubServer) -> Outcome:
+        client = AsyncClient(Target.parse(server.url))
+        intended = asyncio.get_running_loop().time() - 100.0
+        outcome = await client.complete(streaming(2), model=MODEL, intended_seconds=intended)
+        await client.close()
+        return outcome
+
+    with StubServer() as server:
+        outcome = asyncio.run(main(server))
+    assert outcome.ttft_seconds is not None
+    assert outcome.e2e_seconds >= outcome.ttft_seconds > 100.0
+    assert outcome.sent_seconds - outcome.intended_seconds > 100.0
+
+
+@pytest.mark.parametrize("url", ["https://127.0.0.1:1", "127.0.0.1:8000", "http://", "http://a/b"])
+def test_an_address_we_cannot_use_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="must look like"):
+        Target.parse(url)
+
+
+EVENTS = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n")), max_size=6)
+
+
+@given(events=EVENTS, newline=st.sampled_from(["\n", "\r\n", "\r"]), cuts=st.lists(st.integers(0, 400)))
+def test_events_do_not_depend_on_how_the_bytes_are_cut(events: list[str], newline: str, cuts: list[int]) -> None:
+    stream = "".join(f": note{newline}data: {event}{newline}{newline}" for event in events).encode()
+    places = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
+    parser = SseParser()
+    seen = [event for start, end in itertools.pairwise(places) for event in parser.feed(stream[start:end])]
+    assert seen == [event.encode() for event in events]
+
+
+def test_data_lines_of_one_event_are_joined_and_other_fields_passed_over() -> None:
+    parser = SseParser()
+    assert parser.feed(b"event: x\ndata:a\ndata: b\nid: 7\nretry: 5\n\n: note\n\ndata: c") == [b"a\nb"]
+    assert parser.feed(b"\n\n") == [b"c"]
+
+
+def test_a_body_in_pieces_is_whole_at_the_end() -> None:
+    reader = ResponseReader()
+    wire = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 8\r\n\r\n[1, 2,3]"
+    for position in range(len(wire)):
+        assert not reader.complete
+        reader.feed(wire[position : position + 1], 0.0)
+    assert reader.complete
+    assert reader.reusable
+    assert bytes(reader.content) == b"[1, 2,3]"
