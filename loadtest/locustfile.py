@@ -7,7 +7,8 @@ Rows, by request type: E2E once a request, TTFT and TPOT once a stream, ITL once
 SHED for a 429 (load refused is not an error) and LEFT for a client that leaves as planned. A failed request is
 an E2E row with its kind as the failure. The times are those of our own socket reader: locust 2.47's streaming
 helpers buffer 1,024 bytes, and time a streamed request to its headers. locust patches the standard library for
-gevent when it is imported: keep this file out of any program that uses asyncio.
+gevent when it is imported: keep this file out of any program that uses asyncio. `locust --help` does not show
+a locustfile's options; they are those of `python -m loadtest.bench_http --help`, with --results for its --out.
 """
 
 import argparse
@@ -68,7 +69,9 @@ class Session:
         self.workload = Workload(spec, Passages.load(chars_per_token=service.chars_per_token))
         self.model = service.model if options.model is None else options.model
         self.timeout_seconds: float = options.request_timeout
-        self.indexes: Iterator[int] = itertools.count()
+        self.num_requests: int | None = options.requests
+        endless = itertools.count() if self.num_requests is None else range(self.num_requests)
+        self.indexes: Iterator[int] = iter(endless)
         self.outcomes: list[Outcome] = []
         self._began = time.perf_counter()
         self._cpu_began = time.process_time()
@@ -126,21 +129,21 @@ class CompletionUser(User):
     wait_time = constant(0)
     session: Session | None = None  # what `start` found, None while there is no service
 
-    def on_start(self) -> None:
-        if self.session is None:
-            raise StopUser
-
     @task
     def complete(self) -> None:
         session = self.session
-        assert session is not None, "on_start stops a user without a session"
+        index = None if session is None else next(session.indexes, None)
+        if session is None or index is None:
+            raise StopUser
         outcome = complete_blocking(
             session.target,
-            session.workload.request(next(session.indexes)),
+            session.workload.request(index),
             model=session.model,
             timeout_seconds=session.timeout_seconds,
         )
         session.record(outcome)
+        if len(session.outcomes) == session.num_requests:
+            signal.raise_signal(signal.SIGTERM)  # to locust's handler, which reports and ends the program
 
 
 @events.init_command_line_parser.add_listener
@@ -150,6 +153,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     slo.add_arguments(parser.add_argument_group("Objectives (exit code 1 when one is missed)"))
     group = parser.add_argument_group("Completions")
     group.add_argument("--model", help="model id (default: the first of /v1/models)")
+    group.add_argument("--requests", type=int, metavar="N", help="end after so many, if time is not up before")
     group.add_argument("--request-timeout", type=float, default=120.0, metavar="S", help="default: 120")
     group.add_argument("--results", metavar="DIR", help="directory for results.json, report.md, report.png")
 
@@ -164,15 +168,17 @@ def start(environment: Environment, **_: Any) -> None:
         CompletionUser.session = Session(environment)
     except (OSError, ValueError) as error:
         log.error("%s: %s", environment.host, error)
-        environment.process_exit_code = 2
-        signal.raise_signal(signal.SIGTERM)  # locust's handler ends the program now, not when time is up
+        signal.raise_signal(signal.SIGTERM)  # to locust's handler: end now, not when time is up
 
 
 @events.quitting.add_listener
 def finish(environment: Environment, **_: Any) -> None:
-    """Report, and decide the exit code: 0, 1 for a missed objective, 2 for no service."""
+    """Report, and decide the exit code: 0, 1 for a missed objective, 2 for nothing measured."""
     session = CompletionUser.session
-    if session is None or not isinstance(environment.runner, LocalRunner):
+    if not isinstance(environment.runner, LocalRunner):
+        return
+    if session is None:
+        environment.process_exit_code = 2
         return
     assert environment.parsed_options is not None
     result = session.summary(Slo.from_arguments(environment.parsed_options))

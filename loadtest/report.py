@@ -128,8 +128,8 @@ def _peak_concurrency(outcomes: Sequence[Outcome]) -> int:
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
     """A table a run a row, and below it whatever went wrong."""
-    head = ("run", "sent", "ok", "shed", "left", "failed", "req/s", "tokens/s", "goodput/s")
-    head = (*head, "TTFT p50/p95/p99 ms", "ITL p50/p95/p99 ms", "TPOT p50 ms", "E2E p50/p95 ms", "client CPU")
+    head = ["run", "sent", "ok", "shed", "left", "failed", "req/s", "tokens/s", "goodput/s"]
+    head += ["TTFT p50/p95/p99 ms", "ITL p50/p95/p99 ms", "TPOT p50 ms", "E2E p50/p95 ms", "client CPU"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for run in results:
         cells = [

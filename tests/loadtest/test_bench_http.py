@@ -1,0 +1,100 @@
+"""The asyncio bench: its two loops, its command line, its exit codes."""
+
+import asyncio
+import itertools
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loadtest import bench_http
+from loadtest.outcome import Ending
+from loadtest.sse_client import AsyncClient, Target
+from loadtest.workload import CompletionRequest
+from tests.loadtest.stub_server import MODEL, Script, StubServer
+
+
+def some_requests(count: int) -> Iterator[CompletionRequest]:
+    return (CompletionRequest(index=index, prompt="Once", max_tokens=4) for index in range(count))
+
+
+def closed(server: StubServer, *, count: int, num_streams: int) -> bench_http.Run:
+    async def main() -> bench_http.Run:
+        client = AsyncClient(Target.parse(server.url))
+        run = await bench_http.run_closed(client, some_requests(count), model=MODEL, num_streams=num_streams)
+        await client.close()
+        return run
+
+    return asyncio.run(main())
+
+
+def test_a_closed_loop_never_has_more_at_once_than_streams() -> None:
+    with StubServer(Script(gap_seconds=0.002)) as server:
+        run = closed(server, count=12, num_streams=3)
+    assert sorted(outcome.index for outcome in run.outcomes) == list(range(12))
+    moves = sorted(m for o in run.outcomes for m in ((o.sent_seconds, 1), (o.end_seconds, -1)))
+    assert max(itertools.accumulate(change for _, change in moves)) == 3
+    assert len({received.connection for received in server.requests}) == 3
+    assert run.client_cpu_share > 0.0
+
+
+def test_an_open_loop_sends_when_it_is_time_whatever_the_server_does() -> None:
+    async def main(server: StubServer) -> bench_http.Run:
+        client = AsyncClient(Target.parse(server.url))
+        run = await bench_http.run_open(client, some_requests(10), model=MODEL, rate=200.0, seed=3)
+        await client.close()
+        return run
+
+    with StubServer(Script(first_seconds=0.3)) as server:
+        run = asyncio.run(main(server))
+    times = sorted(outcome.intended_seconds for outcome in run.outcomes)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    expected = list(itertools.islice(bench_http.arrivals(200.0, 3), 10))
+    assert gaps == pytest.approx([later - earlier for earlier, later in itertools.pairwise(expected)], abs=1e-6)
+    assert all(outcome.ending is Ending.OK and outcome.sent_seconds >= outcome.intended_seconds - 1e-3
+               for outcome in run.outcomes)  # fmt: skip
+    # Ten requests of 0.3 s each were under way together: one after the other they would take 3 s.
+    assert times[-1] < min(outcome.end_seconds for outcome in run.outcomes)
+
+
+def test_arrivals_are_a_poisson_process_of_the_rate_and_the_seed() -> None:
+    def take(rate: float, seed: int) -> list[float]:
+        return list(itertools.islice(bench_http.arrivals(rate, seed), 4000))
+
+    gaps = [later - earlier for earlier, later in itertools.pairwise(take(10.0, 1))]
+    # Exponential gaps: mean and standard deviation are both 1 / rate; 5 standard errors of 4,000 are 8 %.
+    assert statistics.mean(gaps) == pytest.approx(0.1, rel=0.08)
+    assert statistics.stdev(gaps) == pytest.approx(0.1, rel=0.12)
+    assert take(10.0, 1) == take(10.0, 1) != take(10.0, 2)
+
+
+def test_a_sweep_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with StubServer() as server:
+        code = bench_http.main(
+            [
+                *("--url", server.url, "--streams", "1", "4", "--rate", "500", "--requests", "8"),
+                *("--output-tokens", "4", "--out", str(tmp_path)),
+            ]
+        )
+    assert code == 0
+    assert len(server.requests) == 4 + 3 * 8  # the warm-up's, and each run's own
+    prompts = [received.body["prompt"] for received in server.requests]
+    assert len(set(prompts)) == len(prompts)
+    results = [json.loads((tmp_path / f"results-{name}.json").read_text()) for name in ("1-stream", "500-per-s")]
+    assert [result["completed"] for result in results] == [8, 8]
+    assert [result["max_concurrency"] for result in results] == [1, None]
+    assert [result["request_rate"] for result in results] == ["inf", 500.0]
+    assert {"commit", "machine", "versions", "command", "date", "model_id"} <= set(results[0])
+    assert "| 4 streams | 8 | 8 |" in capsys.readouterr().out
+
+
+def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    with StubServer(Script(status=503)) as server:
+        assert bench_http.main(["--url", server.url, "--streams", "1", "--requests", "2"]) == 1
+    assert bench_http.main(["--url", server.url, "--streams", "1", "--requests", "2"]) == 2
+    assert "Connection refused" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench_http.main(["--url", "ftp://nowhere"])
+    assert "must look like" in capsys.readouterr().err

@@ -1,0 +1,82 @@
+"""The locustfile, run as people run it: a program of its own, because locust patches the standard library."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.loadtest.stub_server import Script, StubServer
+
+ROOT = Path(__file__).parents[2]
+
+
+def locust(host: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless", "--only-summary"]
+    command += ["--host", host, "-u", "4", "-r", "4", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def rows(stdout: str) -> dict[str, dict[str, Any]]:
+    return {row["method"]: row for row in json.loads(stdout)}
+
+
+def test_rows_failures_and_results(tmp_path: Path) -> None:
+    scripts = [Script(first_seconds=0.06, gap_seconds=0.01)] * 6 + [Script(status=429), Script(status=503)]
+    with StubServer(lambda ordinal: scripts[ordinal % len(scripts)]) as server:
+        done = locust(
+            server.url, "-t", "50s", "--requests", "60", "--output-tokens", "9",
+            "--whole-share", "0.2", "--cancelling-share", "0.2",
+            "--results", str(tmp_path), "--json-file", str(tmp_path / "locust"),
+        )  # fmt: skip
+    assert done.returncode == 1, done.stderr  # a 503 is a failure, and none were allowed
+    assert "broken objective: failed" in done.stdout
+    assert "http_error: 503 scripted: as scripted" in done.stdout
+
+    seen = rows((tmp_path / "locust.json").read_text())
+    assert set(seen) == {"TTFT", "ITL", "TPOT", "E2E", "SHED", "LEFT"}
+    assert seen["E2E"]["num_failures"] > 0
+    assert all(row["num_failures"] == 0 for kind, row in seen.items() if kind != "E2E")
+    # What the server waits is the least that can be reported, whatever the machine.
+    assert seen["TTFT"]["min_response_time"] >= 60
+
+    result = json.loads((tmp_path / "results.json").read_text())
+    assert result["sent"] == 60 == sum(seen[kind]["num_requests"] for kind in ("E2E", "SHED", "LEFT"))
+    assert (result["shed"], result["cancelled"]) == (seen["SHED"]["num_requests"], seen["LEFT"]["num_requests"])
+    assert result["failures"] == {"http_error: 503 scripted: as scripted": seen["E2E"]["num_failures"]}
+    assert result["command"].startswith("locust -f loadtest/locustfile.py")
+    streams = zip(result["ttfts"], result["latencies"], result["endings"], strict=True)
+    gaps = [latency - first for first, latency, ending in streams if first is not None and ending == "ok"]
+    # A reader that buffers a stream reports its first token with its last.
+    assert gaps
+    assert min(gaps) > 0.04
+
+
+def test_kept_objectives_exit_with_zero_and_missed_ones_with_one() -> None:
+    with StubServer(Script(first_seconds=0.02)) as server:
+        kept = locust(
+            server.url, "-t", "50s", "--requests", "9", "--slo-ttft-p95-ms", "60000", "--slo-max-shed-share", "0"
+        )
+        missed = locust(server.url, "-t", "50s", "--requests", "9", "--slo-ttft-p95-ms", "19")
+    assert kept.returncode == 0, kept.stderr
+    assert missed.returncode == 1
+    assert "TTFT p95" in missed.stdout
+
+
+def test_times_below_a_millisecond_are_kept(tmp_path: Path) -> None:
+    with StubServer() as server:
+        done = locust(server.url, "-t", "50s", "--requests", "9", "--json-file", str(tmp_path / "locust"))
+    assert done.returncode == 0, done.stderr
+    times = rows((tmp_path / "locust.json").read_text())["ITL"]["response_times"]
+    assert any(float(time) % 1 for time in times)
+
+
+def test_no_service_is_one_clear_line_at_once() -> None:
+    with StubServer() as server:
+        pass
+    done = locust(server.url, "-t", "50s")
+    assert done.returncode == 2
+    assert "Connection refused" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,116 @@
+"""Reports: vLLM's keys, right figures, failures by kind, and a picture."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest import report
+from loadtest.outcome import Ending, Outcome
+from loadtest.slo import Slo
+from loadtest.workload import ClientKind
+from tests.loadtest.outcomes import failed, outcome
+
+# What `vllm bench serve --save-result --save-detailed` (0.33) writes for a completions endpoint, and its readers
+# use; not ours: backend, label of the harness, tokenizer, generated texts, audio's rtfx.
+VLLM_KEYS = {
+    "date", "model_id", "num_prompts", "request_rate", "burstiness", "max_concurrency", "duration", "completed",
+    "failed", "total_input_tokens", "total_output_tokens", "request_throughput", "request_goodput",
+    "output_throughput", "total_token_throughput", "input_lens", "output_lens", "ttfts", "itls", "latencies",
+    "start_times", "queue_times", "errors", "max_output_tokens_per_s", "max_concurrent_requests",
+} | {
+    f"{statistic}_{metric}_ms"
+    for statistic in ("mean", "median", "std", "p50", "p90", "p95", "p99")
+    for metric in ("ttft", "tpot", "itl", "e2el")
+}  # fmt: skip
+
+
+def summary(outcomes: list[Outcome], **changes: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "label": "2 streams",
+        "duration_seconds": 2.0,
+        "slo": Slo(ttft_p95_ms=150.0),
+        "request_rate": None,
+        "max_concurrency": 2,
+        "client_cpu_share": 0.1,
+    }
+    return report.summarize(outcomes, **values | changes)
+
+
+def test_it_has_the_keys_of_vllm_bench_serve() -> None:
+    assert set(summary([outcome(0)])) >= VLLM_KEYS - {"date", "model_id"}  # those two: provenance and service
+
+
+def test_the_figures() -> None:
+    result = summary([outcome(0), outcome(1, intended_seconds=0.9)])
+    assert (result["completed"], result["failed"], result["sent"]) == (2, 0, 2)
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (20, 8)
+    assert result["output_throughput"] == pytest.approx(4.0)
+    assert result["total_token_throughput"] == pytest.approx(14.0)
+    assert result["request_throughput"] == pytest.approx(1.0)
+    assert result["request_goodput"] == pytest.approx(0.5)  # the second was sent late: 200 ms to its first token
+    assert result["median_ttft_ms"] == pytest.approx(150.0)
+    assert result["p99_ttft_ms"] == pytest.approx(199.0)
+    assert result["mean_itl_ms"] == pytest.approx(20.0)
+    assert result["mean_tpot_ms"] == pytest.approx(70 / 3)
+    assert result["median_e2el_ms"] == pytest.approx(220.0)
+    assert result["queue_times"] == [0.0, pytest.approx(0.1)]
+    assert result["start_times"] == [0.0, pytest.approx(0.9)]
+    assert result["max_concurrent_requests"] == 1
+    assert result["max_output_tokens_per_s"] == 4.0
+
+
+def test_a_departure_makes_room_for_an_arrival() -> None:
+    touching = [outcome(0, end_seconds=1.0), outcome(1, end_seconds=2.0)]
+    overlapping = [outcome(0, end_seconds=1.5), outcome(1, end_seconds=2.0)]
+    assert summary(touching)["max_concurrent_requests"] == 1
+    assert summary(overlapping)["max_concurrent_requests"] == 2
+
+
+def test_failures_are_told_apart_and_shed_load_is_none() -> None:
+    outcomes = [
+        outcome(0),
+        failed(1, Ending.SHED, "rate_limit_exceeded: queue full"),
+        failed(2, Ending.TIMEOUT, "no end within 5 s"),
+        failed(3, Ending.TIMEOUT, "no end within 5 s"),
+        failed(4, Ending.HTTP_ERROR, "503 draining"),
+        outcome(5, ending=Ending.CANCELLED, client=ClientKind.CANCELLING),
+    ]
+    result = summary(outcomes)
+    assert (result["sent"], result["completed"], result["failed"]) == (6, 1, 3)
+    assert (result["shed"], result["cancelled"]) == (1, 1)
+    assert result["failures"] == {"timeout: no end within 5 s": 2, "http_error: 503 draining": 1}
+    assert result["total_output_tokens"] == 4  # what was cancelled is not throughput
+    assert result["slo_breaches"] == ["failed: 50.00% of the requests sent, limit 0.00%"]
+    assert result["endings"][1] == "shed"
+    table = report.markdown([result])
+    assert "- 2 streams: 2 × timeout: no end within 5 s" in table
+    assert "broken objective: failed: 50.00%" in table
+
+
+def test_an_answer_in_one_piece_has_no_ttft() -> None:
+    whole = outcome(0, client=ClientKind.WHOLE, chunk_seconds=())
+    result = summary([whole])
+    assert result["median_ttft_ms"] is result["p99_itl_ms"] is result["mean_tpot_ms"] is None
+    assert result["median_e2el_ms"] == pytest.approx(170.0)
+    assert "– / – / –" in report.markdown([result])
+
+
+def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = summary([outcome(0), failed(1, Ending.CONNECTION, "reset")])
+    paths = report.write([run], tmp_path / "new")
+    assert [path.name for path in paths] == ["results.json", "report.md", "report.png"]
+    assert json.loads(paths[0].read_text()) == run
+    assert paths[2].read_bytes().startswith(b"\x89PNG\r\n")
+    several = report.write([run, run | {"label": "16 streams"}], tmp_path)
+    assert [path.name for path in several[:2]] == ["results-2-streams.json", "results-16-streams.json"]
+    assert report.main([str(paths[0]), "--out", str(tmp_path / "again")]) == 0
+    assert (tmp_path / "again" / "report.md").read_text() == paths[1].read_text()
+    assert capsys.readouterr().out.strip() == paths[1].read_text().strip()
+
+
+def test_a_run_in_which_nothing_worked_is_still_a_report(tmp_path: Path) -> None:
+    run = summary([failed(0, Ending.CONNECTION, "refused")])
+    assert run["output_throughput"] == 0.0
+    assert report.write([run], tmp_path)[2].stat().st_size > 0
