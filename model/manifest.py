@@ -6,7 +6,8 @@
     manifest.json             size and SHA-256 of every file above, and how the model came to be
     MODEL_CARD.md             for people; not hashed
 
-Everything is checked before a tensor is loaded: a damaged directory ends in one line that says which file and what to do.
+Everything is checked before a tensor is loaded: a damaged directory ends in one line that says which file is wrong
+and what to do.
 """
 
 import hashlib

@@ -1,11 +1,10 @@
 """Text to token ids and back: a byte-level BPE as a `tiktoken.Encoding`, stored with its checkpoint. Torch-free.
 
-On disk: `tokenizer.tiktoken` holds one `base64(bytes) rank` a line, tiktoken's own format; `tokenizer_spec.json` holds the
-split pattern, the special tokens and which of them begin and end a text.
+On disk: `tokenizer.tiktoken` holds one `base64(bytes) rank` a line, tiktoken's own format; `tokenizer_spec.json` holds
+the split pattern, the special tokens and which of them begin and end a text.
 """
 
 import base64
-import binascii
 import codecs
 import json
 from collections.abc import Iterable, Sequence
@@ -125,13 +124,15 @@ class Tokenizer:
         """
         ranks: dict[bytes, int] = {}
         try:
-            for number, line in enumerate((directory / RANKS_FILE).read_text().splitlines(), start=1):
-                token, rank = line.split()
-                ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except (ValueError, binascii.Error) as error:
-            raise TokenizerError(f"{RANKS_FILE}, line {number}: expected `base64 rank`") from error
+            lines = (directory / RANKS_FILE).read_bytes().splitlines()
         except OSError as error:
             raise TokenizerError(f"{RANKS_FILE}: {error.strerror}") from error
+        for line in lines:
+            try:
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+            except ValueError as error:  # binascii.Error is one
+                raise TokenizerError(f"{RANKS_FILE}, line {len(ranks) + 1}: expected `base64 rank`") from error
         try:
             spec = json.loads((directory / SPEC_FILE).read_text())
             keys = {"pattern", "special_tokens", "eos_token_id", "bos_token_id"}

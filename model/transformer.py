@@ -24,7 +24,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, backend: AttentionBackend, layer: int) -> None:
         super().__init__()
-        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self.heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         self.head_dim = config.head_dim
         self.qkv = nn.Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=config.attention_bias)
         self.out = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.attention_bias)
@@ -42,7 +42,7 @@ class Attention(nn.Module):
         kv_cache: KVCache | None,
     ) -> Tensor:
         """TE -> TE."""
-        q_THD, k_TKD, v_TKD = torch.unflatten(self.qkv(x_TE), -1, (-1, self.head_dim)).split(self.heads, dim=1)
+        q_THD, k_TKD, v_TKD = torch.split(torch.unflatten(self.qkv(x_TE), -1, (-1, self.head_dim)), self.heads, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             q_THD, k_TKD = self.query_norm(q_THD), self.key_norm(k_TKD)
         if rotation is not None:

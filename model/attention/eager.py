@@ -29,7 +29,7 @@ class EagerAttention:
     ) -> Tensor:
         """Every sequence on its own; scores and softmax in float32."""
         if kv_cache is not None:
-            assert metadata.slot_mapping_T is not None and metadata.block_tables_BN is not None
+            assert metadata.slot_mapping_T is not None
             kv_cache.write(layer, metadata.slot_mapping_T, k_TKD, v_TKD)
         outputs = []
         for row, context_length in enumerate(metadata.context_lengths):

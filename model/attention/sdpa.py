@@ -8,6 +8,8 @@ Legend: T packed tokens, B sequences, Q query tokens of one sequence, S context,
 G = H / K query heads per group, D head dimension.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -57,8 +59,7 @@ def _attend_uncached(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, metadata: Atte
         groups = q_BHSD.shape[1] // k_BKSD.shape[1]
         out_BHSD = scaled_dot_product_attention(q_BHSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=groups > 1)
         return out_BHSD.transpose(1, 2).flatten(0, 1)
-    starts = metadata.query_starts
-    spans = [slice(start, end) for start, end in zip(starts, starts[1:], strict=False)]
+    spans = [slice(start, end) for start, end in itertools.pairwise(metadata.query_starts)]
     return torch.cat([_causal(q_THD[span], k_TKD[span], v_TKD[span]) for span in spans])
 
 

@@ -1,0 +1,11 @@
+"""From text to a checkpoint. Nothing in `service.engine` knows this package.
+
+bpe       learn a byte-level BPE
+data      sources, held-out splits, deterministic batches
+config    TrainConfig: a TOML file, frozen and complete
+optimizer Muon for matrices, AdamW for the rest; the schedule
+state     save and resume a run, exactly, without pickle
+train     the loop: progress, evaluation, samples, loss curve
+evaluate  held-out bits per byte
+card      MODEL_CARD.md from what was measured
+"""

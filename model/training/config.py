@@ -1,0 +1,117 @@
+"""A training run, completely described: read from TOML, frozen, unknown keys refused."""
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from model.config import ModelConfig
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceConfig:
+    """One corpus: a .txt (documents parted by blank lines) or .jsonl file, either also .xz.
+
+    path: the file; relative paths start at the config file's directory.
+    repeats: how often each document occurs in an epoch; 0 for a held-out file.
+    held_out: share of the documents kept for validation, chosen by hash; 1 keeps all.
+    licence: for the model card.
+    """
+
+    name: str
+    path: Path
+    repeats: int
+    held_out: float
+    licence: str
+
+    def __post_init__(self) -> None:
+        if self.repeats < 0 or not 0.0 <= self.held_out <= 1.0:
+            raise ValueError(f"source {self.name}: repeats must be >= 0 and held_out between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Everything a run depends on; two runs with equal configs and equal corpora have equal losses.
+
+    sequence_length, batch_size: tokens a window, windows a step.
+    steps: optimizer steps; warmup_steps rise linearly, the last decay_steps fall linearly to zero.
+    matrix_lr, adam_lr: peak learning rates of Muon (hidden matrices) and AdamW (all else).
+    weight_decay: decoupled, on matrices and embeddings.
+    dropout is absent on purpose: the runs here see each document only a few times.
+    checkpoint_minutes, evaluate_every: how often to save, and to measure the held-out loss.
+    sample_prompts: completed at the end, for the model card.
+    """
+
+    name: str
+    seed: int
+    vocab_size: int
+    model: ModelConfig
+    sources: tuple[SourceConfig, ...]
+    sequence_length: int
+    batch_size: int
+    steps: int
+    warmup_steps: int
+    decay_steps: int
+    matrix_lr: float
+    adam_lr: float
+    weight_decay: float
+    grad_clip: float
+    checkpoint_minutes: float
+    evaluate_every: int
+    sample_prompts: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "sequence_length", "batch_size", "steps", "evaluate_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        if min(self.warmup_steps, self.decay_steps) < 0 or self.warmup_steps + self.decay_steps > self.steps:
+            raise ValueError("warmup_steps and decay_steps must not be negative and must fit into steps")
+        if not any(source.repeats for source in self.sources):
+            raise ValueError("no source is trained on: give at least one repeats >= 1")
+        if self.sequence_length > self.model.max_context_length:
+            raise ValueError("sequence_length is over the model's max_context_length")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens predicted in one optimizer step."""
+        return self.batch_size * self.sequence_length
+
+
+def load_train_config(path: Path) -> TrainConfig:
+    """Read a TOML file.
+
+    Raises:
+        ValueError: the file cannot be read, a key is unknown or missing, or a value is unusable.
+    """
+    try:
+        values = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: {error}") from error
+    try:
+        model = ModelConfig.from_dict({**values.pop("model"), "vocab_size": values["vocab_size"]})
+        sources = tuple(_source(entry, path.parent) for entry in values.pop("sources"))
+        values["sample_prompts"] = tuple(values.get("sample_prompts", ()))
+        return _build(TrainConfig, {**values, "model": model, "sources": sources})
+    except KeyError as error:
+        raise ValueError(f"{path}: missing {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _source(entry: Mapping[str, Any], directory: Path) -> SourceConfig:
+    return _build(SourceConfig, {**entry, "path": directory / entry["path"]})
+
+
+def _build(kind: type[_T], values: Mapping[str, Any]) -> _T:
+    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(set(values) - names):
+        raise ValueError(f"unknown keys: {', '.join(unknown)}")
+    if missing := sorted(names - set(values)):
+        raise ValueError(f"missing keys: {', '.join(missing)}")
+    return kind(**values)

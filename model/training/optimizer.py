@@ -1,0 +1,86 @@
+"""Muon for the hidden matrices, AdamW for everything else, and the learning rate's course.
+
+Muon: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); its update scaled to AdamW's size as in Liu et al. 2025
+(arXiv 2502.16982), so that both take rates of one magnitude. Both optimizers are PyTorch's.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from model.training.config import TrainConfig
+
+
+class Optimizers:
+    """Both optimizers as one: step, rates, and a state of plain named tensors."""
+
+    def __init__(self, model: nn.Module, config: TrainConfig) -> None:
+        named = dict(model.named_parameters())
+        matrices = {name: p for name, p in named.items() if p.ndim == 2 and name.startswith("layers.")}
+        tables = {name: p for name, p in named.items() if p.ndim == 2 and name not in matrices}
+        vectors = {name: p for name, p in named.items() if p.ndim == 1}
+        self._names = {id(parameter): name for name, parameter in named.items()}
+        self._config = config
+        self._muon = torch.optim.Muon(
+            list(matrices.values()),
+            lr=config.matrix_lr,
+            weight_decay=config.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        self._adam = torch.optim.AdamW(
+            [
+                {"params": list(tables.values()), "weight_decay": config.weight_decay},
+                {"params": list(vectors.values()), "weight_decay": 0.0},
+            ],
+            lr=config.adam_lr,
+            betas=(0.9, 0.95),
+            fused=True,
+        )
+
+    def step(self, step: int) -> None:
+        """Update the parameters from their gradients at the rates of this step, and drop the gradients."""
+        factor = rate_factor(step, self._config)
+        for optimizer, peak in ((self._muon, self._config.matrix_lr), (self._adam, self._config.adam_lr)):
+            for group in optimizer.param_groups:
+                group["lr"] = peak * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Every tensor both optimizers remember, by `<parameter>/<key>`."""
+        return {
+            f"{self._names[id(parameter)]}/{key}": value
+            for optimizer in (self._muon, self._adam)
+            for parameter, state in optimizer.state.items()
+            for key, value in state.items()
+        }
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Take up `state_tensors` of an equal model.
+
+        Raises:
+            ValueError: a parameter's state is missing.
+        """
+        for optimizer in (self._muon, self._adam):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    prefix = self._names[id(parameter)] + "/"
+                    state = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
+                    if not state:
+                        raise ValueError(f"no optimizer state for {prefix[:-1]}")
+                    # The step count stays where it is; moments lie beside their parameter.
+                    optimizer.state[parameter] = {
+                        key: value.clone() if value.ndim == 0 else value.to(parameter.device, copy=True)
+                        for key, value in state.items()
+                    }
+
+
+def rate_factor(step: int, config: TrainConfig) -> float:
+    """Share of the peak learning rate at a step: linear warm-up, a plateau, linear decay to zero.
+
+    Warmup-stable-decay: Hu et al. 2024, MiniCPM (arXiv 2404.06395), section 4. Its use here: a run may be lengthened
+    or shortened while it is on the plateau, without a difference to what has been computed.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    remaining = config.steps - step
+    return min(1.0, remaining / config.decay_steps) if config.decay_steps else 1.0

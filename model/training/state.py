@@ -1,0 +1,129 @@
+"""Saving and resuming a run: safetensors and JSON, swapped in whole, never pickle.
+
+A run directory holds `state/` (the last complete save), `log.jsonl` (a line a step) and the tokenizer.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from model.training.config import TrainConfig
+
+_EXTENSIBLE = ("steps", "decay_steps", "checkpoint_minutes", "evaluate_every", "sample_prompts")
+
+
+class StateError(ValueError):
+    """A run cannot be resumed. The message says why and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Where a run stands: steps done, seconds spent, and its tensors."""
+
+    step: int
+    seconds: float
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+
+def save_state(directory: Path, state: RunState, config: TrainConfig) -> None:
+    """Write `state/` beside the old one, make it durable, then swap: a crash leaves one of the two whole."""
+    partial, final, old = (directory / name for name in ("state.partial", "state", "state.old"))
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_file({name: t.detach().cpu().contiguous() for name, t in state.model.items()}, partial / "model.safetensors")
+    save_file(
+        {name: t.detach().cpu().contiguous() for name, t in state.optimizer.items()}, partial / "optim.safetensors"
+    )
+    facts = {"step": state.step, "seconds": state.seconds, "config": config_facts(config)}
+    (partial / "run.json").write_text(json.dumps(facts))
+    for path in partial.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    partial.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load_state(directory: Path, config: TrainConfig) -> RunState | None:
+    """The last complete save, or None where there is none.
+
+    Raises:
+        StateError: the save is damaged, or belongs to a run that differs before the step it stands at.
+    """
+    path = next((p for p in (directory / "state", directory / "state.old") if p.exists()), None)
+    if path is None:
+        return None
+    try:
+        facts = json.loads((path / "run.json").read_text())
+        model, optimizer = load_file(path / "model.safetensors"), load_file(path / "optim.safetensors")
+        step, seconds, saved = int(facts["step"]), float(facts["seconds"]), dict(facts["config"])
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise StateError(f"{path}: damaged ({error}); delete it to begin anew") from error
+    current = config_facts(config)
+    if changed := [key for key in current if key not in _EXTENSIBLE and saved.get(key) != current[key]]:
+        raise StateError(f"{path}: the run was begun with another {', '.join(changed)}; use another --out or undo that")
+    lengths = [(saved["steps"], saved["decay_steps"]), (config.steps, config.decay_steps)]
+    plateau_end = min(steps - decay for steps, decay in lengths)
+    if lengths[0] != lengths[1] and step > plateau_end:
+        raise StateError(f"{path}: at step {step} the learning rate already decays; steps can't change any more")
+    return RunState(step=step, seconds=seconds, model=model, optimizer=optimizer)
+
+
+def config_facts(config: TrainConfig) -> dict[str, Any]:
+    """The config as JSON-ready values."""
+    values = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    values["model"] = config.model.to_dict()
+    values["sources"] = [[s.name, s.path.name, s.repeats, s.held_out] for s in config.sources]
+    values["sample_prompts"] = list(config.sample_prompts)
+    facts: dict[str, Any] = json.loads(json.dumps(values))
+    return facts
+
+
+class RunLog:
+    """`log.jsonl`: one JSON object a step. Opening it at a step drops the lines of steps that will be done again."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        kept = [line for line in read_log(path) if line["step"] < step]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        partial.replace(path)
+        self._file = path.open("a", buffering=1)
+
+    def write(self, **values: float) -> None:
+        """Append one line."""
+        self._file.write(json.dumps(values) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_log(path: Path) -> list[dict[str, float]]:
+    """All complete lines; a line cut off by a crash is passed over."""
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def clone_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU, so that a save is of one moment."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def deterministic(seed: int) -> None:
+    """Ask PyTorch for the same bits every time on the same hardware and thread count."""
+    torch.manual_seed(seed)
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)

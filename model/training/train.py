@@ -1,0 +1,306 @@
+"""`kvasir train`: from a config file to a checkpoint directory that can be served.
+
+The loop saves as it goes and resumes where it was killed, with the losses an uninterrupted run has. Which batch a step
+sees and which rate it uses are functions of the step alone; the rest of its past is in the tensors that are saved.
+"""
+
+import contextlib
+import math
+import os
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from model.attention.interface import ATTENTION_BACKENDS
+from model.attention.metadata import AttentionMetadata
+from model.checkpoint import load_model, save_checkpoint
+from model.config import SamplingParams
+from model.generate import generate
+from model.manifest import read_manifest
+from model.tokenizer import SPEC_FILE, StreamDecoder, Tokenizer
+from model.training.bpe import train_bpe
+from model.training.card import LOSS_CURVE_FILE, Sample, draw_loss_curve, write_model_card
+from model.training.config import TrainConfig
+from model.training.data import Batches, Source, TrainingData, encode_documents, read_source, remove_held_out
+from model.training.evaluate import bits_per_byte
+from model.training.optimizer import Optimizers
+from model.training.progress import Progress
+from model.training.state import (
+    RunLog,
+    RunState,
+    clone_tensors,
+    deterministic,
+    load_state,
+    read_log,
+    save_state,
+)
+from model.transformer import Transformer
+
+_HELD_OUT_TEXTS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSettings:
+    """Where and on what a run happens; none of it changes what is learned, but for the rounding of `precision`.
+
+    run_directory: what resuming needs. checkpoint: where the finished model goes.
+    precision: "float32" or "bfloat16" (autocast: weights stay float32).
+    stop_after: end early, as an interruption would, once that many steps are done; None for never.
+    """
+
+    run_directory: Path
+    checkpoint: Path
+    device: str
+    precision: str
+    compile: bool
+    stop_after: int | None
+
+
+def default_precision(device: str) -> str:
+    """bfloat16 where the hardware multiplies it natively, float32 elsewhere."""
+    if device == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
+    return "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
+
+
+def can_compile(device: str) -> bool:
+    """Whether torch.compile finds what it needs: Triton on a GPU, a C++ compiler on a CPU."""
+    return device == "cuda" or any(shutil.which(name) for name in ("c++", "g++", "clang++"))
+
+
+def train(config: TrainConfig, settings: RunSettings, report: Callable[[str], None]) -> bool:
+    """Train, or go on training, and write the finished checkpoint. Returns whether the run came to its end.
+
+    Raises:
+        CorpusError: a corpus cannot be used.
+        StateError: the run directory holds another run, or a damaged one.
+        KeyboardInterrupt: after saving, when interrupted.
+    """
+    deterministic(config.seed)
+    sources = remove_held_out([read_source(source) for source in config.sources])
+    tokenizer = _tokenizer(config, sources, settings.run_directory, report)
+    documents = [ids for source in sources for ids in encode_documents(tokenizer, source.train)]
+    repeats = [source.config.repeats for source in sources for _ in source.train]
+    data = TrainingData(documents=documents, repeats=repeats, sequence_length=config.sequence_length, seed=config.seed)
+    epochs = config.steps * config.tokens_per_step / data.num_tokens
+    report(f"{data.num_tokens:,} tokens an epoch, {epochs:.1f} epochs; {config.model.num_parameters:,} parameters")
+    trainer = Trainer(config, settings, data, tokenizer, sources)
+    if not trainer.run(report):
+        return False
+    _finish(trainer, data, report)
+    return True
+
+
+def _tokenizer(config: TrainConfig, sources: list[Source], directory: Path, report: Callable[[str], None]) -> Tokenizer:
+    """The run's tokenizer: learned from the training documents the first time, read afterwards."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if not (directory / SPEC_FILE).exists():  # the spec is written last
+        report(f"learning a tokenizer of {config.vocab_size:,} tokens")
+        train_bpe((text for source in sources for text in source.train), config.vocab_size).save(directory)
+    tokenizer = Tokenizer.load(directory)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(f"{directory}: its tokenizer has {tokenizer.vocab_size} tokens, not {config.vocab_size}")
+    return tokenizer
+
+
+class Trainer:
+    """One run's model, optimizers and place in the data."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        settings: RunSettings,
+        data: TrainingData,
+        tokenizer: Tokenizer,
+        sources: list[Source],
+    ) -> None:
+        self.config = config
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.sources = sources
+        self.model = Transformer(config.model, ATTENTION_BACKENDS["sdpa"])
+        self.model.initialize(config.seed)
+        self.model.to(settings.device)
+        self.optimizers = Optimizers(self.model, config)
+        self.batches = Batches(data, config.batch_size)
+        self.step = 0
+        self.seconds = 0.0
+        state = load_state(settings.run_directory, config)
+        if state is not None:
+            self.model.load_state_dict(state.model)
+            self.optimizers.load_state_tensors(state.optimizer)
+            self.step, self.seconds = state.step, state.seconds
+        self._metadata = AttentionMetadata.uncached((config.sequence_length,) * config.batch_size, settings.device)
+        self._loss = torch.compile(self._loss_of) if settings.compile else self._loss_of
+        self._held_out = [text for source in sources for text in source.held_out][:: self._held_out_stride()]
+
+    def _held_out_stride(self) -> int:
+        count = sum(len(source.held_out) for source in self.sources)
+        return max(1, count // _HELD_OUT_TEXTS)
+
+    def _loss_of(self, inputs_T: Tensor, targets_T: Tensor) -> Tensor:
+        logits_TV = self.model(inputs_T, self._metadata, None)
+        return functional.cross_entropy(logits_TV, targets_T)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[None]:
+        enabled = self.settings.precision == "bfloat16"
+        return torch.autocast(self.settings.device, dtype=torch.bfloat16, enabled=enabled)
+
+    def run(self, report: Callable[[str], None]) -> bool:
+        """Steps until the end or `stop_after`, saving as it goes. Returns whether the end was reached."""
+        config, settings = self.config, self.settings
+        if self.step:
+            report(f"resuming at step {self.step:,} of {config.steps:,}")
+        log = RunLog(settings.run_directory / "log.jsonl", self.step)
+        stop = min(config.steps, settings.stop_after or config.steps)
+        saved_at = time.monotonic()
+        try:
+            with Progress(config.steps, self.step, config.tokens_per_step, report) as progress:
+                while self.step < stop:
+                    began = time.monotonic()
+                    loss = self._train_step()
+                    elapsed = time.monotonic() - began
+                    self.seconds += elapsed
+                    line = {"step": self.step - 1, "loss": loss, "seconds": self.seconds}
+                    if self.step % config.evaluate_every == 0 or self.step == config.steps:
+                        line["held_out_loss"] = self.held_out_loss()
+                    log.write(**line)
+                    progress.update(self.step, loss, elapsed, line.get("held_out_loss"))
+                    if time.monotonic() - saved_at > 60 * config.checkpoint_minutes:
+                        self.save()
+                        saved_at = time.monotonic()
+        finally:
+            self.save()
+            log.close()
+        return self.step >= config.steps
+
+    def _train_step(self) -> float:
+        windows = torch.from_numpy(self.batches.batch(self.step)).to(self.settings.device)
+        with self._autocast():
+            loss = self._loss(windows[:, :-1].reshape(-1), windows[:, 1:].reshape(-1))
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
+        self.optimizers.step(self.step)
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise ValueError(f"the loss became {value} at step {self.step}; lower matrix_lr and adam_lr")
+        self.step += 1
+        return value
+
+    def held_out_loss(self) -> float:
+        """Nats a token on a fixed subset of the held-out texts; NaN where nothing is held out."""
+        if not self._held_out:
+            return math.nan
+        num_tokens = sum(len(self.tokenizer.encode(text)) + 1 for text in self._held_out)
+        num_bytes = sum(len(text.encode()) for text in self._held_out)
+        self.model.eval()
+        bits = bits_per_byte(self.model, self.tokenizer, self._held_out)
+        self.model.train()
+        return bits * num_bytes * math.log(2) / num_tokens
+
+    def save(self) -> None:
+        """Save what resuming needs."""
+        state = RunState(
+            step=self.step,
+            seconds=self.seconds,
+            model=clone_tensors(dict(self.model.state_dict())),
+            optimizer=clone_tensors(self.optimizers.state_tensors()),
+        )
+        save_state(self.settings.run_directory, state, self.config)
+
+
+def _finish(trainer: Trainer, data: TrainingData, report: Callable[[str], None]) -> None:
+    """The checkpoint directory: bfloat16 weights, measured again as they will be served, with card and loss curve."""
+    config, settings = trainer.config, trainer.settings
+    log = read_log(settings.run_directory / "log.jsonl")
+    training: dict[str, Any] = {
+        "seed": config.seed,
+        "steps": config.steps,
+        "tokens": config.steps * config.tokens_per_step,
+        "epoch_tokens": data.num_tokens,
+        "seconds": round(trainer.seconds, 1),
+        "precision": settings.precision,
+        "hardware": _hardware(settings.device),
+        "commit": _commit(),
+        "final_loss": float(np.mean([line["loss"] for line in log[-100:]])),
+        "sources": [_source_facts(source) for source in trainer.sources],
+    }
+    directory = settings.checkpoint
+    report(f"writing {directory}")
+
+    def write() -> None:
+        save_checkpoint(
+            directory,
+            config=config.model,
+            tensors=dict(trainer.model.state_dict()),
+            tokenizer=trainer.tokenizer,
+            name=config.name,
+            training=training,
+            dtype=torch.bfloat16,
+        )
+
+    write()
+    backend = ATTENTION_BACKENDS["sdpa"]
+    served = load_model(read_manifest(directory), device=settings.device, dtype=torch.float32, attention=backend)
+    bits = {
+        source.config.name: bits_per_byte(served, trainer.tokenizer, source.held_out)
+        for source in trainer.sources
+        if source.held_out
+    }
+    for name, value in bits.items():
+        report(f"held out, {name}: {value:.4f} bits per byte")
+    training["held_out_bits_per_byte"] = bits
+    write()
+    draw_loss_curve(directory / LOSS_CURVE_FILE, log, config.tokens_per_step)
+    samples = [_sample(served, trainer.tokenizer, prompt) for prompt in config.sample_prompts]
+    for sample in samples:
+        report(f"\n{sample.prompt}{sample.completion}")
+    write_model_card(directory / "MODEL_CARD.md", config, training, bits, samples)
+    report(f"\nserve it: kvasir serve --checkpoint {directory}")
+
+
+def _sample(model: Transformer, tokenizer: Tokenizer, prompt: str) -> Sample:
+    params = SamplingParams(max_tokens=200, temperature=0.8, top_p=0.95, seed=0)
+    ids = generate(model, tokenizer.encode(prompt), params, eos_token_id=tokenizer.eos_token_id)
+    decoder = StreamDecoder(tokenizer)
+    return Sample(prompt=prompt, completion=decoder.push(ids) + decoder.flush())
+
+
+def _source_facts(source: Source) -> dict[str, Any]:
+    return {
+        "name": source.config.name,
+        "licence": source.config.licence,
+        "sha256": source.sha256,
+        "repeats": source.config.repeats,
+        "documents": len(source.train),
+        "held_out_documents": len(source.held_out),
+    }
+
+
+def _hardware(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
+    return f"{torch.get_num_threads()} threads of {os.cpu_count()} CPUs, {model}"
+
+
+def _commit() -> str:
+    """The repository's commit, or "unknown" outside of one."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
