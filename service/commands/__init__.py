@@ -1,0 +1,9 @@
+"""One file a command of `kvasir`, each with `main(argv) -> exit code`.
+
+serve     HTTP service
+generate  a completion without a server
+train     model.training.train
+bench     loadtest.bench_engine
+tokenize  text to ids, torch-free
+inspect   a checkpoint's facts, torch-free
+"""

@@ -1,0 +1,5 @@
+"""`kvasir train`."""
+
+from model.training.train import main
+
+__all__ = ["main"]

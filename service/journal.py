@@ -1,0 +1,252 @@
+"""Every unfinished request of this API process: what was submitted, what has come back, and who waits for it.
+
+The journal is what survives a worker: a worker that says hello is empty, and gets everything unfinished again with
+the tokens its clients already have. Nothing here may raise into LitServe's reader task, which would stop for good.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from service.admission import Admission
+from service.messages import (
+    Cancel,
+    Command,
+    Event,
+    Finish,
+    FinishReason,
+    Hello,
+    Submit,
+    TokenDelta,
+    TokenLogprob,
+)
+from service.schemas import ApiError, ClientGone, EngineFailed
+
+logger = logging.getLogger(__name__)
+
+# A request that is there when a worker dies, twice without a token between, may be what kills it.
+MAX_DEATHS_WITHOUT_PROGRESS = 2
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One completion of a request. `index` is its place in the answer, `prompt_index` its prompt's."""
+
+    index: int
+    prompt_index: int
+    prompt_text: str
+    submit: Submit
+    token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: Finish | None = None
+    has_started: bool = False
+    num_deaths: int = 0
+    first_token_seconds: float | None = None
+    last_token_seconds: float | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.submit.prompt_token_ids)
+
+    @property
+    def max_num_tokens(self) -> int:
+        """The most this sequence can come to: what admission counts."""
+        return self.num_prompt_tokens + self.submit.params.max_tokens
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request between admission and the end of its response."""
+
+    choices: list[Choice]
+    arrival_seconds: float
+    last_sent_seconds: float = 0.0
+    _arrived: list[tuple[Choice, TokenDelta]] = field(default_factory=list)
+    _failure: ApiError | None = None
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def next_deltas(self) -> list[tuple[Choice, TokenDelta]]:
+        """Wait for news and return all of it. Empty when `poke` ended the wait.
+
+        Raises:
+            ApiError: the request has failed, or its client has gone; what came before was returned first.
+        """
+        await self._wake.wait()
+        self._wake.clear()
+        if self._failure is not None and (not self._arrived or isinstance(self._failure, ClientGone)):
+            raise self._failure
+        arrived, self._arrived = self._arrived, []
+        if self._failure is not None:
+            self._wake.set()
+        return arrived
+
+    def push(self, choice: Choice, delta: TokenDelta) -> None:
+        """Hand over news."""
+        self._arrived.append((choice, delta))
+        self._wake.set()
+
+    def fail(self, error: ApiError) -> None:
+        """End the request. The first failure counts."""
+        if self._failure is None:
+            self._failure = error
+            self._wake.set()
+
+    def poke(self) -> None:
+        """End a silent wait, for a sign of life to the client."""
+        self._wake.set()
+
+    @property
+    def is_finished(self) -> bool:
+        return all(choice.finish is not None for choice in self.choices)
+
+
+class Journal:
+    """Owner of the live requests. One thread: the API process' event loop.
+
+    Args:
+        send: puts commands on the worker's queue, in order.
+        admission: bounds what is live.
+        on_hello: told of each worker that came up, before its requests are submitted again.
+        on_replay: told the outcome of each request's resubmission: "resubmitted" or "gave_up".
+    """
+
+    def __init__(
+        self,
+        *,
+        send: Callable[[Sequence[Command]], None],
+        admission: Admission,
+        on_hello: Callable[[Hello], None],
+        on_replay: Callable[[str], None],
+    ) -> None:
+        self._send = send
+        self._admission = admission
+        self._on_hello = on_hello
+        self._on_replay = on_replay
+        self._choices: dict[str, tuple[LiveRequest, Choice]] = {}
+        self._requests: dict[LiveRequest, None] = {}  # in order of arrival
+        self.last_event_seconds = time.monotonic()
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._choices)
+
+    def open(self, request: LiveRequest) -> None:
+        """Admit a request and submit all its choices at once.
+
+        Raises:
+            Overloaded: there is no room.
+        """
+        self._admission.admit([choice.max_num_tokens for choice in request.choices])
+        if not self._choices:
+            self.last_event_seconds = time.monotonic()
+        self._requests[request] = None
+        for choice in request.choices:
+            self._choices[choice.submit.uid] = (request, choice)
+        self._send([choice.submit for choice in request.choices])
+
+    def close(self, request: LiveRequest) -> int:
+        """Forget a request, and cancel what of it is unfinished. Returns how many choices that is."""
+        self._requests.pop(request, None)
+        unfinished = [choice for choice in request.choices if choice.submit.uid in self._choices]
+        for choice in unfinished:
+            self._forget(choice)
+        if unfinished:
+            self._send([Cancel(uid=choice.submit.uid) for choice in unfinished])
+        return len(unfinished)
+
+    def receive(self, events: Sequence[Event]) -> None:
+        """Distribute one message of a worker."""
+        self.last_event_seconds = time.monotonic()
+        for event in events:
+            if isinstance(event, Hello):
+                self._replay(event)
+            else:
+                self._receive_delta(event)
+
+    def fail_all(self, error: ApiError) -> None:
+        """End every live request."""
+        for request in self._requests:
+            request.fail(error)
+
+    def poke_silent(self, *, since_seconds: float) -> None:
+        """Wake the requests to which nothing was sent since that time."""
+        for request in self._requests:
+            if request.last_sent_seconds < since_seconds:
+                request.poke()
+
+    def _receive_delta(self, delta: TokenDelta) -> None:
+        entry = self._choices.get(delta.uid)
+        if entry is None or delta.attempt != entry[1].submit.attempt:
+            return  # cancelled, or from a worker that died
+        request, choice = entry
+        if delta.index != len(choice.token_ids):
+            logger.error("%s: event at token %d, %d expected", delta.uid, delta.index, len(choice.token_ids))
+            request.fail(EngineFailed("the engine's answer came out of order", retry=True))
+            return
+        if not choice.has_started:
+            choice.has_started = True
+            self._admission.started(choice.max_num_tokens)
+        choice.token_ids.extend(delta.token_ids)
+        choice.prompt_logprobs.extend(delta.prompt_logprobs or ())
+        choice.num_deaths = 0
+        if delta.finish is not None:
+            choice.finish = delta.finish
+            self._forget(choice)
+            if delta.finish.reason in (FinishReason.ERROR, FinishReason.ABORT):
+                request.fail(EngineFailed("the engine failed on this request", retry=True))
+                return
+        request.push(choice, delta)
+
+    def _replay(self, hello: Hello) -> None:
+        """A worker is up and empty. At the first start (epoch 0) nothing can have been lost."""
+        self._on_hello(hello)
+        if hello.epoch == 0:
+            return
+        resubmitted: list[Submit] = []
+        for request in self._requests:
+            waiting = [choice for choice in request.choices if choice.submit.uid in self._choices]
+            for choice in waiting:
+                choice.num_deaths += 1
+            if not waiting:
+                continue
+            if any(choice.num_deaths >= MAX_DEATHS_WITHOUT_PROGRESS for choice in waiting):
+                request.fail(EngineFailed("the worker died repeatedly on this request", retry=False))
+                self._on_replay("gave_up")
+                continue
+            for choice in waiting:
+                choice.submit = _next_attempt(choice)
+                resubmitted.append(choice.submit)
+            self._on_replay("resubmitted")
+        if resubmitted:
+            self._send(resubmitted)
+
+    def _forget(self, choice: Choice) -> None:
+        del self._choices[choice.submit.uid]
+        if not choice.has_started:
+            choice.has_started = True
+            self._admission.started(choice.max_num_tokens)
+        self._admission.ended()
+
+
+def _next_attempt(choice: Choice) -> Submit:
+    """The same work after a worker's death, going on from the tokens that are already here."""
+    params = choice.submit.params
+    if len(choice.prompt_logprobs) < choice.num_prompt_tokens:
+        choice.prompt_logprobs.clear()  # came in part: all of it again
+    else:
+        params = dataclasses.replace(params, prompt_logprobs=None)
+    return msgspec.structs.replace(
+        choice.submit,
+        attempt=choice.submit.attempt + 1,
+        prior_token_ids=tuple(choice.token_ids),
+        params=params,
+    )

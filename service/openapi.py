@@ -1,0 +1,120 @@
+"""`/openapi.json`: the routes with what they take, what they answer, and every status they can end with.
+
+Requests are documented by the pydantic models that check them, answers by the structs that are encoded.
+"""
+
+import functools
+import importlib.metadata
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from service import responses, schemas
+
+_REF = "#/components/schemas/{name}"
+_REFUSALS = (
+    schemas.InvalidRequest,
+    schemas.ModelNotFound,
+    schemas.BodyTooLarge,
+)
+_FAILURES = (schemas.Overloaded, schemas.EngineFailed, schemas.Draining)
+_REQUESTS: tuple[type[BaseModel], ...] = (
+    schemas.CompletionRequest,
+    schemas.TokenizeRequest,
+    schemas.DetokenizeRequest,
+)
+_ANSWERS = (
+    responses.Completion,
+    responses.ModelCard,
+    responses.ModelList,
+    responses.Tokenized,
+    responses.Detokenized,
+    responses.Readiness,
+    responses.Health,
+    responses.Version,
+    responses.ErrorBody,
+)
+
+
+@functools.cache
+def openapi_document() -> dict[str, Any]:
+    """The OpenAPI 3.1 document of all routes."""
+    _, requests = models_json_schema([(model, "validation") for model in _REQUESTS], ref_template=_REF_PYDANTIC)
+    _, answers = msgspec.json.schema_components(_ANSWERS, ref_template=_REF)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Kvasir",
+            "version": importlib.metadata.version("kvasir"),
+            "description": "Text completion by a language model, in OpenAI's protocol.",
+        },
+        "paths": _paths(),
+        "components": {"schemas": {**requests["$defs"], **answers}},
+    }
+
+
+_REF_PYDANTIC = _REF.replace("{name}", "{model}")
+
+
+def _paths() -> dict[str, Any]:
+    completion = _json(responses.Completion)
+    stream = {"text/event-stream": {"schema": {"type": "string", "description": "one Completion an event"}}}
+    text = {"text/plain": {"schema": {"type": "string"}}}
+    page = {"text/html": {"schema": {"type": "string"}}}
+    model_id = {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}
+    return {
+        "/v1/completions": _post(
+            "Complete a prompt", schemas.CompletionRequest, completion | stream, (*_REFUSALS, *_FAILURES)
+        ),
+        "/v1/models": _get("List the models", _json(responses.ModelList)),
+        "/v1/models/{model_id}": _get(
+            "Describe a model", _json(responses.ModelCard), (schemas.ModelNotFound,), parameters=[model_id]
+        ),
+        "/tokenize": _post("Text to token ids", schemas.TokenizeRequest, _json(responses.Tokenized), _REFUSALS),
+        "/detokenize": _post("Token ids to text", schemas.DetokenizeRequest, _json(responses.Detokenized), _REFUSALS),
+        "/health": _get("Is the process alive?", _json(responses.Health)),
+        "/ready": _get("Would a request be served now?", _json(responses.Readiness), not_ready=True),
+        "/version": _get("The version", _json(responses.Version)),
+        "/metrics": _get("Metrics for Prometheus", text),
+        "/playground": _get("A page to try the model", page),
+        "/": _get("The playground", page),
+    }
+
+
+def _get(
+    summary: str,
+    content: dict[str, Any],
+    errors: tuple[type[schemas.ApiError], ...] = (),
+    *,
+    parameters: list[dict[str, Any]] | None = None,
+    not_ready: bool = False,
+) -> dict[str, Any]:
+    answers = {"200": {"description": "OK", "content": content}, **_errors(errors)}
+    if not_ready:
+        answers["503"] = {"description": "Not now; see Retry-After", "content": content}
+    return {"get": {"summary": summary, "parameters": parameters or [], "responses": answers}}
+
+
+def _post(
+    summary: str, body: type[BaseModel], content: dict[str, Any], errors: tuple[type[schemas.ApiError], ...]
+) -> dict[str, Any]:
+    schema = {"$ref": _REF.format(name=body.__name__)}
+    return {
+        "post": {
+            "summary": summary,
+            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+            "responses": {"200": {"description": "OK", "content": content}, **_errors(errors)},
+        }
+    }
+
+
+def _errors(errors: tuple[type[schemas.ApiError], ...]) -> dict[str, Any]:
+    return {
+        str(error.status): {"description": f"`{error.code}`", "content": _json(responses.ErrorBody)} for error in errors
+    }
+
+
+def _json(answer: type[msgspec.Struct]) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": _REF.format(name=answer.__name__)}}}

@@ -1,0 +1,152 @@
+"""The OpenAI wire contract of answers. What is encoded is what `/openapi.json` documents: one definition."""
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+
+class Logprobs(msgspec.Struct, kw_only=True):
+    """Four lists of equal length, one entry a token.
+
+    `text_offset`: characters of the choice's text before the token. A token that is not whole characters is shown
+    as `bytes:\\xNN`. `top_logprobs` always has the token itself. The first token of a prompt has neither logprob.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """A completion, or in a stream a piece of one. `stop_reason`: the stop string or token id that matched."""
+
+    index: int
+    text: str
+    logprobs: Logprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: str | int | None
+
+
+class PromptTokensDetails(msgspec.Struct, kw_only=True):
+    """`cached_tokens`: prompt tokens whose KV-cache was already there."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Each prompt counts once, however many samples are drawn from it."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Timings(msgspec.Struct, kw_only=True):
+    """Where the time went. With several choices: of the one that began first; `decode_ms` of the slowest.
+
+    `ttft_ms` counts from arrival, `tokens_per_second` from the first token on; both null where there was none.
+    """
+
+    queue_ms: float
+    prefill_ms: float
+    ttft_ms: float | None
+    decode_ms: float
+    tokens_per_second: float | None
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """The answer as one body, or one event of a stream. `timings` come in the body and in the last two events."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    """A model that can be asked for."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    """The models that can be asked for."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Tokenized(msgspec.Struct, kw_only=True):
+    """`token_strs` where they were asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class Detokenized(msgspec.Struct, kw_only=True):
+    """Text, special tokens by name."""
+
+    prompt: str
+
+
+class Readiness(msgspec.Struct, kw_only=True):
+    """`state` is ready, loading, draining or stalled; `eta_s` is null where nobody knows."""
+
+    state: Literal["ready", "loading", "draining", "stalled"]
+    phase: str
+    elapsed_s: float
+    eta_s: float | None
+
+
+class Health(msgspec.Struct, kw_only=True):
+    """The process answers."""
+
+    status: Literal["ok"] = "ok"
+
+
+class Version(msgspec.Struct, kw_only=True):
+    """What runs."""
+
+    version: str
+
+
+class ErrorDetail(msgspec.Struct, kw_only=True):
+    """What is wrong, and with which field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, kw_only=True):
+    """Every error has this shape."""
+
+    error: ErrorDetail
+
+
+def encode(value: Any) -> bytes:
+    """JSON."""
+    return _ENCODER.encode(value)
+
+
+def encode_event(value: Any) -> bytes:
+    """A server-sent event with JSON as its data, which never holds a line break."""
+    return b"data: " + _ENCODER.encode(value) + b"\n\n"
+
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+_ENCODER = msgspec.json.Encoder()

@@ -1,0 +1,317 @@
+"""The OpenAI wire contract of requests, and the tree of errors that answers those that break it.
+
+    ApiError                        500  server_error
+    ├── InvalidRequest              400  invalid_request_error
+    │   └── ContextLengthExceeded   400  context_length_exceeded
+    ├── ModelNotFound               404  model_not_found
+    ├── RouteNotFound               404  route_not_found
+    ├── MethodNotAllowed            405  method_not_allowed
+    ├── BodyTooLarge                413  body_too_large
+    ├── ClientGone                  499  (nobody is left to read it)
+    ├── Overloaded                  429  queue_full, with Retry-After
+    ├── EngineFailed                500  engine_failed
+    └── Draining                    503  draining, with Retry-After
+
+Validation is strict: "1" is not a number, true is not 1. Unknown fields are refused by name. Every optional
+field may be null, which means its default.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from model.config import MAX_LOGPROBS
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class ApiError(Exception):
+    """A request's ending that is not an answer. The message is for the client: no path, no traceback."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str | None] = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def headers(self) -> dict[str, str]:
+        """What the response carries beside its body."""
+        return {}
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object: always these four keys."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+class InvalidRequest(ApiError):
+    status, type, code = 400, "invalid_request_error", "invalid_request"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(ApiError):
+    status, type, code = 404, "invalid_request_error", "model_not_found"
+
+
+class RouteNotFound(ApiError):
+    status, type, code = 404, "invalid_request_error", "route_not_found"
+
+
+class MethodNotAllowed(ApiError):
+    status, type, code = 405, "invalid_request_error", "method_not_allowed"
+
+
+class BodyTooLarge(ApiError):
+    status, type, code = 413, "invalid_request_error", "body_too_large"
+
+
+class ClientGone(ApiError):
+    status, type, code = 499, "client_closed_request", None
+
+
+class EngineFailed(ApiError):
+    """The computation failed. `retry` tells the SDKs, which repeat a 500 twice, whether that can help."""
+
+    code = "engine_failed"
+
+    def __init__(self, message: str, *, retry: bool) -> None:
+        super().__init__(message)
+        self.retry = retry
+
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "true" if self.retry else "false"}
+
+
+class _ComeBackLater(ApiError):
+    """An error that a client can wait out: all three headers that the SDKs read."""
+
+    def __init__(self, message: str, *, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+    def headers(self) -> dict[str, str]:
+        return {
+            "retry-after": str(max(1, math.ceil(self.retry_after_seconds))),
+            "retry-after-ms": str(max(1, round(self.retry_after_seconds * 1000))),
+            "x-should-retry": "true",
+        }
+
+
+class Overloaded(_ComeBackLater):
+    status, type, code = 429, "rate_limit_error", "queue_full"
+
+
+class Draining(_ComeBackLater):
+    status, type, code = 503, "server_error", "draining"
+
+    def headers(self) -> dict[str, str]:
+        # The next attempt must open a connection of its own, which a load balancer sends elsewhere.
+        return {**super().headers(), "connection": "close"}
+
+
+class _Request(BaseModel):
+    # `parse_body` refuses unknown fields: pydantic's own refusal lists them all, which takes 0.7 s for 2 MB.
+    model_config = ConfigDict(
+        strict=True,
+        extra="allow",
+        frozen=True,
+        allow_inf_nan=False,
+        json_schema_extra={"additionalProperties": False},
+    )
+
+
+# fail_fast: a million wrong items make one error, not a million. Who knows the vocabulary checks its bounds.
+TokenIds = Annotated[list[Annotated[int, Field(ge=-(2**63), lt=2**63)]], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+MAX_STOPS = 16
+MAX_CHOICES = 128
+SEED_RANGE = (-(2**63), 2**64 - 1)
+
+
+class StreamOptions(_Request):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class CompletionRequest(_Request):
+    """`POST /v1/completions`. Read values through the properties, which put the default where a null was."""
+
+    prompt: Annotated[
+        str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)],
+        Field(description="a string, a list of strings, token ids, or a list of token-id lists"),
+    ]
+    model: str | None = None
+    max_tokens: Count | None = 16
+    min_tokens: Count | None = 0
+    ignore_eos: bool | None = False
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31, description="0 or -1: off")] | None = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
+    seed: Annotated[int, Field(ge=SEED_RANGE[0], le=SEED_RANGE[1])] | None = None
+    stop: (
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS, fail_fast=True)]
+        | None
+    ) = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = False
+    echo: bool | None = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    # Part of the contract, not built: accepted only with the value that changes nothing, see `NEUTRAL`.
+    best_of: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    suffix: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        """Validate a JSON body.
+
+        Raises:
+            InvalidRequest: malformed JSON, wrong type, value out of range, unknown or unsupported field.
+        """
+        request = parse_body(cls, body)
+        for name, neutral in NEUTRAL.items():
+            if (value := getattr(request, name)) is not None and value not in neutral:
+                raise InvalidRequest(f"{name} is not supported by this server; leave it out", param=name)
+        if request.stream_options is not None:
+            if not request.stream:
+                raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+            if request.stream_options.continuous_usage_stats:
+                raise InvalidRequest(
+                    "stream_options.continuous_usage_stats is not supported by this server; leave it out",
+                    param="stream_options.continuous_usage_stats",
+                )
+        return request
+
+    def value(self, name: str) -> Any:
+        """The field's value, its default where the client sent null."""
+        given = getattr(self, name)
+        return type(self).model_fields[name].default if given is None else given
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The prompts one by one, in order.
+
+        Raises:
+            InvalidRequest: there is none, or one is empty.
+        """
+        prompts: Sequence[str | list[int]]
+        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
+            prompts = [self.prompt]
+        else:
+            prompts = self.prompt  # type: ignore[assignment]
+        if not prompts or not all(prompts):
+            raise InvalidRequest("prompt must not be empty", param="prompt")
+        return prompts
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "logit_bias": ({},),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "priority": (0,),
+    "cache_salt": (),
+}
+
+
+class TokenizeRequest(_Request):
+    """`POST /tokenize`."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(_Request):
+    """`POST /detokenize`."""
+
+    tokens: TokenIds
+    model: str | None = None
+
+
+def parse_body(model: type[Model], body: bytes) -> Model:
+    """Validate a JSON body against a request model.
+
+    Raises:
+        InvalidRequest: the first thing that is wrong, with its field.
+    """
+    try:
+        request = model.model_validate_json(body)
+    except ValidationError as error:
+        raise _explain(error) from None
+    for place, part in (("", request), ("stream_options.", getattr(request, "stream_options", None))):
+        if part is not None and part.model_extra:
+            name = place + next(iter(part.model_extra))[:100]
+            raise InvalidRequest(f"unknown field: {name}", param=name)
+    return request
+
+
+# What a union wants, which pydantic can only say branch by branch.
+_UNIONS = {
+    "prompt": "prompt must be a string, a list of strings, token ids, or a list of token-id lists",
+    "stop": f"stop must be a non-empty string, or a list of at most {MAX_STOPS} of them",
+}
+
+
+def _explain(error: ValidationError) -> InvalidRequest:
+    """Pydantic's first complaint as one sentence that names the field."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    kind, place = first["type"], first["loc"]
+    if kind == "json_invalid":
+        return InvalidRequest(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+    if not place:
+        return InvalidRequest("the body must be a JSON object")
+    # A union's complaint is located in one of its branches ("stop.list[...].3"): the field suffices.
+    name = ".".join(str(part) for part in place[: 2 if place[0] == "stream_options" else 1])
+    if kind == "missing":
+        return InvalidRequest(f"{name} is required", param=name)
+    complaint = f"{name} {first['msg'].replace('Input should', 'must', 1)}"
+    return InvalidRequest(_UNIONS.get(name, complaint), param=name)

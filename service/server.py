@@ -1,0 +1,278 @@
+"""The composition root: LitServe with our API, loop and routes, supervised and drained.
+
+LitServe handles no SIGTERM, restarts workers but not what they were doing, and never notices that its API process
+or its queue process died. This file adds just that, and nothing that concerns tokens.
+"""
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any
+
+from fastapi import FastAPI
+from litserve import LitServer
+from litserve.utils import WorkerSetupStatus
+
+from model.manifest import read_manifest
+from model.tokenizer import Tokenizer
+from service.frontend import BUS, Frontend, Sink
+from service.lifecycle import Lifecycle, Phase
+from service.metrics import EngineState, Metrics, mark_dead, prepare_directory
+from service.openapi import openapi_document
+from service.requests import RequestId, install_error_handlers
+from service.settings import ServeSettings
+from service.worker import EXIT_TOLD, EngineAPI, EngineLoop
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.1
+# More deaths in a minute than this are no accident: starting again would not end.
+_MAX_WORKER_DEATHS_A_MINUTE = 5
+# How long the API process may take to close connections after the drain.
+_CLOSE_SECONDS = 5
+
+
+class StartError(RuntimeError):
+    """The service cannot start. The message, one line, says why; empty when the worker has said it."""
+
+
+class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
+    """LitServe, supervised. `serve()` blocks until the service has ended and returns its exit code."""
+
+    def __init__(
+        self,
+        api: EngineAPI,
+        *,
+        frontend: Frontend,
+        settings: ServeSettings,
+        lifecycle: Lifecycle,
+        metrics: Metrics,
+    ) -> None:
+        # accelerator: LitServe makes one worker a device; what "auto" means the worker finds out, having torch.
+        super().__init__(
+            api,
+            accelerator="cpu",
+            timeout=False,
+            restart_workers=True,
+            middlewares=[(RequestId, {})],
+        )
+        self.monitor_internal = _POLL_SECONDS
+        self.uvicorn_graceful_timeout = _CLOSE_SECONDS
+        self._frontend = frontend
+        self._settings = settings
+        self._lifecycle = lifecycle
+        self._metrics = metrics
+        self._deaths: deque[float] = deque(maxlen=_MAX_WORKER_DEATHS_A_MINUTE)
+        self._hurry = threading.Event()
+        self._exit_code = 0
+        self._manager: Any = None
+        self.response_buffer[BUS] = Sink(frontend)
+        install_error_handlers(self.app, frontend.count_error)
+        self.app.openapi = openapi_document
+
+    def serve(self) -> int:
+        """Run until a signal or a failure ends the service. Exit code 0 after a drain, 1 after a failure.
+
+        Raises:
+            StartError: it never began to serve.
+        """
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+        self._metrics.set_engine_state(EngineState.STARTING)
+        self._lifecycle.epoch_seconds.value = time.monotonic()
+        try:
+            self.run(
+                host=self._settings.host,
+                port=self._settings.port,
+                num_api_servers=1,
+                log_level="warning",
+                generate_client_file=False,
+                access_log=False,
+                server_header=False,
+            )
+        except _StoppedWhileStarting:
+            return 0
+        except (EOFError, ConnectionError):  # run waits on an event that lives in LitServe's queue process
+            self._exit_code = self._exit_code or 1
+        return self._exit_code
+
+    # Start.
+
+    def _register_internal_endpoints(self) -> None:
+        """LitServe's own `/`, `/health` and `/info` stay out: ours say what they mean."""
+
+    def _init_manager(self, num_api_servers: int) -> Any:
+        self._manager = super()._init_manager(num_api_servers)
+        self._lifecycle.manager_pid.value = self._manager._process.pid
+        return self._manager
+
+    def verify_worker_status(self) -> None:
+        """Wait for the worker. One that fails has said why in a line and ended.
+
+        Raises:
+            StartError: the worker ended.
+            _StoppedWhileStarting: a signal came.
+        """
+        while WorkerSetupStatus.READY not in self.workers_setup_status.values():
+            if self._lifecycle.phase.value >= Phase.DRAINING:
+                self._abandon_start()
+                raise _StoppedWhileStarting
+            if dead := [worker for worker in self.inference_workers if not worker.is_alive()]:
+                self._abandon_start()
+                told = dead[0].exitcode == EXIT_TOLD
+                raise StartError("" if told else f"the worker {_cause_of_death(dead[0])} while starting")
+            time.sleep(0.02)
+
+    def _abandon_start(self) -> None:
+        self._lifecycle.enter(Phase.STOPPING)
+        for worker in self.inference_workers:
+            worker.terminate()
+            worker.join()
+        self._manager.shutdown()
+
+    def _start_server(self, *args: Any, **kwargs: Any) -> dict[int, BaseProcess]:
+        if self._lifecycle.phase.value == Phase.STARTING:
+            self._lifecycle.enter(Phase.SERVING)
+        processes: dict[int, BaseProcess] = super()._start_server(*args, **kwargs)
+        threading.Thread(target=self._watch, args=(processes[0],), name="watch", daemon=True).start()
+        return processes
+
+    @asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        """The API process, around its requests. uvicorn has set its signal handlers by now."""
+        loop = asyncio.get_running_loop()
+        stop = signal.getsignal(signal.SIGTERM)
+
+        def on_sigterm(number: int, frame: FrameType | None) -> None:
+            if self._lifecycle.phase.value == Phase.STOPPING:
+                loop.call_soon_threadsafe(self._frontend.end_all)
+                stop(number, frame)
+
+        signal.signal(signal.SIGTERM, on_sigterm)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        async with super().lifespan(app):
+            task = asyncio.create_task(self._frontend.tend())
+            logger.info("ready: http://%s:%d", self._settings.host, self._settings.port)
+            yield
+            task.cancel()
+
+    # Supervision.
+
+    def launch_single_inference_worker(self, lit_api: EngineAPI, worker_id: int) -> BaseProcess:
+        """Replace a worker that died; LitServe's monitor calls this. Past the budget the service ends instead."""
+        dead: BaseProcess = self.inference_workers[worker_id]
+        if self._lifecycle.phase.value == Phase.STOPPING:
+            return dead
+        cause, now = _cause_of_death(dead), time.monotonic()
+        mark_dead(dead.pid or 0)
+        if len(self._deaths) == self._deaths.maxlen and now - self._deaths[0] < 60.0:
+            self._fail(f"the worker died {len(self._deaths) + 1} times within a minute ({cause}); giving up")
+            return dead
+        self._deaths.append(now)
+        logger.error("the worker %s; starting another, unfinished requests go on there", cause)
+        self._metrics.count_worker_restart("signal" if (dead.exitcode or 0) < 0 else "exit")
+        self._metrics.set_engine_state(EngineState.RESTARTING)
+        self._lifecycle.epoch_seconds.value = now
+        self._lifecycle.epoch.value += 1
+        process: BaseProcess = super().launch_single_inference_worker(lit_api, worker_id)
+        return process
+
+    def _watch(self, api_process: BaseProcess) -> None:
+        """End the service when one of the two processes is gone that LitServe does not watch."""
+        while self._lifecycle.phase.value < Phase.STOPPING:
+            if not api_process.is_alive():
+                self._fail(f"the API process {_cause_of_death(api_process)}")
+            elif not self._manager._process.is_alive():
+                self._fail("the queue process died")
+            time.sleep(_POLL_SECONDS)
+
+    def _fail(self, message: str) -> None:
+        logger.error("%s", message)
+        self._exit_code = 1
+        self._stop()
+
+    # The end.
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """The first signal drains, the second ends. Forked children inherit this handler and ignore signals."""
+        if os.getpid() != self._lifecycle.main_pid:
+            return
+        if self._lifecycle.phase.value >= Phase.DRAINING:
+            self._hurry.set()
+            return
+        is_serving = self._lifecycle.phase.value == Phase.SERVING
+        self._lifecycle.enter(Phase.DRAINING)
+        if is_serving:
+            threading.Thread(target=self._drain, name="drain", daemon=True).start()
+
+    def _drain(self) -> None:
+        logger.info("draining: %d requests are running", self._lifecycle.num_active.value)
+        self._metrics.set_engine_state(EngineState.DRAINING)
+        deadline = time.monotonic() + self._settings.drain_seconds
+        while self._lifecycle.num_active.value and time.monotonic() < deadline and not self._hurry.wait(0.02):
+            pass
+        logger.info("stopping: %d requests are cut off", self._lifecycle.num_active.value)
+        self._stop()
+
+    def _stop(self) -> None:
+        """Let `run` leave its wait; LitServe then ends API process, workers and queue process in that order."""
+        self._lifecycle.enter(Phase.STOPPING)
+        with suppress(EOFError, ConnectionError, FileNotFoundError):  # the queue process may be gone
+            self._shutdown_event.set()
+
+
+class _StoppedWhileStarting(Exception):
+    """A signal came before there was anything to drain."""
+
+
+def build_server(settings: ServeSettings) -> KvasirServer:
+    """Everything wired, nothing started.
+
+    Raises:
+        CheckpointError, TokenizerError: the checkpoint cannot be used; one line says why.
+        StartError: the port is taken.
+    """
+    _check_port(settings.host, settings.port)
+    manifest = read_manifest(settings.checkpoint)
+    manifest.verify()
+    tokenizer = Tokenizer.load(manifest.directory)
+    prepare_directory()
+    metrics = Metrics(settings.model_name or manifest.name)
+    lifecycle = Lifecycle(main_pid=os.getpid())
+    frontend = Frontend(settings, manifest=manifest, tokenizer=tokenizer, lifecycle=lifecycle, metrics=metrics)
+    api = EngineAPI(settings, manifest=manifest, lifecycle=lifecycle, loop=EngineLoop(), spec=frontend)
+    return KvasirServer(api, frontend=frontend, settings=settings, lifecycle=lifecycle, metrics=metrics)
+
+
+def _check_port(host: str, port: int) -> None:
+    """Find out now, not after the model is loaded.
+
+    Listens for a moment: binding alone succeeds beside another server that is still loading.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen()
+        except OSError as error:
+            reason = "is in use; choose another with --port" if error.errno == errno.EADDRINUSE else error.strerror
+            raise StartError(f"port {port} on {host} {reason}") from None
+
+
+def _cause_of_death(process: BaseProcess) -> str:
+    code = process.exitcode or 0
+    if code < 0:
+        name = signal.Signals(-code).name
+        return f"was killed by {name}{' (out of memory?)' if code == -signal.SIGKILL else ''}"
+    return f"ended with exit code {code}"

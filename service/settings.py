@@ -1,0 +1,220 @@
+"""The only reader of environment and arguments.
+
+A setting is one field: flag `--max-num-running`, variable `KVASIR_MAX_NUM_RUNNING`, default, bounds, help and
+group on the help page all come from it. A flag wins over the environment, which wins over the default.
+Torch-free: what "auto" means on a device is decided by the worker, which knows the device.
+"""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+PREFIX = "KVASIR_"
+AutoOrCount = Literal["auto"] | Annotated[int, Field(ge=1)]
+Settings = TypeVar("Settings", bound=BaseSettings)
+
+
+class SettingsError(ValueError):
+    """A flag or variable that cannot be used, named in one line."""
+
+
+def _option(group: str, help_: str, default: Any = ..., **bounds: Any) -> Any:
+    return Field(default, description=help_, json_schema_extra={"group": group}, **bounds)
+
+
+class ModelSettings(BaseSettings):
+    """Which model, and on what. Shared by every command that runs one."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
+
+    checkpoint: Path = _option("model", "checkpoint directory")
+    device: Literal["auto", "cpu", "cuda"] = _option("model", "auto takes CUDA where there is any", "auto")
+    dtype: Literal["auto", "float32", "bfloat16"] = _option(
+        "model", "auto: float32 on CPU (batching cannot change an answer), bfloat16 on CUDA", "auto"
+    )
+    attention: Literal["sdpa", "eager"] = _option("model", "attention backend", "sdpa")
+    threads: AutoOrCount = _option("model", "CPU threads of the model; auto: the CPUs we may use", "auto")
+    max_num_running: int = _option("engine", "sequences that compute in one step", 64, ge=1, le=4096)
+    max_batched_tokens: int = _option("engine", "tokens computed in one step", 512, ge=1)
+    block_size: int = _option("engine", "tokens a KV-cache block holds", 16, ge=1, le=1024)
+    kv_cache_memory: AutoOrCount = _option(
+        "engine",
+        "KV-cache size in MB; auto: every running sequence at full length, at most half of free memory",
+        "auto",
+    )
+    enable_prefix_cache: bool = _option("engine", "share the KV blocks of equal prefixes", True)
+
+    @model_validator(mode="after")
+    def _every_running_sequence_gets_a_token(self) -> Self:
+        if self.max_batched_tokens < self.max_num_running:
+            raise ValueError(
+                f"--max-batched-tokens {self.max_batched_tokens} is under --max-num-running "
+                f"{self.max_num_running}: every running sequence needs one token a step"
+            )
+        return self
+
+
+class ServeSettings(ModelSettings):
+    """`kvasir serve`."""
+
+    host: Literal["127.0.0.1", "0.0.0.0", "::"] = _option("http", "address to listen on", "127.0.0.1")
+    port: int = _option("http", "port to listen on", 8000, ge=1024, le=65535)
+    model_name: str | None = _option("http", "name clients use (default: the checkpoint's)", None, min_length=1)
+    max_body_mb: int = _option("http", "largest request body, in MB", 2, ge=1, le=1024)
+    max_waiting_requests: int = _option(
+        "admission", "sequences that may wait for a place in the batch; more get a 429", 256, ge=0
+    )
+    max_waiting_tokens: int = _option(
+        "admission", "prompt and completion tokens that may wait; more get a 429", 200_000, ge=1
+    )
+    drain_seconds: float = _option(
+        "operation", "after SIGTERM, how long running requests may take to finish", 30.0, ge=0, le=3600
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = _option("operation", "least severe log", "info")
+
+
+class GenerateSettings(ModelSettings):
+    """`kvasir generate`."""
+
+    prompt: str = _option("completion", "text to continue", min_length=1)
+    max_tokens: int = _option("completion", "most tokens to generate", 200, ge=0)
+    temperature: float = _option("completion", "0 always takes the most likely token", 0.8, ge=0, le=2)
+    top_k: int = _option("completion", "keep the k most likely tokens; 0: all", 0, ge=0)
+    top_p: float = _option("completion", "keep the most likely tokens of this total probability", 0.95, gt=0, le=1)
+    min_p: float = _option("completion", "drop tokens below this share of the likeliest", 0.0, ge=0, le=1)
+    seed: int | None = _option("completion", "same seed, same text (default: a random one)", None, ge=0, lt=2**64)
+    stop: str | None = _option("completion", "stop before this text", None, min_length=1)
+
+
+class CheckpointSettings(BaseSettings):
+    """`kvasir inspect`."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
+
+    checkpoint: Path = _option("model", "checkpoint directory")
+
+
+class TokenizeSettings(CheckpointSettings):
+    """`kvasir tokenize`."""
+
+    text: str | None = _option("text", "text to tokenize (default: standard input)", None)
+    ids_only: bool = _option("text", "print the ids alone, on one line", False)
+
+
+_COMMANDS: tuple[type[BaseSettings], ...] = (ServeSettings, GenerateSettings, TokenizeSettings)
+
+
+def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, summary: str) -> Settings:
+    """The settings of one command from its arguments and the environment.
+
+    Raises:
+        SettingsError: an unknown flag or an unusable value; one line that names it.
+        SystemExit: `--help` was asked for.
+    """
+    parser = _parser(kind, command, summary)
+    given = vars(parser.parse_args(argv))
+    _warn_of_unknown_variables(command)
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        if not first["loc"]:
+            raise SettingsError(first["msg"].removeprefix("Value error, ")) from None
+        name = str(first["loc"][0])
+        source = _flag(name) if name in given or _variable(name) not in os.environ else _variable(name)
+        if first["type"] == "missing":
+            raise SettingsError(f"{source} is needed (or {_variable(name)})") from None
+        is_union = kind.model_fields[name].annotation == AutoOrCount
+        problem = "must be auto or at least 1" if is_union else first["msg"].replace("Input should", "must", 1)
+        raise SettingsError(f"{source}: {problem}, not {first['input']!r}") from None
+
+
+def effective_values(settings: BaseSettings) -> Iterable[str]:
+    """One line a setting: its name and the value in force."""
+    values = settings.model_dump()
+    width = max(map(len, values))
+    return (f"{name:<{width}}  {value}" for name, value in values.items())
+
+
+def usable_cpus() -> int:
+    """CPUs this process may use: its affinity, within the CPU quota of its control group (v2)."""
+    count = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return count
+    return count if quota == "max" else max(1, min(count, math.ceil(int(quota) / int(period))))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise SettingsError(message)
+
+
+class _Help(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=100)
+
+
+def _parser(kind: type[BaseSettings], command: str, summary: str) -> _Parser:
+    """Flags of every field, by group. Values stay strings: pydantic converts and checks them."""
+    parser = _Parser(
+        prog=f"kvasir {command}",
+        description=summary,
+        epilog=f"Every flag is also an environment variable: --max-thing is {PREFIX}MAX_THING. Flags win.",
+        formatter_class=_Help,
+        usage=f"kvasir {command} [flags]",
+        allow_abbrev=False,
+    )
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for name, field in kind.model_fields.items():
+        extra = field.json_schema_extra
+        assert isinstance(extra, dict), f"{name} must be declared with _option"
+        title = str(extra["group"])
+        group = groups[title] if title in groups else groups.setdefault(title, parser.add_argument_group(title))
+        required, is_switch = field.is_required(), field.annotation is bool
+        default = "" if required or field.default is None else f" (default: {field.default})"
+        group.add_argument(
+            _flag(name),
+            dest=name,
+            default=argparse.SUPPRESS,
+            help=f"{field.description}{default}{' (needed)' if required else ''}".replace("%", "%%"),
+            **({"action": argparse.BooleanOptionalAction} if is_switch else {"metavar": _metavar(field.annotation)}),
+        )
+    return parser
+
+
+def _metavar(annotation: Any) -> str:
+    """What a value looks like: the choices of a Literal, else the type."""
+    if annotation in (int, float, str, Path):
+        return {int: "N", float: "X", str: "TEXT", Path: "DIR"}[annotation]
+    parts = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return "|".join(parts)
+    if get_origin(annotation) is Annotated:
+        return _metavar(parts[0])
+    return "|".join(_metavar(part) for part in parts if part is not type(None))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _variable(name: str) -> str:
+    return PREFIX + name.upper()
+
+
+def _warn_of_unknown_variables(command: str) -> None:
+    """Name variables that look like settings and are none. Only a warning: an orchestrator adds some of its own,
+    as Kubernetes gives every pod KVASIR_SERVICE_HOST for a service of that name."""
+    known = {_variable(name) for kind in _COMMANDS for name in kind.model_fields}
+    for name in sorted(set(os.environ) - known):
+        if name.startswith(PREFIX):
+            print(f"kvasir {command}: warning: {name} is not a setting; ignored", file=sys.stderr)

@@ -1,0 +1,239 @@
+"""The worker process: LitAPI builds the engine, LitLoop runs it in one thread. The only user of the engine.
+
+A pump thread takes commands from LitServe's queue, whose every access is a trip to another process, and leaves
+them in an inbox that costs nothing to look at. The loop blocks on the inbox when there is no work, empties it before
+each step, and sends each API process one message a step.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+from litserve import LitAPI
+from litserve.loops import LitLoop
+from litserve.utils import LitAPIStatus, LoopResponseType
+
+from model.manifest import Manifest
+from service import logs
+from service.frontend import BUS, Frontend
+from service.lifecycle import Lifecycle, Phase
+from service.messages import (
+    Cancel,
+    Event,
+    Hello,
+    Submit,
+    TokenDelta,
+    decode_command,
+    encode_events,
+)
+from service.metrics import Metrics
+from service.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from service.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+# A worker that cannot start says why in one line and ends with this code, so that main need not guess.
+EXIT_TOLD = 3
+# What a client is told of an exception in here.
+_FAILED = "the engine failed on this request"
+# An engine that fails twice in a row is replaced: its state, or the device's, can't be trusted.
+_MAX_FAILURES_IN_A_ROW = 2
+
+Parcel: TypeAlias = tuple[int, tuple[bytes, ...]]  # API process, encoded commands
+Send: TypeAlias = Callable[[int, list[Event]], None]
+
+
+class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
+    """What LitServe carries to the worker process, and calls there to build the engine."""
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        *,
+        manifest: Manifest,
+        lifecycle: Lifecycle,
+        loop: "EngineLoop",
+        spec: Frontend,
+    ) -> None:
+        super().__init__(loop=loop, spec=spec)
+        self.settings = settings
+        self.manifest = manifest
+        self.lifecycle = lifecycle
+
+    async def authorize(self) -> None:
+        """Everybody may come in. LitServe's own dependency is not async, so it costs each request a thread."""
+
+    def setup(self, device: str) -> None:
+        """Build the engine. LitServe's `device` is a place holder; the settings' decides.
+
+        Raises:
+            SystemExit: the engine cannot be built; one line on stderr has said why.
+        """
+        # Not above: main imports this module too, and so the API process forked from it would hold torch, which
+        # costs 2 s and 217 MiB.
+        import torch
+
+        from service.engine_builder import build_engine
+
+        self.started_seconds = self.lifecycle.epoch_seconds.value
+        logs.configure(self.settings.log_level)
+        _obey_only_main(self.lifecycle)
+        try:
+            self.engine, self.facts = build_engine(self.settings, self.manifest)
+        except (ValueError, RuntimeError, MemoryError, OSError) as error:
+            self._tell(error, is_memory=isinstance(error, (MemoryError, torch.OutOfMemoryError)))
+            raise SystemExit(EXIT_TOLD) from None
+
+    def _tell(self, error: Exception, *, is_memory: bool) -> None:
+        """Why the engine cannot be built, in one line."""
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        advice = "; lower --kv-cache-memory or take a smaller model" if is_memory else ""
+        print(f"kvasir serve: {first_line}{advice}", file=sys.stderr, flush=True)
+
+
+class EngineLoop(LitLoop):  # type: ignore[misc]
+    """LitServe calls it once, in the worker, after `EngineAPI.setup`."""
+
+    def __call__(
+        self,
+        lit_api: EngineAPI,
+        device: str,
+        worker_id: int,
+        request_queue: Any,
+        transport: Any,
+        workers_setup_status: Any,
+        callback_runner: Any,
+    ) -> NoReturn:
+        """Serve until the process ends."""
+        inbox: SimpleQueue[Parcel] = SimpleQueue()
+
+        def send(api_id: int, events: list[Event]) -> None:
+            self.put_response(
+                transport, api_id, BUS, encode_events(events), LitAPIStatus.OK, LoopResponseType.STREAMING
+            )
+
+        pump = threading.Thread(
+            target=self._pump, args=(request_queue, inbox, lit_api.lifecycle), name="pump", daemon=True
+        )
+        pump.start()
+        metrics = Metrics(lit_api.settings.model_name or lit_api.manifest.name)
+        facts = lit_api.facts
+        hello = Hello(
+            worker_id=worker_id,
+            epoch=lit_api.lifecycle.epoch.value,
+            device=facts.device,
+            dtype=facts.dtype,
+            num_blocks=facts.num_blocks,
+            block_size=facts.block_size,
+            startup_seconds=time.monotonic() - lit_api.started_seconds,
+        )
+        metrics.observe_worker_start(hello)
+        logger.info("%s, ready after %.1f s", facts, hello.startup_seconds)
+        send(0, [hello])
+        driver = Driver(lit_api.engine, inbox=inbox, send=send, metrics=metrics)
+        while True:
+            driver.turn()
+
+    def _pump(self, request_queue: Any, inbox: SimpleQueue[Parcel], lifecycle: Lifecycle) -> None:
+        while True:
+            lifecycle.end_if_orphaned()
+            try:
+                item = self.get_request(request_queue, timeout=1.0)
+            except (EOFError, OSError):  # the queue process is gone; main ends the service
+                os._exit(1)
+            if item is not None:
+                api_id, _, _, payload = item
+                inbox.put((api_id, payload))
+
+
+class Driver:
+    """Feeds the engine and carries its events away. The only thread that touches the engine.
+
+    Args:
+        inbox: commands, from the pump thread.
+        send: delivers events to an API process.
+    """
+
+    def __init__(self, engine: "Engine", *, inbox: SimpleQueue[Parcel], send: Send, metrics: Metrics) -> None:
+        self._engine = engine
+        self._inbox = inbox
+        self._send = send
+        self._metrics = metrics
+        self._owners: dict[str, tuple[int, int]] = {}  # uid -> API process, attempt
+        self._num_failures = 0
+
+    def turn(self) -> None:
+        """Wait for work if there is none, take all commands, compute one step, send its events.
+
+        Raises:
+            RuntimeError: the engine failed again, right after it was cleared.
+        """
+        if not self._engine.has_work:
+            self._engine.check_integrity()
+            self._take(self._inbox.get())
+        with suppress(Empty):
+            while True:
+                self._take(self._inbox.get_nowait())
+        if self._engine.has_work:
+            self._step()
+
+    def _step(self) -> None:
+        try:
+            result = self._engine.step()
+        except Exception as error:  # whatever it was, every request gets an ending and the service goes on
+            logger.exception("the engine failed; its %d sequences end with an error", len(self._owners))
+            self._num_failures += 1
+            self._emit(self._engine.abort_all(_FAILED))
+            if self._num_failures >= _MAX_FAILURES_IN_A_ROW:
+                raise RuntimeError("the engine failed twice in a row") from error
+            return
+        self._num_failures = 0
+        self._emit(result.events)
+        self._metrics.observe_step(result.stats)
+
+    def _take(self, parcel: Parcel) -> None:
+        api_id, payload = parcel
+        for command in map(decode_command, payload):
+            match command:
+                case Submit():
+                    if command.uid in self._owners:  # from before a replay: the newer attempt takes its place
+                        self._engine.cancel(command.uid)
+                    self._owners[command.uid] = (api_id, command.attempt)
+                    self._engine.submit(command)
+                case Cancel():
+                    if self._owners.pop(command.uid, None) is not None:
+                        self._engine.cancel(command.uid)
+
+    def _emit(self, deltas: list[TokenDelta]) -> None:
+        """One message to each API process that has a part in this step."""
+        messages: dict[int, list[Event]] = {}
+        for delta in deltas:
+            owner = self._owners.get(delta.uid)
+            if owner is None or owner[1] != delta.attempt:
+                continue  # cancelled
+            messages.setdefault(owner[0], []).append(delta)
+            if delta.finish is not None:
+                del self._owners[delta.uid]
+        for api_id, events in messages.items():
+            self._send(api_id, events)
+
+
+def _obey_only_main(lifecycle: Lifecycle) -> None:
+    """Ignore the signals that a terminal or systemd sends to every process: main drains, then tells the others."""
+
+    def on_sigterm(number: int, frame: FrameType | None) -> None:
+        if lifecycle.phase.value == Phase.STOPPING:
+            os._exit(0)
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
