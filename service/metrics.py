@@ -1,0 +1,280 @@
+"""Observes, and exposes what all processes have observed.
+
+Processes count for themselves, in memory-mapped files of one directory; whoever answers a scrape adds up the
+files of all of them. A counter outlives its process, a gauge goes with it (`mark_dead`).
+"""
+
+import atexit
+import functools
+import importlib.metadata
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from prometheus_client import (
+    CONTENT_TYPE_PLAIN_0_0_4,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+    multiprocess,
+    values,
+)
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from service.messages import Finish, FinishReason, Hello, StepStats
+from service.metric_families import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Family, Kind
+from service.metric_families import EngineState as EngineState
+
+_DIRECTORY_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's name
+_Instrument: TypeAlias = Counter | Gauge | Histogram
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objectives:
+    """What a good answer is. The defaults are bucket bounds: histograms show attainment, too."""
+
+    ttft_seconds: float = 0.5
+    tpot_seconds: float = 0.05
+
+
+class Metrics:
+    """What a process observes of one engine.
+
+    Raises:
+        RuntimeError: `prepare_directory` has run neither in this process nor in an ancestor.
+    """
+
+    def __init__(self, model_name: str, *, engine: str = "0", objectives: Objectives | None = None) -> None:
+        self._common = (model_name, engine)
+        self._instruments = _instruments(_directory())
+        self._objectives = Objectives() if objectives is None else objectives
+        for family in FAMILIES.values():
+            if family.kind is Kind.COUNTER:
+                for label_values in family.known_label_values():
+                    self._counter(family.name, *label_values)
+
+        # Children are looked up once: `labels()` costs more than the observation.
+        self._ttft = self._histogram("time_to_first_token_seconds")
+        self._gap = self._histogram("inter_token_latency_seconds")
+        self._tpot = self._histogram("request_time_per_output_token_seconds")
+        self._e2e = self._histogram("e2e_request_latency_seconds")
+        self._queue = self._histogram("request_queue_time_seconds")
+        self._prefill = self._histogram("request_prefill_time_seconds")
+        self._decode = self._histogram("request_decode_time_seconds")
+        self._inference = self._histogram("request_inference_time_seconds")
+        self._request_prompt_tokens = self._histogram("request_prompt_tokens")
+        self._request_generation_tokens = self._histogram("request_generation_tokens")
+        self._request_max_tokens = self._histogram("request_params_max_tokens")
+
+        self._running = self._gauge("num_requests_running")
+        self._waiting = self._gauge("num_requests_waiting")
+        self._kv_usage = self._gauge("kv_cache_usage_perc")
+        self._batch_size = self._histogram("batch_size")
+        self._step_tokens = self._histogram("iteration_tokens_total")
+        self._step_seconds = self._histogram("iteration_duration_seconds")
+        self._busy_seconds = self._counter("engine_busy_seconds")
+        self._prompt_tokens = self._counter("prompt_tokens")
+        self._generation_tokens = self._counter("generation_tokens")
+        self._cached_tokens = self._counter("prompt_tokens_cached")
+        self._prefix_queries = self._counter("prefix_cache_queries")
+        self._prefix_hits = self._counter("prefix_cache_hits")
+        self._preemptions = self._counter("num_preemptions")
+
+        packages = ("kvasir", "torch", "litserve")
+        version, torch, litserve = (importlib.metadata.version(package) for package in packages)
+        self._gauge("build_info", version, platform.python_version(), torch, litserve).set(1)
+
+    def observe_worker_start(self, hello: Hello) -> None:
+        """A worker is up, and idle."""
+        shape = (str(hello.block_size), str(hello.num_blocks), hello.dtype, hello.device)
+        self._gauge("cache_config_info", *shape).set(1)
+        self._gauge("startup_seconds").set(hello.startup_seconds)
+        self.observe_idle()
+
+    def observe_idle(self) -> None:
+        """The engine has no work left. Cancelled work ends between steps, where no step can tell of it."""
+        self._running.set(0)
+        self._waiting.set(0)
+        self._kv_usage.set(0)
+
+    def observe_step(self, stats: StepStats) -> None:
+        """One engine step. Called between steps, hence no look-up and nothing that is zero most of the time."""
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._kv_usage.set(stats.kv_usage)
+        self._batch_size.observe(stats.batch_size)
+        self._step_tokens.observe(stats.num_prompt_tokens + stats.num_completion_tokens)
+        self._step_seconds.observe(stats.step_seconds)
+        self._busy_seconds.inc(stats.step_seconds)
+        self._generation_tokens.inc(stats.num_completion_tokens)
+        if stats.num_prompt_tokens:
+            self._prompt_tokens.inc(stats.num_prompt_tokens)
+        if stats.num_cached_prompt_tokens:
+            self._cached_tokens.inc(stats.num_cached_prompt_tokens)
+        if stats.num_prefix_queries:
+            self._prefix_queries.inc(stats.num_prefix_queries)
+            self._prefix_hits.inc(stats.num_prefix_hits)
+        if stats.num_preemptions:
+            self._preemptions.inc(stats.num_preemptions)
+
+    def observe_first_token(self, seconds: float) -> None:
+        """A choice's first token left the server, `seconds` after its request arrived."""
+        self._ttft.observe(seconds)
+
+    def observe_inter_token(self, seconds: float, count: int = 1) -> None:
+        """`count` tokens of a choice left the server, `seconds` apart."""
+        for _ in range(count):
+            self._gap.observe(seconds)
+
+    def observe_finish(
+        self, finish: Finish, *, e2e_seconds: float, ttft_seconds: float | None, max_tokens: int
+    ) -> None:
+        """A choice ended. `ttft_seconds` is None when it had no token."""
+        self._counter("request_success", finish.reason).inc()
+        num_gaps = finish.num_completion_tokens - 1
+        tpot = None if ttft_seconds is None or num_gaps < 1 else (e2e_seconds - ttft_seconds) / num_gaps
+        if finish.reason is not FinishReason.ABORT:
+            self._count_objectives(ttft_seconds, tpot, is_served=finish.reason is not FinishReason.ERROR)
+        if finish.reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            return
+        self._e2e.observe(e2e_seconds)
+        if tpot is not None:
+            self._tpot.observe(tpot)
+        self._queue.observe(finish.queue_seconds)
+        self._prefill.observe(finish.prefill_seconds)
+        self._decode.observe(finish.decode_seconds)
+        self._inference.observe(finish.prefill_seconds + finish.decode_seconds)
+        self._request_prompt_tokens.observe(finish.num_prompt_tokens)
+        self._request_generation_tokens.observe(finish.num_completion_tokens)
+        self._request_max_tokens.observe(max_tokens)
+
+    def _count_objectives(self, ttft: float | None, tpot: float | None, *, is_served: bool) -> None:
+        ttft_met = is_served and (ttft is None or ttft <= self._objectives.ttft_seconds)
+        tpot_met = is_served and (tpot is None or tpot <= self._objectives.tpot_seconds)
+        for slo, met in (("ttft", ttft_met), ("tpot", tpot_met), ("all", ttft_met and tpot_met)):
+            self._counter("slo_requests", slo, str(met).lower()).inc()
+
+    def count_rejection(self, reason: str) -> None:
+        """A request was refused before any work was done for it."""
+        self._counter("admission_rejections", reason).inc()
+
+    def count_failure(self, status: int, error_type: str) -> None:
+        """A request was answered with an error."""
+        self._counter("request_failures", str(status), error_type).inc()
+
+    def count_cancellation(self, phase: str) -> None:
+        """A client left while its request was in `phase`."""
+        self._counter("requests_cancelled", phase).inc()
+
+    def count_wasted_tokens(self, reason: str, n: int) -> None:
+        """`n` completion tokens were computed for nobody."""
+        self._counter("wasted_tokens", reason).inc(n)
+
+    def count_worker_restart(self, reason: str) -> None:
+        """A worker died and was replaced."""
+        self._counter("worker_restarts", reason).inc()
+
+    def count_replay(self, outcome: str) -> None:
+        """A dead worker left a request unfinished, and this became of it."""
+        self._counter("requests_replayed", outcome).inc()
+
+    def set_engine_state(self, state: EngineState) -> None:
+        """The service is in this state now; the last to say so, in any process, is right."""
+        for candidate in EngineState:
+            self._gauge("engine_state", candidate).set(candidate == state)
+
+    def _counter(self, name: str, *label_values: str) -> Counter:
+        counter = self._instruments[name].labels(*self._common, *label_values)
+        assert isinstance(counter, Counter), f"{name} is no counter"
+        return counter
+
+    def _gauge(self, name: str, *label_values: str) -> Gauge:
+        gauge = self._instruments[name].labels(*self._common, *label_values)
+        assert isinstance(gauge, Gauge), f"{name} is no gauge"
+        return gauge
+
+    def _histogram(self, name: str) -> Histogram:
+        histogram = self._instruments[name].labels(*self._common)
+        assert isinstance(histogram, Histogram), f"{name} is no histogram"
+        return histogram
+
+
+def prepare_directory() -> str:
+    """A fresh, private directory for what this process and all it will start observe; removed when it exits.
+
+    For the process that starts the others, before it starts them or constructs `Metrics`.
+    """
+    directory = tempfile.mkdtemp(prefix="kvasir-metrics-")
+    os.environ[_DIRECTORY_VARIABLE] = directory
+    atexit.register(_remove_directory, directory, os.getpid())
+    return directory
+
+
+def mark_dead(pid: int) -> None:
+    """Forget the gauges of a process that is gone; what it counted stays."""
+    multiprocess.mark_process_dead(pid, _directory())
+
+
+def render() -> tuple[bytes, str]:
+    """What all processes observed, dead ones' counters included, and its content type."""
+    registry = CollectorRegistry()
+    registry.register(_AllProcesses())
+    return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
+
+
+class _AllProcesses(Collector):
+    def collect(self) -> Iterator[Metric]:
+        """Our families, and behind each the vLLM series of the same values."""
+        found = multiprocess.MultiProcessCollector(None, _directory()).collect()
+        for metric in sorted(found, key=lambda metric: str(metric.name)):
+            yield metric
+            family = FAMILIES.get(metric.name.removeprefix(PREFIX))
+            if family is not None and family.in_vllm:
+                yield _under_vllm_name(metric)
+
+
+def _under_vllm_name(metric: Metric) -> Metric:
+    name = VLLM_PREFIX + metric.name.removeprefix(PREFIX)
+    twin = Metric(name, f"{metric.documentation} The engine is Kvasir, not vLLM.", metric.type)
+    twin.samples = [s._replace(name=VLLM_PREFIX + s.name.removeprefix(PREFIX)) for s in metric.samples]
+    return twin
+
+
+@functools.cache
+def _instruments(directory: str) -> Mapping[str, _Instrument]:
+    """This process' instruments on `directory`. Cached: two on one series would overwrite each other."""
+    # prometheus_client decides when it is imported whether values are shared, which may be before
+    # `prepare_directory`; deciding again makes the order of imports irrelevant.
+    values.ValueClass = values.get_value_class()
+    return {name: _instrument(family) for name, family in FAMILIES.items()}
+
+
+def _instrument(family: Family) -> _Instrument:
+    name, labels = PREFIX + family.name, (*COMMON_LABELS, *family.labels)
+    match family.kind:
+        case Kind.COUNTER:
+            return Counter(name, family.help, labels, registry=None)
+        case Kind.GAUGE:
+            # A successor's value counts from its first setting on, even before its predecessor is marked dead.
+            return Gauge(name, family.help, labels, registry=None, multiprocess_mode="livemostrecent")
+        case Kind.HISTOGRAM:
+            return Histogram(name, family.help, labels, registry=None, buckets=family.buckets)
+
+
+def _directory() -> str:
+    directory = os.environ.get(_DIRECTORY_VARIABLE)
+    if directory is None:
+        raise RuntimeError("service.metrics.prepare_directory() has not run")
+    return directory
+
+
+def _remove_directory(directory: str, owner: int) -> None:
+    if os.getpid() == owner:  # forked children inherit exit handlers
+        shutil.rmtree(directory, ignore_errors=True)
