@@ -172,7 +172,9 @@ class _Exchange:
         )
 
 
-def complete_blocking(target: Target, request: CompletionRequest, *, model: str, timeout_seconds: float) -> Outcome:
+def complete_blocking(
+    target: Target, request: CompletionRequest, *, model: str | None, timeout_seconds: float
+) -> Outcome:
     """Send one completion on a connection of its own and read it to its end.
 
     Whatever the server does, or fails to do, is an outcome and not an exception.

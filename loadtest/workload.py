@@ -97,10 +97,10 @@ class CompletionRequest:
     ignore_eos: bool = True
     seed: int = 0
 
-    def body(self, model: str) -> dict[str, Any]:
-        """The JSON body. Streaming clients ask for usage, which counts tokens exactly."""
+    def body(self, model: str | None) -> dict[str, Any]:
+        """The JSON body; without a model the service takes its own. Streams ask for usage, which counts exactly."""
         body: dict[str, Any] = {
-            "model": model,
+            **({} if model is None else {"model": model}),
             "prompt": self.prompt,
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,

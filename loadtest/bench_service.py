@@ -1,0 +1,284 @@
+"""The whole service, measured: start, idle cost, footprint, and HTTP throughput against the engine's own.
+
+    python -m loadtest.bench_service --checkpoint checkpoints/NAME --out docs/results/service.json
+
+It starts `kvasir serve` itself, on a free port. Throughput over HTTP and of the same engine in this process are
+measured in turn, with the same prompts, lengths, settings and number of streams, so that their ratio is what HTTP,
+queues and tokenization cost; whichever runs has the machine to itself, but for the other one's idling. What
+follows `--` goes to `kvasir serve`, and to the engine in this process likewise.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from rich.console import Console
+from rich.progress import Progress
+
+from loadtest import bench_http
+from loadtest.closed_loop import EngineRun, run_closed
+from loadtest.discovery import discover, fetch_json
+from loadtest.in_process import InProcess
+from loadtest.outcome import Ending
+from loadtest.provenance import provenance
+from loadtest.service_process import ServiceFailed, ServiceProcess, cpu_seconds, has_torch
+from loadtest.spread import Spread
+from loadtest.sse_client import AsyncClient, Target
+from loadtest.workload import CompletionRequest, Passages, Workload, WorkloadSpec
+from model.config import SamplingParams
+from service.messages import Submit
+from service.settings import ServeSettings, SettingsError, read_settings
+
+IDLE_WINDOWS = 5
+# After the last request a worker may still be putting things away.
+_SETTLE_SECONDS = 1.0
+_FIRST_REQUEST = CompletionRequest(index=0, prompt="Once upon a time", max_tokens=1, temperature=0.0)
+
+
+def measure_start(checkpoint: Path, serve: Sequence[str]) -> float:
+    """Seconds from the program's start to the first token of its first stream."""
+    with ServiceProcess(checkpoint, serve) as service:
+        return service.wait_first_token(_FIRST_REQUEST)
+
+
+def measure_idle(service: ServiceProcess, seconds: float) -> dict[str, Any]:
+    """CPU that an idle service uses, in percent of a core: the worker alone, and all its processes together."""
+    time.sleep(_SETTLE_SECONDS)
+    workers, everybody = service.worker_processes(), service.all_processes()
+    shares: dict[str, list[float]] = {"worker": [], "service": []}
+    for _ in range(IDLE_WINDOWS):
+        before = cpu_seconds(workers), cpu_seconds(everybody)
+        began = time.perf_counter()
+        time.sleep(seconds / IDLE_WINDOWS)
+        wall = time.perf_counter() - began
+        after = cpu_seconds(workers), cpu_seconds(everybody)
+        shares["worker"].append(100 * (after[0] - before[0]) / wall)
+        shares["service"].append(100 * (after[1] - before[1]) / wall)
+    return {f"{name}_cpu_percent": Spread(tuple(values)).to_dict() for name, values in shares.items()}
+
+
+def measure_footprint(service: ServiceProcess) -> list[dict[str, Any]]:
+    """Each process: its part, resident memory in MB (10^6 bytes), and whether torch is mapped into it."""
+    api, workers = service.api_processes(), service.worker_processes()
+
+    def part(process: psutil.Process) -> str:
+        if process in api:
+            return "api"
+        if process in workers:
+            return "worker"
+        return "main" if process == service.process else "other"
+
+    return [
+        {
+            "part": part(process),
+            "rss_mb": process.memory_info().rss / 1e6,
+            "threads": process.num_threads(),
+            "torch": has_torch(process),
+        }
+        for process in service.all_processes()
+    ]
+
+
+@dataclass(slots=True)
+class Level:
+    """One number of streams, measured several times on both sides."""
+
+    num_streams: int
+    http: list[bench_http.Run] = field(default_factory=list)
+    engine: list[EngineRun] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready. Latencies are pooled over the repeats."""
+        http = [_throughput(run) for run in self.http]
+        engine = [run.tokens_per_second for run in self.engine]
+        outcomes = [outcome for run in self.http for outcome in run.outcomes]
+        return {
+            "streams": self.num_streams,
+            "requests": len(self.http[0].outcomes),
+            "prompt_tokens": Spread(tuple(outcome.prompt_tokens for outcome in outcomes)).to_dict() | {"values": []},
+            "http_tokens_per_second": Spread(tuple(http)).to_dict(),
+            "engine_tokens_per_second": Spread(tuple(engine)).to_dict(),
+            "ratio": Spread.of_ratios(http, engine).to_dict(),
+            "client_cpu_share": Spread(tuple(run.client_cpu_share for run in self.http)).to_dict(),
+            "http_ttft_ms": _percentiles([o.ttft_seconds for o in outcomes if o.ttft_seconds is not None]),
+            "engine_ttft_ms": _percentiles([s for run in self.engine for s in run.ttft_seconds]),
+            "http_itl_ms": _percentiles([gap for o in outcomes for gap in o.itl_seconds]),
+            "http_e2e_ms": _percentiles([o.e2e_seconds for o in outcomes]),
+        }
+
+
+def _throughput(run: bench_http.Run) -> float:
+    return sum(outcome.completion_tokens for outcome in run.outcomes) / run.duration_seconds
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
+    names = ("p50", "p95", "p99")
+    if not seconds:
+        return dict.fromkeys(names)
+    return dict(zip(names, (float(v) for v in 1e3 * np.percentile(seconds, (50, 95, 99))), strict=True))
+
+
+class Contest:
+    """HTTP against the engine in-process, turn and turn about."""
+
+    def __init__(self, target: Target, contestant: InProcess, workload: Workload) -> None:
+        self._target = target
+        self._contestant = contestant
+        self._workload = workload
+        self._indexes = itertools.count()
+
+    def round(self, level: Level, num_requests: int, *, http_first: bool) -> None:
+        """One measurement of each side, of the same requests, which neither has seen before."""
+        requests = [self._workload.request(next(self._indexes)) for _ in range(num_requests)]
+        submits = [self._submit(request) for request in requests]
+        if http_first:
+            level.http.append(self._http(requests, level.num_streams))
+        level.engine.append(run_closed(self._contestant.engine, submits, num_streams=level.num_streams))
+        if not http_first:
+            level.http.append(self._http(requests, level.num_streams))
+
+    def _http(self, requests: Sequence[CompletionRequest], num_streams: int) -> bench_http.Run:
+        async def run() -> bench_http.Run:
+            client = AsyncClient(self._target)
+            done = await bench_http.run_closed(client, requests, model=None, num_streams=num_streams)
+            await client.close()
+            return done
+
+        done = asyncio.run(run())
+        for outcome in done.outcomes:
+            if outcome.ending is not Ending.OK:
+                raise ServiceFailed(f"request {outcome.index}: {outcome.ending.value}: {outcome.detail}")
+        return done
+
+    def _submit(self, request: CompletionRequest) -> Submit:
+        """The request as the service's frontend would hand it to the engine; the service tokenizes it."""
+        tokenized = fetch_json(self._target, "/tokenize", {"prompt": request.prompt})
+        return Submit(
+            uid=f"bench-{request.index}",
+            attempt=0,
+            prompt_token_ids=tuple(tokenized["tokens"]),
+            prior_token_ids=(),
+            params=SamplingParams(
+                max_tokens=request.max_tokens,
+                temperature=request.temperature,
+                seed=request.seed,
+                ignore_eos=request.ignore_eos,
+            ),
+            arrival_seconds=time.monotonic(),
+            deadline_seconds=None,
+        )
+
+
+def measure(arguments: argparse.Namespace, serve: Sequence[str], progress: Progress) -> dict[str, Any]:
+    """Everything, in the order in which one measurement disturbs the next least."""
+    settings = read_settings(
+        ServeSettings,
+        ["--checkpoint", str(arguments.checkpoint), *serve],
+        command="serve",
+        summary="",
+    )
+    rounds = arguments.repeats * len(arguments.streams)
+    task = progress.add_task("start", total=arguments.start_repeats + 1 + rounds)
+    starts = []
+    for _ in range(arguments.start_repeats):
+        starts.append(measure_start(arguments.checkpoint, serve))
+        progress.advance(task)
+    with ServiceProcess(arguments.checkpoint, serve) as service:
+        service.wait_first_token(_FIRST_REQUEST)
+        progress.update(task, description="idle")
+        idle = measure_idle(service, arguments.idle_seconds)
+        progress.advance(task)
+        contestant = InProcess.open(settings)
+        known = discover(service.target, Passages.load().sample)
+        spec = WorkloadSpec(
+            prompt_tokens=arguments.prompt_tokens,
+            output_tokens=arguments.output_tokens,
+            max_context_tokens=contestant.max_context_tokens,
+            temperature=arguments.temperature,
+            seed=arguments.seed,
+        )
+        workload = Workload(spec, Passages.load(chars_per_token=known.chars_per_token))
+        contest = Contest(service.target, contestant, workload)
+        contest.round(Level(4), 8, http_first=True)  # warms both sides
+        levels = [Level(streams) for streams in arguments.streams]
+        for repeat in range(arguments.repeats):
+            for level in levels:
+                progress.update(task, description=f"{level.num_streams} streams")
+                count = arguments.requests_per_stream * level.num_streams
+                contest.round(level, max(count, arguments.min_requests), http_first=repeat % 2 == 0)
+                progress.advance(task)
+        footprint = measure_footprint(service)
+    return {
+        "kind": "service",
+        "model": contestant.facts,
+        "settings": {"serve": list(serve), "workload": _spec_facts(spec)},
+        "start_seconds": Spread(tuple(starts)).to_dict(),
+        "idle": idle,
+        "processes": footprint,
+        "levels": [level.to_dict() for level in levels],
+    }
+
+
+def _spec_facts(spec: WorkloadSpec) -> dict[str, Any]:
+    names = ("prompt_tokens", "output_tokens", "temperature", "ignore_eos", "seed")
+    return {name: getattr(spec, name) for name in names}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.bench_service",
+        description="Start the service and measure it against the engine in-process.",
+        epilog="What follows -- goes to `kvasir serve` and to the engine in this process, like -- --threads 1",
+    )
+    add = parser.add_argument
+    add("--checkpoint", type=Path, required=True, metavar="DIR", help="checkpoint directory")
+    add("--out", type=Path, metavar="FILE", help="write the JSON there (default: standard output)")
+    add("--streams", type=int, nargs="+", default=[1, 4, 16, 64], metavar="N", help="default: 1 4 16 64")
+    add("--repeats", type=int, default=5, metavar="N", help="of every measurement (default: %(default)s)")
+    add("--start-repeats", type=int, default=5, metavar="N", help="of the start (default: %(default)s)")
+    add("--requests-per-stream", type=int, default=2, metavar="N", help="in a measurement (default: %(default)s)")
+    add("--min-requests", type=int, default=4, metavar="N", help="in a measurement (default: %(default)s)")
+    add("--prompt-tokens", type=int, default=64, metavar="N", help="about (default: %(default)s)")
+    add("--output-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
+    add("--temperature", type=float, default=0.0, metavar="X", help="default: %(default)g, greedy")
+    add("--idle-seconds", type=float, default=10.0, metavar="S", help="idle time watched (default: %(default)g)")
+    add("--seed", type=int, default=0, metavar="N", help="of the workload (default: %(default)s)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and write JSON. Returns the exit code: 0, 1 when the service failed, 2 for unusable arguments."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    split = given.index("--") if "--" in given else len(given)
+    parser = _parser()
+    arguments = parser.parse_args(given[:split])
+    facts = provenance(parser.prog, given)
+    try:
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            result = measure(arguments, given[split + 1 :], progress)
+    except (SettingsError, ValueError) as error:
+        parser.error(str(error))
+    except ServiceFailed as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    text = json.dumps(facts | result, indent=1) + "\n"
+    if arguments.out is None:
+        print(text, end="")
+        return 0
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(text, encoding="utf-8")
+    print(arguments.out)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,230 @@
+"""docs/performance.md, written from docs/results/*.json: no figure is copied by hand.
+
+python -m loadtest.performance_page            writes the page
+python -m loadtest.performance_page --check    exit code 1 when the page is not what the results say
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results"
+PAGE = ROOT / "docs" / "performance.md"
+
+# What the service promises. An idle process still looks up once a second whether its parent lives.
+MIN_HTTP_RATIO = 0.9
+PROMISED_STREAMS = 16
+MAX_IDLE_CPU_PERCENT = 0.5
+MAX_API_MB = 150.0
+MAX_START_SECONDS = 10.0
+
+_HEAD = """# Performance
+
+Written by `python -m loadtest.performance_page` from `docs/results/`; every figure below comes from the command beside
+it. A figure is the median of its repeats, with the smallest and the largest in brackets. A ratio is the median of
+ratios within a pair of measurements that were taken one right after the other, so that a slow minute of the machine
+touches both.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """A figure the service answers for."""
+
+    figure: str
+    promised: str
+    measured: str
+    kept: bool
+
+
+def render(engine: dict[str, Any], service: dict[str, Any]) -> str:
+    """The page.
+
+    Raises:
+        KeyError: a result lacks what the page needs; it was written by another version of the bench.
+    """
+    parts = [_HEAD, _promises_table(promises(service)), _engine(engine), _service(service), _machines(engine, service)]
+    return "\n".join(parts)
+
+
+def promises(service: dict[str, Any]) -> list[Promise]:
+    """Each promise beside what was measured."""
+    start, idle = service["start_seconds"], service["idle"]["worker_cpu_percent"]
+    api = [process for process in service["processes"] if process["part"] == "api"]
+    largest = max(process["rss_mb"] for process in api)
+    torch_free = not any(process["torch"] for process in api)
+    made = [
+        Promise(
+            "From start to the first token",
+            f"under {MAX_START_SECONDS:g} s",
+            f"{_spread(start, '.2f')} s",
+            start["median"] < MAX_START_SECONDS,
+        ),
+        Promise(
+            "CPU of an idle worker",
+            "0 % of a core",
+            f"{_spread(idle, '.2f')} %",
+            idle["median"] < MAX_IDLE_CPU_PERCENT,
+        ),
+        Promise(
+            "API process, resident memory under load",
+            f"under {MAX_API_MB:g} MB",
+            f"{largest:.0f} MB",
+            largest < MAX_API_MB,
+        ),
+        Promise("API process, torch", "not loaded", "not loaded" if torch_free else "loaded", torch_free),
+    ]
+    for level in service["levels"]:
+        if level["streams"] == PROMISED_STREAMS:
+            ratio = level["ratio"]
+            figure = f"HTTP throughput at {PROMISED_STREAMS} streams, of the engine's"
+            kept = ratio["median"] >= MIN_HTTP_RATIO
+            made.append(Promise(figure, f"at least {MIN_HTTP_RATIO:.2f}", _spread(ratio, ".2f"), kept))
+    return made
+
+
+def _promises_table(kept: Sequence[Promise]) -> str:
+    rows = [[p.figure, p.promised, p.measured, "yes" if p.kept else "**no**"] for p in kept]
+    return _table(["", "promised", "measured", "kept"], rows)
+
+
+def _engine(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            str(point["batch_size"]),
+            str(point["prompt_tokens"]),
+            _spread(point["tokens_per_second"], ".0f"),
+            _spread(point["prefill_tokens_per_second"], ".0f"),
+            _spread(point["decode_tokens_per_second"], ".0f"),
+            _spread(point["decode_ratio"], ".2f"),
+            _spread(point["ttft_ms"], ".1f"),
+        ]
+        for point in result["points"]
+    ]
+    output = result["points"][0]["output_tokens"]
+    head = ["sequences", "prompt tokens", "tokens/s", "prefill tokens/s", "decode tokens/s"]
+    head += ["decode, of the bare model's", "TTFT ms"]
+    return f"""## The engine, in-process
+
+{_command(result)}
+
+{_model(result)} Each sequence generates {output} tokens, greedily; all are submitted at once. tokens/s counts
+completion tokens over the whole wave, prefill included; decode counts from the moment the last sequence had its first
+token. The bare model is the same network decoding a batch of that size at that context: no scheduler, no text, inputs
+made once.
+
+{_table(head, rows)}"""
+
+
+def _service(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            str(level["streams"]),
+            _spread(level["http_tokens_per_second"], ".0f"),
+            _spread(level["engine_tokens_per_second"], ".0f"),
+            _spread(level["ratio"], ".2f"),
+            _latencies(level["http_ttft_ms"]),
+            _latencies(level["http_itl_ms"]),
+            f"{100 * level['client_cpu_share']['median']:.0f} %",
+        ]
+        for level in result["levels"]
+    ]
+    head = ["streams", "HTTP tokens/s", "engine tokens/s", "HTTP, of the engine's"]
+    head += ["TTFT p50 / p95 ms", "ITL p50 / p95 ms", "client CPU, of a core"]
+    processes = [
+        [process["part"], f"{process['rss_mb']:.0f}", str(process["threads"]), "yes" if process["torch"] else "no"]
+        for process in result["processes"]
+    ]
+    workload, idle = result["settings"]["workload"], result["idle"]["service_cpu_percent"]
+    prompt = result["levels"][0]["prompt_tokens"]["median"]
+    return f"""## The service, over HTTP
+
+{_command(result)}
+
+{_model(result)} Clients stream in a closed loop: each sends its next request when its last has ended. Prompts have
+about {prompt:.0f} tokens and share no prefix, answers have {workload["output_tokens"]} tokens. The engine's figure is
+taken in turn with the HTTP one, in the client's process, with the same prompts and settings. The client runs on the
+same machine and takes its CPU from the service.
+
+{_table(head, rows)}
+The processes after that load; all of them together, idle, use {_spread(idle, ".2f")} % of a core.
+
+{_table(["process", "resident MB", "threads", "torch"], processes)}"""
+
+
+def _machines(engine: dict[str, Any], service: dict[str, Any]) -> str:
+    rows = []
+    for name, result in (("engine", engine), ("service", service)):
+        machine, versions = result["machine"], result["versions"]
+        load = machine["load_average"][0]
+        rows.append(
+            [
+                name,
+                result["date"],
+                f"`{result['commit']}`",
+                f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB",
+                f"{load:g}",
+                f"Python {versions['python']}, torch {versions['torch']}",
+            ]
+        )
+    head = ["", "measured", "commit", "machine", "load average before", "versions"]
+    return f"## Where and when\n\n{_table(head, rows)}"
+
+
+def _command(result: dict[str, Any]) -> str:
+    return f"```\n{result['command']}\n```"
+
+
+def _model(result: dict[str, Any]) -> str:
+    model = result["model"]
+    size = f"{model['parameters'] / 1e6:.1f} million parameters"
+    threads = f", {model['threads']} threads" if model["device"] == "cpu" else ""
+    return f"Model `{model['name']}`, {size}, {model['dtype']} on {model['device']}{threads}."
+
+
+def _spread(figure: dict[str, Any], form: str) -> str:
+    return f"{figure['median']:{form}} ({figure['min']:{form}}–{figure['max']:{form}})"
+
+
+def _latencies(milliseconds: dict[str, float | None]) -> str:
+    return " / ".join("–" if milliseconds[name] is None else f"{milliseconds[name]:.1f}" for name in ("p50", "p95"))
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write or check the page. Returns the exit code: 0, 1 for a page that differs, 2 for results missing."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.performance_page", description=__doc__.split("\n")[0])
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="has engine.json, service.json")
+    parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="default: docs/performance.md")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 when the page differs")
+    arguments = parser.parse_args(argv)
+    try:
+        engine, service = (
+            json.loads((arguments.results / f"{name}.json").read_text(encoding="utf-8"))
+            for name in ("engine", "service")
+        )
+    except OSError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    page = render(engine, service)
+    if not arguments.check:
+        arguments.page.write_text(page, encoding="utf-8")
+        print(arguments.page)
+        return 0
+    if arguments.page.is_file() and arguments.page.read_text(encoding="utf-8") == page:
+        return 0
+    print(f"{arguments.page} is not what {arguments.results} says: run {parser.prog}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

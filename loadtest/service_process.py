@@ -1,0 +1,141 @@
+"""`kvasir serve` as a child process on a free port, and what the operating system says about its processes."""
+
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from loadtest.outcome import Ending
+from loadtest.sse_client import Target, complete_blocking
+from loadtest.workload import CompletionRequest
+
+START_SECONDS = 120.0
+# Longer than the service's own drain and close, so that it is killed only when it hangs.
+STOP_SECONDS = 60.0
+_POLL_SECONDS = 0.02
+
+
+class ServiceFailed(RuntimeError):
+    """The service did not start, or died. The message ends with the last lines of its log."""
+
+
+class ServiceProcess:
+    """A context manager: the service runs while the block does.
+
+    `arguments` are added to `kvasir serve --checkpoint ... --port ...`.
+    """
+
+    def __init__(self, checkpoint: Path, arguments: Sequence[str] = ()) -> None:
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process, closed by `__exit__`
+        self.target = Target("127.0.0.1", _free_port())
+        kvasir = Path(sys.executable).with_name("kvasir")
+        self.command = [str(kvasir), "serve", "--checkpoint", str(checkpoint), "--port", str(self.target.port)]
+        self.command += arguments
+        self.started_seconds = 0.0
+        self._process: psutil.Popen | None = None
+
+    def __enter__(self) -> Self:
+        self.started_seconds = time.perf_counter()
+        self._process = psutil.Popen(self.command, stdout=self._log, stderr=subprocess.STDOUT)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        self._log.close()
+
+    @property
+    def process(self) -> psutil.Popen:
+        if self._process is None:
+            raise ServiceFailed("the service was not started")
+        return self._process
+
+    def stop(self) -> int:
+        """End it as an operator would, with SIGTERM; returns its exit code. Whatever outlives it is killed."""
+        processes = self.all_processes()
+        if self.process.is_running():
+            self.process.terminate()
+        try:
+            code = int(self.process.wait(STOP_SECONDS))
+        except psutil.TimeoutExpired:
+            code = -1
+        left = [process for process in processes if process.is_running()]
+        for process in left:
+            process.kill()
+        psutil.wait_procs(left, timeout=5)
+        return code
+
+    def wait_first_token(self, request: CompletionRequest) -> float:
+        """Seconds from the program's start to the first token of the first stream that is served.
+
+        Asks again and again, as an impatient client does. Raises `ServiceFailed` when nothing comes.
+        """
+        while True:
+            outcome = complete_blocking(self.target, request, model=None, timeout_seconds=START_SECONDS)
+            if outcome.ending in (Ending.OK, Ending.CANCELLED):
+                return outcome.chunk_seconds[0] - self.started_seconds
+            if outcome.ending not in (Ending.CONNECTION, Ending.HTTP_ERROR):
+                raise ServiceFailed(f"first request: {outcome.ending.value}: {outcome.detail}\n{self.log_tail()}")
+            self._wait_a_little(f"served nothing ({outcome.detail})")
+
+    def _wait_a_little(self, complaint: str) -> None:
+        if self.process.poll() is not None:
+            raise ServiceFailed(f"the service ended with {self.process.returncode}\n{self.log_tail()}")
+        if time.perf_counter() - self.started_seconds > START_SECONDS:
+            raise ServiceFailed(f"the service {complaint} within {START_SECONDS:g} s\n{self.log_tail()}")
+        time.sleep(_POLL_SECONDS)
+
+    def log_tail(self) -> str:
+        """The last lines the service wrote."""
+        self._log.seek(0)
+        return "".join(self._log.readlines()[-20:])
+
+    def all_processes(self) -> list[psutil.Process]:
+        """The service's main process and everything below it."""
+        if not self.process.is_running():
+            return []
+        return [self.process, *self.process.children(recursive=True)]
+
+    def api_processes(self) -> list[psutil.Process]:
+        """The processes that hold an accepted connection to the port. Call it while a client holds one open."""
+        with socket.create_connection((self.target.host, self.target.port)) as held:
+            held.sendall(self.target.request_bytes("GET", "/health"))
+            held.recv(1)  # answered: the connection has been accepted by whoever serves it
+            return [
+                process
+                for process in self.all_processes()
+                if any(
+                    connection.status == psutil.CONN_ESTABLISHED and connection.laddr.port == self.target.port
+                    for connection in process.net_connections(kind="tcp")
+                )
+            ]
+
+    def worker_processes(self) -> list[psutil.Process]:
+        """The processes that have torch mapped: the engine runs there."""
+        return [process for process in self.all_processes() if has_torch(process)]
+
+
+def has_torch(process: psutil.Process) -> bool:
+    """Whether any of torch's libraries is mapped into the process."""
+    maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")
+    return any("/torch/" in line or "libtorch" in line for line in maps.splitlines())
+
+
+def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
+    """CPU time the processes have used so far, user and system."""
+    times = [process.cpu_times() for process in processes]
+    return float(sum(used.user + used.system for used in times))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

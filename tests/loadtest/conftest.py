@@ -1,0 +1,13 @@
+"""A model small enough to start in a moment."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_model import save_tiny_checkpoint
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights, a context of 128 tokens."""
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", max_context_length=128)
