@@ -1,0 +1,328 @@
+"""Checks in a real browser what the playground page does.
+
+    python -m tests.playground.browser_check                                # against a stub server that also misbehaves
+    python -m tests.playground.browser_check --url http://127.0.0.1:8000    # against a running service
+    … --screenshots DIR                                                     # and save light.png, dark.png, phone.png
+
+Needs Chromium on the PATH and, to run what the copy buttons give, curl and the `openai` package. Prints a line a check;
+the exit status is 1 if one failed. Not collected by pytest: a bare machine has no browser.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from service.schemas import CompletionRequest
+from tests.playground.chromium import Chromium
+from tests.playground.playground import Playground
+from tests.playground.stub_server import HOSTILE, STORY, Record, StubServer
+
+DESK = {"width": 1280, "height": 800}
+SHOT_STATE = "#seed=11&max_tokens=120&logprobs=on"
+
+# Every way to cut a stream must give the same events: whole, byte by byte, and in two at each place.
+PARSER_CHECK = """(async (bytes) => {
+  const parse = async cuts => {
+    const events = [], ends = [...cuts, bytes.length];
+    const body = new ReadableStream({ start(c) {
+      ends.reduce((at, end) => { c.enqueue(new Uint8Array(bytes.slice(at, end))); return end; }, 0);
+      c.close();
+    } });
+    await readEvents(body, data => events.push(data));
+    return JSON.stringify(events);
+  };
+  const seen = new Set([await parse([]), await parse(bytes.map((_, i) => i))]);
+  for (let i = 0; i <= bytes.length; i += 1) seen.add(await parse([i]));
+  return [...seen].map(JSON.parse);
+})(%s)"""
+PARSER_INPUT = (
+    "\ufeffdata: one\r\n\r\n: a comment\r\n\r\ndata:two\r\ndata: lines\r\n\r\n"
+    "data: three\rdata: more\r\revent: x\nid: 3\ndata:  café “🦊”\n\n"
+    'retry: 5\n\ndata\n\ndata: {"a": "b:c"}\r\n\r\ndata: never finished\n'
+)
+PARSER_OUTPUT = ["one", "two\nlines", "three\nmore", " café “🦊”", "", '{"a": "b:c"}']
+
+# Spans that show another text than their token's; a token that is not whole characters has no text of its own.
+MISPLACED_TOKENS = """[...document.querySelectorAll('.token')].slice(0, -1).filter(span => {
+  const { text } = shown.tokens[span.dataset.index];
+  return !text.startsWith('bytes:') && span.textContent !== (text.trimStart() || text);
+}).map(span => span.textContent)"""
+
+
+def check_parser(page: Playground) -> None:
+    page.open()
+    assert page.browser.run(PARSER_CHECK % list(PARSER_INPUT.encode())) == [PARSER_OUTPUT]
+
+
+def check_stream(page: Playground) -> None:
+    page.open()
+    assert "ready" in page.text("readiness")
+    page.start("Once upon a time", max_tokens="60", seed="5")
+    page.browser.until_script("active === null || active.numChunks > 5")
+    page.browser.until_script("document.getElementById('completion').textContent.length > 0")
+    page.wait()
+    assert page.text("echo") == "Once upon a time"
+    assert page.text("completion") == page.browser.run("shown.characters.join('')") != ""
+    assert page.text("ending-reason").split(":")[0] in ("length", "stop")
+    assert "prompt tokens" in page.text("ending-detail")
+    for row in ("seen", "told"):
+        for name in ("first", "between", "rate", "total", "tokens"):
+            assert page.text(f"{row}-{name}") not in ("", "–"), f"{row}-{name}"
+    assert page.text("seen-tokens") == page.text("told-tokens")
+    assert page.browser.run("document.activeElement.id") == "prompt", "the keyboard's place is kept"
+    if page.record is not None:
+        assert STORY.startswith(page.text("completion"))
+
+
+def check_nothing_moves(page: Playground) -> None:
+    page.open()
+    before = page.boxes()
+    page.start("Once upon a time", max_tokens="120", seed="5")
+    page.browser.until_script("active === null || active.numChunks > 10")
+    during = page.boxes()
+    page.wait()
+    assert before == during == page.boxes()
+
+
+def check_stop(page: Playground) -> None:
+    page.open()
+    num_left = 0 if page.record is None else page.record.num_left
+    page.start("<slow> It was a long, long day" if page.record else "It was a long, long day", max_tokens="400")
+    page.browser.until_script("active === null || active.numChunks > 1")
+    page.browser.press("Escape")
+    page.wait()
+    assert page.text("ending-reason") == "Stopped by you"
+    assert page.text("completion") != ""
+    assert not page.visible("problem")
+    if record := page.record:
+        page.browser.until(lambda: record.num_left == num_left + 1, "the server to see that nobody listens")
+
+
+def check_tokens(page: Playground) -> None:
+    page.open()
+    text = page.generate("Once upon a time", max_tokens="150", seed="5", logprobs=True)
+    assert text == page.browser.run("shown.characters.join('')")
+    assert page.browser.run("document.querySelectorAll('.token').length") > 20
+    assert page.browser.run(MISPLACED_TOKENS) == []
+    page.browser.run("document.querySelector('.token').scrollIntoView()")
+    page.browser.point_at(".token")
+    assert page.visible("lens")
+    assert page.browser.run("document.querySelectorAll('#odds .percent').length") >= 5
+    drawn = page.browser.run("document.querySelector('#odds .word.drawn').textContent")
+    assert drawn.strip("␣") == page.browser.run("document.querySelector('.token').textContent")
+    page.browser.run("document.getElementById('story').focus()")
+    page.browser.press("ArrowRight")
+    assert page.browser.run("[...document.querySelectorAll('.token')].findIndex(t => t.matches('.active'))") == 1
+    assert "%" in page.text("announcement")
+    page.browser.press("Escape")
+    assert not page.visible("lens")
+
+
+def check_copies(page: Playground) -> None:
+    page.open()
+    page.browser.run("navigator.clipboard.writeText = async text => { window.copied = text; }")
+    prompt = '"It\'s" a \\ $HOME `fox`,\nsaid “Tom” 🦊\tand'
+    sampling = {"top_k": "40", "min_p": "0.02", "top_p": "0.9", "temperature": "0.65", "seed": "7"}
+    text = page.generate(prompt, max_tokens="30", stop="\\n\\n\nThe 'end'", logprobs=True, **sampling)
+    outputs = []
+    for button, program in (("copy-curl", ["bash", "-c"]), ("copy-python", [sys.executable, "-c"])):
+        page.browser.run(f"document.getElementById('{button}').click()")
+        page.browser.until_script(f"document.getElementById('{button}').textContent === 'Copied'")
+        copied = page.browser.run("window.copied")
+        outputs.append(
+            subprocess.run([*program, copied], capture_output=True, text=True, check=True, timeout=60).stdout
+        )
+    from_curl, from_python = outputs
+    events = [json.loads(line[6:]) for line in from_curl.splitlines() if line.startswith("data: {")]
+    assert "".join(choice["text"] for event in events for choice in event["choices"]) == text
+    assert from_python == text + "\n"
+    if page.record is not None:
+        shown, by_curl, by_python = page.record.bodies[-3:]
+        assert shown == by_curl == by_python
+        assert CompletionRequest.parse(json.dumps(shown).encode()).stops == ("\n\n", "The 'end'")
+
+
+def check_link(page: Playground) -> None:
+    page.open()
+    prompt = "a+b & 50% of #1\n“Tom”"
+    page.generate(prompt, max_tokens="3", temperature="0", stop="END", logprobs=True)
+    page.browser.until_script("location.hash.includes('END')")
+    sent = page.browser.run("JSON.stringify(buildRequest())")
+    state = page.browser.run("location.hash")
+    page.open(state)
+    assert page.browser.run("JSON.stringify(buildRequest())") == sent
+    assert json.loads(sent)["temperature"] == 0
+    page.open()
+    assert page.browser.run("JSON.stringify(buildRequest())") != sent
+
+
+def check_limits(page: Playground) -> None:
+    page.open()
+    page.browser.run("(e => { e.value = '-1'; })(document.getElementById('top_k'))")
+    page.browser.press("Enter", ctrl=True)
+    assert page.browser.run("shown === null && document.activeElement.id === 'top_k'"), "nothing was sent"
+
+
+def check_markup_stays_text(page: Playground) -> None:
+    page.open()
+    title, count = "document.title", "document.querySelectorAll('#story *').length"
+    page.generate(f"<hostile> {HOSTILE}", max_tokens="200")
+    assert page.browser.run(title) == "Kvasir playground"
+    assert page.browser.run(count) == 4
+    assert page.text("echo") == f"<hostile> {HOSTILE}"
+    if page.record is not None:
+        assert page.text("completion") == HOSTILE
+        page.generate(f"<hostile> {HOSTILE}", logprobs=True)
+        assert page.text("completion") == HOSTILE
+        page.browser.run("showLens(document.querySelector('.token'))")
+        assert page.browser.run("document.querySelector('#story img, #story b, #lens img')") is None
+    page.open("#prompt=%3Cimg%20src%3Dx%20onerror%3D%22document.title%3D3%22%3E&model=%3Cb%3E")
+    assert page.browser.run(title) == "Kvasir playground"
+
+
+def check_screens(page: Playground) -> None:
+    for width, height in ((320, 640), (390, 844), (768, 1024), (1024, 640), (1280, 800), (1920, 1200)):
+        page.browser.set_screen(width, height, phone=width < 700)
+        page.open("#logprobs=on")
+        page.generate("There was " + "averyverylongword" * 12, max_tokens="40")
+        assert page.browser.run("document.documentElement.scrollWidth <= innerWidth"), f"{width} scrolls sideways"
+        assert page.browser.run("document.getElementById('caret').getBoundingClientRect().bottom <= innerHeight"), width
+    page.browser.set_screen(**DESK)
+
+
+def check_errors(page: Playground) -> None:
+    page.open()
+    refused = page.problem("<400>")
+    assert refused["message"] == "top_k must not be negative, not -3"
+    assert "400" in refused["detail"]
+    assert "top_k" in refused["detail"]
+    assert not refused["retry"]
+    assert page.browser.run("document.getElementById('top_k').ariaInvalid") == "true"
+    assert "shutting down" in page.problem("<503>")["message"]
+    assert page.text("retry") == "Try again in 30 s"
+    assert page.problem("<html>")["message"] == "<html><b>Bad Gateway</b></html>"
+    for fault, title in (("<error>", "The server broke off"), ("<cut>", "The connection was lost")):
+        assert page.problem(fault)["title"] == title
+        assert STORY.startswith(page.text("completion"))
+        assert len(page.text("completion")) > 20, "what arrived is kept"
+    assert page.problem("<truncated>")["title"] == "The connection was lost"
+    page.generate("Once upon a time")
+    assert not page.visible("problem")
+
+
+def check_busy(page: Playground) -> None:
+    page.open()
+    assert page.problem("<429>")["title"] == "The server is busy"
+    assert page.text("retry") == "Try again in 2 s"
+    assert page.browser.run("document.getElementById('retry').disabled")
+    page.browser.until_script("document.getElementById('retry').textContent === 'Try again in 1 s'")
+    page.browser.until_script("!document.getElementById('retry').disabled")
+    page.browser.run("document.getElementById('retry').click()")
+    page.wait()
+    assert STORY.startswith(page.text("completion"))
+    assert not page.visible("problem")
+
+
+def check_line_ends(page: Playground) -> None:
+    for line_end in ("\r\n", "\r"):
+        with stub(line_end=line_end) as (url, _):
+            other = Playground(page.browser, url, None)
+            other.open()
+            assert other.generate("Once upon a time", max_tokens="200") == STORY
+
+
+def check_no_server(page: Playground) -> None:
+    with stub() as (url, _):
+        other = Playground(page.browser, url, None)
+        other.open()
+    assert other.problem("Once upon a time")["title"] == "No answer"
+    other.browser.until_script("document.getElementById('readiness').textContent === 'not reachable'")
+
+
+CHECKS: tuple[Callable[[Playground], None], ...] = (
+    check_parser, check_stream, check_nothing_moves, check_stop, check_tokens, check_copies, check_link, check_limits,
+    check_markup_stays_text, check_screens,
+)  # fmt: skip
+STUB_CHECKS = (check_errors, check_busy, check_line_ends, check_no_server)
+
+
+def check_quiet(browser: Chromium, url: str) -> None:
+    """Whatever was done: no exception in the page, nothing asked of another server."""
+    thrown = [event["params"] for event in browser.events if event["method"] == "Runtime.exceptionThrown"]
+    assert not thrown, thrown
+    asked = [
+        event["params"]["request"]["url"] for event in browser.events if event["method"] == "Network.requestWillBeSent"
+    ]
+    strangers = [
+        to for to in asked if urlsplit(to).hostname != urlsplit(url).hostname and not to.startswith(("data:", "about:"))
+    ]
+    assert not strangers, strangers
+
+
+def take_screenshots(page: Playground, folder: Path) -> None:
+    """The page after a completion, a token under the mouse: light, dark, and on a phone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, screen in {
+        "light": DESK | {"scale": 1.5},
+        "dark": DESK | {"scale": 1.5, "dark": True},
+        "phone": {"width": 390, "height": 844, "scale": 2, "phone": True},
+    }.items():
+        page.browser.set_screen(**screen)
+        page.open(SHOT_STATE)
+        page.generate(page.browser.run("document.getElementById('prompt').value"))
+        if name != "phone":
+            page.browser.run("document.querySelectorAll('.token')[24].id = 'shot'")
+            page.browser.point_at("#shot")
+        page.browser.screenshot(folder / f"{name}.png")
+    page.browser.set_screen(**DESK)
+
+
+@contextmanager
+def stub(**options: Any) -> Iterator[tuple[str, Record]]:
+    server = StubServer(**options).start()
+    try:
+        yield server.url, server.record
+    finally:
+        server.stop()
+
+
+def run_checks(page: Playground, checks: Sequence[Callable[[Playground], None]]) -> int:
+    """How many failed. One that fails does not keep the others from running."""
+    num_failed = 0
+    for check in checks:
+        name = check.__name__.removeprefix("check_").replace("_", " ")
+        try:
+            check(page)
+            check_quiet(page.browser, page.url)
+            print(f"ok      {name}")
+        except (AssertionError, RuntimeError, subprocess.SubprocessError) as error:
+            num_failed += 1
+            place = traceback.extract_tb(error.__traceback__)[1]
+            print(f"FAILED  {name}: line {place.lineno}: {place.line}  {error}")
+    return num_failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", help="a running service; default: a stub server, which also misbehaves")
+    parser.add_argument("--screenshots", type=Path, help="folder for light.png, dark.png and phone.png")
+    arguments = parser.parse_args()
+    with Chromium() as browser, stub() as (stub_url, record):
+        browser.set_screen(**DESK)
+        real = arguments.url is not None
+        page = Playground(browser, arguments.url.rstrip("/") if real else stub_url, None if real else record)
+        num_failed = run_checks(page, CHECKS if real else CHECKS + STUB_CHECKS)
+        if arguments.screenshots is not None:
+            take_screenshots(page, arguments.screenshots)
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""Drives one headless Chromium through the DevTools protocol over its debugging pipe: the standard library suffices.
+
+`Chromium` is a context manager; its methods speak to the one page it opens. Needs `chromium` on the PATH.
+"""
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from select import select
+from types import TracebackType
+from typing import Any, Self
+
+ANSWER_SECONDS = 30.0  # a healthy browser answers in milliseconds
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--hide-scrollbars",
+    "--force-color-profile=srgb",
+    "--no-first-run",
+)
+
+
+class Chromium:
+    """A browser with one page.
+
+    `events` collects what the page reported since it was opened: requests, exceptions, console errors.
+    Raises `RuntimeError` when Chromium is missing, refuses a command, or the page's script throws.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._next_id = 0
+        self._received = b""
+
+    def __enter__(self) -> Self:
+        program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+        if program is None:
+            raise RuntimeError("no chromium on the PATH")
+        self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        to_browser, self._write_fd = os.pipe()
+        self._read_fd, from_browser = os.pipe()
+        # Chromium reads commands from descriptor 3 and writes answers to descriptor 4.
+        command = f'exec 3<&{to_browser} 4>&{from_browser} && exec "$0" "$@"'
+        arguments = [program, *FLAGS, "--remote-debugging-pipe", f"--user-data-dir={self._profile.name}", "about:blank"]
+        self._process = subprocess.Popen(
+            ["bash", "-c", command, *arguments],
+            pass_fds=(to_browser, from_browser),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(to_browser)
+        os.close(from_browser)
+        self._attach()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._command("Browser.close", session=False)
+            self._process.wait(ANSWER_SECONDS)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            os.close(self._write_fd)
+            os.close(self._read_fd)
+            self._profile.cleanup()
+
+    def _attach(self) -> None:
+        targets = self._command("Target.getTargets", session=False)["targetInfos"]
+        target = next(target["targetId"] for target in targets if target["type"] == "page")
+        answer = self._command("Target.attachToTarget", session=False, targetId=target, flatten=True)
+        self._session = answer["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self._command(f"{domain}.enable")
+
+    def _command(self, method: str, *, session: bool = True, **params: Any) -> dict[str, Any]:
+        self._next_id += 1
+        message: dict[str, Any] = {"id": self._next_id, "method": method, "params": params}
+        if session:
+            message["sessionId"] = self._session
+        os.write(self._write_fd, json.dumps(message).encode() + b"\0")
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while True:
+            answer = self._read(deadline)
+            if answer.get("id") != self._next_id:
+                self.events.append(answer)
+            elif "error" in answer:
+                raise RuntimeError(f"{method}: {answer['error']['message']}")
+            else:
+                result: dict[str, Any] = answer["result"]
+                return result
+
+    def _read(self, deadline: float) -> dict[str, Any]:
+        while b"\0" not in self._received:
+            if not select([self._read_fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise RuntimeError("chromium does not answer")
+            self._received += os.read(self._read_fd, 1 << 20)
+        message, _, self._received = self._received.partition(b"\0")
+        answer: dict[str, Any] = json.loads(message)
+        return answer
+
+    def open(self, url: str) -> None:
+        """Load a page afresh and wait until it is complete."""
+        self._command("Page.navigate", url="about:blank")
+        self.until(lambda: self.run("location.href") == "about:blank", "a blank page")
+        self.events.clear()
+        self._command("Page.navigate", url=url)
+        self.until(lambda: self.run("location.href !== 'about:blank' && document.readyState") == "complete", "the page")
+
+    def run(self, script: str) -> Any:
+        """The JSON value of a JavaScript expression, awaited if it is a promise."""
+        answer = self._command(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True, userGesture=True
+        )
+        if "exceptionDetails" in answer:
+            raise RuntimeError(f"{script[:80]}: {answer['exceptionDetails'].get('exception', {}).get('description')}")
+        return answer["result"].get("value")
+
+    def until(self, condition: Callable[[], Any], what: str, seconds: float = 20.0) -> None:
+        """Poll until `condition` holds. Raises `AssertionError` naming `what` when it does not in time."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+            time.sleep(0.02)
+
+    def until_script(self, script: str, seconds: float = 20.0) -> None:
+        self.until(lambda: self.run(script), script, seconds)
+
+    def press(self, key: str, *, ctrl: bool = False) -> None:
+        """A key as the keyboard would send it: "Enter", "Escape", "ArrowRight"."""
+        codes = {"Enter": 13, "Escape": 27, "ArrowRight": 39, "ArrowLeft": 37, "Tab": 9}
+        for kind in ("keyDown", "keyUp"):
+            self._command(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=codes[key],
+                modifiers=2 if ctrl else 0,
+            )
+
+    def point_at(self, selector: str) -> None:
+        """Move the mouse over the middle of the first line of an element."""
+        first_line = f"document.querySelector({json.dumps(selector)}).getClientRects()[0]"
+        x, y = self.run(f"(line => [line.x + line.width / 2, line.y + line.height / 2])({first_line})")
+        self._command("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def set_screen(
+        self, width: int, height: int, *, scale: float = 1.0, dark: bool = False, phone: bool = False
+    ) -> None:
+        self._command(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._command("Emulation.setEmulatedMedia", features=[scheme])
+
+    def screenshot(self, path: Path) -> None:
+        path.write_bytes(base64.b64decode(self._command("Page.captureScreenshot", format="png")["data"]))

@@ -1,0 +1,65 @@
+"""The page in a browser, with the handles that the checks pull."""
+
+import json
+from typing import Any
+
+from tests.playground.chromium import Chromium
+from tests.playground.stub_server import Record
+
+STABLE = "#prompt, #chips, #generate, #stop, #copy-curl, #rail, #page, #ending, .figures, .figures td"
+
+
+class Playground:
+    """The page as a person uses it. `record` is what the stub saw, None before a real service."""
+
+    def __init__(self, browser: Chromium, url: str, record: Record | None) -> None:
+        self.browser = browser
+        self.url = url
+        self.record = record
+
+    def open(self, state: str = "") -> None:
+        """The page afresh, with the server's model known to it."""
+        self.browser.open(f"{self.url}/playground{state}")
+        self.browser.until_script("server.model !== null && document.getElementById('budget').textContent !== ''")
+
+    def start(self, prompt: str, **values: str | bool) -> None:
+        """Fill the form and press Ctrl+Enter in the prompt."""
+        for name, value in {"prompt": prompt, **values}.items():
+            set_value = f"e[e.type === 'checkbox' ? 'checked' : 'value'] = {json.dumps(value)}"
+            tell = "e.dispatchEvent(new Event('input', { bubbles: true }))"
+            self.browser.run(f"(e => {{ {set_value}; {tell}; }})(document.getElementsByName({json.dumps(name)})[0])")
+        self.browser.run("document.getElementById('prompt').focus()")
+        self.browser.press("Enter", ctrl=True)
+        self.browser.until_script("shown !== null")
+
+    def wait(self) -> None:
+        self.browser.until_script("active === null", seconds=120)
+
+    def generate(self, prompt: str, **values: str | bool) -> str:
+        """Run to the end; the completion as the page shows it."""
+        self.start(prompt, **values)
+        self.wait()
+        return self.text("completion")
+
+    def text(self, element: str) -> str:
+        text: str = self.browser.run(f"document.getElementById({json.dumps(element)}).textContent")
+        return text
+
+    def visible(self, element: str) -> bool:
+        return bool(self.browser.run(f"document.getElementById({json.dumps(element)}).checkVisibility()"))
+
+    def boxes(self) -> list[list[float]]:
+        """Where the things stand that text must not move."""
+        place = "(r => [r.x, r.y, r.width, r.height])(e.getBoundingClientRect())"
+        boxes: list[list[float]] = self.browser.run(
+            f"[...document.querySelectorAll({json.dumps(STABLE)})].map(e => {place})"
+        )
+        return boxes
+
+    def problem(self, prompt: str) -> dict[str, Any]:
+        """Provoke an error; what the page then says."""
+        self.generate(prompt)
+        assert self.visible("problem")
+        return {part: self.text(f"problem-{part}") for part in ("title", "message", "detail")} | {
+            "retry": self.visible("retry")
+        }

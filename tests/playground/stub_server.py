@@ -1,0 +1,241 @@
+"""A server that speaks the service's wire without a model, and misbehaves on request.
+
+`StubServer` serves the playground page and the routes the page calls. What `/v1/completions` does is chosen by a
+word in the prompt (see `FAULTS`); without one it streams `STORY` a token at a time. Every byte of a stream passes
+through `_send`, which cuts it at seeded random places, inside characters and line ends too.
+"""
+
+import json
+import math
+import random
+import time
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar
+
+PAGE = Path(__file__).parents[2] / "service" / "playground" / "index.html"
+MODEL = "stub-stories"
+CONTEXT_LENGTH = 512
+FAULTS = ("<400>", "<429>", "<503>", "<html>", "<error>", "<cut>", "<truncated>", "<slow>")
+
+STORY = (
+    " He did not know what it opened, so he carried it home and hid it in a little blue cup. That night the key began"
+    " to sing.\n\nThe fox sat up. “Who is there?” he asked. The key sang again, very softly, and a small door of light"
+    " opened in the wall. Behind it was a garden where it was still summer, and in the garden stood an old hare with a"
+    " café table and two cups of tea.\n\n“You are late,” said the hare, “but the tea is still warm.” The fox laughed 🦊"
+    " and sat down. They talked until the stars went out, and from then on the fox came every night."
+)
+# Markup must reach the page as text: these words would become an element if it did not.
+HOSTILE = '<img src=x onerror="document.title=1"> & <b>bold</b> </script><script>document.title=2</script>'
+
+
+@dataclass
+class Record:
+    """What the stub saw: the bodies of completion requests, and how many streams their clients left."""
+
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    num_left: int = 0
+    num_busy: int = 0
+
+
+class StubServer:
+    """Serves on a free port of 127.0.0.1 from `start` to `stop`."""
+
+    def __init__(self, *, token_seconds: float = 0.01, line_end: str = "\n") -> None:
+        self.record = Record()
+        attributes = {"record": self.record, "token_seconds": token_seconds, "line_end": line_end}
+        handler = type("Handler", (_Handler,), attributes)
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+
+    def start(self) -> "StubServer":
+        Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        return self
+
+    def stop(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+
+def split_tokens(text: str) -> list[str]:
+    """Words with their leading space, as a byte-level BPE would nearly do; joined they are the text."""
+    tokens: list[str] = []
+    for char in text:
+        if tokens and char.isalpha() and (tokens[-1][-1].isalpha() or tokens[-1] == " "):
+            tokens[-1] += char
+        else:
+            tokens.append(char)
+    return tokens
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    record: ClassVar[Record]
+    token_seconds: ClassVar[float]
+    line_end: ClassVar[str]
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet: the check prints what matters."""
+
+    def do_GET(self) -> None:
+        model = {"id": MODEL, "object": "model", "created": 1, "owned_by": "stub", "max_model_len": CONTEXT_LENGTH}
+        routes: dict[str, Any] = {
+            "/v1/models": {"object": "list", "data": [model]},
+            "/version": {"version": "0.1.0"},
+            "/ready": {"state": "ready", "phase": "serving", "elapsed_s": 3.2, "eta_s": None},
+        }
+        if self.path in ("/", "/playground"):
+            self._answer(200, PAGE.read_bytes(), {"Content-Type": "text/html; charset=utf-8"})
+        elif self.path in routes:
+            self._answer_json(200, routes[self.path])
+        else:
+            self._answer_error(404, "no such route", "not_found")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            self._answer_json(200, {"count": len(split_tokens(body["prompt"])), "max_model_len": CONTEXT_LENGTH})
+        elif self.path == "/v1/completions":
+            self.record.bodies.append(body)
+            self._complete(body)
+        else:
+            self._answer_error(404, "no such route", "not_found")
+
+    def _complete(self, body: dict[str, Any]) -> None:
+        fault = next((fault for fault in FAULTS if fault in body["prompt"]), "")
+        if fault == "<400>":
+            self._answer_error(400, "top_k must not be negative, not -3", "invalid_value", param="top_k")
+        elif fault == "<429>" and self.record.num_busy < 1:
+            self.record.num_busy += 1
+            self._answer_error(
+                429,
+                "the queue is full: 64 requests are waiting",
+                "queue_full",
+                headers={"retry-after": "2", "retry-after-ms": "1500"},
+            )
+        elif fault == "<503>":
+            self._answer_error(503, "the server is shutting down", "draining", headers={"retry-after": "30"})
+        elif fault == "<html>":
+            self._answer(502, b"<html><b>Bad Gateway</b></html>", {"Content-Type": "text/html"})
+        else:
+            self._stream(body, fault)
+
+    def _stream(self, body: dict[str, Any], fault: str) -> None:
+        self.send_response(200)
+        self.send_header("Connection", "close")
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Cache-Control", "no-cache")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        tokens = [HOSTILE] if "<hostile>" in body["prompt"] else split_tokens(STORY)[: body["max_tokens"]]
+        pause = 0.25 if fault == "<slow>" else self.token_seconds
+        try:
+            self._send_tokens(body, tokens, fault, pause)
+            if fault != "<truncated>":
+                self._send(f"data: [DONE]{self.line_end * 2}")
+            self.wfile.write(b"0\r\n\r\n")
+        except (BrokenPipeError, ConnectionResetError):
+            self.record.num_left += 1
+            self.close_connection = True
+
+    def _send_tokens(self, body: dict[str, Any], tokens: list[str], fault: str, pause: float) -> None:
+        started = time.perf_counter()
+        draws = random.Random(len(body["prompt"]))
+        offset = 0
+        self._send(f": keep-alive{self.line_end * 2}")
+        time.sleep(4 * pause)
+        prefill = time.perf_counter() - started
+        for index, token in enumerate(tokens):
+            if fault in ("<error>", "<cut>", "<truncated>") and index == 12:
+                return self._break(fault)
+            last = index == len(tokens) - 1
+            logprobs = _logprobs(token, offset, body["logprobs"], draws) if "logprobs" in body else None
+            choice = {"index": 0, "text": token, "logprobs": logprobs, "finish_reason": None, "stop_reason": None}
+            self._send_event({"choices": [choice | {"finish_reason": "length" if last else None}]})
+            offset += len(token)
+            time.sleep(0 if last else pause * draws.uniform(0.6, 1.4))
+        total = time.perf_counter() - started
+        self._send_event({"choices": []} | _closing_facts(len(tokens), prefill, total))
+
+    def _break(self, fault: str) -> None:
+        if fault == "<error>":
+            message = "the worker failed twice on this request"
+            self._send_event({"error": {"message": message, "type": "server_error", "param": None, "code": "worker"}})
+        elif fault == "<cut>":
+            self.close_connection = True
+            raise ConnectionResetError
+
+    def _send_event(self, event: dict[str, Any]) -> None:
+        envelope = {"id": "cmpl-stub", "object": "text_completion", "created": 1, "model": MODEL}
+        # Our service escapes nothing that UTF-8 can carry; raw characters make the cuts below harder.
+        self._send(f"data: {json.dumps(envelope | event, ensure_ascii=False)}{self.line_end * 2}")
+
+    def _send(self, text: str) -> None:
+        """Write `text` in two to four HTTP chunks, cut anywhere."""
+        data = text.encode()
+        cuts = sorted(random.Random(data).choices(range(1, len(data)), k=3))
+        for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
+            if piece := data[start:end]:
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+                self.wfile.flush()
+
+    def _answer_error(
+        self, status: int, message: str, code: str, *, param: str | None = None, headers: dict[str, str] | None = None
+    ) -> None:
+        kind = "invalid_request_error" if status < 429 else "server_error"
+        error = {"message": message, "type": kind, "param": param, "code": code}
+        self._answer_json(status, {"error": error}, headers)
+
+    def _answer_json(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
+        self._answer(status, json.dumps(body).encode(), {"Content-Type": "application/json"} | (headers or {}))
+
+    def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        self.send_header("Connection", "close")
+        for name, value in (headers | {"Content-Length": str(len(body))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def _logprobs(text: str, offset: int, num_top: int, draws: random.Random) -> dict[str, Any]:
+    """One entry a token; a character outside the basic plane is two tokens, neither of which is text."""
+    halves = [text.encode()[:2], text.encode()[2:]] if max(text) > "\uffff" else []
+    names = ["bytes:" + "".join(f"\\x{byte:02x}" for byte in half) for half in halves] or [text]
+    tops = [_alternatives(name, num_top, draws) for name in names]
+    return {
+        "tokens": names,
+        "token_logprobs": [top[name] for name, top in zip(names, tops, strict=True)],
+        "top_logprobs": tops,
+        "text_offset": [offset] * len(names),
+    }
+
+
+def _alternatives(name: str, num_top: int, draws: random.Random) -> dict[str, float]:
+    top = {name: math.log(draws.betavariate(2.0, 0.9))}
+    for word in draws.sample([" the", " a", " and", ".", ",", " one", " old", " so", " was", " then"], num_top):
+        left = 1 - sum(map(math.exp, top.values()))
+        top.setdefault(word, math.log(max(1e-6, left * draws.uniform(0.3, 0.8))))
+    return top
+
+
+def _closing_facts(num_tokens: int, prefill: float, total: float) -> dict[str, Any]:
+    decode = total - prefill
+    return {
+        "usage": {
+            "prompt_tokens": 18,
+            "completion_tokens": num_tokens,
+            "total_tokens": 18 + num_tokens,
+            "prompt_tokens_details": {"cached_tokens": 16},
+        },
+        "timings": {
+            "queue_ms": 0.4,
+            "prefill_ms": 1000 * prefill - 0.4,
+            "ttft_ms": 1000 * prefill,
+            "decode_ms": 1000 * decode,
+            "tokens_per_second": (num_tokens - 1) / max(decode, 1e-9),
+        },
+    }
