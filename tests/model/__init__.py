@@ -1,0 +1,1 @@
+"""Tests of `model`: every fast path against its slow twin."""

@@ -1,0 +1,194 @@
+"""A checkpoint comes back as it was saved, and a damaged one says what is wrong in one line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.attention.interface import ATTENTION_BACKENDS
+from model.attention.metadata import AttentionMetadata
+from model.checkpoint import load_model, save_checkpoint
+from model.manifest import MANIFEST_FILE, CheckpointError, read_manifest, read_shapes, write_manifest
+from model.tokenizer import RANKS_FILE
+from model.training.bpe import train_bpe
+from tests.model.configs import VARIANTS, build
+
+CONFIG = VARIANTS["gpt2"]
+SHARD = "model-00001-of-00001.safetensors"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    save_checkpoint(
+        tmp_path / "model",
+        config=CONFIG,
+        tensors=dict(build(CONFIG).state_dict()),
+        tokenizer=train_bpe(["a b c"], 260),
+        name="test",
+        training={"seed": 1},
+    )
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_round_trip_gives_the_same_logits(tmp_path: Path, variant: str) -> None:
+    model = build(VARIANTS[variant])
+    save_checkpoint(
+        tmp_path,
+        config=model.config,
+        tensors=dict(model.state_dict()),
+        tokenizer=train_bpe(["a b c"], 260),
+        name="test",
+        training={},
+    )
+    manifest = read_manifest(tmp_path)
+    manifest.verify()
+    assert manifest.config == model.config
+    loaded = load_model(manifest, device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["sdpa"])
+    ids, metadata = torch.arange(9), AttentionMetadata.uncached((9,))
+    assert torch.equal(loaded(ids, metadata, None), model(ids, metadata, None))
+
+
+def test_bfloat16_files_load_in_either_dtype(directory: Path) -> None:
+    model = build(CONFIG)
+    manifest = read_manifest(directory)
+    save_checkpoint(
+        directory,
+        config=CONFIG,
+        tensors=dict(model.state_dict()),
+        tokenizer=train_bpe(["a b c"], 260),
+        name="test",
+        training={},
+        dtype=torch.bfloat16,
+    )
+    manifest = read_manifest(directory)
+    manifest.verify()
+    for dtype in (torch.float32, torch.bfloat16):
+        loaded = load_model(manifest, device="cpu", dtype=dtype, attention=ATTENTION_BACKENDS["sdpa"])
+        for name, tensor in loaded.state_dict().items():
+            assert torch.equal(tensor, model.state_dict()[name].bfloat16().to(dtype))
+
+
+def test_large_models_are_cut_into_shards(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.checkpoint.MAX_SHARD_BYTES", 20_000)
+    model = build(CONFIG)
+    save_checkpoint(
+        directory,
+        config=CONFIG,
+        tensors=dict(model.state_dict()),
+        tokenizer=train_bpe(["a b c"], 260),
+        name="test",
+        training={},
+    )
+    manifest = read_manifest(directory)
+    manifest.verify()
+    assert len(manifest.weight_files) > 2
+    single = max(tensor.nbytes for tensor in model.state_dict().values())
+    assert all(path.stat().st_size < max(20_000, single) + 4_000 for path in manifest.weight_files)
+
+
+def _truncate(directory: Path) -> None:
+    data = (directory / SHARD).read_bytes()
+    (directory / SHARD).write_bytes(data[:-10])
+
+
+def _flip_a_bit(directory: Path) -> None:
+    data = bytearray((directory / SHARD).read_bytes())
+    data[-1] ^= 1
+    (directory / SHARD).write_bytes(data)
+
+
+def _rewrite(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    """Change tensors and make the manifest's hashes agree, as a careless tool would."""
+
+    def damage(directory: Path) -> None:
+        tensors = load_file(directory / SHARD)
+        change(tensors)
+        save_file(tensors, directory / SHARD)
+        write_manifest(directory, name="test", training={})
+
+    return damage
+
+
+def _wrong_shape(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["final_norm.weight"] = torch.zeros(3)
+
+
+def _manifest(change: Callable[[dict[str, object]], object]) -> Callable[[Path], None]:
+    def damage(directory: Path) -> None:
+        values = json.loads((directory / MANIFEST_FILE).read_text())
+        change(values)
+        (directory / MANIFEST_FILE).write_text(json.dumps(values))
+
+    return damage
+
+
+def _config(text: str) -> Callable[[Path], None]:
+    return lambda directory: (directory / "config.json").write_text(text) and None
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "shard missing": (lambda d: (d / SHARD).unlink(), f"{SHARD}: missing"),
+    "shard truncated": (_truncate, f"{SHARD}: .* bytes, .* expected"),
+    "bit flipped": (_flip_a_bit, f"{SHARD}: SHA-256 differs"),
+    "tokenizer missing": (lambda d: (d / RANKS_FILE).unlink(), f"{RANKS_FILE}: missing"),
+    "tensor missing": (_rewrite(lambda t: t.__delitem__("final_norm.bias")), "final_norm.bias is in no safetensors"),
+    "tensor extra": (_rewrite(lambda t: t.update(extra=torch.zeros(1))), "tensor extra is not part"),
+    "tensor misshapen": (_rewrite(_wrong_shape), r"final_norm.weight has shape \(3,\)"),
+    "tensor of integers": (
+        _rewrite(lambda t: t.update({"final_norm.weight": torch.zeros(32, dtype=torch.int64)})),
+        "final_norm.weight is I64",
+    ),
+    "not safetensors": (lambda d: (d / SHARD).write_bytes(b"PK" * 20), f"{SHARD}: .* bytes, .* expected"),
+    "config not JSON": (_config("{"), "config.json: not JSON"),
+    "config unknown key": (_config('{"colour": 1}'), "config.json: unknown model config keys: colour"),
+    "manifest missing": (lambda d: (d / MANIFEST_FILE).unlink(), f"{MANIFEST_FILE}: No such file"),
+    "manifest of another format": (_manifest(lambda v: v.update(format="x")), "format 'x'"),
+    "manifest without files": (_manifest(lambda v: v.pop("files")), "malformed"),
+    "path trick": (
+        _manifest(lambda v: v.update(files={"../x.safetensors": {"bytes": 1, "sha256": ""}})),
+        "is not a plain file name",
+    ),
+    "config unlisted": (_manifest(lambda v: v["files"].pop("config.json")), "config.json is not listed"),  # type: ignore[attr-defined]
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_one_clear_line(directory: Path, name: str) -> None:
+    damage, message = DAMAGES[name]
+    damage(directory)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_manifest(directory).verify()
+    assert "\n" not in str(caught.value)
+
+
+def test_no_directory_at_all(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such directory"):
+        read_manifest(tmp_path / "nothing")
+
+
+def test_headers_of_files_that_are_no_safetensors(tmp_path: Path) -> None:
+    for number, content in enumerate([b"", b"12345678", b"\xff" * 20, b"\x02" + b"\0" * 7 + b"{}" + b"extra"]):
+        path = tmp_path / f"{number}.safetensors"
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match="not a safetensors file|truncated"):
+            read_shapes(path)
+
+
+def test_saving_refuses_tensors_that_do_not_fit(directory: Path) -> None:
+    with pytest.raises(ValueError, match="not those the config describes"):
+        save_checkpoint(
+            directory, config=CONFIG, tensors={}, tokenizer=train_bpe(["a"], 260), name="x", training={}
+        )
+    with pytest.raises(ValueError, match="the tokenizer has"):
+        save_checkpoint(
+            directory,
+            config=CONFIG,
+            tensors=dict(build(CONFIG).state_dict()),
+            tokenizer=train_bpe(["abcdefghij " * 9, " ".join(f"word{n} word{n}" for n in range(999))], 400),
+            name="x",
+            training={},
+        )

@@ -1,0 +1,100 @@
+"""Round trips, special marks as plain text, and streams that never break a character."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.tokenizer import RANKS_FILE, SPEC_FILE, StreamDecoder, Tokenizer, TokenizerError
+from model.training.bpe import END_OF_TEXT, train_bpe
+
+TEXTS = [
+    "The dog did not cross the road as it was too tired. " * 3,
+    "Größe, naïve café, 北京, こんにちは, 👩‍👩‍👧‍👦 🇩🇪, 12345 6\n\n  x\t\t",
+]
+TOKENIZER = train_bpe(TEXTS, 400)
+
+
+@given(st.text())
+def test_text_round_trips(text: str) -> None:
+    ids = TOKENIZER.encode(text)
+    assert TOKENIZER.decode(ids) == text
+    assert b"".join(map(TOKENIZER.token_bytes, ids)) == text.encode()
+
+
+@given(st.text(st.sampled_from("<|endoftxt> a")))
+def test_special_marks_in_text_are_text(text: str) -> None:
+    assert TOKENIZER.eos_token_id not in TOKENIZER.encode(text + END_OF_TEXT)
+    assert TOKENIZER.decode(TOKENIZER.encode(text + END_OF_TEXT)) == text + END_OF_TEXT
+
+
+@given(st.lists(st.lists(st.integers(0, TOKENIZER.vocab_size - 1))))
+def test_stream_equals_decoding_at_once(pushes: list[list[int]]) -> None:
+    """For any ids at all, valid UTF-8 or not, however they are cut."""
+    decoder = StreamDecoder(TOKENIZER)
+    streamed = "".join(decoder.push(ids) for ids in pushes) + decoder.flush()
+    plain = b"".join(TOKENIZER.token_bytes(token) for ids in pushes for token in ids)
+    assert streamed == plain.decode("utf-8", "replace")
+
+
+@given(st.text())
+def test_stream_never_shows_half_a_character(text: str) -> None:
+    decoder = StreamDecoder(TOKENIZER)
+    shown = ""
+    for byte in text.encode():
+        shown += decoder.push([byte])  # ids 0 to 255 are the bytes
+        assert text.startswith(shown)
+    assert shown == text
+    assert decoder.flush() == ""
+
+
+def test_special_tokens_have_names_but_no_text() -> None:
+    end = TOKENIZER.eos_token_id
+    assert TOKENIZER.decode([end]) == TOKENIZER.token_name(end) == END_OF_TEXT
+    assert TOKENIZER.token_bytes(end) == b""
+    assert TOKENIZER.token_name(0xFF) == "\ufffd"
+    for unknown in (-1, TOKENIZER.vocab_size):
+        with pytest.raises(IndexError):
+            TOKENIZER.token_bytes(unknown)
+
+
+def test_lone_surrogates_become_replacement_characters() -> None:
+    assert TOKENIZER.decode(TOKENIZER.encode("a\ud800b")) == "a\ufffdb"
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    TOKENIZER.save(tmp_path)
+    loaded = Tokenizer.load(tmp_path)
+    text = "".join(TEXTS)
+    assert loaded.encode(text) == TOKENIZER.encode(text)
+    assert (loaded.vocab_size, loaded.eos_token_id) == (TOKENIZER.vocab_size, TOKENIZER.eos_token_id)
+    assert loaded.special_tokens == TOKENIZER.special_tokens
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (RANKS_FILE, None, f"{RANKS_FILE}: No such file"),
+        (RANKS_FILE, "QQ== 0\nnot a line at all\n", f"{RANKS_FILE}, line 2"),
+        (RANKS_FILE, "QQ== 0\nQg== 1\n", "without gaps"),
+        (SPEC_FILE, None, f"{SPEC_FILE}: No such file"),
+        (SPEC_FILE, "{", f"{SPEC_FILE}: not JSON"),
+        (SPEC_FILE, "[]", f"{SPEC_FILE}: expected the keys"),
+        (SPEC_FILE, {"pattern": "("}, "split pattern"),
+        (SPEC_FILE, {"eos_token_id": 5}, "eos_token_id=5 is not a special token"),
+        (SPEC_FILE, {"special_tokens": {END_OF_TEXT: 5}}, "without gaps"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, file: str, content: str | dict[str, object] | None, message: str) -> None:
+    TOKENIZER.save(tmp_path)
+    if content is None:
+        (tmp_path / file).unlink()
+    elif isinstance(content, dict):
+        values = json.loads((tmp_path / file).read_text())
+        (tmp_path / file).write_text(json.dumps({**values, **content}))
+    else:
+        (tmp_path / file).write_text(content)
+    with pytest.raises(TokenizerError, match=message):
+        Tokenizer.load(tmp_path)
