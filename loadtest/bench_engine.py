@@ -33,7 +33,7 @@ from model.manifest import CheckpointError
 from service.messages import Submit
 from service.settings import ModelSettings, SettingsError, read_settings
 
-_BARE_STEPS = 16
+_BARE_SECONDS = 0.3
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class Sweep:
         context = point.prompt_tokens + point.output_tokens // 2
         point.bare.append(
             self._bare.decode_tokens_per_second(
-                batch_size=point.batch_size, context_length=context, num_steps=_BARE_STEPS
+                batch_size=point.batch_size, context_length=context, seconds=_BARE_SECONDS
             )
         )
 

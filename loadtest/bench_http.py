@@ -55,7 +55,7 @@ class Run:
 
 
 async def run_closed(
-    client: AsyncClient, requests: Iterable[CompletionRequest], *, model: str, num_streams: int
+    client: AsyncClient, requests: Iterable[CompletionRequest], *, model: str | None, num_streams: int
 ) -> Run:
     """N clients work through the requests; each waits for its last before it sends its next."""
     queue = iter(requests)
@@ -69,7 +69,7 @@ async def run_closed(
 
 
 async def run_open(
-    client: AsyncClient, requests: Iterable[CompletionRequest], *, model: str, rate: float, seed: int
+    client: AsyncClient, requests: Iterable[CompletionRequest], *, model: str | None, rate: float, seed: int
 ) -> Run:
     """Send the requests at `rate` a second with exponential gaps (a Poisson process), seeded."""
     outcomes: list[Outcome] = []

@@ -17,6 +17,7 @@ from service.engine.engine import Engine
 from service.engine_builder import EngineFacts, build_engine
 from service.settings import ModelSettings
 
+_MIN_STEPS = 8
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -86,8 +87,8 @@ class BareModel:
         self._device = device
 
     @torch.inference_mode()
-    def decode_tokens_per_second(self, *, batch_size: int, context_length: int, num_steps: int) -> float:
-        """Tokens a second of `num_steps` steps, each one token for every sequence, at this context length."""
+    def decode_tokens_per_second(self, *, batch_size: int, context_length: int, seconds: float) -> float:
+        """Tokens a second over steps of one token for every sequence, at this context length, for so long."""
         blocks_each = -(-context_length // self._block_size)
         num_blocks = batch_size * blocks_each
         kv_cache = KVCache(
@@ -108,10 +109,11 @@ class BareModel:
         )
         ids_T = torch.zeros(batch_size, dtype=torch.int64, device=self._device)
         ids_T = self._step(ids_T, metadata, kv_cache)
-        began = time.perf_counter()
-        for _ in range(num_steps):
+        num_steps, began = 0, time.perf_counter()
+        while (elapsed := time.perf_counter() - began) < seconds or num_steps < _MIN_STEPS:
             ids_T = self._step(ids_T, metadata, kv_cache)
-        return batch_size * num_steps / (time.perf_counter() - began)
+            num_steps += 1
+        return batch_size * num_steps / elapsed
 
     def _step(self, ids_T: torch.Tensor, metadata: AttentionMetadata, kv_cache: KVCache) -> torch.Tensor:
         ids_T = self._model(ids_T, metadata, kv_cache).argmax(dim=-1)

@@ -113,7 +113,9 @@ def _engine(result: dict[str, Any]) -> str:
 
 {_command(result)}
 
-{_model(result)} Each sequence generates {output} tokens, greedily; all are submitted at once. tokens/s counts
+{_model(result)}
+
+Each sequence generates {output} tokens, greedily; all are submitted at once. tokens/s counts
 completion tokens over the whole wave, prefill included; decode counts from the moment the last sequence had its first
 token. The bare model is the same network decoding a batch of that size at that context: no scheduler, no text, inputs
 made once.
@@ -146,7 +148,9 @@ def _service(result: dict[str, Any]) -> str:
 
 {_command(result)}
 
-{_model(result)} Clients stream in a closed loop: each sends its next request when its last has ended. Prompts have
+{_model(result)}
+
+Clients stream in a closed loop: each sends its next request when its last has ended. Prompts have
 about {prompt:.0f} tokens and share no prefix, answers have {workload["output_tokens"]} tokens. The engine's figure is
 taken in turn with the HTTP one, in the client's process, with the same prompts and settings. The client runs on the
 same machine and takes its CPU from the service.

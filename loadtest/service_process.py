@@ -1,5 +1,6 @@
 """`kvasir serve` as a child process on a free port, and what the operating system says about its processes."""
 
+import io
 import socket
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 import psutil
 
@@ -33,17 +34,18 @@ class ServiceProcess:
     """
 
     def __init__(self, checkpoint: Path, arguments: Sequence[str] = ()) -> None:
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process, closed by `__exit__`
         self.target = Target("127.0.0.1", _free_port())
         kvasir = Path(sys.executable).with_name("kvasir")
         self.command = [str(kvasir), "serve", "--checkpoint", str(checkpoint), "--port", str(self.target.port)]
         self.command += arguments
         self.started_seconds = 0.0
         self._process: psutil.Popen | None = None
+        self._log: IO[str] = io.StringIO()
 
     def __enter__(self) -> Self:
+        log = tempfile.TemporaryFile("w+")
         self.started_seconds = time.perf_counter()
-        self._process = psutil.Popen(self.command, stdout=self._log, stderr=subprocess.STDOUT)
+        self._process, self._log = psutil.Popen(self.command, stdout=log, stderr=subprocess.STDOUT), log
         return self
 
     def __exit__(

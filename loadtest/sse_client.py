@@ -269,7 +269,7 @@ class AsyncClient:
         self._idle: list[_Connection] = []
 
     async def complete(
-        self, request: CompletionRequest, *, model: str, intended_seconds: float | None = None
+        self, request: CompletionRequest, *, model: str | None, intended_seconds: float | None = None
     ) -> Outcome:
         """Send one completion and read it to its end; whatever the server does is an outcome."""
         payload = self.target.request_bytes("POST", COMPLETIONS_PATH, request.body(model))
