@@ -22,10 +22,12 @@ class Rate:
         self._seconds = 0.0
 
     def add(self, amount: float, seconds: float) -> None:
-        """Count `amount` in the `seconds` since the last call."""
+        """Count `amount`, spread evenly over the `seconds` since the last call."""
         keep = math.exp(-seconds / _MEMORY_SECONDS)
-        self._amount = self._amount * keep + amount
-        self._seconds = self._seconds * keep + _MEMORY_SECONDS * (1.0 - keep)
+        weighted_seconds = _MEMORY_SECONDS * (1.0 - keep)  # of this interval, as seen from its end
+        weight = weighted_seconds / seconds if seconds > 0.0 else 1.0
+        self._amount = self._amount * keep + amount * weight
+        self._seconds = self._seconds * keep + weighted_seconds
 
     def seconds_for(self, amount: float) -> float:
         """How long `amount` takes at the observed rate; a second when nothing was observed."""

@@ -243,7 +243,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             )
         if self._hello is None or self._hello.epoch < lifecycle.epoch.value:
             elapsed = now - lifecycle.epoch_seconds.value
-            usual = None if self._hello is None else max(0.0, self._hello.startup_seconds - elapsed)
+            usual = None if self._hello is None else round(max(0.0, self._hello.startup_seconds - elapsed), 3)
             return responses.Readiness(
                 state="loading", phase="starting a worker", elapsed_s=round(elapsed, 3), eta_s=usual
             )

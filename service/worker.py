@@ -180,6 +180,7 @@ class Driver:
         """
         if not self._engine.has_work:
             self._engine.check_integrity()
+            self._metrics.observe_idle()
             self._take(self._inbox.get())
         with suppress(Empty):
             while True:

@@ -1,0 +1,225 @@
+"""Who gets which event, and what becomes of a request when its worker dies."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+from service.admission import Admission
+from service.journal import Choice, Journal, LiveRequest
+from service.messages import Cancel, Command, FinishReason, Hello, Submit, TokenDelta, TokenLogprob
+from service.schemas import ApiError, ClientGone, EngineFailed, Overloaded
+from tests.service.sequences import make_choice, make_delta, make_finish, make_hello, make_request
+
+
+class Desk:
+    """A journal and everything it says."""
+
+    def __init__(self, *, waiting: int = 10) -> None:
+        self.sent: list[Command] = []
+        self.hellos: list[Hello] = []
+        self.outcomes: list[str] = []
+        self.admission = Admission(max_num_running=2, max_waiting_requests=waiting, max_waiting_tokens=10_000)
+        self.journal = Journal(
+            send=self._send, admission=self.admission, on_hello=self.hellos.append, on_replay=self.outcomes.append
+        )
+
+    def _send(self, commands: Sequence[Command]) -> None:
+        self.sent += commands
+
+    def open(self, *choices: Choice) -> LiveRequest:
+        request = make_request(*choices)
+        self.journal.open(request)
+        return request
+
+    def submits(self) -> list[Submit]:
+        return [command for command in self.sent if isinstance(command, Submit)]
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 10))
+
+
+async def texts(request: LiveRequest) -> list[tuple[int, str]]:
+    return [(choice.index, delta.text) for choice, delta in await request.next_deltas()]
+
+
+def test_events_reach_their_request_in_order() -> None:
+    async def test() -> None:
+        desk = Desk()
+        first = desk.open(make_choice("a"), make_choice("b", index=1))
+        second = desk.open(make_choice("c"))
+        desk.journal.receive([make_delta("b", ids=(1,), text="B"), make_delta("a", ids=(1,), text="A")])
+        desk.journal.receive([make_delta("c", ids=(1,), text="C"), make_delta("a", index=1, ids=(2,), text="AA")])
+        assert await texts(first) == [(1, "B"), (0, "A"), (0, "AA")]
+        assert await texts(second) == [(0, "C")]
+
+    run(test)
+
+
+def test_admission_sees_each_sequence_wait_run_and_end() -> None:
+    desk = Desk()
+    request = desk.open(make_choice("a"), make_choice("b", index=1))
+    assert (desk.admission.num_sequences, desk.admission.num_waiting_tokens) == (2, 26)
+    desk.journal.receive([make_delta("a", ids=(1,))])
+    assert (desk.admission.num_sequences, desk.admission.num_waiting_tokens) == (2, 13)
+    desk.journal.receive([make_delta("a", index=1, finish=make_finish())])
+    assert (desk.admission.num_sequences, desk.admission.num_waiting_tokens) == (1, 13)
+    desk.journal.close(request)
+    assert (desk.admission.num_sequences, desk.admission.num_waiting_tokens) == (0, 0)
+    assert desk.sent[-1] == Cancel(uid="b")
+
+
+def test_what_is_not_admitted_is_not_kept() -> None:
+    desk = Desk(waiting=0)
+    with pytest.raises(Overloaded):
+        desk.open(*(make_choice(uid, index=i) for i, uid in enumerate("abc")))
+    assert (desk.journal.num_requests, desk.journal.num_choices, desk.sent) == (0, 0, [])
+
+
+def test_closing_cancels_only_what_is_unfinished() -> None:
+    desk = Desk()
+    request = desk.open(make_choice("a"))
+    desk.journal.receive([make_delta("a", ids=(1,), finish=make_finish())])
+    assert desk.journal.close(request) == 0
+    assert [type(command) for command in desk.sent] == [Submit]
+    desk.journal.receive([make_delta("a", index=1, ids=(2,))])  # late: nobody is there any more
+
+
+def test_a_hello_at_the_first_start_resubmits_nothing() -> None:
+    desk = Desk()
+    desk.open(make_choice("a"))
+    desk.journal.receive([make_hello(0)])
+    assert len(desk.submits()) == 1
+    assert len(desk.hellos) == 1
+
+
+def test_a_new_worker_gets_everything_unfinished_with_the_tokens_so_far_in_order_of_arrival() -> None:
+    async def test() -> None:
+        desk = Desk()
+        requests = [desk.open(make_choice(f"r{i}")) for i in range(5)]
+        desk.journal.receive([make_delta("r1", ids=(7, 8), text="x"), make_delta("r3", ids=(9,), finish=make_finish())])
+        desk.journal.receive([make_hello(1)])
+        again = desk.submits()[5:]
+        assert [(s.uid, s.attempt, s.prior_token_ids) for s in again] == [
+            ("r0", 1, ()),
+            ("r1", 1, (7, 8)),
+            ("r2", 1, ()),
+            ("r4", 1, ()),
+        ]
+        assert desk.outcomes == ["resubmitted"] * 4
+        # The dead worker's last words are ignored, the new one's go on where it stopped.
+        desk.journal.receive([make_delta("r1", index=2, ids=(1,), text="old")])
+        desk.journal.receive([make_delta("r1", index=2, ids=(1,), text="new", attempt=1)])
+        assert await texts(requests[1]) == [(0, "x"), (0, "new")]
+
+    run(test)
+
+
+def test_a_request_that_sees_two_deaths_without_a_token_fails_and_is_not_to_be_repeated() -> None:
+    async def test() -> None:
+        desk = Desk()
+        poison, good = desk.open(make_choice("p")), desk.open(make_choice("g"))
+        desk.journal.receive([make_hello(1)])
+        desk.journal.receive([make_delta("g", ids=(1,), attempt=1)])
+        desk.journal.receive([make_hello(2)])
+        with pytest.raises(EngineFailed) as caught:
+            await poison.next_deltas()
+        assert caught.value.headers() == {"x-should-retry": "false"}
+        assert desk.outcomes == ["resubmitted", "resubmitted", "gave_up", "resubmitted"]
+        assert len(await good.next_deltas()) == 1
+        assert desk.submits()[-1].prior_token_ids == (1,)
+
+    run(test)
+
+
+def _logprob(token_id: int) -> TokenLogprob:
+    return TokenLogprob(token_id=token_id, logprob=-1.0, top=())
+
+
+def test_prompt_logprobs_are_asked_for_again_only_if_they_were_incomplete() -> None:
+    desk = Desk()
+    whole, part = make_choice("w", prompt_logprobs=0), make_choice("p", prompt_logprobs=0)
+    desk.open(whole)
+    desk.open(part)
+    desk.journal.receive([make_delta("w", prompt_logprobs=tuple(map(_logprob, (1, 2, 3))))])
+    desk.journal.receive([make_delta("p", prompt_logprobs=(_logprob(1),))])
+    desk.journal.receive([make_hello(1)])
+    again = {submit.uid: submit for submit in desk.submits()[2:]}
+    assert again["w"].params.prompt_logprobs is None
+    assert again["p"].params.prompt_logprobs == 0
+    assert (len(whole.prompt_logprobs), len(part.prompt_logprobs)) == (3, 0)
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])
+def test_an_engine_that_gives_up_fails_the_request_after_what_came_before(reason: FinishReason) -> None:
+    async def test() -> None:
+        desk = Desk()
+        request = desk.open(make_choice("a"))
+        desk.journal.receive([make_delta("a", ids=(1,), text="x")])
+        desk.journal.receive([make_delta("a", index=1, finish=make_finish(reason, error="/secret/path"))])
+        assert await texts(request) == [(0, "x")]
+        with pytest.raises(EngineFailed) as caught:
+            await request.next_deltas()
+        assert "secret" not in caught.value.message
+
+    run(test)
+
+
+def test_an_event_out_of_order_fails_the_request() -> None:
+    async def test() -> None:
+        desk = Desk()
+        request = desk.open(make_choice("a"))
+        desk.journal.receive([make_delta("a", index=1, ids=(2,), text="lost its beginning")])
+        with pytest.raises(EngineFailed):
+            await request.next_deltas()
+
+    run(test)
+
+
+def test_a_client_that_has_gone_hears_no_more() -> None:
+    async def test() -> None:
+        desk = Desk()
+        request = desk.open(make_choice("a"))
+        desk.journal.receive([make_delta("a", ids=(1,), text="x")])
+        request.fail(ClientGone("gone"))
+        with pytest.raises(ClientGone):
+            await request.next_deltas()
+
+    run(test)
+
+
+def test_only_silent_requests_are_poked() -> None:
+    async def test() -> None:
+        desk = Desk()
+        silent, lively = desk.open(make_choice("a")), desk.open(make_choice("b"))
+        silent.last_sent_seconds, lively.last_sent_seconds = 1.0, 5.0
+        desk.journal.poke_silent(since_seconds=3.0)
+        assert await silent.next_deltas() == []
+        waiting = asyncio.create_task(lively.next_deltas())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        desk.journal.receive([make_delta("b", ids=(1,))])
+        assert len(await waiting) == 1
+
+    run(test)
+
+
+def test_fail_all_ends_every_request_with_the_first_error_it_had() -> None:
+    async def test() -> None:
+        desk = Desk()
+        requests = [desk.open(make_choice(f"r{i}")) for i in range(3)]
+        requests[0].fail(ClientGone("gone"))
+        desk.journal.fail_all(ApiError("the end"))
+        for request, kind in zip(requests, (ClientGone, ApiError, ApiError), strict=True):
+            with pytest.raises(ApiError) as caught:
+                await request.next_deltas()
+            assert type(caught.value) is kind
+
+    run(test)
+
+
+def test_unknown_uids_are_ignored() -> None:
+    delta: TokenDelta = make_delta("nobody", ids=(1,))
+    Desk().journal.receive([delta])

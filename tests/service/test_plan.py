@@ -1,0 +1,135 @@
+"""From a request to sequences: ids, seeds, limits, and the refusals that name what does not fit."""
+
+import json
+from typing import Any
+
+import pytest
+
+from model.tokenizer import Tokenizer
+from service.journal import Choice
+from service.plan import Planner, sample_seed
+from service.schemas import CompletionRequest, ContextLengthExceeded, InvalidRequest, ModelNotFound
+
+
+@pytest.fixture
+def planner(tokenizer: Tokenizer) -> Planner:
+    return Planner(
+        tokenizer=tokenizer, model_name="tiny", max_context_length=64, max_num_choices=12, longest_token=5
+    )
+
+
+def plan(planner: Planner, **fields: Any) -> list[Choice]:
+    request = CompletionRequest.parse(json.dumps({"prompt": "abc", **fields}).encode())
+    return planner.plan(request, arrival_seconds=3.0)
+
+
+def test_choices_are_numbered_prompt_by_prompt(planner: Planner) -> None:
+    choices = plan(planner, prompt=["ab", "c"], n=3)
+    assert [(c.index, c.prompt_index) for c in choices] == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1)]
+    assert [c.submit.prompt_token_ids for c in choices] == [(97, 98)] * 3 + [(99,)] * 3
+    assert len({c.submit.uid for c in choices}) == 6
+    assert {c.submit.arrival_seconds for c in choices} == {3.0}
+
+
+def test_every_sampling_field_reaches_the_engine(planner: Planner) -> None:
+    fields: dict[str, Any] = {
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "temperature": 0,
+        "top_k": 5,
+        "top_p": 0.5,
+        "min_p": 0.25,
+        "seed": 7,
+        "stop": ["x", "yz"],
+        "stop_token_ids": [1],
+        "include_stop_str_in_output": True,
+        "ignore_eos": True,
+        "logprobs": 2,
+    }
+    (choice,) = plan(planner, **fields)
+    params = choice.submit.params
+    for name, value in fields.items():
+        assert getattr(params, name) == (tuple(value) if isinstance(value, list) else value)
+    assert params.prompt_logprobs is None
+    (scored,) = plan(planner, **fields, echo=True)
+    assert scored.submit.params.prompt_logprobs == 2
+
+
+def test_a_top_k_of_minus_one_is_off(planner: Planner) -> None:
+    assert plan(planner, top_k=-1)[0].submit.params.top_k == 0
+
+
+def test_echo_gives_back_the_prompt(planner: Planner) -> None:
+    assert [c.prompt_text for c in plan(planner, prompt=["ab", "é"], echo=True)] == ["ab", "é"]
+    assert [c.prompt_text for c in plan(planner, prompt=[[97, 0xF0], [98]], echo=True)] == ["a\ufffd", "b"]
+    assert plan(planner)[0].prompt_text == ""
+
+
+def test_seeds_are_repeatable_and_different_for_each_sample(planner: Planner) -> None:
+    def seeds(**fields: Any) -> list[int]:
+        return [choice.submit.params.seed for choice in plan(planner, **fields)]
+
+    assert seeds(seed=5, n=4) == seeds(seed=5, n=4)
+    assert len(set(seeds(seed=5, n=8))) == 8
+    assert seeds(seed=5, n=4)[:1] == seeds(seed=5)  # the first sample is the same whatever n
+    assert seeds(seed=5, n=2, prompt=["a", "b"])[:2] == seeds(seed=5, n=2)  # and each prompt's whatever the others
+    assert seeds(seed=5, n=2)[1] != seeds(seed=6, n=2)[1]
+    assert len(set(seeds(n=8) + seeds(n=4))) == 12  # without a seed, all random
+    assert 0 <= sample_seed(-1, 0) < 2**64
+    assert sample_seed(-1, 0) == 2**64 - 1
+
+
+def test_a_request_over_the_context_is_refused_with_both_numbers(planner: Planner) -> None:
+    assert len(plan(planner, prompt="a" * 60, max_tokens=4)) == 1
+    with pytest.raises(ContextLengthExceeded, match="context is 64 tokens, but the prompt has 60 and max_tokens is 5"):
+        plan(planner, prompt="a" * 60, max_tokens=5)
+    with pytest.raises(ContextLengthExceeded, match="the prompt has 65"):
+        plan(planner, prompt=[97] * 65, max_tokens=0)
+
+
+def test_a_hopelessly_long_text_is_refused_without_tokenizing_it(
+    planner: Planner, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: pytest.fail("tokenized"))
+    with pytest.raises(ContextLengthExceeded, match="at least 200000"):
+        plan(planner, prompt="a" * 1_000_000)
+
+
+@pytest.mark.parametrize("token_id", [-1, 274, 2**62])
+def test_ids_out_of_vocabulary_are_refused(planner: Planner, token_id: int) -> None:
+    for fields in ({"prompt": [1, token_id]}, {"prompt": [[1], [token_id]]}, {"stop_token_ids": [token_id]}):
+        with pytest.raises(InvalidRequest, match="out of vocabulary") as caught:
+            plan(planner, **fields)
+        assert caught.value.param in ("prompt", "stop_token_ids")
+
+
+def test_more_choices_than_the_server_holds_are_refused(planner: Planner) -> None:
+    assert len(plan(planner, prompt=["a", "b"], n=6)) == 12
+    with pytest.raises(InvalidRequest, match="13 completions, more than the 12"):
+        plan(planner, n=13)
+
+
+def test_fields_that_contradict_each_other_are_refused(planner: Planner) -> None:
+    with pytest.raises(InvalidRequest, match="min_tokens=5 is over max_tokens=4"):
+        plan(planner, min_tokens=5, max_tokens=4)
+
+
+def test_another_model_is_not_found_and_none_means_ours(planner: Planner) -> None:
+    with pytest.raises(ModelNotFound, match="'gpt-4' does not exist"):
+        plan(planner, model="gpt-4")
+    assert plan(planner, model="tiny")
+    assert plan(planner, model=None)
+
+
+def test_a_text_begins_with_the_mark_that_begins_texts(tokenizer: Tokenizer) -> None:
+    marked = Tokenizer(
+        pattern=tokenizer.pattern,
+        ranks={bytes([byte]): byte for byte in range(256)},
+        special_tokens={"<begin>": 256, "<end>": 257},
+        eos_token_id=257,
+        bos_token_id=256,
+    )
+    planner = Planner(tokenizer=marked, model_name="m", max_context_length=64, max_num_choices=4, longest_token=1)
+    assert plan(planner, prompt="ab")[0].submit.prompt_token_ids == (256, 97, 98)
+    assert plan(planner, prompt=[97])[0].submit.prompt_token_ids == (97,)
+    assert plan(planner, prompt="<end>")[0].submit.prompt_token_ids[1:] == tuple(b"<end>")

@@ -1,0 +1,212 @@
+"""Requests are strict, errors name the field, and nothing a client can send is more than an `InvalidRequest`."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service import schemas
+from service.schemas import (
+    ApiError,
+    CompletionRequest,
+    DetokenizeRequest,
+    Draining,
+    EngineFailed,
+    InvalidRequest,
+    Overloaded,
+    TokenizeRequest,
+    parse_body,
+)
+
+
+def parse(**fields: Any) -> CompletionRequest:
+    return CompletionRequest.parse(json.dumps({"prompt": "a", **fields}).encode())
+
+
+def refusal(body: bytes) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        _ = CompletionRequest.parse(body).prompts
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"temperature": "1"}, "temperature", "must be a valid number"),
+        ({"temperature": True}, "temperature", "must be a valid number"),
+        ({"temperature": 2.1}, "temperature", "less than or equal to 2"),
+        ({"temperature": -0.1}, "temperature", "greater than or equal to 0"),
+        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"min_p": 1.5}, "min_p", "less than or equal to 1"),
+        ({"top_k": -2}, "top_k", "greater than or equal to -1"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 129}, "n", "less than or equal to 128"),
+        ({"n": 1.0}, "n", "valid integer"),
+        ({"n": True}, "n", "valid integer"),
+        ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
+        ({"max_tokens": 10**30}, "max_tokens", "less than"),
+        ({"min_tokens": -1}, "min_tokens", "greater than or equal to 0"),
+        ({"seed": 2**64}, "seed", "less than or equal to"),
+        ({"seed": 1.5}, "seed", "valid integer"),
+        ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
+        ({"logprobs": True}, "logprobs", "valid integer"),
+        ({"stream": 1}, "stream", "valid boolean"),
+        ({"echo": "true"}, "echo", "valid boolean"),
+        ({"stop": ""}, "stop", "non-empty"),
+        ({"stop": ["a", 1]}, "stop", "non-empty"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16"),
+        ({"stop_token_ids": [1, "2"]}, "stop_token_ids", "valid integer"),
+        ({"stream_options": {}}, "stream_options", "needs stream: true"),
+        ({"stream": True, "stream_options": {"foo": 1}}, "stream_options.foo", "unknown field"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "boolean"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.", "not supported"),
+        ({"temprature": 1}, "temprature", "unknown field: temprature"),
+        ({"messages": []}, "messages", "unknown field"),
+        ({"user": 7}, "user", "valid string"),
+        ({"model": 7}, "model", "valid string"),
+    ],
+)
+def test_a_wrong_value_is_refused_and_named(fields: dict[str, Any], param: str, said: str) -> None:
+    error = refusal(json.dumps({"prompt": "a", **fields}).encode())
+    assert error.status == 400
+    assert (error.param or "").startswith(param)
+    assert param.rstrip(".") in error.message
+    assert said in error.message
+
+
+@pytest.mark.parametrize(
+    "prompt", [1, True, {}, [1, "a"], ["a", 1], [1.5], [True], [[1], "a"], [[1], [1.5]], [[["a"]]], [None]]
+)
+def test_a_prompt_of_the_wrong_kind_is_refused(prompt: Any) -> None:
+    error = refusal(json.dumps({"prompt": prompt}).encode())
+    assert error.param == "prompt"
+    assert "token-id lists" in error.message
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], ["a", ""], [[]], [[1], []]])
+def test_an_empty_prompt_is_refused(prompt: Any) -> None:
+    assert refusal(json.dumps({"prompt": prompt}).encode()).message == "prompt must not be empty"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b'{"prompt": "\\ud800"}', "not valid JSON"),
+        (b'{"prompt": ' + b"[" * 100_000, "not valid JSON"),
+        (b"[]", "must be a JSON object"),
+        (b'"a"', "must be a JSON object"),
+        (b"null", "must be a JSON object"),
+        (b"{}", "prompt is required"),
+        (b'{"prompt": null}', "prompt must be"),
+        (b'{"prompt": "a", "top_p": NaN}', "finite"),
+        (b'{"prompt": "a", "temperature": Infinity}', "finite"),
+    (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", "out of range"),
+    ],
+)
+def test_a_body_that_is_no_request_is_refused(body: bytes, said: str) -> None:
+    assert said in refusal(body).message
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_prompts_come_one_by_one(prompt: Any, prompts: Any) -> None:
+    assert list(parse(prompt=prompt).prompts) == prompts
+
+
+def test_null_means_the_default_for_every_optional_field() -> None:
+    fields = [name for name, field in CompletionRequest.model_fields.items() if not field.is_required()]
+    given_null, not_given = parse(**dict.fromkeys(fields)), parse()
+    assert {name: given_null.value(name) for name in fields} == {name: not_given.value(name) for name in fields}
+
+
+def test_zero_is_a_value_and_not_a_missing_one() -> None:
+    request = parse(temperature=0, max_tokens=0, top_k=0, seed=0, logprobs=0)
+    assert [request.value(name) for name in ("temperature", "max_tokens", "top_k", "seed", "logprobs")] == [0] * 5
+
+
+@pytest.mark.parametrize(
+    ("name", "neutral", "acting"),
+    [
+        ("best_of", 1, 2),
+        ("presence_penalty", 0, 0.5),
+        ("frequency_penalty", 0.0, -0.5),
+        ("repetition_penalty", 1, 1.1),
+        ("logit_bias", {}, {"5": 1}),
+        ("allowed_token_ids", None, [1]),
+        ("bad_words", [], ["a"]),
+        ("prompt_logprobs", None, 1),
+        ("return_token_ids", False, True),
+        ("return_tokens_as_token_ids", False, True),
+        ("suffix", "", "b"),
+        ("response_format", {"type": "text"}, {"type": "json_object"}),
+        ("structured_outputs", None, {"choice": ["a"]}),
+        ("truncate_prompt_tokens", None, 5),
+        ("truncation_side", None, "left"),
+        ("priority", 0, 1),
+        ("cache_salt", None, "x"),
+    ],
+)
+def test_a_field_that_is_not_built_is_refused_only_where_it_would_act(name: str, neutral: Any, acting: Any) -> None:
+    assert parse(**{name: neutral}).prompts == ["a"]
+    error = refusal(json.dumps({"prompt": "a", name: acting}).encode())
+    assert (error.param, error.status) == (name, 400)
+    assert f"{name} is not supported" in error.message
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(CompletionRequest.model_fields)) | st.text(max_size=8), _json))
+def test_any_json_object_is_a_request_or_an_error_with_a_message(fields: dict[str, Any]) -> None:
+    body = json.dumps(fields).encode()
+    try:
+        request = CompletionRequest.parse(body)
+        prompts = request.prompts
+    except InvalidRequest as error:
+        assert set(error.body()["error"]) == {"message", "type", "param", "code"}
+        assert 0 < len(error.message) < 500
+    else:
+        assert all(prompts)
+        assert 0 <= request.value("temperature") <= 2
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_request_or_an_error(body: bytes) -> None:
+    for kind in (CompletionRequest, TokenizeRequest, DetokenizeRequest):
+        with pytest.raises(InvalidRequest):
+            parse_body(kind, b"\x00" + body)
+
+
+def test_a_body_of_many_mistakes_costs_no_more_than_one() -> None:
+    many = ",".join(f'"a{i}":1' for i in range(20_000))
+    assert refusal(f'{{"prompt":"a",{many}}}'.encode()).message == "unknown field: a0"
+    assert "token-id lists" in refusal(b'{"prompt":[' + b",".join([b"1.5"] * 100_000) + b"]}").message
+
+
+def _errors(kind: type[ApiError] = ApiError) -> list[type[ApiError]]:
+    return [kind, *(each for child in kind.__subclasses__() for each in _errors(child))]
+
+
+def test_the_error_tree_at_the_top_of_the_file_is_the_code() -> None:
+    lines = [line.strip(" ├└─│").split() for line in (schemas.__doc__ or "").splitlines()]
+    documented = {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+    assert documented == {kind.__name__: kind.status for kind in _errors() if not kind.__name__.startswith("_")}
+
+
+def test_errors_that_pass_by_themselves_say_when() -> None:
+    for error in (Overloaded("x", retry_after_seconds=1.234), Draining("x", retry_after_seconds=1.234)):
+        headers = error.headers()
+        assert (headers["retry-after"], headers["retry-after-ms"], headers["x-should-retry"]) == ("2", "1234", "true")
+    assert Overloaded("x", retry_after_seconds=0.0).headers()["retry-after"] == "1"
+    assert EngineFailed("x", retry=False).headers() == {"x-should-retry": "false"}

@@ -1,0 +1,142 @@
+"""Flags, variables, defaults; one line for what cannot be used."""
+
+from pathlib import Path
+
+import pytest
+
+from model.attention.interface import ATTENTION_BACKENDS
+from service.settings import (
+    GenerateSettings,
+    ServeSettings,
+    SettingsError,
+    effective_values,
+    read_settings,
+    usable_cpus,
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ServeSettings.model_fields:
+        monkeypatch.delenv(f"KVASIR_{name.upper()}", raising=False)
+
+
+def read(*argv: str) -> ServeSettings:
+    return read_settings(ServeSettings, argv, command="serve", summary="Serve.")
+
+
+def test_a_flag_wins_over_the_environment_which_wins_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read("--checkpoint", "c").port == 8000
+    monkeypatch.setenv("KVASIR_PORT", "8001")
+    assert read("--checkpoint", "c").port == 8001
+    assert read("--checkpoint", "c", "--port", "8002").port == 8002
+
+
+def test_an_empty_variable_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVASIR_THREADS", "")
+    assert read("--checkpoint", "c").threads == "auto"
+
+
+def test_every_flag_of_the_contract_is_read() -> None:
+    settings = read(
+        *("--checkpoint", "c", "--host", "0.0.0.0", "--port", "9000", "--device", "cpu", "--dtype", "bfloat16"),
+        *("--threads", "3", "--max-num-running", "5", "--max-batched-tokens", "77", "--kv-cache-memory", "12"),
+        *("--block-size", "32", "--max-waiting-requests", "9", "--drain-seconds", "1.5", "--model-name", "m"),
+        *("--no-enable-prefix-cache", "--max-body-mb", "4", "--log-level", "debug", "--attention", "eager"),
+        *("--max-waiting-tokens", "11"),
+    )
+    assert settings.model_dump() == {
+        "checkpoint": Path("c"),
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "attention": "eager",
+        "threads": 3,
+        "max_num_running": 5,
+        "max_batched_tokens": 77,
+        "block_size": 32,
+        "kv_cache_memory": 12,
+        "enable_prefix_cache": False,
+        "host": "0.0.0.0",
+        "port": 9000,
+        "model_name": "m",
+        "max_body_mb": 4,
+        "max_waiting_requests": 9,
+        "max_waiting_tokens": 11,
+        "drain_seconds": 1.5,
+        "log_level": "debug",
+    }
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ((), "--checkpoint is needed (or KVASIR_CHECKPOINT)"),
+        (("--checkpoint",), "--checkpoint: expected one argument"),
+        (("--checkpoint", "c", "--prot", "1"), "unrecognized arguments: --prot 1"),
+        (("--checkpoint", "c", "--max-num", "1"), "unrecognized arguments: --max-num 1"),
+        (("--checkpoint", "c", "--port", "http"), "--port: must be a valid integer"),
+        (("--checkpoint", "c", "--port", "80"), "--port: must be greater than or equal to 1024, not '80'"),
+        (("--checkpoint", "c", "--device", "tpu"), "--device: must be 'auto', 'cpu' or 'cuda', not 'tpu'"),
+        (("--checkpoint", "c", "--threads", "0"), "--threads: must be auto or at least 1, not '0'"),
+        (("--checkpoint", "c", "--kv-cache-memory", "big"), "--kv-cache-memory: must be auto or at least 1"),
+        (("--checkpoint", "c", "--drain-seconds", "-1"), "--drain-seconds: must be greater than or equal to 0"),
+        (("--checkpoint", "c", "--max-batched-tokens", "8"), "--max-batched-tokens 8 is under --max-num-running 64"),
+    ],
+)
+def test_what_cannot_be_used_is_named_in_one_line(argv: tuple[str, ...], said: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        read(*argv)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bad_variable_is_named_as_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVASIR_PORT", "tcp://10.0.0.1:80")
+    with pytest.raises(SettingsError, match="KVASIR_PORT: must be a valid integer"):
+        read("--checkpoint", "c")
+
+
+def test_a_misspelt_variable_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVASIR_PROT", "1")
+    monkeypatch.setenv("KVASIR_TEMPERATURE", "1")  # a setting of another command
+    read("--checkpoint", "c")
+    assert capsys.readouterr().err == "kvasir serve: warning: KVASIR_PROT is not a setting; ignored\n"
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        read("--checkpoint", "c").port = 1
+
+
+def test_the_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        read("--help")
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for name, field in ServeSettings.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in text
+        if not field.is_required() and field.default is not None:
+            assert f"(default: {field.default})" in text
+    for title in ("model:", "engine:", "http:", "admission:", "operation:"):
+        assert title in text
+
+
+def test_effective_values_have_a_line_each() -> None:
+    lines = list(effective_values(read("--checkpoint", "c", "--port", "9000")))
+    assert len(lines) == len(ServeSettings.model_fields)
+    assert any(line.split() == ["port", "9000"] for line in lines)
+
+
+def test_the_choice_of_attention_is_the_table_of_backends() -> None:
+    for kind in (ServeSettings, GenerateSettings):
+        annotation = kind.model_fields["attention"].annotation
+        assert set(getattr(annotation, "__args__", ())) == set(ATTENTION_BACKENDS)
+
+
+def test_a_cpu_quota_bounds_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
+    for quota, count in (("max 100000", 8), ("150000 100000", 2), ("50000 100000", 1), ("9900000 100000", 8)):
+        monkeypatch.setattr(Path, "read_text", lambda _, quota=quota: quota)
+        assert usable_cpus() == count
