@@ -39,7 +39,9 @@ GPT2 = {
 }
 VARIANTS: dict[str, ModelConfig] = {
     "rotary-gqa": ModelConfig.from_dict(ROTARY),
-    "rotary-mqa-untied": ModelConfig.from_dict({**ROTARY, "num_kv_heads": 1, "tie_embeddings": False, "qk_norm": False}),
+    "rotary-mqa-untied": ModelConfig.from_dict(
+        {**ROTARY, "num_kv_heads": 1, "tie_embeddings": False, "qk_norm": False}
+    ),
     "rotary-mha-wide-heads": ModelConfig.from_dict({**ROTARY, "num_kv_heads": 4, "head_dim": 16}),
     "gpt2": ModelConfig.from_dict({**ROTARY, **GPT2}),
 }

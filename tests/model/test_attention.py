@@ -122,6 +122,8 @@ def test_cache_refuses_empty_sizes(sizes: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("queries", "contexts", "tokens"), [((1,), (1, 2), 1), ((0,), (1,), 0), ((3,), (2,), 3), ((2,), (2,), 3)]
 )
-def test_metadata_refuses_lengths_that_disagree(queries: tuple[int, ...], contexts: tuple[int, ...], tokens: int) -> None:
-    with pytest.raises(ValueError, match="lengths|length must|positions"):
+def test_metadata_refuses_lengths_that_disagree(
+    queries: tuple[int, ...], contexts: tuple[int, ...], tokens: int
+) -> None:
+    with pytest.raises(ValueError, match=r"lengths|length must|positions"):
         AttentionMetadata(query_lengths=queries, context_lengths=contexts, positions_T=torch.zeros(tokens))

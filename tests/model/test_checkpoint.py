@@ -174,15 +174,13 @@ def test_headers_of_files_that_are_no_safetensors(tmp_path: Path) -> None:
     for number, content in enumerate([b"", b"12345678", b"\xff" * 20, b"\x02" + b"\0" * 7 + b"{}" + b"extra"]):
         path = tmp_path / f"{number}.safetensors"
         path.write_bytes(content)
-        with pytest.raises(CheckpointError, match="not a safetensors file|truncated"):
+        with pytest.raises(CheckpointError, match=r"not a safetensors file|truncated"):
             read_shapes(path)
 
 
 def test_saving_refuses_tensors_that_do_not_fit(directory: Path) -> None:
     with pytest.raises(ValueError, match="not those the config describes"):
-        save_checkpoint(
-            directory, config=CONFIG, tensors={}, tokenizer=train_bpe(["a"], 260), name="x", training={}
-        )
+        save_checkpoint(directory, config=CONFIG, tensors={}, tokenizer=train_bpe(["a"], 260), name="x", training={})
     with pytest.raises(ValueError, match="the tokenizer has"):
         save_checkpoint(
             directory,

@@ -87,7 +87,9 @@ def test_save_and_load(tmp_path: Path) -> None:
         (SPEC_FILE, {"special_tokens": {END_OF_TEXT: 5}}, "without gaps"),
     ],
 )
-def test_damaged_files_are_named(tmp_path: Path, file: str, content: str | dict[str, object] | None, message: str) -> None:
+def test_damaged_files_are_named(
+    tmp_path: Path, file: str, content: str | dict[str, object] | None, message: str
+) -> None:
     TOKENIZER.save(tmp_path)
     if content is None:
         (tmp_path / file).unlink()

@@ -1,0 +1,207 @@
+"""A whole run in miniature: exact resume, a servable checkpoint, and losses that fall."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from model.attention.interface import ATTENTION_BACKENDS
+from model.attention.metadata import AttentionMetadata
+from model.checkpoint import load_model
+from model.config import ModelConfig
+from model.manifest import read_manifest
+from model.tokenizer import Tokenizer
+from model.training.config import SourceConfig, TrainConfig, load_train_config
+from model.training.evaluate import bits_per_byte
+from model.training.optimizer import rate_factor
+from model.training.state import StateError, read_log
+from model.training.train import RunSettings, train
+from tests.model.configs import ROTARY
+
+SAMPLE = Path(__file__).parents[2] / "data" / "aesop.txt"
+
+
+def config(**changes: object) -> TrainConfig:
+    values: dict[str, object] = {
+        "name": "aesop",
+        "seed": 3,
+        "vocab_size": 320,
+        "model": ModelConfig.from_dict({**ROTARY, "vocab_size": 320}),
+        "sources": (SourceConfig(name="aesop", path=SAMPLE, repeats=1, held_out=0.1, licence="public domain"),),
+        "sequence_length": 32,
+        "batch_size": 4,
+        "steps": 30,
+        "warmup_steps": 3,
+        "decay_steps": 10,
+        "matrix_lr": 1e-2,
+        "adam_lr": 1e-2,
+        "weight_decay": 0.1,
+        "grad_clip": 1.0,
+        "checkpoint_minutes": 1000.0,
+        "evaluate_every": 10,
+        "sample_prompts": ("The fox",),
+    }
+    return TrainConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def settings(
+    tmp_path: Path, run: str = "run", stop_after: int | None = None, precision: str = "float32"
+) -> RunSettings:
+    return RunSettings(
+        run_directory=tmp_path / run,
+        checkpoint=tmp_path / f"{run}-checkpoint",
+        device="cpu",
+        precision=precision,
+        compile=False,
+        stop_after=stop_after,
+    )
+
+
+def losses(tmp_path: Path, run: str) -> list[float]:
+    log = read_log(tmp_path / run / "log.jsonl")
+    assert [line["step"] for line in log] == list(range(len(log)))
+    return [line["loss"] for line in log]
+
+
+def test_an_interrupted_run_has_the_losses_and_weights_of_a_whole_one(tmp_path: Path) -> None:
+    said: list[str] = []
+    assert train(config(), settings(tmp_path, "whole"), said.append)
+    for stop in (7, 8, 21):
+        assert not train(config(), settings(tmp_path, "parts", stop_after=stop), said.append)
+    # What a crash leaves behind: a step logged but not saved, and a line cut off.
+    with (tmp_path / "parts" / "log.jsonl").open("a") as log:
+        log.write(json.dumps({"step": 21, "loss": 99.0}) + "\n" + '{"step": 22, "lo')
+    assert train(config(), settings(tmp_path, "parts"), said.append)
+    assert losses(tmp_path, "parts") == losses(tmp_path, "whole")
+    assert losses(tmp_path, "whole")[-1] < 0.85 * losses(tmp_path, "whole")[0]
+    whole, parts = (load_file(tmp_path / run / "state" / "model.safetensors") for run in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert "resuming at step 21 of 30" in said
+
+
+def test_the_finished_directory_can_be_served_and_says_what_it_is(tmp_path: Path) -> None:
+    run = settings(tmp_path)
+    assert train(config(), run, lambda text: None)
+    manifest = read_manifest(run.checkpoint)
+    manifest.verify()
+    model = load_model(manifest, device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["eager"])
+    tokenizer = Tokenizer.load(run.checkpoint)
+    source = manifest.training["sources"][0]
+    assert source["documents"] > 0
+    assert source["held_out_documents"] > 0
+    assert len(source["sha256"]) == 64
+    assert manifest.training["steps"] == 30
+    assert manifest.training["tokens"] == 30 * 4 * 32
+    bits = manifest.training["held_out_bits_per_byte"]["aesop"]
+    assert 1.0 < bits < math.log2(256)
+    card = (run.checkpoint / "MODEL_CARD.md").read_text()
+    assert f"{bits:.4f}" in card
+    assert "**The fox**" in card
+    assert (run.checkpoint / "loss.png").read_bytes().startswith(b"\x89PNG")
+    # One text on its own, by hand: -log2 of its tokens' probabilities over its bytes.
+    text = "The fox and the grapes."
+    ids = [tokenizer.eos_token_id, *tokenizer.encode(text), tokenizer.eos_token_id]
+    assert bits_per_byte(model, tokenizer, [text]) == pytest.approx(_bits(model, ids) / len(text), rel=1e-5)
+
+
+def _bits(model: torch.nn.Module, ids: list[int]) -> float:
+    logprobs = model(torch.tensor(ids[:-1]), AttentionMetadata.uncached((len(ids) - 1,)), None).log_softmax(-1)
+    return -sum(float(logprobs[i, ids[i + 1]]) for i in range(len(ids) - 1)) / math.log(2)
+
+
+def test_long_texts_are_measured_in_contexts(tmp_path: Path) -> None:
+    run = settings(tmp_path)
+    train(config(steps=2, warmup_steps=1, decay_steps=1, sample_prompts=()), run, lambda text: None)
+    model = load_model(
+        read_manifest(run.checkpoint), device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["sdpa"]
+    )
+    tokenizer = Tokenizer.load(run.checkpoint)
+    text = SAMPLE.read_text()[:400]
+    ids = [tokenizer.eos_token_id, *tokenizer.encode(text), tokenizer.eos_token_id]
+    context = model.config.max_context_length
+    expected = sum(_bits(model, ids[start : start + context + 1]) for start in range(0, len(ids) - 1, context))
+    assert len(ids) > 2 * context
+    assert bits_per_byte(model, tokenizer, [text]) == pytest.approx(expected / len(text), rel=1e-5)
+
+
+def test_bfloat16_autocast_learns_too(tmp_path: Path) -> None:
+    run = settings(tmp_path, precision="bfloat16")
+    train(config(sample_prompts=()), run, lambda text: None)
+    assert losses(tmp_path, "run")[-1] < 0.8 * losses(tmp_path, "run")[0]
+
+
+def test_a_run_may_grow_on_its_plateau_but_not_change_otherwise(tmp_path: Path) -> None:
+    train(config(), settings(tmp_path, stop_after=5), lambda text: None)
+    train(config(steps=40), settings(tmp_path, "grown"), lambda text: None)
+    assert train(config(steps=40), settings(tmp_path), lambda text: None)
+    assert losses(tmp_path, "run") == losses(tmp_path, "grown")
+    with pytest.raises(StateError, match="already decays"):
+        train(config(steps=50), settings(tmp_path), lambda text: None)
+    with pytest.raises(StateError, match="begun with another seed, matrix_lr"):
+        train(config(seed=4, matrix_lr=1.0), settings(tmp_path), lambda text: None)
+
+
+def test_a_damaged_save_says_so(tmp_path: Path) -> None:
+    train(config(), settings(tmp_path, stop_after=2), lambda text: None)
+    path = tmp_path / "run" / "state" / "optim.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(StateError, match="damaged"):
+        train(config(), settings(tmp_path), lambda text: None)
+
+
+def test_a_save_that_was_cut_off_leaves_the_one_before(tmp_path: Path) -> None:
+    train(config(), settings(tmp_path, stop_after=2), lambda text: None)
+    run = tmp_path / "run"
+    (run / "state").rename(run / "state.old")
+    (run / "state.partial").mkdir()
+    said: list[str] = []
+    train(config(), settings(tmp_path, stop_after=3), said.append)
+    assert "resuming at step 2 of 30" in said
+    assert (run / "state").is_dir()
+
+
+def test_a_diverging_run_ends_with_advice(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="lower matrix_lr and adam_lr"):
+        train(config(adam_lr=1e30, matrix_lr=1e30), settings(tmp_path), lambda text: None)
+
+
+def test_the_rate_rises_stays_and_falls_to_zero() -> None:
+    rates = [rate_factor(step, config()) for step in range(31)]
+    assert rates[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert rates[3:21] == [1.0] * 18
+    assert rates[25] == pytest.approx(0.5)
+    assert rates[30] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 0}, "steps must be positive"),
+        ({"decay_steps": 29}, "must fit into steps"),
+        ({"sequence_length": 65}, "over the model's max_context_length"),
+        ({"sources": ()}, "no source is trained on"),
+    ],
+)
+def test_configs_that_cannot_work_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(config(), **change)  # type: ignore[arg-type]
+
+
+def test_the_shipped_recipe_reads(tmp_path: Path) -> None:
+    path = Path(__file__).parents[3] / "model" / "training" / "configs" / "stories.toml"
+    recipe = load_train_config(path)
+    assert 4e6 < recipe.model.num_parameters < 8e6
+    (tmp_path / "a.toml").write_text(path.read_text() + "\n[colour]\nred = 1\n")
+    with pytest.raises(ValueError, match="unknown keys: colour"):
+        load_train_config(tmp_path / "a.toml")
+    for text, message in (("a = ", "a.toml"), ("steps = 1", "missing 'model'")):
+        (tmp_path / "a.toml").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_train_config(tmp_path / "a.toml")
+    with pytest.raises(ValueError, match="No such file"):
+        load_train_config(tmp_path / "b.toml")
