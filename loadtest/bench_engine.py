@@ -27,7 +27,7 @@ from loadtest.closed_loop import EngineRun, run_closed
 from loadtest.in_process import BareModel, InProcess
 from loadtest.provenance import provenance
 from loadtest.spread import Spread
-from loadtest.workload import TALES_PATH
+from loadtest.workload import tales
 from model.config import SamplingParams
 from model.manifest import CheckpointError
 from service.messages import Submit
@@ -90,7 +90,7 @@ class Sweep:
     def __init__(self, contestant: InProcess, points: Sequence[Point]) -> None:
         self._engine = contestant.engine
         self._bare: BareModel = contestant.bare_model()
-        self._prompts = Prompts(contestant.token_ids(TALES_PATH.read_text(encoding="utf-8")))
+        self._prompts = Prompts(contestant.token_ids(tales()))
         self._uids = (f"bench-{number}" for number in itertools.count())
         self.points = points
 

@@ -30,7 +30,6 @@ from loadtest.slo import Slo
 from loadtest.sse_client import AsyncClient, Target
 from loadtest.workload import (
     CompletionRequest,
-    Passages,
     Workload,
     add_workload_arguments,
     spec_from_arguments,
@@ -115,9 +114,9 @@ class _Load:
 
 async def _bench(arguments: argparse.Namespace, limits: Slo) -> list[dict[str, Any]]:
     target = Target.parse(arguments.url)
-    service = discover(target, Passages.load().sample)
+    service = discover(target)
     spec = spec_from_arguments(arguments, service.max_context_tokens)
-    workload = Workload(spec, Passages.load(chars_per_token=service.chars_per_token))
+    workload = Workload(spec, service.passages)
     model = service.model if arguments.model is None else arguments.model
     client = AsyncClient(target, timeout_seconds=arguments.timeout)
     loads = [_Load(streams, None) for streams in arguments.streams]

@@ -33,7 +33,7 @@ from loadtest.provenance import provenance
 from loadtest.service_process import ServiceFailed, ServiceProcess, cpu_seconds, has_torch
 from loadtest.spread import Spread
 from loadtest.sse_client import AsyncClient, Target
-from loadtest.workload import CompletionRequest, Passages, Workload, WorkloadSpec
+from loadtest.workload import CompletionRequest, Workload, WorkloadSpec
 from model.config import SamplingParams
 from service.messages import Submit
 from service.settings import ServeSettings, SettingsError, read_settings
@@ -198,7 +198,6 @@ def measure(arguments: argparse.Namespace, serve: Sequence[str], progress: Progr
         idle = measure_idle(service, arguments.idle_seconds)
         progress.advance(task)
         contestant = InProcess.open(settings)
-        known = discover(service.target, Passages.load().sample)
         spec = WorkloadSpec(
             prompt_tokens=arguments.prompt_tokens,
             output_tokens=arguments.output_tokens,
@@ -206,7 +205,7 @@ def measure(arguments: argparse.Namespace, serve: Sequence[str], progress: Progr
             temperature=arguments.temperature,
             seed=arguments.seed,
         )
-        workload = Workload(spec, Passages.load(chars_per_token=known.chars_per_token))
+        workload = Workload(spec, discover(service.target).passages)
         contest = Contest(service.target, contestant, workload)
         contest.round(Level(4), 8, http_first=True)  # warms both sides
         levels = [Level(streams) for streams in arguments.streams]

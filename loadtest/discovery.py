@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loadtest.sse_client import Target
+from loadtest.workload import Passages, tales
 
 # For a service that does not tokenize for its clients: about what English has in a large vocabulary.
 DEFAULT_CHARS_PER_TOKEN = 4.0
@@ -15,27 +16,33 @@ TIMEOUT_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The model's id, its context where the service tells it, and how long its tokens are."""
+    """The model's id, its context where the service tells it, and a text cut by its tokens."""
 
     model: str
     max_context_tokens: int | None
-    chars_per_token: float
+    passages: Passages
 
 
-def discover(target: Target, sample: str) -> Service:
-    """Ask `/v1/models`, and `/tokenize` (where there is one) for the tokens of a sample of the prompts' text.
+def discover(target: Target) -> Service:
+    """Ask `/v1/models`, and `/tokenize` (where there is one) for the tokens of the text that prompts are cut from.
 
     Raises:
         OSError: the service cannot be reached, or has no models.
     """
     listed = fetch_json(target, "/v1/models")["data"][0]
+    return Service(listed["id"], listed.get("max_model_len"), _passages(target))
+
+
+def _passages(target: Target) -> Passages:
+    text = tales()
     try:
-        tokenized = fetch_json(target, "/tokenize", {"prompt": sample})
+        tokenized = fetch_json(target, "/tokenize", {"prompt": text, "return_token_strs": True})
     except urllib.error.HTTPError:
-        chars_per_token = DEFAULT_CHARS_PER_TOKEN
-    else:
-        chars_per_token = len(sample) / tokenized["count"]
-    return Service(listed["id"], listed.get("max_model_len"), chars_per_token)
+        return Passages.by_ratio(text, DEFAULT_CHARS_PER_TOKEN)
+    try:
+        return Passages.by_tokens(text, tokenized.get("token_strs") or [])
+    except ValueError:  # no strings, or strings that do not spell the text: only the number of tokens is of use
+        return Passages.by_ratio(text, len(text) / tokenized["count"])
 
 
 def fetch_json(target: Target, path: str, payload: Any = None) -> Any:

@@ -34,7 +34,7 @@ from loadtest.outcome import Ending, Outcome
 from loadtest.provenance import provenance
 from loadtest.slo import Slo
 from loadtest.sse_client import COMPLETIONS_PATH, Target, complete_blocking
-from loadtest.workload import Passages, Workload, add_workload_arguments, spec_from_arguments
+from loadtest.workload import Workload, add_workload_arguments, spec_from_arguments
 
 log = logging.getLogger("loadtest")
 
@@ -64,9 +64,9 @@ class Session:
             raise ValueError("--host is needed, like http://127.0.0.1:8000")
         self.environment = environment
         self.target = Target.parse(environment.host)
-        service = discover(self.target, Passages.load().sample)
+        service = discover(self.target)
         spec = spec_from_arguments(options, service.max_context_tokens)
-        self.workload = Workload(spec, Passages.load(chars_per_token=service.chars_per_token))
+        self.workload = Workload(spec, service.passages)
         self.model = service.model if options.model is None else options.model
         self.timeout_seconds: float = options.request_timeout
         self.num_requests: int | None = options.requests

@@ -1,24 +1,26 @@
 """Seeded workloads made of real text. Request number i is a pure function of (spec, i).
 
 So two runs, or two clients that share a counter, send the same requests whatever their number and order.
-Token counts are aims: a client outside the service has no tokenizer and cuts text by a measured ratio of
-characters to tokens; the server's `usage` says what a prompt really was, and reports use that.
+Token counts are aims: prompts end at words, and a client outside the service has no tokenizer but the service's own;
+`usage` says what a prompt really was, and reports use that.
 """
 
 import argparse
+import itertools
 import math
 import random
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 TALES_PATH = Path(__file__).with_name("tales.txt")
 
-# The ratio of characters to tokens holds over a page, not over every sentence: room for a prompt that comes
-# out longer than its aim, so that prompt and answer together still fit the context.
-PROMPT_MARGIN = 0.8
+# What a prompt may have beyond its aim even when the tokens of its text are known: its first word stands without
+# the space before it, and a service may begin every prompt with a mark of its own.
+PROMPT_SLACK = 4
 
 
 class WorkloadKind(StrEnum):
@@ -113,46 +115,73 @@ class CompletionRequest:
 
 
 class Passages:
-    """A text from which passages of about a number of tokens are cut, at words.
+    """A text from which passages of a number of tokens are cut, at words.
+
+    Args:
+        word_tokens: how many tokens each word has, the space before it included.
+        overshoot: how many times longer than wished a passage may come out.
 
     Raises:
-        ValueError: the text has fewer than 100 words, or the ratio is not positive.
+        ValueError: the text has fewer than 100 words.
     """
 
-    def __init__(self, text: str, *, chars_per_token: float) -> None:
-        self._words = text.split()
-        self._chars_per_token = chars_per_token
-        if len(self._words) < 100:
-            raise ValueError(f"a workload needs a text of at least 100 words, not {len(self._words)}")
-        if chars_per_token <= 0:
-            raise ValueError(f"chars_per_token must be positive, not {chars_per_token}")
-        # A stride coprime to the number of words visits every start once before any twice: no two passages
-        # begin alike, so the prefix cache hits only where the workload means it to.
-        count = len(self._words)
+    def __init__(self, words: Sequence[str], word_tokens: Sequence[float], *, overshoot: float) -> None:
+        if len(words) < 100:
+            raise ValueError(f"a workload needs a text of at least 100 words, not {len(words)}")
+        self._words = words
+        self._word_tokens = word_tokens
+        self.overshoot = overshoot
+        # A stride coprime to the number of words visits every start once before any twice: no two passages begin
+        # alike, so the prefix cache hits only where the workload means it to.
+        count = len(words)
         self._stride = next(step for step in range(int(count * 0.618), count) if math.gcd(step, count) == 1)
 
     @classmethod
-    def load(cls, path: Path = TALES_PATH, *, chars_per_token: float = 4.0) -> "Passages":
-        """The passages of a text file; the default is the fairy tales beside this module."""
-        return cls(path.read_text(encoding="utf-8"), chars_per_token=chars_per_token)
+    def by_ratio(cls, text: str, chars_per_token: float) -> Self:
+        """Passages of a text whose tokens nobody knows. A sentence full of names has twice as many as expected.
 
-    @property
-    def sample(self) -> str:
-        """A stretch of the text to measure characters per token on."""
-        return " ".join(self._words[:2000])
+        Raises:
+            ValueError: the ratio is not positive, or the text too short.
+        """
+        if chars_per_token <= 0:
+            raise ValueError(f"chars_per_token must be positive, not {chars_per_token}")
+        words = text.split()
+        return cls(words, [(len(word) + 1) / chars_per_token for word in words], overshoot=2.5)
+
+    @classmethod
+    def by_tokens(cls, text: str, token_strs: Sequence[str]) -> Self:
+        """Passages of a text whose tokens are known; a token counts for the word in which it ends.
+
+        Raises:
+            ValueError: the tokens are not the text's, or the text is too short.
+        """
+        ends = list(itertools.accumulate(map(len, token_strs)))
+        if not ends or ends[-1] != len(text):
+            raise ValueError(f"{len(text)} characters of text, {ends[-1] if ends else 0} of tokens")
+        words, word_tokens, place = text.split(), [], 0
+        for word in words:
+            end = text.index(word, place) + len(word)
+            word_tokens.append(bisect_right(ends, end) - bisect_right(ends, place))
+            place = end
+        return cls(words, word_tokens, overshoot=1.0)
 
     def cut(self, start: int, num_tokens: int) -> str:
         """The passage number `start` (any integer), of about `num_tokens` tokens and at least one word."""
         count = len(self._words)
-        at, limit = (start * self._stride) % count, num_tokens * self._chars_per_token
-        chosen, length = [self._words[at]], len(self._words[at])
-        while length < limit and len(chosen) < count:
-            word = self._words[(at + len(chosen)) % count]
-            if length + 1 + len(word) > limit:
+        at = (start * self._stride) % count
+        chosen, length = [self._words[at]], self._word_tokens[at]
+        while len(chosen) < count:
+            place = (at + len(chosen)) % count
+            length += self._word_tokens[place]
+            if length > num_tokens:
                 break
-            chosen.append(word)
-            length += 1 + len(word)
+            chosen.append(self._words[place])
         return " ".join(chosen)
+
+
+def tales() -> str:
+    """Grimm's tales, with single spaces between words: the text of every prompt."""
+    return " ".join(TALES_PATH.read_text(encoding="utf-8").split())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,11 +242,11 @@ class Workload:
         draw = random.Random((spec.seed << 32) + index)
         lengths = _LENGTHS[spec.kind](spec, draw)
         output = min(lengths.output_tokens, spec.max_context_tokens // 2)
-        room = int((spec.max_context_tokens - output) * PROMPT_MARGIN)
+        room = int((spec.max_context_tokens - output - PROMPT_SLACK) / self._passages.overshoot)
         client, cancel_after = self._client(draw, output)
         return CompletionRequest(
             index=index,
-            prompt=self._prompt(index, lengths.prefix, min(lengths.prompt_tokens, room)),
+            prompt=self._prompt(index, lengths.prefix, max(1, min(lengths.prompt_tokens, room))),
             max_tokens=output,
             client=client,
             cancel_after=cancel_after,

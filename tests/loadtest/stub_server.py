@@ -127,8 +127,7 @@ class StubServer:
         if method == "GET" and path == "/v1/models":
             _reply(writer, 200, {"object": "list", "data": [{"id": MODEL, "max_model_len": 512}]})
         elif path == "/tokenize":
-            tokens = list(range(len(received.body["prompt"]) // 4))
-            _reply(writer, 200, {"count": len(tokens), "max_model_len": 512, "tokens": tokens})
+            _reply(writer, 200, _tokenized(received.body))
         elif path == "/v1/completions":
             self.requests.append(received)
             script = self._script(len(self.requests) - 1)
@@ -194,6 +193,14 @@ class StubServer:
             writer.write(b"0\r\n\r\n")
             await writer.drain()
         return not script.close_delimited
+
+
+def _tokenized(body: dict[str, Any]) -> dict[str, Any]:
+    """Tokens of four characters."""
+    prompt = body["prompt"]
+    pieces = [prompt[start : start + 4] for start in range(0, len(prompt), 4)]
+    strings = {"token_strs": pieces} if body.get("return_token_strs") else {}
+    return {"count": len(pieces), "max_model_len": 512, "tokens": list(range(len(pieces))), **strings}
 
 
 def _words(count: int) -> list[str]:

@@ -18,9 +18,12 @@ from loadtest.workload import (
     WorkloadSpec,
     add_workload_arguments,
     spec_from_arguments,
+    tales,
 )
+from tests.tiny_model import tiny_tokenizer
 
-PASSAGES = Passages.load(chars_per_token=4.0)
+TALES = tales()
+PASSAGES = Passages.by_ratio(TALES, 4.0)
 SPECS = st.builds(
     WorkloadSpec,
     kind=st.sampled_from(WorkloadKind),
@@ -41,7 +44,7 @@ def requests(spec: WorkloadSpec, count: int = 400) -> list[CompletionRequest]:
 
 @given(spec=SPECS, index=st.integers(0, 1 << 30))
 def test_a_request_is_a_function_of_spec_and_index(spec: WorkloadSpec, index: int) -> None:
-    first, second = Workload(spec, PASSAGES), Workload(spec, Passages.load(chars_per_token=4.0))
+    first, second = Workload(spec, PASSAGES), Workload(spec, Passages.by_ratio(TALES, 4.0))
     second.request(index + 1)  # whatever was asked for before
     assert first.request(index) == second.request(index)
 
@@ -51,7 +54,7 @@ def test_every_request_fits_the_context(spec: WorkloadSpec, index: int) -> None:
     request = Workload(spec, PASSAGES).request(index)
     assert request.prompt
     assert 1 <= request.max_tokens <= spec.max_context_tokens // 2
-    # One word is the least a prompt can be, and the text's longest word is 20 characters.
+    # One word is the least a part of a prompt can be, and the text's longest word is 20 characters.
     assert len(request.prompt) <= max(4.0 * (spec.max_context_tokens - request.max_tokens), 2 * 20 + 1)
     assert (request.cancel_after is not None) == (request.client is ClientKind.CANCELLING)
     assert request.cancel_after is None or 1 <= request.cancel_after <= request.max_tokens
@@ -148,9 +151,22 @@ def test_what_cannot_work_is_refused(changes: dict[str, float], message: str) ->
 
 def test_a_text_must_have_words_and_tokens_must_have_length() -> None:
     with pytest.raises(ValueError, match="at least 100 words"):
-        Passages("too short", chars_per_token=4.0)
+        Passages.by_ratio("too short", 4.0)
     with pytest.raises(ValueError, match="chars_per_token must be positive"):
-        Passages.load(chars_per_token=0.0)
+        Passages.by_ratio(TALES, 0.0)
+    with pytest.raises(ValueError, match="9 characters of text, 3 of tokens"):
+        Passages.by_tokens("too short", ["too"])
+
+
+def test_known_tokens_give_the_length_asked_for() -> None:
+    tokenizer = tiny_tokenizer()
+    pieces = [tokenizer.token_bytes(token_id).decode("latin-1") for token_id in tokenizer.encode(TALES)]
+    # The tales have a dash or two beyond ASCII, of three bytes each.
+    text = TALES.encode().decode("latin-1")
+    passages = Passages.by_tokens(text, pieces)
+    for start in range(300):
+        count = len(tokenizer.encode(passages.cut(start, 60).encode("latin-1").decode()))
+        assert 60 - 20 <= count <= 60 + 1  # a word is left out whole, and the first has no space before it
 
 
 def test_every_option_acts() -> None:

@@ -1,0 +1,50 @@
+"""Discovery: prompts of the length asked for from a service that tokenizes, near it from one that does not."""
+
+import urllib.error
+from typing import Any
+
+import pytest
+
+from loadtest import discovery
+from loadtest.discovery import discover, fetch_json
+from loadtest.sse_client import Target
+from loadtest.workload import tales
+from tests.loadtest.stub_server import MODEL, StubServer
+
+
+def test_a_service_that_tokenizes() -> None:
+    with StubServer() as server:
+        service = discover(Target.parse(server.url))
+    assert (service.model, service.max_context_tokens) == (MODEL, 512)
+    assert service.passages.overshoot == 1.0
+    assert all(4 * 95 <= len(service.passages.cut(start, 100)) <= 4 * 101 for start in range(50))
+
+
+@pytest.mark.parametrize(
+    ("answer", "chars_per_token"),
+    [
+        (urllib.error.HTTPError("", 404, "", {}, None), discovery.DEFAULT_CHARS_PER_TOKEN),  # type: ignore[arg-type]
+        ({"count": len(tales()) // 2}, 2.0),
+        ({"count": len(tales()) // 2, "token_strs": None}, 2.0),
+        ({"count": len(tales()) // 2, "token_strs": ["not", "the", "text"]}, 2.0),
+    ],
+)
+def test_a_service_that_does_not(monkeypatch: pytest.MonkeyPatch, answer: Any, chars_per_token: float) -> None:
+    def fetch(target: Target, path: str, payload: Any = None) -> Any:
+        if path == "/v1/models":
+            return {"data": [{"id": "theirs"}]}
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(discovery, "fetch_json", fetch)
+    service = discover(Target("127.0.0.1", 1))
+    assert (service.model, service.max_context_tokens) == ("theirs", None)
+    assert service.passages.overshoot > 1.0
+    length = len(service.passages.cut(0, 100))
+    assert 95 * chars_per_token - 20 <= length <= 100 * chars_per_token
+
+
+def test_an_error_status_is_an_os_error() -> None:
+    with StubServer() as server, pytest.raises(OSError, match="404"):
+        fetch_json(Target.parse(server.url), "/nowhere")
