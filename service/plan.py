@@ -101,21 +101,23 @@ class Planner:
         if isinstance(prompt, str):
             # A text so long that no tokenization fits is refused before it costs one.
             at_least = -(-len(prompt.encode()) // self.longest_token)
-            self._check_context(at_least, max_tokens, exact=False)
+            if at_least > self.max_context_length:
+                raise self._over_context(f"at least {at_least}", max_tokens, "prompt")
             token_ids = self.encode(prompt)
         else:
             token_ids = prompt
             self.check_ids(token_ids, "prompt")
-        self._check_context(len(token_ids), max_tokens, exact=True)
+        if len(token_ids) + max_tokens > self.max_context_length:
+            param = "max_tokens" if len(token_ids) < self.max_context_length else "prompt"
+            raise self._over_context(str(len(token_ids)), max_tokens, param)
         return token_ids
 
-    def _check_context(self, num_prompt_tokens: int, max_tokens: int, *, exact: bool) -> None:
-        if num_prompt_tokens + max_tokens > self.max_context_length:
-            raise ContextLengthExceeded(
-                f"this model's context is {self.max_context_length} tokens, but the prompt has "
-                f"{'' if exact else 'at least '}{num_prompt_tokens} and max_tokens is {max_tokens}",
-                param="max_tokens" if num_prompt_tokens < self.max_context_length else "prompt",
-            )
+    def _over_context(self, num_prompt_tokens: str, max_tokens: int, param: str) -> ContextLengthExceeded:
+        return ContextLengthExceeded(
+            f"this model's context is {self.max_context_length} tokens, but the prompt has {num_prompt_tokens} "
+            f"and max_tokens is {max_tokens}",
+            param=param,
+        )
 
 
 def sample_seed(seed: int | None, sample: int) -> int:

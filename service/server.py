@@ -152,6 +152,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         """The API process, around its requests. uvicorn has set its signal handlers by now."""
         loop = asyncio.get_running_loop()
         stop = signal.getsignal(signal.SIGTERM)
+        assert callable(stop), "uvicorn handles SIGTERM"
 
         def on_sigterm(number: int, frame: FrameType | None) -> None:
             if self._lifecycle.phase.value == Phase.STOPPING:

@@ -13,9 +13,7 @@ from service.schemas import CompletionRequest, ContextLengthExceeded, InvalidReq
 
 @pytest.fixture
 def planner(tokenizer: Tokenizer) -> Planner:
-    return Planner(
-        tokenizer=tokenizer, model_name="tiny", max_context_length=64, max_num_choices=12, longest_token=5
-    )
+    return Planner(tokenizer=tokenizer, model_name="tiny", max_context_length=64, max_num_choices=12, longest_token=5)
 
 
 def plan(planner: Planner, **fields: Any) -> list[Choice]:

@@ -96,9 +96,7 @@ def test_a_bad_variable_is_named_as_a_variable(monkeypatch: pytest.MonkeyPatch) 
         read("--checkpoint", "c")
 
 
-def test_a_misspelt_variable_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_misspelt_variable_is_warned_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("KVASIR_PROT", "1")
     monkeypatch.setenv("KVASIR_TEMPERATURE", "1")  # a setting of another command
     read("--checkpoint", "c")

@@ -1,0 +1,108 @@
+"""The table of commands, and what each costs to start."""
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from model.config import MlpKind, ModelConfig, NormKind, PositionKind
+from service.cli import COMMANDS, main
+from service.commands.inspect import parameters_by_part
+from tests.tiny_model import tiny_config
+
+
+def test_the_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["--help"], ["-h"]):
+        assert main(arguments) == 0
+        text = capsys.readouterr().out
+        for name, (_, summary) in COMMANDS.items():
+            assert f"  {name} " in text
+            assert summary in text
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"kvasir {importlib.metadata.version('kvasir')}\n"
+
+
+def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sreve"]) == 2
+    error = capsys.readouterr().err
+    assert "no command 'sreve'" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["serve", "tokenize", "inspect"])
+def test_an_unusable_flag_is_one_line_and_exit_code_2(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--nonsense"]) == 2
+    assert capsys.readouterr().err == f"kvasir {command}: unrecognized arguments: --nonsense\n"
+
+
+@pytest.mark.parametrize("command", ["serve", "tokenize", "inspect"])
+def test_a_missing_checkpoint_is_one_line_and_exit_code_1(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--checkpoint", str(tmp_path / "none")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"kvasir {command}: {tmp_path / 'none'}: no such directory")
+    assert error.count("\n") == 1
+
+
+def test_tokenize_prints_tokens_or_ids(tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tokenize", "--checkpoint", str(tiny_checkpoint), "--text", "ab😀", "--ids-only"]) == 0
+    ids = [int(word) for word in capsys.readouterr().out.split()]
+    assert ids[:2] == [97, 98]
+    assert main(["tokenize", "--checkpoint", str(tiny_checkpoint), "--text", "ab😀"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [int(line.split()[0]) for line in lines[:-1]] == ids
+    assert lines[-1].startswith(f"{len(ids)} tokens, 6 bytes")
+
+
+def test_inspect_shows_architecture_parameters_and_memory(
+    tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", "--checkpoint", str(tiny_checkpoint)]) == 0
+    words = capsys.readouterr().out
+    assert f"{tiny_config(274).num_parameters:,}" in words
+    assert "2LKD·4 = 256 bytes a token" in words
+    for part in ("tiny (", "attention", "files, all hashes correct", "training"):
+        assert part in words
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("norm", list(NormKind))
+@pytest.mark.parametrize("mlp", list(MlpKind))
+@pytest.mark.parametrize("position", list(PositionKind))
+def test_the_closed_formulas_add_up(
+    tied: bool, bias: bool, norm: NormKind, mlp: MlpKind, position: PositionKind
+) -> None:
+    changes = {
+        "tie_embeddings": tied,
+        "attention_bias": bias,
+        "mlp_bias": not bias,
+        "qk_norm": tied is bias,
+        "norm": norm,
+        "mlp": mlp,
+        "position": position,
+    }
+    config = ModelConfig.from_dict({**tiny_config(300).to_dict(), **changes})
+    assert sum(number for _, number in parameters_by_part(config).values()) == config.num_parameters
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "service.cli",
+        "service.commands.tokenize",
+        "service.commands.inspect",
+        "service.commands.serve",
+        "service.frontend",
+    ],
+)
+def test_only_what_computes_imports_torch(module: str) -> None:
+    code = f"import sys, {module}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -1,0 +1,218 @@
+"""The routes over an engine that answers at once: what is refused, what is submitted, what `/ready` says when."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from model.manifest import read_manifest
+from model.tokenizer import Tokenizer
+from service.frontend import STALL_SECONDS, Frontend, Sink
+from service.lifecycle import Lifecycle, Phase
+from service.messages import Hello, Submit, decode_command, encode_events
+from service.metrics import Metrics, render
+from service.requests import RequestId, install_error_handlers
+from service.settings import ServeSettings
+from tests.service.bad_requests import BAD_REQUESTS
+from tests.service.sequences import make_choice, make_delta, make_finish, make_hello, make_request
+
+
+class EchoQueue:
+    """LitServe's queue with a worker behind it that completes every prompt with itself, at once."""
+
+    def __init__(self) -> None:
+        self.frontend: Any = None
+        self.submits: list[Submit] = []
+        self.answers = True
+
+    def put(self, item: Any) -> None:
+        api_id, _, _, payload = item
+        assert api_id == 0
+        for command in map(decode_command, payload):
+            if isinstance(command, Submit):
+                self.submits.append(command)
+                ids = command.prompt_token_ids
+                text = bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+                event = make_delta(command.uid, ids=ids, text=text, finish=make_finish())
+                if self.answers:
+                    Sink(self.frontend).append((encode_events([event]), "OK"))
+
+
+@pytest.fixture
+def queue() -> EchoQueue:
+    return EchoQueue()
+
+
+@pytest.fixture
+def lifecycle() -> Lifecycle:
+    lifecycle = Lifecycle(main_pid=os.getppid())
+    lifecycle.enter(Phase.SERVING)
+    return lifecycle
+
+
+@pytest.fixture
+def frontend(tiny_checkpoint: Path, metrics: Metrics, lifecycle: Lifecycle, queue: EchoQueue) -> Frontend:
+    manifest = read_manifest(tiny_checkpoint)
+    frontend = Frontend(
+        ServeSettings(checkpoint=tiny_checkpoint, max_num_running=2, max_waiting_requests=2),
+        manifest=manifest,
+        tokenizer=Tokenizer.load(tiny_checkpoint),
+        lifecycle=lifecycle,
+        metrics=metrics,
+    )
+    frontend.request_queue, frontend.response_queue_id = queue, 0
+    frontend.pre_setup(None)
+    queue.frontend = frontend
+    return frontend
+
+
+@pytest.fixture
+def client(frontend: Frontend) -> Iterator[TestClient]:
+    app = FastAPI()
+    app.add_middleware(RequestId)
+    install_error_handlers(app, frontend.count_error)
+    for path, endpoint, methods in frontend.endpoints:
+        app.add_api_route(path, endpoint, methods=methods)
+    with TestClient(app, raise_server_exceptions=False) as client:
+        yield client
+
+
+@pytest.mark.parametrize(("body", "status", "said"), BAD_REQUESTS, ids=range(len(BAD_REQUESTS)))
+def test_a_bad_request_is_refused_and_reaches_no_engine(
+    client: TestClient, queue: EchoQueue, body: bytes, status: int, said: str
+) -> None:
+    response = client.post("/v1/completions", content=body)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert said in error["message"]
+    assert len(error["message"]) < 300
+    assert queue.submits == []
+
+
+def test_a_completion_streams_and_does_not(client: TestClient) -> None:
+    whole = client.post("/v1/completions", json={"prompt": "abc"}).json()
+    assert whole["choices"][0]["text"] == "abc"
+    assert whole["id"].startswith("cmpl-")
+    streamed = client.post("/v1/completions", json={"prompt": "abc", "stream": True})
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    assert streamed.text.endswith("data: [DONE]\n\n")
+
+
+def test_models(client: TestClient) -> None:
+    (card,) = client.get("/v1/models").json()["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == ("tiny", "model", 256)
+    assert client.get("/v1/models/tiny").json() == card
+    missing = client.get("/v1/models/other/one")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_tokenize_and_detokenize_are_inverse(client: TestClient) -> None:
+    text = "once upon a 😀 <|endoftext|>"
+    tokenized = client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert tokenized["count"] == len(tokenized["tokens"]) == len(tokenized["token_strs"])
+    assert tokenized["max_model_len"] == 256
+    assert client.post("/detokenize", json={"tokens": tokenized["tokens"]}).json() == {"prompt": text}
+    assert "token_strs" not in client.post("/tokenize", json={"prompt": text}).json()
+    assert client.post("/detokenize", json={"tokens": [274]}).status_code == 400
+    assert client.post("/tokenize", json={"prompt": "a", "model": "x"}).status_code == 404
+    assert client.post("/tokenize", json={"prompt": "a" * 100_000}).json()["count"] == 100_000
+
+
+def test_health_version_metrics_and_pages(client: TestClient) -> None:
+    assert client.get("/health").json() == {"status": "ok"}
+    assert client.head("/health").status_code == 200
+    assert client.get("/version").json()["version"]
+    assert "llm_request_success_total" in client.get("/metrics").text
+    assert client.get("/").content == client.get("/playground").content
+    assert client.get("/").headers["content-type"].startswith("text/html")
+
+
+def test_a_full_server_answers_429_with_all_three_headers(
+    client: TestClient, frontend: Frontend, queue: EchoQueue
+) -> None:
+    queue.answers = False
+    for uid in "abcd":
+        frontend._journal.open(make_request(make_choice(uid)))
+    response = client.post("/v1/completions", json={"prompt": "a"})
+    assert response.status_code == 429
+    assert response.json()["error"]["code"] == "queue_full"
+    assert int(response.headers["retry-after"]) >= 1
+    assert int(response.headers["retry-after-ms"]) >= 1
+    assert response.headers["x-should-retry"] == "true"
+    assert (
+        'llm_admission_rejections_total{engine="0",model_name="tiny",reason="queue_full"} 1.0' in render()[0].decode()
+    )
+
+
+def test_a_draining_server_answers_503_and_asks_for_another_connection(
+    client: TestClient, lifecycle: Lifecycle
+) -> None:
+    lifecycle.enter(Phase.DRAINING)
+    response = client.post("/v1/completions", json={"prompt": "a"})
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "draining"
+    assert response.headers["connection"] == "close"
+    assert 1 <= int(response.headers["retry-after"]) <= 30
+    assert client.get("/health").status_code == 200, "alive to the end"
+
+
+def say(frontend: Frontend, hello: Hello) -> None:
+    frontend.receive(encode_events([hello]))
+
+
+def test_readiness_follows_worker_and_phase(
+    client: TestClient, frontend: Frontend, lifecycle: Lifecycle, queue: EchoQueue
+) -> None:
+    queue.answers = False
+
+    def ready() -> tuple[int, str]:
+        response = client.get("/ready")
+        assert (response.status_code == 503) == ("retry-after" in response.headers)
+        return response.status_code, response.json()["state"]
+
+    assert ready() == (503, "loading")
+    say(frontend, make_hello(0))
+    assert ready() == (200, "ready")
+    lifecycle.epoch.value, lifecycle.epoch_seconds.value = 1, time.monotonic()
+    assert ready() == (503, "loading")
+    assert 0 < client.get("/ready").json()["eta_s"] <= 1.0, "the last start took a second"
+    say(frontend, make_hello(1))
+    assert ready() == (200, "ready")
+    frontend._journal.open(make_request(make_choice("a")))
+    frontend._journal.last_event_seconds -= STALL_SECONDS + 1
+    assert ready() == (503, "stalled")
+    lifecycle.enter(Phase.DRAINING)
+    assert ready() == (503, "draining")
+
+
+def test_a_message_that_cannot_be_read_ends_requests_and_not_the_process(
+    frontend: Frontend, queue: EchoQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue.answers = False
+    request = make_request(make_choice("a"))
+    frontend._journal.open(request)
+    Sink(frontend).append((b"\xc1", "OK"))
+    assert request._failure is not None
+    assert request._failure.status == 500
+
+
+def test_a_body_that_is_announced_in_words_is_refused(client: TestClient) -> None:
+    response = client.post("/v1/completions", content=b"{}", headers={"content-length": "many"})
+    assert response.status_code == 400
+
+
+def test_the_worker_gets_only_the_address_of_the_frontend(frontend: Frontend) -> None:
+    assert frontend.__getstate__() == {"api_path": "/v1/completions"}
+
+
+def test_the_request_id_comes_back_with_success_and_failure(client: TestClient) -> None:
+    for body in ({"prompt": "a"}, {"prompt": ""}):
+        response = client.post("/v1/completions", content=json.dumps(body), headers={"x-request-id": "mine"})
+        assert response.headers["x-request-id"] == "mine"

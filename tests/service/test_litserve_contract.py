@@ -1,0 +1,206 @@
+"""Every private thing of LitServe that we lean on. A new version must pass these before it is pinned."""
+
+import asyncio
+import importlib.metadata
+import inspect
+import pickle
+from collections import deque
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from litserve import LitAPI, LitServer
+from litserve.loops import LitLoop, inference_worker
+from litserve.server import response_queue_to_buffer
+from litserve.specs.base import LitSpec
+from litserve.utils import LitAPIStatus, LoopResponseType, WorkerSetupStatus
+from starlette.testclient import TestClient
+
+
+class Loop(LitLoop):  # type: ignore[misc]
+    def __call__(self, *args: Any) -> None:
+        self.called_with = args
+
+
+class Spec(LitSpec):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.api_path = "/v1/things"
+
+    @property
+    def stream(self) -> bool:
+        return True
+
+    def pre_setup(self, lit_api: Any) -> None:
+        self.add_endpoint("/v1/things", self.things, ["POST"])
+        self.add_endpoint("/other", self.things, ["GET"])
+
+    async def things(self) -> dict[str, int]:
+        return {"things": 1}
+
+
+class API(LitAPI):  # type: ignore[misc]
+    def setup(self, device: str) -> None:
+        self.was_set_up = True
+
+    async def authorize(self) -> None:
+        self.was_asked = True
+
+
+@pytest.fixture(autouse=True)
+def _worker_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LitServe sets it in the worker process, which here is this one."""
+    monkeypatch.setenv("LITSERVE_WORKER_ID", "0")
+
+
+class Server(LitServer):  # type: ignore[misc]
+    def _register_internal_endpoints(self) -> None:
+        pass
+
+
+def make_server() -> Any:
+    return Server(API(loop=Loop(), spec=Spec()), accelerator="cpu", timeout=False, restart_workers=True)
+
+
+def test_the_version_is_the_one_these_tests_were_written_for() -> None:
+    assert importlib.metadata.version("litserve") == "0.2.19"
+
+
+def test_a_worker_calls_our_loop_once_with_everything_after_setup() -> None:
+    loop, statuses = Loop(), {"things_0": WorkerSetupStatus.STARTING}
+    api = API(loop=loop, spec=Spec())
+    runner = SimpleNamespace(trigger_event=lambda *args, **kwargs: None)
+    inference_worker(api, "cpu", 0, "queue", "transport", statuses, runner, True)
+    assert loop.called_with == (api, "cpu", 0, "queue", "transport", statuses, runner)
+    assert api.was_set_up
+    assert statuses == {"things_0": WorkerSetupStatus.READY}
+
+
+def test_setup_may_end_the_worker_by_system_exit() -> None:
+    class Broken(API):
+        def setup(self, device: str) -> None:
+            raise SystemExit(3)
+
+    statuses = {"things_0": WorkerSetupStatus.STARTING}
+    runner = SimpleNamespace(trigger_event=lambda *args, **kwargs: None)
+    with pytest.raises(SystemExit):
+        inference_worker(Broken(loop=Loop(), spec=Spec()), "cpu", 0, None, None, statuses, runner, True)
+    assert statuses == {"things_0": WorkerSetupStatus.STARTING}
+
+
+def test_put_response_sends_what_the_reader_unpacks() -> None:
+    sent = []
+    transport = SimpleNamespace(send=lambda item, consumer_id: sent.append((item, consumer_id)))
+    Loop().put_response(transport, 1, "bus", b"data", LitAPIStatus.OK, LoopResponseType.STREAMING)
+    ((item, consumer_id),) = sent
+    uid, (data, status, kind, _worker_id) = item
+    assert (uid, data, status, kind, consumer_id) == ("bus", b"data", "OK", LoopResponseType.STREAMING, 1)
+
+
+def test_get_request_gives_the_item_or_none_when_nothing_came() -> None:
+    from_queue = Loop().get_request
+    queue: Queue[Any] = Queue()
+    assert from_queue(queue, timeout=0.01) is None
+    queue.put((0, "uid", 1.0, (b"x",)))
+    assert from_queue(queue, timeout=0.01) == (0, "uid", 1.0, (b"x",))
+
+
+def test_the_reader_appends_messages_of_a_uid_to_its_buffer_and_sets_its_event() -> None:
+    async def test() -> None:
+        calls: list[Any] = []
+
+        class Sink:
+            worker_id = None
+
+            def append(self, response: Any) -> None:
+                calls.append(response[0])
+
+            def set(self) -> None:
+                calls.append("set")
+
+        sink: Any = Sink()
+        sink.response_queue = sink.event = sink
+        messages = deque([("bus", (b"data", LitAPIStatus.OK, LoopResponseType.STREAMING, 0)), None])
+
+        async def areceive(consumer_id: int) -> Any:
+            if messages:
+                return messages.popleft()
+            raise asyncio.CancelledError
+
+        server = make_server()
+        await response_queue_to_buffer(SimpleNamespace(areceive=areceive), {"bus": sink}, 0, server.litapi_connector)
+        assert calls == [b"data", "set"]
+
+    asyncio.run(test())
+
+
+def test_the_spec_owns_the_routes_and_litserve_adds_none() -> None:
+    server = make_server()
+    client = TestClient(server.app)  # without `with`: no lifespan, hence no transport
+    assert client.post("/v1/things").json() == client.get("/other").json() == {"things": 1}
+    assert server.lit_api.was_asked, "authorize is the routes' dependency"
+    for path in ("/", "/health", "/info", "/predict", "/shutdown"):
+        assert client.get(path).status_code == client.post(path).status_code == 404
+
+
+def test_the_spec_is_given_queue_and_buffer_before_the_api_process_is_forked() -> None:
+    server, spec = make_server(), Spec()
+    server.litapi_request_queues = {"/v1/things": "queue"}
+    spec.setup(server)
+    assert spec.request_queue == "queue"
+    assert spec.response_queue_id is None, "set for each API process in _start_server"
+    assert "lit_api.spec.response_queue_id = response_queue_id" in inspect.getsource(LitServer._start_server)
+
+
+def test_a_spec_may_decide_what_of_it_is_pickled() -> None:
+    class Small(Spec):
+        def __getstate__(self) -> dict[str, Any]:
+            return {"api_path": self.api_path}
+
+    globals()["Small"] = Small
+    Small.__qualname__ = "Small"
+    copy = pickle.loads(pickle.dumps(API(loop=Loop(), spec=Small())))
+    assert copy.api_path == "/v1/things"
+    assert set(vars(copy.spec)) == {"api_path"}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("_init_manager", ["self", "num_api_servers"]),
+        ("verify_worker_status", ["self"]),
+        ("launch_single_inference_worker", ["self", "lit_api", "worker_id"]),
+        ("lifespan", ["self", "app"]),
+        (
+            "_start_server",
+            ["self", "port", "num_uvicorn_servers", "log_level", "sockets", "uvicorn_worker_type", "kwargs"],
+        ),
+    ],
+)
+def test_what_we_override_has_this_signature_and_is_called_by_run(name: str, parameters: list[str]) -> None:
+    assert list(inspect.signature(getattr(LitServer, name)).parameters) == parameters
+    callers = (LitServer.run, LitServer._start_worker_monitoring, LitServer.__init__)
+    assert any(f"self.{name}" in inspect.getsource(caller) for caller in callers)
+
+
+def test_run_waits_on_the_shutdown_event_and_then_ends_api_workers_and_manager_in_that_order() -> None:
+    run = inspect.getsource(LitServer.run)
+    assert "self._shutdown_event.wait()" in run
+    assert "self.inference_workers.extend" in run
+    assert run.index("_init_manager") < run.index("verify_worker_status") < run.index("_start_server")
+    end = inspect.getsource(LitServer._perform_graceful_shutdown)
+    assert end.index("uvicorn_workers.items()") < end.index("self.inference_workers") < end.index("manager.shutdown")
+    assert "self.uvicorn_graceful_timeout" in end
+
+
+def test_the_monitor_asks_often_and_replaces_a_dead_worker() -> None:
+    monitor = inspect.getsource(LitServer._start_worker_monitoring)
+    assert "time.sleep(self.monitor_internal)" in monitor
+    assert "self.inference_workers[idx] = self.launch_single_inference_worker(lit_api, worker_id)" in monitor
+    assert make_server().restart_workers is True
+
+
+def test_workers_are_spawned_and_api_processes_forked() -> None:
+    assert 'get_context("spawn")' in inspect.getsource(LitServer.launch_inference_worker)
+    assert 'get_context("fork")' in inspect.getsource(LitServer._start_server)

@@ -1,0 +1,192 @@
+"""The loop around the engine: order of commands, one message a step, endings for everybody when it fails."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from service.messages import Cancel, Command, Event, FinishReason, StepStats, Submit, TokenDelta, encode_command
+from service.metrics import Metrics
+from service.worker import Driver, Parcel
+from tests.service.sequences import make_delta, make_finish, make_stats, make_submit
+
+
+@dataclass
+class Result:
+    events: list[TokenDelta]
+    stats: StepStats
+
+
+@dataclass
+class ScriptedEngine:
+    """An engine that counts one token a step for each sequence, and notes what is asked of it."""
+
+    calls: list[Any] = field(default_factory=list)
+    failures: list[Exception] = field(default_factory=list)
+    before_step: Callable[[], None] = lambda: None
+    live: dict[str, tuple[Submit, int]] = field(default_factory=dict)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.live)
+
+    def submit(self, submit: Submit) -> None:
+        assert submit.uid not in self.live, "an older attempt must be cancelled first"
+        self.calls.append(("submit", submit.uid, submit.attempt))
+        self.live[submit.uid] = (submit, 0)
+
+    def cancel(self, uid: str) -> None:
+        self.calls.append(("cancel", uid))
+        del self.live[uid]
+
+    def check_integrity(self) -> None:
+        self.calls.append("check")
+
+    def step(self) -> Result:
+        self.before_step()
+        self.calls.append("step")
+        if self.failures:
+            raise self.failures.pop(0)
+        events = []
+        for uid, (submit, count) in list(self.live.items()):
+            is_last = count + 1 == submit.params.max_tokens
+            finish = make_finish() if is_last else None
+            events.append(make_delta(uid, index=count, ids=(1,), text="x", attempt=submit.attempt, finish=finish))
+            self.live[uid] = (submit, count + 1)
+            if is_last:
+                del self.live[uid]
+        return Result(events, make_stats(num_running=len(self.live)))
+
+    def abort_all(self, error: str) -> list[TokenDelta]:
+        self.calls.append("abort_all")
+        finish = make_finish(FinishReason.ERROR, error=error)
+        events = [make_delta(uid, attempt=s.attempt, index=n, finish=finish) for uid, (s, n) in self.live.items()]
+        self.live.clear()
+        return events
+
+
+class Bench:
+    """A driver, its inbox, and what it sent."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.engine = ScriptedEngine()
+        self.inbox: SimpleQueue[Parcel] = SimpleQueue()
+        self.sent: list[tuple[int, list[Event]]] = []
+        engine: Any = self.engine
+        self.driver = Driver(
+            engine, inbox=self.inbox, send=lambda api, events: self.sent.append((api, events)), metrics=metrics
+        )
+
+    def put(self, *commands: Command, api: int = 0) -> None:
+        self.inbox.put((api, tuple(map(encode_command, commands))))
+
+    def uids(self) -> list[list[str]]:
+        return [[event.uid for event in events if isinstance(event, TokenDelta)] for _, events in self.sent]
+
+
+@pytest.fixture
+def bench(metrics: Metrics) -> Bench:
+    return Bench(metrics)
+
+
+def test_a_step_sends_one_message_with_everybodys_events(bench: Bench) -> None:
+    bench.put(make_submit("a"), make_submit("b"))
+    bench.put(make_submit("c"))
+    bench.driver.turn()
+    assert bench.uids() == [["a", "b", "c"]]
+    assert bench.engine.calls == ["check", ("submit", "a", 0), ("submit", "b", 0), ("submit", "c", 0), "step"]
+
+
+def test_each_api_process_gets_its_own_events(bench: Bench) -> None:
+    bench.put(make_submit("a"), api=0)
+    bench.put(make_submit("b"), api=1)
+    bench.driver.turn()
+    assert [(api, [e.uid for e in events]) for api, events in bench.sent if all(hasattr(e, "uid") for e in events)] == [
+        (0, ["a"]),
+        (1, ["b"]),
+    ]
+
+
+def test_commands_that_arrive_during_a_step_act_before_the_next(bench: Bench) -> None:
+    bench.put(make_submit("a"))
+    bench.engine.before_step = lambda: bench.put(make_submit("b"))
+    bench.driver.turn()
+    bench.engine.before_step = lambda: None
+    bench.driver.turn()
+    assert bench.uids() == [["a"], ["a", "b"]]
+
+
+def test_a_cancelled_sequence_is_gone_before_the_next_step(bench: Bench) -> None:
+    bench.put(make_submit("a"), make_submit("b"))
+    bench.driver.turn()
+    bench.put(Cancel(uid="a"), Cancel(uid="unknown"))
+    bench.driver.turn()
+    assert bench.uids() == [["a", "b"], ["b"]]
+    assert bench.engine.calls[-2:] == [("cancel", "a"), "step"]
+
+
+def test_a_finished_sequence_can_no_longer_be_cancelled(bench: Bench) -> None:
+    bench.put(make_submit("a", max_tokens=1), make_submit("b"))
+    bench.driver.turn()
+    bench.put(Cancel(uid="a"))
+    bench.driver.turn()
+    assert ("cancel", "a") not in bench.engine.calls
+
+
+def test_a_newer_attempt_takes_the_place_of_the_older(bench: Bench) -> None:
+    first = make_submit("a")
+    again = Submit(**{**{f: getattr(first, f) for f in first.__struct_fields__}, "attempt": 1})
+    bench.put(first, again)
+    bench.driver.turn()
+    assert bench.engine.calls[1:] == [("submit", "a", 0), ("cancel", "a"), ("submit", "a", 1), "step"]
+    ((_, events),) = bench.sent
+    assert [event.attempt for event in events if isinstance(event, TokenDelta)] == [1]
+
+
+def test_when_the_engine_raises_every_request_ends_with_an_error_and_the_next_is_served(bench: Bench) -> None:
+    bench.put(make_submit("a"), make_submit("b"))
+    bench.engine.failures = [ZeroDivisionError("at /some/path")]
+    bench.driver.turn()
+    ((_, events),) = bench.sent
+    finishes = [event.finish for event in events if isinstance(event, TokenDelta)]
+    assert [finish and finish.reason for finish in finishes] == [FinishReason.ERROR] * 2
+    assert all(finish and "path" not in (finish.error or "") for finish in finishes)
+    bench.put(make_submit("c"))
+    bench.driver.turn()
+    assert bench.uids()[1] == ["c"]
+
+
+def test_an_engine_that_fails_twice_in_a_row_is_given_up(bench: Bench) -> None:
+    bench.engine.failures = [ValueError("once"), ValueError("twice")]
+    bench.put(make_submit("a"))
+    bench.driver.turn()
+    bench.put(make_submit("b"))
+    with pytest.raises(RuntimeError, match="twice in a row"):
+        bench.driver.turn()
+    assert bench.uids() == [["a"], ["b"]], "the second one has its ending, too"
+
+
+def test_failures_with_success_between_them_are_survived(bench: Bench) -> None:
+    for uid in ("a", "b", "c"):
+        bench.engine.failures = [ValueError(uid)]
+        bench.put(make_submit(uid))
+        bench.driver.turn()
+        bench.put(make_submit(uid + "!", max_tokens=1))
+        bench.driver.turn()
+    assert bench.uids() == [["a"], ["a!"], ["b"], ["b!"], ["c"], ["c!"]]
+
+
+def test_an_idle_loop_checks_the_engine_and_blocks(bench: Bench) -> None:
+    turns = threading.Thread(target=lambda: [bench.driver.turn(), bench.driver.turn()], daemon=True)
+    turns.start()
+    bench.put(make_submit("a", max_tokens=1))
+    bench.put(make_submit("b", max_tokens=1))
+    turns.join(0.5)
+    while turns.is_alive():  # both may have come in one turn: then the second turn waits for work
+        bench.put(make_submit("c", max_tokens=1))
+        turns.join(5)
+    assert bench.engine.calls.count("check") == 2
+    assert bench.inbox.empty()
