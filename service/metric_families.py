@@ -7,8 +7,8 @@ work as they are.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
@@ -40,15 +40,16 @@ class EngineState(StrEnum):
 class Family:
     """One metric: everything about it but its values.
 
-    `labels` come after the common ones, each with the values known beforehand; empty when they are not. A counter
-    whose values are all known exists from the start, at 0: Prometheus sees no increase in a series that appears.
+    `labels` come after the common ones. `known` are their values as far as they are known beforehand: a counter
+    has these series from the start, at 0, because Prometheus sees no increase in a series that appears.
     """
 
     name: str
     kind: Kind
     unit: str
     help: str
-    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    labels: tuple[str, ...] = ()
+    known: tuple[tuple[str, ...], ...] = ((),)
     buckets: tuple[float, ...] = ()
     in_vllm: bool = False
 
@@ -56,10 +57,6 @@ class Family:
     def exposed_name(self) -> str:
         """The name queries use; a histogram's goes on with `_bucket`, `_sum` or `_count`."""
         return f"{PREFIX}{self.name}{'_total' if self.kind is Kind.COUNTER else ''}"
-
-    def known_label_values(self) -> Iterator[tuple[str, ...]]:
-        """Every combination of the known values; one empty combination for a family without labels."""
-        return itertools.product(*self.labels.values())
 
 
 # fmt: off
@@ -91,7 +88,7 @@ _FAMILIES = (
            "Arrival of the request to a choice's last token.", buckets=_WHOLE, in_vllm=True),
     Family("slo_requests", _C, "choices",
            "Choices by objective, and whether they met it. One that failed meets none.",
-           {"slo": ("ttft", "tpot", "all"), "met": ("true", "false")}),
+           ("slo", "met"), tuple(itertools.product(("ttft", "tpot", "all"), ("true", "false")))),
     # Where its time went, by the engine's clock.
     Family("request_queue_time_seconds", _H, "seconds",
            "Arrival to first scheduled.", buckets=_WHOLE, in_vllm=True),
@@ -111,16 +108,18 @@ _FAMILIES = (
     # How requests end.
     Family("request_success", _C, "choices",
            "Choices that the engine ended, by reason (vLLM's name: errors are among them).",
-           {"finished_reason": tuple(FinishReason)}, in_vllm=True),
+           ("finished_reason",), tuple((reason,) for reason in FinishReason), in_vllm=True),
     Family("request_failures", _C, "requests",
-           "Requests answered with an error, by HTTP status and error type.", {"status": (), "error_type": ()}),
+           "Requests answered with an error, by HTTP status and error type.", ("status", "error_type"),
+           (*((status, "invalid_request_error") for status in ("400", "404", "405", "413")),
+            ("500", "server_error"))),
     Family("admission_rejections", _C, "requests",
-           "Requests refused before any work was done for them.", {"reason": ("queue_full", "draining")},
-           in_vllm=True),
+           "Requests refused before any work was done for them.", ("reason",),
+           (("queue_full",), ("draining",)), in_vllm=True),
     Family("requests_cancelled", _C, "requests",
-           "Requests whose client left, by what they were doing.", {"phase": ("waiting", "running")}),
+           "Requests whose client left, by what they were doing.", ("phase",), (("waiting",), ("running",))),
     Family("wasted_tokens", _C, "tokens",
-           "Completion tokens computed for nobody.", {"reason": ("cancelled", "failed")}),
+           "Completion tokens computed for nobody.", ("reason",), (("cancelled",), ("failed",))),
     # The scheduler.
     Family("num_requests_running", _G, "choices", "Choices that compute.", in_vllm=True),
     Family("num_requests_waiting", _G, "choices", "Choices that wait for room.", in_vllm=True),
@@ -131,7 +130,7 @@ _FAMILIES = (
     # The KV-cache.
     Family("kv_cache_usage_perc", _G, "ratio", "Share of KV blocks in use, 0 to 1.", in_vllm=True),
     Family("cache_config_info", _G, "1", "The KV-cache's shape, in labels.",
-           {"block_size": (), "num_gpu_blocks": (), "cache_dtype": (), "device": ()}, in_vllm=True),
+           ("block_size", "num_gpu_blocks", "cache_dtype", "device"), (), in_vllm=True),
     Family("prefix_cache_queries", _C, "tokens", "Tokens looked up in the prefix cache.", in_vllm=True),
     Family("prefix_cache_hits", _C, "tokens", "Tokens found in the prefix cache.", in_vllm=True),
     Family("prompt_tokens_cached", _C, "tokens",
@@ -144,14 +143,14 @@ _FAMILIES = (
     Family("engine_busy_seconds", _C, "seconds", "Time spent in steps: its rate is the engine's utilization."),
     # The service.
     Family("engine_state", _G, "1", "1 for the state that holds, 0 for the others.",
-           {"state": tuple(EngineState)}),
+           ("state",), tuple((state,) for state in EngineState)),
     Family("startup_seconds", _G, "seconds", "Start of the worker to ready: model load and warm-up."),
     Family("worker_restarts", _C, "restarts", "Workers that died and were replaced.",
-           {"reason": ("signal", "exit")}),
+           ("reason",), (("signal",), ("exit",))),
     Family("requests_replayed", _C, "requests", "Requests a dead worker left unfinished, by what became of them.",
-           {"outcome": ("resubmitted", "gave_up")}),
+           ("outcome",), (("resubmitted",), ("gave_up",))),
     Family("build_info", _G, "1", "Versions, in labels.",
-           {"version": (), "python": (), "torch": (), "litserve": ()}),
+           ("version", "python", "torch", "litserve"), ()),
 )
 # fmt: on
 

@@ -57,7 +57,7 @@ class Metrics:
         self._objectives = Objectives() if objectives is None else objectives
         for family in FAMILIES.values():
             if family.kind is Kind.COUNTER:
-                for label_values in family.known_label_values():
+                for label_values in family.known:
                     self._counter(family.name, *label_values)
 
         # Children are looked up once: `labels()` costs more than the observation.

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from service import schemas
 from service.messages import FinishReason
 from service.metric_families import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Kind
 from service.metrics import EngineState, Metrics, Objectives, prepare_directory, render
@@ -259,6 +260,21 @@ def test_a_directory_must_be_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
     with pytest.raises(RuntimeError, match="prepare_directory"):
         Metrics(MODEL)
+
+
+def test_every_error_of_the_service_is_a_known_ending() -> None:
+    failures, rejections = FAMILIES["request_failures"].known, FAMILIES["admission_rejections"].known
+    refusals = (schemas.Overloaded, schemas.Draining)
+    assert {(refusal.code,) for refusal in refusals} == set(rejections)
+    errors = [
+        error
+        for error in vars(schemas).values()
+        if isinstance(error, type)
+        and issubclass(error, schemas.ApiError)
+        and not issubclass(error, (*refusals, schemas.ClientGone))
+        and not error.__name__.startswith("_")
+    ]
+    assert {(str(error.status), error.type) for error in errors} == set(failures)
 
 
 def test_help_is_a_sentence_of_plain_words() -> None:
