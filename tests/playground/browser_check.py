@@ -20,34 +20,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from service.schemas import CompletionRequest
+from tests.playground import event_stream
 from tests.playground.chromium import Chromium
 from tests.playground.playground import Playground
 from tests.playground.stub_server import HOSTILE, STORY, Record, StubServer
 
 DESK = {"width": 1280, "height": 800}
+PHONE = {"width": 390, "height": 844, "phone": True}
 SHOT_STATE = "#seed=11&max_tokens=120&logprobs=on"
-
-# Every way to cut a stream must give the same events: whole, byte by byte, and in two at each place.
-PARSER_CHECK = """(async (bytes) => {
-  const parse = async cuts => {
-    const events = [], ends = [...cuts, bytes.length];
-    const body = new ReadableStream({ start(c) {
-      ends.reduce((at, end) => { c.enqueue(new Uint8Array(bytes.slice(at, end))); return end; }, 0);
-      c.close();
-    } });
-    await readEvents(body, data => events.push(data));
-    return JSON.stringify(events);
-  };
-  const seen = new Set([await parse([]), await parse(bytes.map((_, i) => i))]);
-  for (let i = 0; i <= bytes.length; i += 1) seen.add(await parse([i]));
-  return [...seen].map(JSON.parse);
-})(%s)"""
-PARSER_INPUT = (
-    "\ufeffdata: one\r\n\r\n: a comment\r\n\r\ndata:two\r\ndata: lines\r\n\r\n"
-    "data: three\rdata: more\r\revent: x\nid: 3\ndata:  café “🦊”\n\n"
-    'retry: 5\n\ndata\n\ndata: {"a": "b:c"}\r\n\r\ndata: never finished\n'
-)
-PARSER_OUTPUT = ["one", "two\nlines", "three\nmore", " café “🦊”", "", '{"a": "b:c"}']
+SHOT_TOKEN = 40
 
 # Spans that show another text than their token's; a token that is not whole characters has no text of its own.
 MISPLACED_TOKENS = """[...document.querySelectorAll('.token')].slice(0, -1).filter(span => {
@@ -58,7 +39,7 @@ MISPLACED_TOKENS = """[...document.querySelectorAll('.token')].slice(0, -1).filt
 
 def check_parser(page: Playground) -> None:
     page.open()
-    assert page.browser.run(PARSER_CHECK % list(PARSER_INPUT.encode())) == [PARSER_OUTPUT]
+    assert page.browser.run(event_stream.CHECK % list(event_stream.INPUT.encode())) == [event_stream.OUTPUT]
 
 
 def check_stream(page: Playground) -> None:
@@ -197,6 +178,26 @@ def check_screens(page: Playground) -> None:
     page.browser.set_screen(**DESK)
 
 
+def check_scrolling(page: Playground) -> None:
+    """The end stays in sight until the reader scrolls back, even by a little, and again once they return to it."""
+    follows = "document.getElementById('caret').getBoundingClientRect().bottom <= innerHeight"
+    for screen, scroller in ((DESK, "document.getElementById('page')"), (PHONE, "document.scrollingElement")):
+        page.browser.set_screen(**screen)
+        page.open()
+        page.start("<steady> " + "Once upon a time there was a fox. " * 30, max_tokens="200")
+        page.browser.until_script("active.numChunks > 5")
+        assert page.browser.run(f"{scroller}.scrollTop > 0 && {follows}")
+        for _ in range(4):
+            page.browser.wheel("#story", -15)
+        page.browser.until_script("!following")
+        page.browser.until(lambda at=scroller: page.rests(at), "the text to stay where the reader put it")
+        page.browser.wheel("#story", 2000)
+        page.browser.until_script("following")
+        page.wait()
+        assert page.browser.run(follows)
+    page.browser.set_screen(**DESK)
+
+
 def check_errors(page: Playground) -> None:
     page.open()
     refused = page.problem("<400>")
@@ -250,7 +251,7 @@ CHECKS: tuple[Callable[[Playground], None], ...] = (
     check_parser, check_stream, check_nothing_moves, check_stop, check_tokens, check_copies, check_link, check_limits,
     check_markup_stays_text, check_screens,
 )  # fmt: skip
-STUB_CHECKS = (check_errors, check_busy, check_line_ends, check_no_server)
+STUB_CHECKS = (check_scrolling, check_errors, check_busy, check_line_ends, check_no_server)
 
 
 def check_quiet(browser: Chromium, url: str) -> None:
@@ -272,13 +273,14 @@ def take_screenshots(page: Playground, folder: Path) -> None:
     for name, screen in {
         "light": DESK | {"scale": 1.5},
         "dark": DESK | {"scale": 1.5, "dark": True},
-        "phone": {"width": 390, "height": 844, "scale": 2, "phone": True},
+        "phone": PHONE | {"scale": 2},
     }.items():
         page.browser.set_screen(**screen)
         page.open(SHOT_STATE)
-        page.generate(page.browser.run("document.getElementById('prompt').value"))
+        page.browser.run("document.getElementById('generate').click()")
+        page.wait()
         if name != "phone":
-            page.browser.run("document.querySelectorAll('.token')[24].id = 'shot'")
+            page.browser.run(f"document.querySelectorAll('.token')[{SHOT_TOKEN}].id = 'shot'")
             page.browser.point_at("#shot")
         page.browser.screenshot(folder / f"{name}.png")
     page.browser.set_screen(**DESK)

@@ -147,6 +147,12 @@ class Chromium:
                 modifiers=2 if ctrl else 0,
             )
 
+    def wheel(self, selector: str, pixels: float) -> None:
+        """Turn the mouse wheel over an element; positive is down."""
+        box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
+        x, y = self.run(f"(box => [box.x + 20, Math.max(box.y, 0) + Math.min(box.height, innerHeight) / 2])({box})")
+        self._command("Input.dispatchMouseEvent", type="mouseWheel", x=x, y=y, deltaX=0, deltaY=pixels)
+
     def point_at(self, selector: str) -> None:
         """Move the mouse over the middle of the first line of an element."""
         first_line = f"document.querySelector({json.dumps(selector)}).getClientRects()[0]"

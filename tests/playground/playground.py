@@ -63,3 +63,9 @@ class Playground:
         return {part: self.text(f"problem-{part}") for part in ("title", "message", "detail")} | {
             "retry": self.visible("retry")
         }
+
+    def rests(self, scroller: str) -> bool:
+        """Whether the scroll position stays while some lines of text arrive."""
+        place, num_chunks = self.browser.run(f"[{scroller}.scrollTop, active.numChunks]")
+        self.browser.until_script(f"active.numChunks > {num_chunks + 30}")
+        return bool(self.browser.run(f"{scroller}.scrollTop") == place)

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 PAGE = Path(__file__).parents[2] / "service" / "playground" / "index.html"
 MODEL = "stub-stories"
 CONTEXT_LENGTH = 512
-FAULTS = ("<400>", "<429>", "<503>", "<html>", "<error>", "<cut>", "<truncated>", "<slow>")
+FAULTS = ("<400>", "<429>", "<503>", "<html>", "<error>", "<cut>", "<truncated>", "<slow>", "<steady>")
 
 STORY = (
     " He did not know what it opened, so he carried it home and hid it in a little blue cup. That night the key began"
@@ -131,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         tokens = [HOSTILE] if "<hostile>" in body["prompt"] else split_tokens(STORY)[: body["max_tokens"]]
-        pause = 0.25 if fault == "<slow>" else self.token_seconds
+        pause = {"<slow>": 0.25, "<steady>": 0.03}.get(fault, self.token_seconds)
         try:
             self._send_tokens(body, tokens, fault, pause)
             if fault != "<truncated>":
