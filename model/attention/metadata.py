@@ -3,6 +3,7 @@
 Legend: T packed tokens, B sequences, N blocks of the longest block table, P slots per block.
 """
 
+import dataclasses
 import functools
 import itertools
 from dataclasses import dataclass
@@ -72,6 +73,17 @@ class AttentionMetadata:
     def is_decode(self) -> bool:
         """Whether every sequence computes exactly one token."""
         return len(self.query_lengths) == self.positions_T.shape[0]
+
+    def to(self, device: torch.device) -> Self:
+        """The same batch with its tensors on `device`; itself if they are there."""
+        if self.positions_T.device == device:
+            return self
+        tensors = {
+            name: value.to(device, non_blocking=True)
+            for name in ("positions_T", "logit_rows_R", "slot_mapping_T", "block_tables_BN")
+            if (value := getattr(self, name)) is not None
+        }
+        return dataclasses.replace(self, **tensors)
 
     @classmethod
     def uncached(cls, lengths: tuple[int, ...], device: torch.device | str = "cpu") -> Self:

@@ -1,0 +1,234 @@
+"""The composition root: decide, execute, commit, and text for whoever waits.
+
+Single-threaded: whoever calls `step` calls everything else too.
+"""
+
+import time
+from dataclasses import dataclass
+
+from model.tokenizer import Tokenizer
+from model.transformer import Transformer
+from service.engine.config import EngineConfig
+from service.engine.detokenizer import Detokenizer
+from service.engine.inputs import build_inputs
+from service.engine.runner import ModelRunner, Runner, StepOutputs
+from service.engine.scheduler import Chunk, Scheduler, StepPlan
+from service.engine.sequence import Sequence
+from service.messages import Finish, FinishReason, StepStats, Submit, TokenDelta, TokenLogprob
+
+_NO_OUTPUTS = StepOutputs(token_ids=[], logprobs=[], prompt_logprobs={})
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step has for those who wait, and for the metrics."""
+
+    events: list[TokenDelta]
+    stats: StepStats
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A sequence's text, and its prompt's scores until they are told."""
+
+    detokenizer: Detokenizer
+    prompt_logprobs: list[TokenLogprob] | None
+
+
+class Engine:
+    """Sequences in, text out.
+
+    Args:
+        model: what is served.
+        tokenizer: its tokenizer.
+        config: sizes and budgets.
+        runner: computes the steps; a `ModelRunner` of the model where none is given.
+    """
+
+    def __init__(
+        self, model: Transformer, tokenizer: Tokenizer, config: EngineConfig, *, runner: Runner | None = None
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._scheduler = Scheduler(
+            config, max_context_length=model.config.max_context_length, eos_token_id=tokenizer.eos_token_id
+        )
+        if runner is None:
+            runner = ModelRunner(model, num_blocks=config.num_blocks, block_size=config.block_size)
+        self._runner = runner
+        self._texts: dict[str, _Text] = {}
+        self._refusals: list[TokenDelta] = []
+        self._num_submitted = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+        return self._scheduler.has_work or bool(self._refusals)
+
+    def submit(self, submit: Submit) -> None:
+        """Take on a completion. One that can't be computed gets its ending, with the reason, from the next step.
+
+        A newer attempt takes the place of an older one; an older one is passed over.
+        """
+        known = self._scheduler.get(submit.uid)
+        if known is not None:
+            if submit.attempt <= known.attempt:
+                return
+            self.cancel(submit.uid)
+        self._num_submitted += 1
+        sequence = Sequence.from_submit(submit, self._num_submitted)
+        try:
+            self._scheduler.add(sequence)
+        except ValueError as error:
+            sequence.finish_reason = FinishReason.ERROR
+            self._refusals.append(_delta(sequence, finish=_finish(sequence, str(error))))
+            return
+        wanted = submit.params.prompt_logprobs
+        first = TokenLogprob(token_id=submit.prompt_token_ids[0], logprob=None, top=())
+        text = _Text(Detokenizer(self._tokenizer, submit.params), None if wanted is None else [first])
+        self._texts[submit.uid] = text
+        for token_id in submit.prior_token_ids:
+            # Whoever has these tokens has their text as well: it is a function of them.
+            if (stop := text.detokenizer.push(token_id).stop) is not None:
+                self._scheduler.end(sequence, FinishReason.STOP, stop)
+                break
+
+    def cancel(self, uid: str) -> None:
+        """Forget a sequence: its blocks are free now, and it has no further events. Unknown uids are passed over."""
+        if self._scheduler.cancel(uid):
+            del self._texts[uid]
+
+    def step(self) -> StepResult:
+        """Compute one step of everything that is running."""
+        began = time.perf_counter()
+        plan = self._scheduler.schedule()
+        outputs = _NO_OUTPUTS
+        if plan.chunks:
+            size, scratch = self._config.block_size, self._config.num_blocks
+            outputs = self._runner.run(build_inputs(plan, self._scheduler, block_size=size, scratch_block=scratch))
+        self._scheduler.commit(plan, outputs.token_ids)
+        events = self._tell(plan, outputs)
+        return StepResult(events, self._stats(plan, len(outputs.token_ids), time.perf_counter() - began))
+
+    def abort_all(self, error: str) -> list[TokenDelta]:
+        """End everything with an error, free everything. For when a step failed."""
+        events, self._refusals = self._refusals, []
+        for sequence in self._scheduler.sequences():
+            self._scheduler.finish(sequence, FinishReason.ERROR)
+            events.append(_delta(sequence, finish=_finish(sequence, error)))
+        self._texts.clear()
+        return events
+
+    def check_integrity(self) -> None:
+        """Nothing leaked, nothing owned twice.
+
+        Raises:
+            AssertionError: a bug of ours.
+        """
+        self._scheduler.check_integrity()
+        assert self._texts.keys() == {sequence.uid for sequence in self._scheduler.sequences()}
+
+    def _tell(self, plan: StepPlan, outputs: StepOutputs) -> list[TokenDelta]:
+        """The events of a step that has been committed."""
+        events, self._refusals = self._refusals, []
+        for sequence in plan.ended:
+            text = self._texts.pop(sequence.uid).detokenizer.flush().text
+            events.append(_delta(sequence, text=text, finish=_finish(sequence)))
+        for uid, logprobs in outputs.prompt_logprobs.items():
+            scored = self._texts[uid].prompt_logprobs
+            assert scored is not None
+            scored += logprobs
+        drawn = zip(outputs.token_ids, outputs.logprobs, strict=True)
+        for chunk in plan.chunks:
+            if chunk.draws:
+                events.append(self._told_token(chunk, *next(drawn)))
+            elif chunk.sequence.finish_reason is not None:  # only a prompt to be computed
+                prompt_logprobs = self._texts.pop(chunk.sequence.uid).prompt_logprobs
+                finish = _finish(chunk.sequence)
+                events.append(_delta(chunk.sequence, prompt_logprobs=prompt_logprobs, finish=finish))
+        return events
+
+    def _told_token(self, chunk: Chunk, token_id: int, logprob: TokenLogprob | None) -> TokenDelta:
+        """The event of one drawn token; ends its sequence where a stop string did."""
+        sequence = chunk.sequence
+        text = self._texts[sequence.uid]
+        pushed = text.detokenizer.push(token_id)
+        shown, stop = pushed.text, pushed.stop
+        if stop is None and sequence.finish_reason is not None:
+            flushed = text.detokenizer.flush()
+            shown, stop = shown + flushed.text, flushed.stop
+        if stop is not None:
+            self._scheduler.finish(sequence, FinishReason.STOP, stop)
+        if sequence.finish_reason is not None:
+            del self._texts[sequence.uid]
+        first = sequence.num_completion_tokens == sequence.num_prior_tokens + 1
+        return TokenDelta(
+            uid=sequence.uid,
+            attempt=sequence.attempt,
+            index=sequence.num_completion_tokens - 1,
+            token_ids=(token_id,),
+            text=shown,
+            logprobs=None if logprob is None else (logprob,),
+            prompt_logprobs=None if text.prompt_logprobs is None or not first else tuple(text.prompt_logprobs),
+            finish=None if sequence.finish_reason is None else _finish(sequence),
+        )
+
+    def _stats(self, plan: StepPlan, num_drawn: int, seconds: float) -> StepStats:
+        num_blocks, num_free = self._config.num_blocks, self._scheduler.num_free_blocks
+        prompt_tokens = (
+            max(0, min(chunk.start + chunk.num_tokens, chunk.sequence.num_prompt_tokens) - chunk.start)
+            for chunk in plan.chunks
+        )
+        return StepStats(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_blocks=num_blocks,
+            num_free_blocks=num_free,
+            kv_usage=1 - num_free / num_blocks,
+            batch_size=len(plan.chunks),
+            num_prompt_tokens=sum(prompt_tokens),
+            num_completion_tokens=num_drawn,
+            num_cached_prompt_tokens=plan.num_cached_prompt_tokens,
+            num_prefix_queries=plan.num_prefix_queries,
+            num_prefix_hits=plan.num_prefix_hits,
+            num_preemptions=plan.num_preemptions,
+            step_seconds=seconds,
+        )
+
+
+def _delta(
+    sequence: Sequence, *, finish: Finish, text: str = "", prompt_logprobs: list[TokenLogprob] | None = None
+) -> TokenDelta:
+    """An ending without a token."""
+    return TokenDelta(
+        uid=sequence.uid,
+        attempt=sequence.attempt,
+        index=sequence.num_completion_tokens,
+        token_ids=(),
+        text=text,
+        logprobs=None,
+        prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
+        finish=finish,
+    )
+
+
+def _finish(sequence: Sequence, error: str | None = None) -> Finish:
+    """The facts of a sequence that has ended."""
+    assert sequence.finish_reason is not None
+    scheduled, first, last = (
+        sequence.first_scheduled_seconds,
+        sequence.first_token_seconds,
+        sequence.last_token_seconds,
+    )
+    return Finish(
+        reason=sequence.finish_reason,
+        stop_reason=sequence.stop_reason,
+        error=error,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_completion_tokens=sequence.num_completion_tokens,
+        num_cached_tokens=sequence.num_cached_tokens,
+        num_preemptions=sequence.num_preemptions,
+        queue_seconds=0.0 if scheduled is None else scheduled - sequence.arrival_seconds,
+        prefill_seconds=0.0 if scheduled is None or first is None else first - scheduled,
+        decode_seconds=0.0 if first is None or last is None else last - first,
+    )

@@ -1,0 +1,109 @@
+"""A plan's integers become the tensors of one forward pass. Pure functions.
+
+Legend: T packed tokens, B sequences, N blocks of the longest table, R rows whose logits are wanted.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model.attention.metadata import AttentionMetadata
+from model.config import SamplingParams
+from service.engine.scheduler import Chunk, Scheduler, StepPlan
+
+# A matrix product of one to three rows runs another kernel on the CPU, and rounds differently, than one of four and
+# more (measured with float32 and bfloat16, oneDNN and MKL): with rows that nobody reads as padding, a sequence's
+# numbers do not change when others join it or leave.
+MIN_ROWS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """A chunk whose prompt is scored: rows `first_row` onward are the logits of prompt positions that have a successor
+    in the prompt, `targets` are those successors."""
+
+    uid: str
+    first_row: int
+    targets: tuple[int, ...]
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInputs:
+    """One forward pass. Its first `len(params)` logit rows are to be drawn from, in the order of the plan's chunks."""
+
+    token_ids_T: Tensor
+    metadata: AttentionMetadata
+    params: tuple[SamplingParams, ...]
+    positions: tuple[int, ...]
+    forbidden: tuple[tuple[int, ...], ...]
+    prompt_rows: tuple[PromptRows, ...]
+
+
+def build_inputs(plan: StepPlan, scheduler: Scheduler, *, block_size: int, scratch_block: int) -> ModelInputs:
+    """Tensors for a plan of at least one chunk. Padding rows write to `scratch_block`, which no sequence owns."""
+    chunks = plan.chunks
+    num_padding = max(0, MIN_ROWS - plan.num_tokens)
+    lengths = [chunk.num_tokens for chunk in chunks] + [1] * num_padding
+    contexts = [chunk.start + chunk.num_tokens for chunk in chunks] + [1] * num_padding
+    token_ids: list[int] = []
+    for chunk in chunks:
+        token_ids += chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+    token_ids += [0] * num_padding
+    tables_BN = _block_tables(chunks, contexts, block_size, scratch_block)
+    positions_T = np.concatenate([np.arange(c - n, c) for n, c in zip(lengths, contexts, strict=True)])
+    sequence_of_T = np.repeat(np.arange(len(lengths)), lengths)
+    slots_T = tables_BN[sequence_of_T, positions_T // block_size] * block_size + positions_T % block_size
+    draws = [chunk for chunk in chunks if chunk.draws]
+    logit_rows, prompt_rows = _logit_rows(chunks)
+    logit_rows += [0] * max(0, MIN_ROWS - len(logit_rows))
+    return ModelInputs(
+        token_ids_T=torch.tensor(token_ids),
+        metadata=AttentionMetadata(
+            query_lengths=tuple(lengths),
+            context_lengths=tuple(contexts),
+            positions_T=torch.from_numpy(positions_T),
+            logit_rows_R=torch.tensor(logit_rows),
+            slot_mapping_T=torch.from_numpy(slots_T),
+            block_tables_BN=torch.from_numpy(tables_BN),
+        ),
+        params=tuple(chunk.sequence.params for chunk in draws),
+        positions=tuple(len(chunk.sequence.token_ids) for chunk in draws),
+        forbidden=tuple(scheduler.forbidden_token_ids(chunk.sequence) for chunk in draws),
+        prompt_rows=prompt_rows,
+    )
+
+
+def _block_tables(chunks: tuple[Chunk, ...], contexts: list[int], size: int, scratch_block: int) -> NDArray[np.int64]:
+    """BN int64: the blocks each sequence reads, padded with the scratch block."""
+    width = -(-max(contexts) // size)
+    padding = [scratch_block] * width
+    tables = [(chunk.sequence.block_table + padding)[:width] for chunk in chunks]
+    return np.array(tables + [padding] * (len(contexts) - len(chunks)), dtype=np.int64)
+
+
+def _logit_rows(chunks: tuple[Chunk, ...]) -> tuple[list[int], tuple[PromptRows, ...]]:
+    """The packed tokens whose logits are wanted: first each drawing chunk's last, then those of scored prompts."""
+    last_rows: list[int] = []
+    scored: list[tuple[Chunk, int]] = []
+    start_row = 0
+    for chunk in chunks:
+        if chunk.draws:
+            last_rows.append(start_row + chunk.num_tokens - 1)
+        if chunk.sequence.params.prompt_logprobs is not None:
+            scored.append((chunk, start_row))
+        start_row += chunk.num_tokens
+    rows = list(last_rows)
+    prompt_rows: list[PromptRows] = []
+    for chunk, start_row in scored:
+        sequence = chunk.sequence
+        end = min(chunk.start + chunk.num_tokens, sequence.num_prompt_tokens - 1)
+        if chunk.start < end:
+            targets = tuple(sequence.token_ids[chunk.start + 1 : end + 1])
+            num_top = sequence.params.prompt_logprobs or 0
+            prompt_rows.append(PromptRows(sequence.uid, len(rows), targets, num_top))
+            rows += range(start_row, start_row + len(targets))
+    return rows, tuple(prompt_rows)

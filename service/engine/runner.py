@@ -1,0 +1,94 @@
+"""One forward pass and one sample. Owns the model and the KV tensors; the only file of the engine that says `device`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from model.config import SamplingParams
+from model.kv_cache import KVCache
+from model.sampling import sample, top_logprobs
+from model.transformer import Transformer
+from service.engine.inputs import ModelInputs
+from service.messages import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutputs:
+    """What one forward pass gave: a token for each row of `ModelInputs.params`, and log-probabilities where asked.
+
+    logprobs: one entry a token; None for a sequence that asked for none.
+    prompt_logprobs: uid -> the scored successors of this chunk.
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprob | None]
+    prompt_logprobs: dict[str, list[TokenLogprob]]
+
+
+class Runner(Protocol):
+    """What the engine needs of whoever computes: the model's runner, or a fake in tests."""
+
+    def run(self, inputs: ModelInputs) -> StepOutputs:
+        """Compute a step."""
+        ...
+
+
+class ModelRunner:
+    """Runs a transformer over a paged cache of `num_blocks` blocks, and one more that padding writes to."""
+
+    def __init__(self, model: Transformer, *, num_blocks: int, block_size: int) -> None:
+        self._model = model
+        weight = model.token_embedding.weight
+        self._device = weight.device
+        self._cache = KVCache(
+            model.config, num_blocks=num_blocks + 1, block_size=block_size, dtype=weight.dtype, device=weight.device
+        )
+
+    @torch.inference_mode()
+    def run(self, inputs: ModelInputs) -> StepOutputs:
+        """Compute a step: the ids go to the host in one copy."""
+        metadata = inputs.metadata.to(self._device)
+        token_ids_T = inputs.token_ids_T.to(self._device, non_blocking=True)
+        logits_RV = self._model(token_ids_T, metadata, self._cache)
+        num_drawn = len(inputs.params)
+        token_ids: list[int] = []
+        if num_drawn:
+            drawn_BV = logits_RV[:num_drawn]
+            ids_B = sample(drawn_BV, inputs.params, inputs.positions, forbidden=inputs.forbidden)
+            token_ids = ids_B.tolist()
+        return StepOutputs(
+            token_ids=token_ids,
+            logprobs=_drawn_logprobs(logits_RV, token_ids, inputs.params),
+            prompt_logprobs={
+                rows.uid: _token_logprobs(
+                    logits_RV[rows.first_row : rows.first_row + len(rows.targets)], rows.targets, rows.num_top
+                )
+                for rows in inputs.prompt_rows
+            },
+        )
+
+
+def _drawn_logprobs(
+    logits_RV: Tensor, token_ids: list[int], params: Sequence[SamplingParams]
+) -> list[TokenLogprob | None]:
+    """Log-probabilities of the drawn tokens whose sequences asked for them."""
+    entries: list[TokenLogprob | None] = [None] * len(params)
+    asked = [row for row, param in enumerate(params) if param.logprobs is not None]
+    if asked:
+        num_top = max(params[row].logprobs or 0 for row in asked)
+        found = _token_logprobs(logits_RV[asked], [token_ids[row] for row in asked], num_top)
+        for row, entry in zip(asked, found, strict=True):
+            wanted = params[row].logprobs or 0
+            entries[row] = TokenLogprob(token_id=entry.token_id, logprob=entry.logprob, top=entry.top[:wanted])
+    return entries
+
+
+def _token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
+    found = top_logprobs(logits_RV, token_ids, num_top)
+    return [
+        TokenLogprob(token_id=token_id, logprob=logprob, top=tuple(top))
+        for token_id, (logprob, top) in zip(token_ids, found, strict=True)
+    ]

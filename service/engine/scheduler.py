@@ -1,0 +1,386 @@
+"""Who computes how much in the next step. Pure Python: integers in, integers out.
+
+There are no phases. A sequence has `num_computed_tokens` and must catch up with its tokens; a step has one budget of
+`max_batched_tokens`, which serves sequences that are one token behind first (decode) and spends the rest on longer
+arrears (prompts), oldest first. Continuous batching, chunked prefill, prefix hits and going on after a preemption or a
+crash are all this one rule. (The idea is vLLM's; Kwon et al. 2023, Agrawal et al. 2023, arXiv 2308.16369.)
+
+Why nothing starves: what runs longest is served first and may take blocks from whatever came later, and every
+sequence that is let in fits the pool alone. So the oldest always goes on, ends, and the next is oldest.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from service.engine.block_pool import BlockPool, block_hash
+from service.engine.config import EngineConfig
+from service.engine.sequence import Sequence, SequenceStatus
+from service.messages import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Compute `num_tokens` of a sequence from position `start` on; draw its next token if `draws`."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    draws: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What one step computes, and what happened while it was decided."""
+
+    chunks: tuple[Chunk, ...]
+    ended: tuple[Sequence, ...]  # finished without computing: a deadline passed, or nothing was left to do
+    num_cached_prompt_tokens: int
+    num_prefix_queries: int  # in tokens, as vLLM counts them
+    num_prefix_hits: int
+    num_preemptions: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed."""
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+class Scheduler:
+    """Owner of all sequences and of the block pool.
+
+    Args:
+        max_context_length: positions of the model; a sequence ends there.
+        eos_token_id: what ends a text.
+        clock: seconds; `time.monotonic` but in tests.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        max_context_length: int,
+        eos_token_id: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._max_context_length = max_context_length
+        self._eos_token_id = eos_token_id
+        self._clock = clock
+        self._pool = BlockPool(config.num_blocks)
+        self._sequences: dict[str, Sequence] = {}
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []  # by arrival
+        self._ended: list[Sequence] = []
+        self._num_with_deadline = 0
+        self._num_preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that own no blocks yet, or no more."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that own blocks."""
+        return len(self._running)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks nobody owns."""
+        return self._pool.num_free
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._waiting or self._running or self._ended)
+
+    def sequences(self) -> list[Sequence]:
+        """All unfinished sequences."""
+        return list(self._sequences.values())
+
+    def get(self, uid: str) -> Sequence | None:
+        """The unfinished sequence of that uid."""
+        return self._sequences.get(uid)
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its turn.
+
+        Raises:
+            ValueError: it could never be computed: empty, longer than the context, larger than the pool, or known.
+        """
+        length, limit = len(sequence.token_ids), self._max_context_length
+        if sequence.uid in self._sequences:
+            raise ValueError(f"sequence {sequence.uid} is already here")
+        if not 1 <= sequence.num_prompt_tokens <= limit or length > limit:
+            raise ValueError(f"a prompt of {length} tokens; the context holds 1 to {limit}")
+        most = min(limit, sequence.num_prompt_tokens + sequence.params.max_tokens)
+        capacity = self._config.num_blocks * self._config.block_size
+        if most > capacity:
+            raise ValueError(f"up to {most} tokens; the KV-cache holds {capacity}")
+        self._sequences[sequence.uid] = sequence
+        self._waiting.append(sequence)
+        self._num_with_deadline += sequence.deadline_seconds is not None
+        if sequence.num_prior_tokens and self._ends(sequence, sequence.token_ids[-1]):
+            self._ended.append(sequence)  # only its ending was lost
+
+    def cancel(self, uid: str) -> bool:
+        """Forget a sequence; its blocks are free at once. Returns whether it was here."""
+        sequence = self._sequences.get(uid)
+        if sequence is None:
+            return False
+        self.finish(sequence, FinishReason.ABORT)
+        return True
+
+    def schedule(self) -> StepPlan:
+        """Decide the next step. `commit` must follow, with the tokens drawn."""
+        self._num_preemptions = 0
+        ended = self._take_ended()
+        budget = self._config.max_batched_tokens
+        chunks: dict[str, Chunk] = {}
+        for is_decode in (True, False):
+            # A copy: whoever is served may preempt from the end of the list.
+            for sequence in tuple(self._running):
+                remaining = sequence.num_remaining_tokens
+                if (remaining == 1) is not is_decode or sequence.status is not SequenceStatus.RUNNING:
+                    continue
+                wanted = min(remaining, budget)
+                if wanted == 0:
+                    break
+                num_chunks = len(chunks)
+                if not self._reserve(sequence, sequence.num_computed_tokens + wanted, chunks):
+                    continue
+                chunks[sequence.uid] = _chunk(sequence, wanted)
+                if len(chunks) == num_chunks + 1:
+                    budget -= wanted
+                else:  # what was preempted had a share of the budget already
+                    budget = self._config.max_batched_tokens - sum(chunk.num_tokens for chunk in chunks.values())
+        queries = hits = 0
+        while budget and self._waiting and len(self._running) < self._config.max_num_running:
+            if self._num_preemptions or (admitted := self._admit()) is None:
+                break
+            sequence, num_queried = admitted
+            queries += num_queried
+            hits += sequence.num_computed_tokens
+            wanted = min(sequence.num_remaining_tokens, budget)
+            chunks[sequence.uid] = _chunk(sequence, wanted)
+            budget -= wanted
+        self._stamp(chunks.values())
+        return StepPlan(
+            chunks=tuple(chunks.values()),
+            ended=ended,
+            num_cached_prompt_tokens=hits,
+            num_prefix_queries=queries,
+            num_prefix_hits=hits,
+            num_preemptions=self._num_preemptions,
+        )
+
+    def commit(self, plan: StepPlan, token_ids: list[int]) -> list[Sequence]:
+        """Take up what a step computed: one drawn token for each chunk that draws, in order.
+
+        Returns the sequences that ended by it, their blocks already free.
+        """
+        drawn = iter(token_ids)
+        now = self._clock()
+        finished: list[Sequence] = []
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            sequence.num_computed_tokens += chunk.num_tokens
+            self._register_full_blocks(sequence)
+            if chunk.draws:
+                token_id = next(drawn)
+                sequence.token_ids.append(token_id)
+                sequence.last_token_seconds = now
+                if sequence.first_token_seconds is None:
+                    sequence.first_token_seconds = now
+                ends = self._ends(sequence, token_id)
+            else:
+                ends = sequence.params.max_tokens == 0 and not sequence.num_remaining_tokens
+                if ends:
+                    sequence.finish_reason = FinishReason.LENGTH
+            if ends:
+                self._retire(sequence)
+                finished.append(sequence)
+        assert next(drawn, None) is None, "more tokens than sequences that draw"
+        return finished
+
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        """End a sequence for a reason that is not in its ids: a stop string, or a failure.
+
+        One that `commit` has ended already keeps no other reason than this one: its text ended first.
+        """
+        sequence.finish_reason = reason
+        sequence.stop_reason = stop_reason
+        if sequence.status is not SequenceStatus.FINISHED:
+            self._retire(sequence)
+            self._ended = [ended for ended in self._ended if ended is not sequence]
+
+    def end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        """Let the next step end a sequence without computing it; an ending it has already stays."""
+        if sequence.finish_reason is None:
+            sequence.finish_reason = reason
+            sequence.stop_reason = stop_reason
+            self._ended.append(sequence)
+
+    def forbidden_token_ids(self, sequence: Sequence) -> tuple[int, ...]:
+        """What the next draw must avoid: whatever would end the sequence before `min_tokens`."""
+        params = sequence.params
+        if sequence.num_completion_tokens >= params.min_tokens:
+            return ()
+        return params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, self._eos_token_id)
+
+    def check_integrity(self) -> None:
+        """Every sequence is in one place, and every block is owned by who has it in its table, or free.
+
+        Raises:
+            AssertionError: a bug of ours.
+        """
+        assert all(s.status is SequenceStatus.RUNNING for s in self._running)
+        assert all(s.status is SequenceStatus.WAITING and not s.block_table for s in self._waiting)
+        assert len(self._running) <= self._config.max_num_running
+        numbers = [sequence.arrival_number for sequence in self._running]
+        assert numbers == sorted(numbers), "the running list is not by arrival"
+        placed = [*self._running, *self._waiting]
+        assert sorted(s.uid for s in placed) == sorted(self._sequences), "a sequence is lost or stands twice"
+        with_deadline = sum(s.deadline_seconds is not None for s in placed)
+        assert with_deadline == self._num_with_deadline
+        self._pool.check_integrity([sequence.block_table for sequence in self._running])
+
+    def _take_ended(self) -> tuple[Sequence, ...]:
+        """Retire what ends without computing."""
+        if self._num_with_deadline:
+            now = self._clock()
+            for sequence in self._sequences.values():
+                deadline = sequence.deadline_seconds
+                if deadline is not None and deadline < now:
+                    self.end(sequence, FinishReason.ABORT)
+        ended, self._ended = tuple(self._ended), []
+        for sequence in ended:
+            self._retire(sequence)
+        return ended
+
+    def _reserve(self, sequence: Sequence, num_tokens: int, chunks: dict[str, Chunk]) -> bool:
+        """Grow a block table to hold `num_tokens`, at the expense of later sequences if need be.
+
+        A sequence that finds none keeps what it has and sits this step out: what came earlier goes on.
+        """
+        missing = -(-num_tokens // self._config.block_size) - len(sequence.block_table)
+        if missing <= 0:
+            return True
+        while self._pool.num_free < missing:
+            youngest = self._running[-1]
+            if youngest is sequence:
+                return False
+            self._preempt(youngest)
+            chunks.pop(youngest.uid, None)
+        blocks = self._pool.allocate(missing)
+        assert blocks is not None
+        sequence.block_table += blocks
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the front of the queue, without blocks; its tokens stay and will be computed again."""
+        self._running.remove(sequence)
+        self._pool.free(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_computed_tokens = 0
+        sequence.num_registered_blocks = 0
+        sequence.num_preemptions += 1
+        sequence.status = SequenceStatus.WAITING
+        self._waiting.appendleft(sequence)
+        self._num_preemptions += 1
+
+    def _admit(self) -> tuple[Sequence, int] | None:
+        """Give the first waiting sequence blocks for all its tokens, known prefixes shared; None if they are short.
+
+        Returns it with the number of tokens looked up in the prefix cache.
+        """
+        sequence = self._waiting[0]
+        size = self._config.block_size
+        known: list[int] = []
+        num_queried = 0
+        # A prompt to be scored needs every logit, so nothing of it may be skipped.
+        if self._config.enable_prefix_cache and sequence.params.prompt_logprobs is None:
+            # The last token is always computed: the next one is drawn from its logits.
+            full = (len(sequence.token_ids) - 1) // size
+            self._extend_hashes(sequence, full)
+            known = self._pool.find(sequence.block_hashes[:full])
+            num_queried = len(sequence.token_ids)
+        needed = -(-len(sequence.token_ids) // size) - len(known)
+        # One spare block for each that runs: to let a prompt in and throw it out again soon is work for nothing.
+        if self._pool.num_free - self._pool.num_free_among(known) < needed + len(self._running):
+            return None
+        self._pool.acquire(known)
+        blocks = self._pool.allocate(needed)
+        assert blocks is not None
+        self._waiting.popleft()
+        sequence.block_table = [*known, *blocks]
+        sequence.num_computed_tokens = len(known) * size
+        sequence.num_registered_blocks = len(known)
+        if sequence.first_scheduled_seconds is None:
+            sequence.num_cached_tokens = min(len(known) * size, sequence.num_prompt_tokens)
+        sequence.status = SequenceStatus.RUNNING
+        self._running.append(sequence)
+        # Nearly always sorted already; a preempted sequence comes back among younger ones.
+        self._running.sort(key=lambda running: running.arrival_number)
+        return sequence, num_queried
+
+    def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
+        """Know the chained hashes of the first `num_blocks` blocks."""
+        size, hashes = self._config.block_size, sequence.block_hashes
+        for index in range(len(hashes), num_blocks):
+            parent = hashes[-1] if hashes else b""
+            hashes.append(block_hash(parent, sequence.token_ids[index * size : (index + 1) * size]))
+
+    def _register_full_blocks(self, sequence: Sequence) -> None:
+        """Make the blocks that have just been filled findable."""
+        full = sequence.num_computed_tokens // self._config.block_size
+        if full <= sequence.num_registered_blocks or not self._config.enable_prefix_cache:
+            return
+        self._extend_hashes(sequence, full)
+        for index in range(sequence.num_registered_blocks, full):
+            self._pool.register(sequence.block_table[index], sequence.block_hashes[index])
+        sequence.num_registered_blocks = full
+
+    def _ends(self, sequence: Sequence, token_id: int) -> bool:
+        """Whether this last token ends its sequence, and if so why."""
+        params = sequence.params
+        completed = sequence.num_completion_tokens
+        may_stop = completed > params.min_tokens
+        if may_stop and token_id == self._eos_token_id and not params.ignore_eos:
+            sequence.finish_reason = FinishReason.STOP
+        elif may_stop and token_id in params.stop_token_ids:
+            sequence.finish_reason = FinishReason.STOP
+            sequence.stop_reason = token_id
+        elif completed >= params.max_tokens or len(sequence.token_ids) >= self._max_context_length:
+            sequence.finish_reason = FinishReason.LENGTH
+        return sequence.finish_reason is not None
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Out of every list, without blocks."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self._running.remove(sequence)
+            self._pool.free(sequence.block_table)
+            sequence.block_table = []
+        else:
+            self._waiting.remove(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        del self._sequences[sequence.uid]
+        self._num_with_deadline -= sequence.deadline_seconds is not None
+
+    def _stamp(self, chunks: Iterable[Chunk]) -> None:
+        now = self._clock()
+        for chunk in chunks:
+            if chunk.sequence.first_scheduled_seconds is None:
+                chunk.sequence.first_scheduled_seconds = now
+
+
+def _chunk(sequence: Sequence, num_tokens: int) -> Chunk:
+    catches_up = num_tokens == sequence.num_remaining_tokens
+    return Chunk(
+        sequence=sequence,
+        start=sequence.num_computed_tokens,
+        num_tokens=num_tokens,
+        draws=catches_up and sequence.params.max_tokens > 0,
+    )

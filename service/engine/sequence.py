@@ -1,0 +1,79 @@
+"""One request inside the engine: its ids, its place in the computation, its blocks and its time stamps.
+
+A plain record. Only the scheduler changes it; everybody else reads.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from model.config import SamplingParams
+from service.messages import FinishReason, Submit
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = auto()  # owns no blocks: not yet admitted, or preempted
+    RUNNING = auto()  # owns the blocks of its table
+    FINISHED = auto()  # owns no blocks, and never will again
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Prompt and completion ids, of which the first `num_computed_tokens` have their keys and values in the cache.
+
+    Attributes:
+        token_ids: prompt, prior tokens (from an earlier attempt), then what this attempt drew.
+        block_table: pool blocks in order; block i holds positions i * block_size onward.
+        block_hashes: chained hashes of the leading full blocks, as far as they have been needed.
+        num_registered_blocks: leading blocks that the prefix cache knows of.
+        arrival_number: the order of submission; what came first is preempted last.
+        *_seconds: `time.monotonic()`; None for what has not happened.
+    """
+
+    uid: str
+    attempt: int
+    params: SamplingParams
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_prior_tokens: int
+    arrival_number: int
+    arrival_seconds: float
+    deadline_seconds: float | None
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_registered_blocks: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    first_scheduled_seconds: float | None = None
+    first_token_seconds: float | None = None
+    last_token_seconds: float | None = None
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Tokens after the prompt, prior ones included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens that must be computed before the next one can be drawn."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @classmethod
+    def from_submit(cls, submit: Submit, arrival_number: int) -> "Sequence":
+        """A new sequence, with the tokens of an earlier attempt where there are any."""
+        return cls(
+            uid=submit.uid,
+            attempt=submit.attempt,
+            params=submit.params,
+            token_ids=[*submit.prompt_token_ids, *submit.prior_token_ids],
+            num_prompt_tokens=len(submit.prompt_token_ids),
+            num_prior_tokens=len(submit.prior_token_ids),
+            arrival_number=arrival_number,
+            arrival_seconds=submit.arrival_seconds,
+            deadline_seconds=submit.deadline_seconds,
+        )
