@@ -125,7 +125,8 @@ _FAMILIES = (
     Family("num_requests_waiting", _G, "choices", "Choices that wait for room.", in_vllm=True),
     Family("num_preemptions", _C, "preemptions",
            "Choices put back in the queue for want of KV blocks.", in_vllm=True),
-    Family("prompt_tokens", _C, "tokens", "Prompt tokens processed.", in_vllm=True),
+    Family("prompt_tokens", _C, "tokens",
+           "Prompt tokens taken in: computed, or found in the prefix cache. Again after a preemption.", in_vllm=True),
     Family("generation_tokens", _C, "tokens", "Completion tokens generated.", in_vllm=True),
     # The KV-cache.
     Family("kv_cache_usage_perc", _G, "ratio", "Share of KV blocks in use, 0 to 1.", in_vllm=True),
@@ -134,11 +135,11 @@ _FAMILIES = (
     Family("prefix_cache_queries", _C, "tokens", "Tokens looked up in the prefix cache.", in_vllm=True),
     Family("prefix_cache_hits", _C, "tokens", "Tokens found in the prefix cache.", in_vllm=True),
     Family("prompt_tokens_cached", _C, "tokens",
-           "Prompt tokens that were in the prefix cache and not computed.", in_vllm=True),
+           "Prompt tokens found in the prefix cache, and so not computed.", in_vllm=True),
     # The engine's step.
     Family("batch_size", _H, "choices", "Choices that computed in a step.", buckets=_BATCH),
     Family("iteration_tokens_total", _H, "tokens",
-           "Prompt and completion tokens of a step.", buckets=_BUDGET, in_vllm=True),
+           "Prompt and completion tokens computed in a step.", buckets=_BUDGET, in_vllm=True),
     Family("iteration_duration_seconds", _H, "seconds", "Duration of a step.", buckets=_STEP),
     Family("engine_busy_seconds", _C, "seconds", "Time spent in steps: its rate is the engine's utilization."),
     # The service.

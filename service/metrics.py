@@ -114,8 +114,8 @@ class Metrics:
         self._step_seconds.observe(stats.step_seconds)
         self._busy_seconds.inc(stats.step_seconds)
         self._generation_tokens.inc(stats.num_completion_tokens)
-        if stats.num_prompt_tokens:
-            self._prompt_tokens.inc(stats.num_prompt_tokens)
+        if num_taken_in := stats.num_prompt_tokens + stats.num_cached_prompt_tokens:
+            self._prompt_tokens.inc(num_taken_in)
         if stats.num_cached_prompt_tokens:
             self._cached_tokens.inc(stats.num_cached_prompt_tokens)
         if stats.num_prefix_queries:

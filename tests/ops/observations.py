@@ -100,7 +100,7 @@ _STEPPED = (
         "num_requests_running": 3,
         "num_requests_waiting": 2,
         "kv_cache_usage_perc": 0.25,
-        "prompt_tokens_total": 40,
+        "prompt_tokens_total": 56,
         "generation_tokens_total": 3,
         "prompt_tokens_cached_total": 16,
         "prefix_cache_queries_total": 56,
