@@ -42,7 +42,7 @@ class Optimizers:
         for optimizer, peak in ((self._muon, self._config.matrix_lr), (self._adam, self._config.adam_lr)):
             for group in optimizer.param_groups:
                 group["lr"] = peak * factor
-            optimizer.step()
+            optimizer.step()  # type: ignore[no-untyped-call]
             optimizer.zero_grad(set_to_none=True)
 
     def state_tensors(self) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 config       EngineConfig: sizes and budgets
 sequence     one request inside the engine
 block_pool   who owns which KV block; pure Python
+prefix_cache what has been computed before
 scheduler    who computes how much in the next step; pure Python
 inputs       a plan's integers become the runner's tensors
 runner       owns the model and the KV tensors; the only file that says `device`

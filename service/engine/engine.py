@@ -50,8 +50,9 @@ class Engine:
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self._max_context_length = model.config.max_context_length
         self._scheduler = Scheduler(
-            config, max_context_length=model.config.max_context_length, eos_token_id=tokenizer.eos_token_id
+            config, max_context_length=self._max_context_length, eos_token_id=tokenizer.eos_token_id
         )
         if runner is None:
             runner = ModelRunner(model, num_blocks=config.num_blocks, block_size=config.block_size)
@@ -76,7 +77,9 @@ class Engine:
                 return
             self.cancel(submit.uid)
         self._num_submitted += 1
-        sequence = Sequence.from_submit(submit, self._num_submitted)
+        sequence = Sequence.from_submit(
+            submit, arrival_number=self._num_submitted, max_context_length=self._max_context_length
+        )
         try:
             self._scheduler.add(sequence)
         except ValueError as error:

@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from service.engine.block_pool import BlockPool, block_hash
+from service.engine.block_pool import BlockPool
 from service.engine.config import EngineConfig
+from service.engine.prefix_cache import PrefixCache
 from service.engine.sequence import Sequence, SequenceStatus
 from service.messages import FinishReason
 
@@ -69,6 +70,7 @@ class Scheduler:
         self._eos_token_id = eos_token_id
         self._clock = clock
         self._pool = BlockPool(config.num_blocks)
+        self._prefix_cache = PrefixCache(self._pool, config)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # by arrival
@@ -115,10 +117,9 @@ class Scheduler:
             raise ValueError(f"sequence {sequence.uid} is already here")
         if not 1 <= sequence.num_prompt_tokens <= limit or length > limit:
             raise ValueError(f"a prompt of {length} tokens; the context holds 1 to {limit}")
-        most = min(limit, sequence.num_prompt_tokens + sequence.params.max_tokens)
         capacity = self._config.num_blocks * self._config.block_size
-        if most > capacity:
-            raise ValueError(f"up to {most} tokens; the KV-cache holds {capacity}")
+        if sequence.max_length > capacity:
+            raise ValueError(f"up to {sequence.max_length} tokens; the KV-cache holds {capacity}")
         self._sequences[sequence.uid] = sequence
         self._waiting.append(sequence)
         self._num_with_deadline += sequence.deadline_seconds is not None
@@ -187,7 +188,7 @@ class Scheduler:
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sequence.num_computed_tokens += chunk.num_tokens
-            self._register_full_blocks(sequence)
+            self._prefix_cache.register(sequence)
             if chunk.draws:
                 token_id = next(drawn)
                 sequence.token_ids.append(token_id)
@@ -196,7 +197,7 @@ class Scheduler:
                     sequence.first_token_seconds = now
                 ends = self._ends(sequence, token_id)
             else:
-                ends = sequence.params.max_tokens == 0 and not sequence.num_remaining_tokens
+                ends = not sequence.num_remaining_tokens
                 if ends:
                     sequence.finish_reason = FinishReason.LENGTH
             if ends:
@@ -298,15 +299,7 @@ class Scheduler:
         """
         sequence = self._waiting[0]
         size = self._config.block_size
-        known: list[int] = []
-        num_queried = 0
-        # A prompt to be scored needs every logit, so nothing of it may be skipped.
-        if self._config.enable_prefix_cache and sequence.params.prompt_logprobs is None:
-            # The last token is always computed: the next one is drawn from its logits.
-            full = (len(sequence.token_ids) - 1) // size
-            self._extend_hashes(sequence, full)
-            known = self._pool.find(sequence.block_hashes[:full])
-            num_queried = len(sequence.token_ids)
+        known, num_queried = self._prefix_cache.find(sequence)
         needed = -(-len(sequence.token_ids) // size) - len(known)
         # One spare block for each that runs: to let a prompt in and throw it out again soon is work for nothing.
         if self._pool.num_free - self._pool.num_free_among(known) < needed + len(self._running):
@@ -326,23 +319,6 @@ class Scheduler:
         self._running.sort(key=lambda running: running.arrival_number)
         return sequence, num_queried
 
-    def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
-        """Know the chained hashes of the first `num_blocks` blocks."""
-        size, hashes = self._config.block_size, sequence.block_hashes
-        for index in range(len(hashes), num_blocks):
-            parent = hashes[-1] if hashes else b""
-            hashes.append(block_hash(parent, sequence.token_ids[index * size : (index + 1) * size]))
-
-    def _register_full_blocks(self, sequence: Sequence) -> None:
-        """Make the blocks that have just been filled findable."""
-        full = sequence.num_computed_tokens // self._config.block_size
-        if full <= sequence.num_registered_blocks or not self._config.enable_prefix_cache:
-            return
-        self._extend_hashes(sequence, full)
-        for index in range(sequence.num_registered_blocks, full):
-            self._pool.register(sequence.block_table[index], sequence.block_hashes[index])
-        sequence.num_registered_blocks = full
-
     def _ends(self, sequence: Sequence, token_id: int) -> bool:
         """Whether this last token ends its sequence, and if so why."""
         params = sequence.params
@@ -353,7 +329,7 @@ class Scheduler:
         elif may_stop and token_id in params.stop_token_ids:
             sequence.finish_reason = FinishReason.STOP
             sequence.stop_reason = token_id
-        elif completed >= params.max_tokens or len(sequence.token_ids) >= self._max_context_length:
+        elif len(sequence.token_ids) >= sequence.max_length:
             sequence.finish_reason = FinishReason.LENGTH
         return sequence.finish_reason is not None
 
@@ -382,5 +358,5 @@ def _chunk(sequence: Sequence, num_tokens: int) -> Chunk:
         sequence=sequence,
         start=sequence.num_computed_tokens,
         num_tokens=num_tokens,
-        draws=catches_up and sequence.params.max_tokens > 0,
+        draws=catches_up and len(sequence.token_ids) < sequence.max_length,
     )

@@ -23,6 +23,7 @@ class Sequence:
     """Prompt and completion ids, of which the first `num_computed_tokens` have their keys and values in the cache.
 
     Attributes:
+        max_length: tokens at which it ends, prompt included: by `max_tokens` or by the model's context.
         token_ids: prompt, prior tokens (from an earlier attempt), then what this attempt drew.
         block_table: pool blocks in order; block i holds positions i * block_size onward.
         block_hashes: chained hashes of the leading full blocks, as far as they have been needed.
@@ -37,6 +38,7 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     num_prior_tokens: int
+    max_length: int
     arrival_number: int
     arrival_seconds: float
     deadline_seconds: float | None
@@ -64,7 +66,7 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @classmethod
-    def from_submit(cls, submit: Submit, arrival_number: int) -> "Sequence":
+    def from_submit(cls, submit: Submit, *, arrival_number: int, max_context_length: int) -> "Sequence":
         """A new sequence, with the tokens of an earlier attempt where there are any."""
         return cls(
             uid=submit.uid,
@@ -73,6 +75,7 @@ class Sequence:
             token_ids=[*submit.prompt_token_ids, *submit.prior_token_ids],
             num_prompt_tokens=len(submit.prompt_token_ids),
             num_prior_tokens=len(submit.prior_token_ids),
+            max_length=min(len(submit.prompt_token_ids) + submit.params.max_tokens, max_context_length),
             arrival_number=arrival_number,
             arrival_seconds=submit.arrival_seconds,
             deadline_seconds=submit.deadline_seconds,

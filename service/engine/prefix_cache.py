@@ -1,0 +1,45 @@
+"""Which blocks of a sequence have been computed before: chained hashes over full blocks.
+
+The scheduler asks when it admits a sequence and tells when blocks have been filled; it alone lets this change a
+sequence. What is findable, and for how long, is the block pool's.
+"""
+
+from service.engine.block_pool import BlockPool, block_hash
+from service.engine.config import EngineConfig
+from service.engine.sequence import Sequence
+
+
+class PrefixCache:
+    """Looks up and registers the full blocks of sequences."""
+
+    def __init__(self, pool: BlockPool, config: EngineConfig) -> None:
+        self._pool = pool
+        self._block_size = config.block_size
+        self._enabled = config.enable_prefix_cache
+
+    def find(self, sequence: Sequence) -> tuple[list[int], int]:
+        """The known leading blocks of a sequence, not yet owned, and the number of tokens that were looked up."""
+        # A prompt to be scored needs every logit, so nothing of it may be skipped.
+        if not self._enabled or sequence.params.prompt_logprobs is not None:
+            return [], 0
+        # The last token is always computed: the next one is drawn from its logits.
+        num_full = (len(sequence.token_ids) - 1) // self._block_size
+        self._extend_hashes(sequence, num_full)
+        return self._pool.find(sequence.block_hashes[:num_full]), len(sequence.token_ids)
+
+    def register(self, sequence: Sequence) -> None:
+        """Make the blocks that have been filled since the last time findable."""
+        num_full = sequence.num_computed_tokens // self._block_size
+        if num_full <= sequence.num_registered_blocks or not self._enabled:
+            return
+        self._extend_hashes(sequence, num_full)
+        for index in range(sequence.num_registered_blocks, num_full):
+            self._pool.register(sequence.block_table[index], sequence.block_hashes[index])
+        sequence.num_registered_blocks = num_full
+
+    def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
+        """Know the chained hashes of the first `num_blocks` blocks; tokens only ever grow, so they stay right."""
+        size, hashes = self._block_size, sequence.block_hashes
+        for index in range(len(hashes), num_blocks):
+            parent = hashes[-1] if hashes else b""
+            hashes.append(block_hash(parent, sequence.token_ids[index * size : (index + 1) * size]))

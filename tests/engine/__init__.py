@@ -1,0 +1,1 @@
+"""Tests of `service.engine`: bookkeeping as state machines, text against naive twins, tokens against `generate`."""

@@ -1,0 +1,98 @@
+"""A runner without a model: it keeps token ids where keys and values would be, and reads them back through the tables.
+
+A wrong slot, a wrong table or a stale block changes the history it sees, and so the token it draws.
+"""
+
+import zlib
+from collections.abc import Sequence
+
+from model.config import SamplingParams
+from service.engine.inputs import ModelInputs
+from service.engine.runner import StepOutputs
+from service.messages import Submit
+
+VOCAB_SIZE = 257
+EOS = 256
+
+
+def next_token(history: Sequence[int], seed: int, forbidden: Sequence[int]) -> int:
+    """A token that depends on every earlier token, the seed and what is forbidden."""
+    number = zlib.crc32(repr((list(history), seed)).encode())
+    while number % VOCAB_SIZE in forbidden:
+        number += 1
+    return number % VOCAB_SIZE
+
+
+class FakeRunner:
+    """See the module. `fail_at` raises in that step."""
+
+    def __init__(self, num_blocks: int, block_size: int, fail_at: int | None = None) -> None:
+        self.slots: dict[int, tuple[int, int]] = {}  # slot -> (position, token id)
+        self.block_size = block_size
+        self.num_slots = (num_blocks + 1) * block_size
+        self.batches: list[tuple[int, ...]] = []
+        self.fail_at = fail_at
+
+    def run(self, inputs: ModelInputs) -> StepOutputs:
+        metadata = inputs.metadata
+        assert metadata.slot_mapping_T is not None
+        assert metadata.block_tables_BN is not None
+        assert metadata.logit_rows_R is not None
+        self.batches.append(metadata.query_lengths)
+        if self.fail_at == len(self.batches):
+            raise RuntimeError("the runner was told to fail")
+        ids, slots = inputs.token_ids_T.tolist(), metadata.slot_mapping_T.tolist()
+        for token_id, slot, position in zip(ids, slots, metadata.positions_T.tolist(), strict=True):
+            assert 0 <= slot < self.num_slots
+            self.slots[slot] = (position, token_id)
+        row_of_token = [row for row, length in enumerate(metadata.query_lengths) for _ in range(length)]
+        token_ids = []
+        for index, (param, position) in enumerate(zip(inputs.params, inputs.positions, strict=True)):
+            row = row_of_token[metadata.logit_rows_R.tolist()[index]]
+            assert metadata.context_lengths[row] == position
+            history = self._history(metadata.block_tables_BN[row].tolist(), position)
+            token_ids.append(next_token(history, param.seed, inputs.forbidden[index]))
+        return StepOutputs(token_ids=token_ids, logprobs=[None] * len(token_ids), prompt_logprobs={})
+
+    def _history(self, table: list[int], length: int) -> list[int]:
+        history = []
+        for position in range(length):
+            slot = table[position // self.block_size] * self.block_size + position % self.block_size
+            stored_position, token_id = self.slots[slot]
+            assert stored_position == position
+            history.append(token_id)
+        return history
+
+
+def expected_tokens(submit: Submit, max_context_length: int) -> list[int]:
+    """What a sequence must come to, computed alone."""
+    params, history = submit.params, list(submit.prompt_token_ids)
+    ends = set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, EOS}
+    drawn: list[int] = []
+    while len(drawn) < params.max_tokens and len(history) < max_context_length:
+        drawn.append(next_token(history, params.seed, sorted(ends) if len(drawn) < params.min_tokens else []))
+        history.append(drawn[-1])
+        if drawn[-1] in ends:
+            break
+    return drawn
+
+
+def make_submit(
+    uid: str,
+    prompt: Sequence[int],
+    *,
+    attempt: int = 0,
+    prior: Sequence[int] = (),
+    deadline: float | None = None,
+    **params: object,
+) -> Submit:
+    """A submission with what a test does not care about filled in."""
+    return Submit(
+        uid=uid,
+        attempt=attempt,
+        prompt_token_ids=tuple(prompt),
+        prior_token_ids=tuple(prior),
+        params=SamplingParams(**{"max_tokens": 8, **params}),  # type: ignore[arg-type]
+        arrival_seconds=0.0,
+        deadline_seconds=deadline,
+    )

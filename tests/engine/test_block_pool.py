@@ -1,0 +1,120 @@
+"""The block pool as a state machine: nothing leaks, nothing is owned by a stranger, eviction takes the oldest."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from service.engine.block_pool import BlockPool, block_hash
+
+NUM_BLOCKS = 7
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Block tables come and go, share blocks by content, and are freed whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(NUM_BLOCKS)
+        self.tables: list[list[int]] = []
+        self.contents: dict[int, bytes] = {}  # what each block was last filled with
+
+    @rule(count=st.integers(0, NUM_BLOCKS + 1))
+    def allocate(self, count: int) -> None:
+        free = self.pool.num_free
+        blocks = self.pool.allocate(count)
+        if count > free:
+            assert blocks is None
+            return
+        assert blocks is not None
+        assert len(set(blocks)) == count
+        assert not set(blocks) & {block for table in self.tables for block in table}
+        for block in blocks:
+            self.contents.pop(block, None)
+        self.tables.append(blocks)
+
+    @precondition(lambda self: any(self.tables))
+    @rule(data=st.data(), content=st.binary(min_size=1, max_size=1))
+    def fill(self, data: st.DataObject, content: bytes) -> None:
+        table = data.draw(st.sampled_from([table for table in self.tables if table]))
+        block = data.draw(st.sampled_from(table))
+        self.pool.register(block, content)
+        if content not in self.contents.values():
+            self.contents.setdefault(block, content)
+
+    @rule(contents=st.lists(st.binary(min_size=1, max_size=1), unique=True, max_size=3))
+    def share(self, contents: list[bytes]) -> None:
+        blocks = self.pool.find(contents)
+        assert [self.contents[block] for block in blocks] == contents[: len(blocks)]
+        if len(blocks) < len(contents):
+            assert contents[len(blocks)] not in self.contents.values()
+        free, among = self.pool.num_free, self.pool.num_free_among(blocks)
+        self.pool.acquire(blocks)
+        assert self.pool.num_free == free - among
+        self.tables.append(blocks)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        self.pool.free(table)
+
+    @invariant()
+    def whole(self) -> None:
+        self.pool.check_integrity(self.tables)
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+def test_evicts_the_least_recently_freed_and_the_tail_before_the_head() -> None:
+    pool = BlockPool(4)
+    first, second = pool.allocate(2), pool.allocate(2)
+    assert first is not None
+    assert second is not None
+    for block, name in zip([*first, *second], [b"a", b"b", b"c", b"d"], strict=True):
+        pool.register(block, name)
+    pool.free(second)
+    pool.free(first)
+    assert pool.find([b"a", b"b"]) == first
+    pool.allocate(1)
+    assert (len(pool.find([b"c"])), len(pool.find([b"d"]))) == (1, 0)
+    pool.allocate(1)
+    assert (len(pool.find([b"c"])), len(pool.find([b"a", b"b"]))) == (0, 2)
+    pool.allocate(1)
+    assert pool.find([b"a", b"b"]) == first[:1]
+
+
+def test_a_freed_block_that_is_shared_again_is_not_evicted() -> None:
+    pool = BlockPool(2)
+    blocks = pool.allocate(1)
+    assert blocks is not None
+    pool.register(blocks[0], b"a")
+    pool.free(blocks)
+    pool.acquire(pool.find([b"a"]))
+    assert pool.allocate(2) is None
+    assert pool.find([b"a"]) == blocks
+
+
+def test_hashes_depend_on_all_that_came_before() -> None:
+    assert block_hash(b"", [1, 2]) != block_hash(b"", [2, 1])
+    assert block_hash(block_hash(b"", [1, 2]), [3]) != block_hash(block_hash(b"", [9, 2]), [3])
+    assert len(block_hash(b"", [1])) == 16
+
+
+def test_integrity_check_finds_leaks_and_double_owners() -> None:
+    pool = BlockPool(3)
+    blocks = pool.allocate(2)
+    assert blocks is not None
+    for wrong in ([], [blocks, blocks], [[blocks[0]]], [[blocks[0], blocks[0]]]):
+        with pytest.raises(AssertionError):
+            pool.check_integrity(wrong)
+    pool.check_integrity([blocks])
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.free([blocks[0], blocks[0]])
+
+
+def test_refuses_an_empty_pool() -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        BlockPool(0)

@@ -1,0 +1,290 @@
+"""The engine's bookkeeping as a state machine, and the scheduler's rules one by one.
+
+The machine drives the whole engine over a runner that stores token ids in place of keys and values, so that every
+sequence's tokens show whether it ever read another's block.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from model.training.bpe import train_bpe
+from service.engine.config import EngineConfig
+from service.engine.engine import Engine
+from service.engine.scheduler import Scheduler
+from service.engine.sequence import Sequence
+from service.messages import Finish, FinishReason, Submit
+from tests.engine.fakes import EOS, FakeRunner, expected_tokens, make_submit
+
+CONTEXT = 24
+TOKENIZER = train_bpe([], 257)
+MODEL: Any = SimpleNamespace(config=SimpleNamespace(max_context_length=CONTEXT))
+
+
+def make_engine(**changes: Any) -> tuple[Engine, FakeRunner]:
+    values = {"block_size": 2, "num_blocks": 14, "max_num_running": 4, "max_batched_tokens": 7, **changes}
+    runner = FakeRunner(values["num_blocks"], values["block_size"], values.pop("fail_at", None))
+    return Engine(MODEL, TOKENIZER, EngineConfig(**values), runner=runner), runner
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Requests arrive, are cancelled and resubmitted while steps go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine, self.runner = make_engine()
+        self.live: dict[str, Submit] = {}
+        self.drawn: dict[str, list[int]] = {}
+        self.waited: dict[str, int] = {}
+        self.count = 0
+
+    @rule(
+        prompt=st.one_of(
+            st.lists(st.integers(0, 255), min_size=1, max_size=CONTEXT),
+            # Common beginnings, for the prefix cache.
+            st.tuples(st.integers(0, 12), st.integers(0, 3)).map(lambda pair: [7] * pair[0] + [pair[1]]),
+        ),
+        max_tokens=st.integers(0, 20),
+        seed=st.integers(0, 3),
+        ignore_eos=st.booleans(),
+        min_tokens=st.integers(0, 3),
+        stop_token_ids=st.lists(st.integers(0, 255), max_size=20),
+    )
+    def submit(self, prompt: list[int], max_tokens: int, min_tokens: int, **params: Any) -> None:
+        self.count += 1
+        uid = f"s{self.count}"
+        params["stop_token_ids"] = tuple(params["stop_token_ids"])
+        submit = make_submit(uid, prompt, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), **params)
+        self.engine.submit(submit)
+        self.live[uid], self.drawn[uid], self.waited[uid] = submit, [], 0
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        uid = data.draw(st.sampled_from(sorted(self.live)))
+        self.engine.cancel(uid)
+        del self.live[uid]
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def resubmit(self, data: st.DataObject) -> None:
+        """As after a crash: the tokens so far, in a newer attempt."""
+        uid = data.draw(st.sampled_from(sorted(self.live)))
+        old = self.live[uid]
+        self.live[uid] = Submit(
+            uid=uid,
+            attempt=old.attempt + 1,
+            prompt_token_ids=old.prompt_token_ids,
+            prior_token_ids=tuple(self.drawn[uid]),
+            params=old.params,
+            arrival_seconds=0.0,
+            deadline_seconds=None,
+        )
+        self.engine.submit(self.live[uid])
+        self.engine.submit(old)  # late, and to be ignored
+        self.waited[uid] = 0
+
+    @rule()
+    def step(self) -> None:
+        num_batches = len(self.runner.batches)
+        result = self.engine.step()
+        for batch in self.runner.batches[num_batches:]:
+            assert sum(batch) <= 7
+        for event in result.events:
+            submit = self.live[event.uid]  # KeyError: an event after the end, or of a stranger
+            assert event.attempt == submit.attempt
+            assert event.index == len(self.drawn[event.uid])
+            self.drawn[event.uid] += event.token_ids
+            if event.finish is not None:
+                del self.live[event.uid]
+                self._check_end(submit, event.finish)
+        for uid in self.live:
+            self.waited[uid] += 1
+            # No starvation: everyone ahead needs at most a context of single-token steps.
+            assert self.waited[uid] < 40 * (1 + self.count)
+
+    def _check_end(self, submit: Submit, finish: Finish) -> None:
+        wanted = expected_tokens(submit, CONTEXT)
+        assert self.drawn[submit.uid] == wanted
+        assert finish.num_completion_tokens == len(wanted)
+        stopped = wanted and (
+            (wanted[-1] == EOS and not submit.params.ignore_eos) or wanted[-1] in submit.params.stop_token_ids
+        )
+        assert finish.reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+
+    @invariant()
+    def whole(self) -> None:
+        self.engine.check_integrity()
+
+    def teardown(self) -> None:
+        for _ in range(40 * (1 + self.count)):
+            if not self.engine.has_work:
+                break
+            self.step()
+        assert not self.engine.has_work
+        assert not self.live
+        stats = self.engine.step().stats
+        assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, 14)
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def run_all(engine: Engine) -> dict[str, list[int]]:
+    drawn: dict[str, list[int]] = {}
+    while engine.has_work:
+        for event in engine.step().events:
+            drawn.setdefault(event.uid, []).extend(event.token_ids)
+    engine.check_integrity()
+    return drawn
+
+
+def test_decodes_are_served_before_prompts() -> None:
+    engine, runner = make_engine(max_num_running=3, max_batched_tokens=5)
+    engine.submit(make_submit("short", [1], ignore_eos=True))
+    engine.step()
+    engine.submit(make_submit("long", range(12), ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    # 4 of the 5 tokens a step are the long prompt's, the first is the running sequence's.
+    assert [sorted(batch) for batch in runner.batches[1:4]] == [[1, 4]] * 3
+
+
+def test_the_pool_bounds_admission_and_the_oldest_is_never_preempted() -> None:
+    engine, _ = make_engine(num_blocks=12, max_batched_tokens=30)
+    submits = [make_submit(str(i), [i] * 6, max_tokens=18, ignore_eos=True, seed=i) for i in range(4)]
+    for submit in submits:
+        engine.submit(submit)
+    finishes, preemptions = [], 0
+    while engine.has_work:
+        result = engine.step()
+        preemptions += result.stats.num_preemptions
+        finishes += [(event.uid, event.finish) for event in result.events if event.finish is not None]
+        engine.check_integrity()
+    assert preemptions > 0
+    assert finishes[0][0] == "0"
+    assert finishes[0][1].num_preemptions == 0
+    assert sum(finish.num_preemptions for _, finish in finishes) == preemptions
+
+
+def test_equal_prefixes_are_computed_once() -> None:
+    engine, runner = make_engine(max_batched_tokens=30)
+    prompt = list(range(10))
+    engine.submit(make_submit("first", prompt, max_tokens=2, ignore_eos=True))
+    first = run_all(engine)
+    engine.submit(make_submit("again", prompt, max_tokens=2, ignore_eos=True))
+    result = engine.step()
+    assert runner.batches[-1][0] == 2  # 10 tokens: four full blocks are known, the last token is always computed
+    assert (result.stats.num_prefix_queries, result.stats.num_prefix_hits) == (10, 8)
+    assert result.stats.num_cached_prompt_tokens == 8
+    tokens = [*result.events[0].token_ids, *run_all(engine)["again"]]
+    assert tokens == first["first"]
+
+
+def test_the_prefix_cache_can_be_switched_off() -> None:
+    engine, runner = make_engine(max_batched_tokens=30, enable_prefix_cache=False)
+    for uid in ("a", "b"):
+        engine.submit(make_submit(uid, range(10), max_tokens=1))
+        assert engine.step().stats.num_prefix_hits == 0
+    assert [batch[0] for batch in runner.batches] == [10, 10]
+
+
+def test_a_passed_deadline_ends_a_sequence_before_it_costs_anything() -> None:
+    engine, runner = make_engine()
+    engine.submit(make_submit("late", [1, 2], deadline=0.0))
+    (event,) = engine.step().events
+    assert event.finish is not None
+    assert event.finish.reason is FinishReason.ABORT
+    assert runner.batches == []
+    engine.check_integrity()
+
+
+def test_deadlines_apply_while_running() -> None:
+    now = [0.0]
+    config = EngineConfig(block_size=2, num_blocks=8, max_num_running=2, max_batched_tokens=8)
+    scheduler = Scheduler(config, max_context_length=16, eos_token_id=EOS, clock=lambda: now[0])
+    sequence = Sequence.from_submit(make_submit("a", [1, 2], deadline=5.0), arrival_number=1, max_context_length=16)
+    scheduler.add(sequence)
+    plan = scheduler.schedule()
+    scheduler.commit(plan, [3])
+    now[0] = 6.0
+    plan = scheduler.schedule()
+    assert (plan.chunks, plan.ended) == ((), (sequence,))
+    assert scheduler.num_free_blocks == 8
+    scheduler.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("submit", "message"),
+    [
+        (make_submit("a", []), "a prompt of 0 tokens"),
+        (make_submit("a", [1] * 25), "a prompt of 25 tokens; the context holds 1 to 24"),
+        (make_submit("a", [1] * 10, max_tokens=14), "up to 24 tokens; the KV-cache holds 20"),
+    ],
+)
+def test_what_can_never_be_computed_ends_with_the_reason(submit: Submit, message: str) -> None:
+    engine, _ = make_engine(num_blocks=10)
+    engine.submit(submit)
+    assert engine.has_work
+    (event,) = engine.step().events
+    assert event.finish is not None
+    assert event.finish.reason is FinishReason.ERROR
+    assert message in (event.finish.error or "")
+    assert not engine.has_work
+
+
+def test_cancelled_blocks_are_free_at_the_next_step() -> None:
+    engine, _ = make_engine()
+    engine.submit(make_submit("a", [1] * 8))
+    assert engine.step().stats.num_free_blocks < 14
+    engine.cancel("a")
+    engine.cancel("nobody")
+    assert engine.step().stats.num_free_blocks == 14
+
+
+def test_a_failing_step_ends_everyone_and_the_engine_goes_on() -> None:
+    engine, _ = make_engine(fail_at=3)
+    submits = [make_submit(str(i), [i] * 5, ignore_eos=True) for i in range(6)]
+    for submit in submits:
+        engine.submit(submit)
+    engine.step()
+    engine.step()
+    with pytest.raises(RuntimeError, match="told to fail"):
+        engine.step()
+    events = engine.abort_all("it broke")
+    assert {event.uid for event in events} == {submit.uid for submit in submits}
+    assert {event.finish.reason for event in events if event.finish} == {FinishReason.ERROR}
+    assert {event.finish.error for event in events if event.finish} == {"it broke"}
+    engine.check_integrity()
+    assert not engine.has_work
+    engine.submit(submits[0])
+    assert run_all(engine)["0"] == expected_tokens(submits[0], CONTEXT)
+
+
+def test_phases_are_timed() -> None:
+    engine, _ = make_engine()
+    engine.submit(make_submit("a", [1] * 10, max_tokens=3, ignore_eos=True))
+    finish = None
+    while finish is None:
+        for event in engine.step().events:
+            finish = event.finish
+    assert finish.queue_seconds > 0  # it arrived at 0 on a clock that began with the machine
+    assert finish.prefill_seconds > 0
+    assert finish.decode_seconds > 0
+    assert (finish.num_prompt_tokens, finish.num_completion_tokens) == (10, 3)
+    engine.submit(make_submit("b", [2], max_tokens=0))
+    (event,) = engine.step().events
+    assert event.finish is not None
+    assert (event.finish.prefill_seconds, event.finish.decode_seconds) == (0.0, 0.0)
+
+
+def test_engine_config_refuses_what_cannot_work() -> None:
+    with pytest.raises(ValueError, match="num_blocks must be positive"):
+        EngineConfig(num_blocks=0)
+    with pytest.raises(ValueError, match="must be at least max_num_running"):
+        EngineConfig(num_blocks=1, max_num_running=8, max_batched_tokens=7)
