@@ -55,7 +55,12 @@ class Engine:
             config, max_context_length=self._max_context_length, eos_token_id=tokenizer.eos_token_id
         )
         if runner is None:
-            runner = ModelRunner(model, num_blocks=config.num_blocks, block_size=config.block_size)
+            runner = ModelRunner(
+                model,
+                num_blocks=config.num_blocks,
+                block_size=config.block_size,
+                vocab_size=tokenizer.vocab_size,
+            )
         self._runner = runner
         self._texts: dict[str, _Text] = {}
         self._refusals: list[TokenDelta] = []

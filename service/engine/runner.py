@@ -37,10 +37,15 @@ class Runner(Protocol):
 
 
 class ModelRunner:
-    """Runs a transformer over a paged cache of `num_blocks` blocks, and one more that padding writes to."""
+    """Runs a transformer over a paged cache of `num_blocks` blocks, and one more that padding writes to.
 
-    def __init__(self, model: Transformer, *, num_blocks: int, block_size: int) -> None:
+    Only the first `vocab_size` ids can be drawn: embeddings are often padded beyond the tokenizer's vocabulary, and
+    an id without text must not come out.
+    """
+
+    def __init__(self, model: Transformer, *, num_blocks: int, block_size: int, vocab_size: int) -> None:
         self._model = model
+        self._vocab_size = vocab_size
         weight = model.token_embedding.weight
         self._device = weight.device
         self._cache = KVCache(
@@ -52,7 +57,7 @@ class ModelRunner:
         """Compute a step: the ids go to the host in one copy."""
         metadata = inputs.metadata.to(self._device)
         token_ids_T = inputs.token_ids_T.to(self._device, non_blocking=True)
-        logits_RV = self._model(token_ids_T, metadata, self._cache)
+        logits_RV = self._model(token_ids_T, metadata, self._cache)[:, : self._vocab_size]
         num_drawn = len(inputs.params)
         token_ids: list[int] = []
         if num_drawn:

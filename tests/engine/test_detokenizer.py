@@ -1,0 +1,87 @@
+"""Streaming text with stop strings equals cutting the whole text, however it is cut into tokens."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.config import SamplingParams
+from model.training.bpe import train_bpe
+from service.engine.detokenizer import Detokenizer
+
+TOKENIZER = train_bpe(["abab abc cab bca aabbcc ä€😀"] * 4, 290)
+ALPHABET = "abc ä€😀"
+
+
+def stream(ids: list[int], params: SamplingParams) -> tuple[str, str | None, int]:
+    """Text shown, the stop string, and how many tokens it took."""
+    detokenizer = Detokenizer(TOKENIZER, params)
+    shown = ""
+    for number, token_id in enumerate(ids, start=1):
+        delta = detokenizer.push(token_id)
+        shown += delta.text
+        if delta.stop is not None:
+            return shown, delta.stop, number
+    delta = detokenizer.flush()
+    return shown + delta.text, delta.stop, len(ids)
+
+
+def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
+    """Read character by character until a stop string ends; of those that end there the longest."""
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            stop = max(ending, key=len)
+            return text[: end if include else end - len(stop)], stop
+    return text, None
+
+
+texts = st.text(ALPHABET, max_size=30)
+stop_lists = st.lists(st.text(ALPHABET, min_size=1, max_size=4), max_size=4, unique=True)
+
+
+@settings(max_examples=400, deadline=None)
+@given(texts, stop_lists, st.booleans(), st.booleans())
+def test_equals_cutting_the_whole_text(text: str, stops: list[str], include: bool, bytewise: bool) -> None:
+    ids = list(text.encode()) if bytewise else TOKENIZER.encode(text)
+    params = SamplingParams(max_tokens=100, stop=tuple(stops), include_stop_str_in_output=include)
+    shown, stop, _ = stream(ids, params)
+    assert (shown, stop) == naive(text, stops, include)
+
+
+@settings(max_examples=200, deadline=None)
+@given(texts, stop_lists)
+def test_shown_text_is_final_at_every_step(text: str, stops: list[str]) -> None:
+    """Nothing is ever shown that the final text does not begin with."""
+    final, _ = naive(text, stops, include=False)
+    detokenizer = Detokenizer(TOKENIZER, SamplingParams(max_tokens=100, stop=tuple(stops)))
+    shown = ""
+    for token_id in text.encode():
+        delta = detokenizer.push(token_id)
+        shown += delta.text
+        assert final.startswith(shown)
+        if delta.stop is not None:
+            break
+
+
+@settings(max_examples=200, deadline=None)
+@given(texts, stop_lists, st.integers(0, 8))
+def test_stop_strings_before_min_tokens_are_text(text: str, stops: list[str], min_tokens: int) -> None:
+    ids = TOKENIZER.encode(text)
+    params = SamplingParams(max_tokens=100, stop=tuple(stops), min_tokens=min_tokens)
+    shown, stop, num_tokens = stream(ids, params)
+    if stop is not None and num_tokens < len(ids):
+        assert num_tokens >= min_tokens
+    free, rest = ids[: max(0, min_tokens - 1)], ids[max(0, min_tokens - 1) :]
+    head = stream(free, SamplingParams(max_tokens=100))[0]
+    if TOKENIZER.decode(free) + TOKENIZER.decode(rest) == text:  # the border cuts no character
+        assert shown == head + naive(TOKENIZER.decode(rest), stops, include=False)[0]
+
+
+def test_text_that_may_begin_a_stop_string_waits() -> None:
+    detokenizer = Detokenizer(TOKENIZER, SamplingParams(max_tokens=9, stop=("abc",)))
+    assert [detokenizer.push(byte).text for byte in b"xababx"] == ["x", "", "", "ab", "", "abx"]
+
+
+def test_invalid_bytes_at_the_end_become_one_replacement_character() -> None:
+    detokenizer = Detokenizer(TOKENIZER, SamplingParams(max_tokens=9))
+    assert [detokenizer.push(byte).text for byte in "é".encode()[:1]] == [""]
+    assert detokenizer.flush().text == "\ufffd"
