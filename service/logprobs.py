@@ -27,14 +27,23 @@ class LogprobWriter:
             written.tokens.append(name)
             written.token_logprobs.append(logprob)
             written.top_logprobs.append(None if logprob is None else self._top(entry, name, logprob))
-            written.text_offset.append(self._num_characters)
-            self._num_characters += len(self._decoder.push([entry.token_id]))
+            written.text_offset.append(self._advance(entry.token_id))
         return written
 
     def end_prompt(self) -> None:
         """The prompt's text is over: an unfinished character in it stays so."""
         self._num_characters += len(self._decoder.flush())
         self._decoder = StreamDecoder(self._tokenizer)
+
+    def _advance(self, token_id: int) -> int:
+        """Count a token's characters; returns where it begins.
+
+        A token of whole characters settles what was unfinished before it: that is its predecessors' text.
+        """
+        before = self._num_characters
+        self._num_characters += len(self._decoder.push([token_id]))
+        text = _whole_text(self._tokenizer, token_id)
+        return before if text is None else self._num_characters - len(text)
 
     def _top(self, entry: TokenLogprob, name: str, logprob: float) -> dict[str, float]:
         """Alternatives by likelihood, and the token itself with the identical float."""
@@ -44,14 +53,21 @@ class LogprobWriter:
 
 def token_name(tokenizer: Tokenizer, token_id: int) -> str:
     """A token alone: its text, a special token's name, or `bytes:\\xNN` where it is not whole characters."""
-    token = tokenizer.token_bytes(token_id)
-    try:
-        return token.decode() or tokenizer.token_name(token_id)
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+    text = _whole_text(tokenizer, token_id)
+    if text is None:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in tokenizer.token_bytes(token_id))
+    return text or tokenizer.token_name(token_id)
 
 
 def prompt_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """The text `echo` gives back for a prompt of ids: special tokens have none."""
     decoder = StreamDecoder(tokenizer)
     return decoder.push(token_ids) + decoder.flush()
+
+
+def _whole_text(tokenizer: Tokenizer, token_id: int) -> str | None:
+    """A token's text, none for a special one; None where it is not whole characters."""
+    try:
+        return tokenizer.token_bytes(token_id).decode()
+    except UnicodeDecodeError:
+        return None

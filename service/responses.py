@@ -143,10 +143,18 @@ def encode(value: Any) -> bytes:
 
 
 def encode_event(value: Any) -> bytes:
-    """A server-sent event with JSON as its data, which never holds a line break."""
-    return b"data: " + _ENCODER.encode(value) + b"\n\n"
+    """A server-sent event with JSON as its data.
+
+    JSON has no line breaks, but three characters that Unicode counts among them, and so do clients that split with
+    Python's `str.splitlines` (httpx's `iter_lines`): those are escaped.
+    """
+    data = _ENCODER.encode(value)
+    for raw, escaped in _LINE_BREAKS:
+        data = data.replace(raw, escaped)
+    return b"data: " + data + b"\n\n"
 
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 _ENCODER = msgspec.json.Encoder()
+_LINE_BREAKS = [(c.encode(), b"\\u%04x" % ord(c)) for c in ("\x85", "\u2028", "\u2029")]

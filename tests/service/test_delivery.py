@@ -14,7 +14,7 @@ from service.delivery import Answer, CompletionBody, CompletionStream
 from service.journal import LiveRequest
 from service.messages import FinishReason, TokenLogprob
 from service.metrics import Metrics
-from service.responses import Completion
+from service.responses import Completion, encode_event
 from service.schemas import Draining, EngineFailed
 from tests.service.sequences import make_choice, make_delta, make_finish, make_request
 
@@ -324,3 +324,10 @@ def test_a_cancelled_task_still_closes_its_request(tools: Any) -> None:
         assert exchange.closed == [exchange.request]
 
     run(test)
+
+
+def test_an_event_is_one_line_even_for_clients_that_count_unicode_line_breaks() -> None:
+    text = "".join(map(chr, range(0x3000)))
+    event = encode_event({"text": text})
+    assert len(event.decode().splitlines()) == 2, "the data and the blank line"
+    assert json.loads(event.removeprefix(b"data: ")) == {"text": text}

@@ -1,0 +1,142 @@
+"""`kvasir serve` as a child process on a free port, and what the operating system says about it."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+START_SECONDS = 90.0  # torch alone takes 2 s to import, and far longer on a machine that is busy
+
+
+@dataclass
+class Service:
+    """A running service. `log` is its stderr, `printed` its stdout."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+    printed: Path
+
+    def post(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=fields, timeout=60)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=60)
+
+    def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
+        response = self.post(prompt=prompt, **fields)
+        assert response.status_code == 200, response.text
+        body: dict[str, Any] = response.json()
+        return body
+
+    def text(self, prompt: Any, **fields: Any) -> str:
+        return str(self.complete(prompt, **fields)["choices"][0]["text"])
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A metric's value, summed over the series that have these labels."""
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        lines = [line for line in self.get("/metrics").text.splitlines() if line.startswith((name + "{", name + " "))]
+        return sum(float(line.rpartition(" ")[2]) for line in lines if all(want in line for want in wanted))
+
+    def is_ready(self) -> bool:
+        try:
+            return self.get("/ready").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    @property
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    @property
+    def worker(self) -> psutil.Process:
+        """The process that was spawned, not forked, and is not multiprocessing's tracker."""
+        (worker,) = (child for child in self.children if "spawn_main" in _words(child))
+        return worker
+
+    @property
+    def api(self) -> psutil.Process:
+        """The younger of the two processes that were forked; the other one holds LitServe's queues."""
+        forked = [c for c in self.children if not {"spawn_main", "resource_tracker"} & set(_words(c))]
+        assert len(forked) == 2
+        return max(forked, key=psutil.Process.create_time)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Signal main and wait; its exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+
+def _words(process: psutil.Process) -> list[str]:
+    return re.findall(r"\w+", " ".join(process.cmdline()))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def wait_until(condition: Callable[[], bool], *, seconds: float = 30.0, what: str) -> None:
+    """Poll until it holds; fail loudly when it never does."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.02)
+
+
+def command(checkpoint: Path, port: int, *flags: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "service.cli", "serve", "--checkpoint", str(checkpoint)),
+        *("--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--threads", "1", *flags),
+    ]
+
+
+@contextlib.contextmanager
+def serving(checkpoint: Path, directory: Path, *flags: str) -> Iterator[Service]:
+    """A service that is ready. Afterwards nothing of it is left, whatever the test did."""
+    port = free_port()
+    log, printed = directory / f"{port}.err", directory / f"{port}.out"
+    with log.open("wb") as stderr, printed.open("wb") as stdout:
+        process = subprocess.Popen(
+            command(checkpoint, port, *flags), stdout=stdout, stderr=stderr, env=clean_environment()
+        )
+    service = Service(process, f"http://127.0.0.1:{port}", log, printed)
+    family = [psutil.Process(process.pid)]
+    try:
+        wait_until(lambda: process.poll() is not None or service.is_ready(), seconds=START_SECONDS, what="the service")
+        assert process.poll() is None, log.read_text()
+        family += service.children
+        yield service
+        if process.poll() is None:
+            family += service.children
+            assert service.stop() == 0, log.read_text()
+        wait_until(lambda: not alive(family), what=f"the end of {alive(family)}")
+    finally:
+        if process.poll() is None:
+            family += service.children
+        for member in alive(family):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        process.wait(10)
+
+
+def alive(family: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run. `is_running` knows a reused pid for what it is."""
+    return [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def clean_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("KVASIR_")}

@@ -1,0 +1,260 @@
+"""Completions over HTTP from a real service, equal to those of the model's slow twin."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+
+from model.attention.interface import ATTENTION_BACKENDS
+from model.attention.metadata import AttentionMetadata
+from model.checkpoint import load_model
+from model.config import SamplingParams
+from model.generate import generate
+from model.manifest import read_manifest
+from model.tokenizer import StreamDecoder, Tokenizer
+from service.plan import sample_seed
+from tests.e2e.process import Service
+from tests.service.bad_requests import BAD_REQUESTS
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "once upon a time"
+
+
+class Oracle:
+    """The text that the model itself gives."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.tokenizer = Tokenizer.load(checkpoint)
+        manifest = read_manifest(checkpoint)
+        backend = ATTENTION_BACKENDS["sdpa"]
+        self.model = load_model(manifest, device="cpu", dtype=torch.float32, attention=backend)
+
+    def ids(self, prompt: str, **params: Any) -> list[int]:
+        eos = self.tokenizer.eos_token_id
+        return generate(self.model, self.tokenizer.encode(prompt), SamplingParams(**params), eos_token_id=eos)
+
+    def text(self, prompt: str, **params: Any) -> str:
+        decoder = StreamDecoder(self.tokenizer)
+        return decoder.push(self.ids(prompt, **params)) + decoder.flush()
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_checkpoint: Path) -> Oracle:
+    return Oracle(tiny_checkpoint)
+
+
+@pytest.fixture
+def client(service: Service) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def streamed(service: Service, **fields: Any) -> list[dict[str, Any]]:
+    """The chunks of a stream, which ends with [DONE]."""
+    with httpx.stream("POST", service.url + "/v1/completions", json={**fields, "stream": True}, timeout=60) as response:
+        assert response.status_code == 200, response.read()
+        events = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+    assert events.pop() == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def joined(chunks: list[dict[str, Any]], index: int = 0) -> str:
+    return "".join(c["text"] for chunk in chunks for c in chunk["choices"] if c["index"] == index)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"temperature": 0}, {"seed": 3}, {"seed": 4, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01}],
+)
+def test_a_completion_is_the_models_own_streamed_or_not(
+    service: Service, oracle: Oracle, params: dict[str, Any]
+) -> None:
+    fields = {"prompt": PROMPT, "max_tokens": 40, **params}
+    expected = oracle.text(PROMPT, max_tokens=40, **params)
+    assert service.text(**fields) == expected
+    chunks = streamed(service, **fields)
+    assert joined(chunks) == expected
+    assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
+    reasons = [c["finish_reason"] for chunk in chunks for c in chunk["choices"]]
+    assert reasons[-1] in ("stop", "length")
+    assert set(reasons[:-1]) <= {None}
+
+
+def test_the_openai_client_completes_and_streams(client: openai.OpenAI, oracle: Oracle) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    expected = oracle.text(PROMPT, max_tokens=20, temperature=0)
+    whole = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=20, temperature=0)
+    assert whole.choices[0].text == expected
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == len(oracle.ids(PROMPT, max_tokens=20, temperature=0))
+    stream = client.completions.create(
+        model="tiny",
+        prompt=PROMPT,
+        max_tokens=20,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == expected
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_the_openai_client_understands_our_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="gpt-4", prompt="a")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.completions.create(model="tiny", prompt="a", temperature=7)
+    assert bad.value.param == "temperature"
+
+
+def test_lists_of_prompts_and_n_give_choices_in_order(service: Service, oracle: Oracle) -> None:
+    body = service.complete(["once", "in"], n=2, seed=5, max_tokens=12)
+    expected = [
+        oracle.text(prompt, max_tokens=12, seed=sample_seed(5, sample))
+        for prompt in ("once", "in")
+        for sample in (0, 1)
+    ]
+    assert [(c["index"], c["text"]) for c in body["choices"]] == list(enumerate(expected))
+    assert len(set(expected)) == 4
+    chunks = streamed(service, prompt=["once", "in"], n=2, seed=5, max_tokens=12)
+    assert [joined(chunks, index) for index in range(4)] == expected
+    ids = [oracle.tokenizer.encode(prompt) for prompt in ("once", "in")]
+    assert [c["text"] for c in service.complete(ids, n=2, seed=5, max_tokens=12)["choices"]] == expected
+    usage = body["usage"]
+    assert usage["prompt_tokens"] == sum(map(len, ids))
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+def test_the_same_seed_gives_the_same_text_and_no_seed_another(service: Service) -> None:
+    assert service.text(PROMPT, seed=9) == service.text(PROMPT, seed=9)
+    assert len({service.text(PROMPT, max_tokens=30) for _ in range(4)}) > 1
+
+
+def test_echo_gives_the_prompt_before_the_completion(service: Service) -> None:
+    plain = service.text(PROMPT, temperature=0)
+    assert service.text(PROMPT, temperature=0, echo=True) == PROMPT + plain
+    assert joined(streamed(service, prompt=PROMPT, temperature=0, echo=True)) == PROMPT + plain
+
+
+@pytest.mark.parametrize("top", [0, 3, 20])
+def test_logprobs_are_the_models(service: Service, oracle: Oracle, top: int) -> None:
+    body = service.complete(PROMPT, temperature=0, max_tokens=8, logprobs=top, echo=True, ignore_eos=True)
+    logprobs, text = body["choices"][0]["logprobs"], body["choices"][0]["text"]
+    prompt_ids = oracle.tokenizer.encode(PROMPT)
+    ids = prompt_ids + oracle.ids(PROMPT, temperature=0, max_tokens=8, ignore_eos=True)
+    from_model = torch.log_softmax(_logits(oracle, ids), dim=-1)
+    assert len(logprobs["tokens"]) == len(ids)
+    assert logprobs["token_logprobs"][0] is None
+    assert logprobs["top_logprobs"][0] is None
+    for position in range(1, len(ids)):
+        own = logprobs["token_logprobs"][position]
+        assert own == pytest.approx(float(from_model[position - 1, ids[position]]), abs=1e-4)
+        alternatives = logprobs["top_logprobs"][position]
+        assert max(1, top) <= len(alternatives) <= top + 1
+        assert alternatives[logprobs["tokens"][position]] == own
+        assert list(alternatives.values())[:top] == sorted(alternatives.values(), reverse=True)[:top]
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        if not token.startswith("bytes:"):
+            assert text[offset : offset + len(token)] == token
+    chunks = streamed(service, prompt=PROMPT, temperature=0, max_tokens=8, logprobs=top, echo=True, ignore_eos=True)
+    pieces = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"]]
+    in_stream = {key: [value for piece in pieces for value in piece[key]] for key in logprobs}
+    assert in_stream["tokens"] == logprobs["tokens"]
+    assert in_stream["text_offset"] == logprobs["text_offset"]
+    assert in_stream["token_logprobs"][1:] == pytest.approx(logprobs["token_logprobs"][1:], abs=1e-5)
+    assert list(map(bool, in_stream["top_logprobs"])) == list(map(bool, logprobs["top_logprobs"]))
+
+
+def _logits(oracle: Oracle, ids: list[int]) -> torch.Tensor:
+    logits: torch.Tensor = oracle.model(torch.tensor(ids), AttentionMetadata.uncached((len(ids),)), None)
+    return logits
+
+
+def test_max_tokens_0_with_echo_scores_the_prompt(service: Service, oracle: Oracle) -> None:
+    body = service.complete(PROMPT, max_tokens=0, echo=True, logprobs=0)
+    choice = body["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (PROMPT, "length")
+    assert len(choice["logprobs"]["tokens"]) == len(oracle.tokenizer.encode(PROMPT))
+    assert body["usage"]["completion_tokens"] == 0
+    again = service.complete(PROMPT, max_tokens=4, temperature=0, echo=True, logprobs=0)["choices"][0]["logprobs"]
+    for known, value in zip(choice["logprobs"]["token_logprobs"], again["token_logprobs"], strict=False):
+        assert value == pytest.approx(known, abs=1e-5)
+
+
+def test_stops_act(service: Service, oracle: Oracle) -> None:
+    full = oracle.text(PROMPT, temperature=0, max_tokens=60, ignore_eos=True)
+    stop = full[10:12]
+    fields: dict[str, Any] = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
+    choice = service.complete(PROMPT, stop=stop, **fields)["choices"][0]
+    assert choice["text"] == full[: full.index(stop)]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    assert joined(streamed(service, prompt=PROMPT, stop=[stop, "never seen"], **fields)) == choice["text"]
+    assert service.text(PROMPT, stop=stop, include_stop_str_in_output=True, **fields) == choice["text"] + stop
+    ids = oracle.ids(PROMPT, temperature=0, max_tokens=60, ignore_eos=True)
+    ended = service.complete(PROMPT, stop_token_ids=[ids[5]], **fields)["choices"][0]
+    assert (ended["finish_reason"], ended["stop_reason"]) == ("stop", ids[5])
+    assert service.complete(PROMPT, max_tokens=7, temperature=0)["usage"]["completion_tokens"] <= 7
+    late = service.complete(PROMPT, stop_token_ids=[ids[5]], min_tokens=20, **fields)
+    assert late["usage"]["completion_tokens"] >= 20
+
+
+def test_a_repeated_prompt_is_found_in_the_cache(service: Service) -> None:
+    prompt = "the cat and the hat " * 4
+    first = service.complete(prompt, temperature=0)
+    second = service.complete(prompt, temperature=0)
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert second["choices"][0]["text"] == first["choices"][0]["text"]
+
+
+def test_timings_and_usage_come_with_the_end_of_a_stream(service: Service) -> None:
+    *pieces, summary = streamed(service, prompt=PROMPT, max_tokens=9, stream_options={"include_usage": True})
+    assert summary["choices"] == []
+    assert summary["usage"]["prompt_tokens"] + summary["usage"]["completion_tokens"] == summary["usage"]["total_tokens"]
+    timings = summary["timings"]
+    assert pieces[-1]["timings"] == timings
+    assert 0 <= timings["queue_ms"] <= timings["ttft_ms"]
+    assert timings["prefill_ms"] > 0
+    assert all("usage" not in piece for piece in pieces)
+
+
+@pytest.mark.parametrize(("body", "status", "said"), BAD_REQUESTS, ids=range(len(BAD_REQUESTS)))
+def test_a_bad_request_is_refused(service: Service, body: bytes, status: int, said: str) -> None:
+    response = httpx.post(service.url + "/v1/completions", content=body, timeout=30)
+    assert response.status_code == status
+    assert said in response.json()["error"]["message"]
+
+
+def test_what_is_no_route_is_refused_in_the_same_shape(service: Service) -> None:
+    for method, path, status in (
+        ("GET", "/v1/completions", 405),
+        ("POST", "/v1/chat/completions", 404),
+        ("POST", "/shutdown", 404),
+        ("GET", "/info", 404),
+        ("POST", "/health", 405),
+        ("GET", "/v1/models/other", 404),
+    ):
+        response = httpx.request(method, service.url + path, timeout=30)
+        assert response.status_code == status
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_every_route_answers(service: Service) -> None:
+    for path in ("/health", "/ready", "/version", "/v1/models", "/metrics", "/openapi.json", "/", "/playground"):
+        assert service.get(path).status_code == 200, path
+    ids = service.post("/tokenize", prompt="once 😀").json()["tokens"]
+    assert service.post("/detokenize", tokens=ids).json()["prompt"] == "once 😀"
+
+
+def test_our_bad_requests_were_nobodys_internal_error(service: Service) -> None:
+    assert service.metric("llm_request_failures_total", status="500") == 0
+    assert "Traceback" not in service.log.read_text()

@@ -1,0 +1,266 @@
+"""Starting, draining, dying: what operators and clients see of it."""
+
+import json
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.process import (
+    START_SECONDS,
+    Service,
+    alive,
+    clean_environment,
+    command,
+    free_port,
+    serving,
+    wait_until,
+)
+
+pytestmark = pytest.mark.slow
+
+# Thousands of steps of the tiny model: long enough to be caught in the middle on any machine.
+LONG: dict[str, Any] = {"prompt": "once", "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
+
+
+class Stream(threading.Thread):
+    """A client of its own that reads one stream to its end."""
+
+    def __init__(self, service: Service, **fields: Any) -> None:
+        super().__init__(daemon=True)
+        self._service, self._fields = service, fields
+        self.status = 0
+        self.events: list[str] = []
+        self.start()
+
+    def run(self) -> None:
+        body = {**self._fields, "stream": True}
+        with httpx.stream("POST", self._service.url + "/v1/completions", json=body, timeout=120) as response:
+            self.status = response.status_code
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    self.events.append(line.removeprefix("data: "))
+
+    @property
+    def text(self) -> str:
+        chunks = [json.loads(event) for event in self.events if event.startswith("{")]
+        return "".join(choice["text"] for chunk in chunks for choice in chunk.get("choices", []))
+
+    def finish(self) -> "Stream":
+        self.join(120)
+        assert not self.is_alive(), "the stream hangs"
+        return self
+
+
+def started(streams: list[Stream]) -> Callable[[], bool]:
+    return lambda: all(len(stream.events) > 3 for stream in streams)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains(long_checkpoint: Path, tmp_path: Path, number: int) -> None:
+    with serving(long_checkpoint, tmp_path) as service:
+        expected = service.text(**LONG)
+        streams = [Stream(service, **LONG) for _ in range(3)]
+        wait_until(started(streams), what="the streams to begin")
+        family = [psutil.Process(service.process.pid), *service.children]
+        # As systemd and a terminal do it: every process of the service gets the signal.
+        for member in family[1:]:
+            if "resource_tracker" not in " ".join(member.cmdline()):
+                member.send_signal(number)
+        service.process.send_signal(number)
+        wait_until(lambda: service.get("/ready").status_code == 503, what="the drain")
+        refused = service.post(prompt="a")
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        assert service.get("/health").status_code == 200
+        for stream in streams:
+            assert stream.finish().text == expected
+            assert stream.events[-1] == "[DONE]"
+        assert service.process.wait(30) == 0
+        wait_until(lambda: not alive(family), what="every process to end")
+        assert "Traceback" not in service.log.read_text()
+
+
+def test_a_drain_that_takes_too_long_tells_the_streams_and_ends(long_checkpoint: Path, tmp_path: Path) -> None:
+    with serving(long_checkpoint, tmp_path, "--drain-seconds", "0.1") as service:
+        stream = Stream(service, **{**LONG, "max_tokens": 8000})
+        wait_until(started([stream]), what="the stream to begin")
+        assert service.stop() == 0
+        stream.finish()
+        assert json.loads(stream.events[-1])["error"]["code"] == "draining"
+
+
+def test_a_second_signal_ends_the_drain_at_once(long_checkpoint: Path, tmp_path: Path) -> None:
+    with serving(long_checkpoint, tmp_path, "--drain-seconds", "3600") as service:
+        stream = Stream(service, **{**LONG, "max_tokens": 8000})
+        wait_until(started([stream]), what="the stream to begin")
+        service.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: service.get("/ready").status_code == 503, what="the drain")
+        assert service.stop() == 0
+        assert json.loads(stream.finish().events[-1])["error"]["code"] == "draining"
+
+
+def test_streams_survive_the_death_of_the_worker(long_checkpoint: Path, tmp_path: Path) -> None:
+    with serving(long_checkpoint, tmp_path) as service:
+        expected = service.text(**LONG)
+        seeded = {**LONG, "temperature": 1.0, "seed": 11, "max_tokens": 3000, "stop": ["never to be seen"]}
+        expected_seeded = service.text(**seeded)
+        streams = [Stream(service, **LONG), Stream(service, **seeded)]
+        wait_until(started(streams), what="the streams to begin")
+        first_worker = service.worker
+        first_worker.kill()
+        wait_until(lambda: service.get("/ready").status_code == 503, what="the death to be noticed")
+        assert service.get("/ready").json()["state"] == "loading"
+        assert service.get("/health").status_code == 200
+        meanwhile = Stream(service, **LONG)
+        assert [stream.finish().text for stream in streams] == [expected, expected_seeded]
+        assert meanwhile.finish().text == expected
+        assert all(stream.events[-1] == "[DONE]" for stream in streams)
+        assert service.worker.pid != first_worker.pid
+        assert service.metric("llm_worker_restarts_total", reason="signal") == 1
+        assert service.metric("llm_requests_replayed_total", outcome="resubmitted") >= 2
+        wait_until(lambda: service.metric("llm_num_requests_running") == 0, what="the pool to be empty")
+
+
+def test_a_service_whose_api_process_dies_ends_with_a_line_and_a_failure(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with serving(tiny_checkpoint, tmp_path) as service:
+        service.api.kill()
+        assert service.process.wait(30) == 1
+        assert "the API process was killed by SIGKILL" in service.log.read_text()
+
+
+def test_nothing_outlives_a_main_process_that_is_killed(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with serving(tiny_checkpoint, tmp_path) as service:
+        family = service.children
+        assert service.stop(signal.SIGKILL) == -signal.SIGKILL
+        wait_until(lambda: not alive(family), what="the orphans to end")
+
+
+def refused_start(checkpoint: Path, *flags: str, port: int | None = None) -> tuple[int, str]:
+    """Exit code and stderr of a service that does not start."""
+    done = subprocess.run(
+        command(checkpoint, free_port() if port is None else port, *flags),
+        capture_output=True,
+        text=True,
+        timeout=START_SECONDS,
+        env=clean_environment(),
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+def damage_missing(checkpoint: Path) -> None:
+    (checkpoint / "model-00001-of-00001.safetensors").unlink()
+
+
+def damage_truncated(checkpoint: Path) -> None:
+    path = checkpoint / "model-00001-of-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def damage_hash(checkpoint: Path) -> None:
+    path = checkpoint / "model-00001-of-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def damage_shape(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, "mlp_size": config["mlp_size"] + 1}))
+
+
+def damage_config(checkpoint: Path) -> None:
+    (checkpoint / "config.json").write_text("{")
+
+
+def damage_tokenizer(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer.tiktoken").unlink()
+
+
+def damage_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        damage_missing,
+        damage_truncated,
+        damage_hash,
+        damage_shape,
+        damage_config,
+        damage_tokenizer,
+        damage_manifest,
+    ],
+)
+def test_a_damaged_checkpoint_is_one_line_and_no_start(
+    tiny_checkpoint: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in tiny_checkpoint.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    damage(copy)
+    code, error = refused_start(copy)
+    assert code == 1
+    assert error.startswith(f"kvasir serve: {copy}")
+    assert error.count("\n") == 1
+
+
+def test_a_worker_that_cannot_be_built_is_one_line_and_no_start(long_checkpoint: Path) -> None:
+    code, error = refused_start(long_checkpoint, "--kv-cache-memory", "1")
+    assert code == 1
+    assert error.startswith("kvasir serve: --kv-cache-memory 1 holds 4096 tokens, less than the context of 8192")
+    assert error.count("\n") == 1
+
+
+def test_a_device_that_is_not_there_is_one_line_and_no_start(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code, error = refused_start(tiny_checkpoint, "--device", "cuda")
+    assert (code, error) == (1, "kvasir serve: --device cuda: no CUDA device can be used here\n")
+
+
+def test_a_port_in_use_is_one_line_and_no_start(tiny_checkpoint: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, error = refused_start(tiny_checkpoint, port=port)
+    assert (code, error) == (
+        1,
+        f"kvasir serve: port {port} on 127.0.0.1 is in use; choose another with --port\n",
+    )
+
+
+def test_a_signal_while_starting_ends_it_without_a_failure(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            command(tiny_checkpoint, free_port()), stdout=subprocess.DEVNULL, stderr=stderr, env=clean_environment()
+        )
+    family = [psutil.Process(process.pid)]
+    try:
+        wait_until(
+            lambda: any("spawn_main" in " ".join(c.cmdline()) for c in family[0].children()),
+            seconds=START_SECONDS,
+            what="the worker to be spawned",
+        )
+        family += family[0].children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(START_SECONDS) == 0
+        wait_until(lambda: not alive(family), what="every process to end")
+    finally:
+        for member in alive(family):
+            member.kill()
+        process.wait(10)
+    assert "Traceback" not in log.read_text()
