@@ -108,7 +108,25 @@ class TokenizeSettings(CheckpointSettings):
     ids_only: bool = _option("text", "print the ids alone, on one line", False)
 
 
-_COMMANDS: tuple[type[BaseSettings], ...] = (ServeSettings, GenerateSettings, TokenizeSettings)
+class TrainSettings(BaseSettings):
+    """`kvasir train`."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
+
+    config: Path = _option("run", "recipe: a TOML file, see docs/training.md")
+    out: Path = _option("run", "directory of the finished checkpoint")
+    run_directory: Path | None = _option("run", "where to save and resume (default: runs/ and the recipe's name)", None)
+    steps: int | None = _option("run", "optimizer steps (default: the recipe's)", None, ge=1)
+    stop_after: int | None = _option("run", "save and leave after this step, as an interruption would", None, ge=1)
+    device: Literal["auto", "cpu", "cuda"] = _option("hardware", "auto takes CUDA where there is any", "auto")
+    precision: Literal["auto", "float32", "bfloat16"] = _option(
+        "hardware", "of the arithmetic; auto: bfloat16 where the hardware multiplies it", "auto"
+    )
+    threads: AutoOrCount = _option("hardware", "CPU threads; auto: the CPUs we may use", "auto")
+    compile: bool = _option("hardware", "compile the model where a compiler is found; faster after a minute", True)
+
+
+_COMMANDS: tuple[type[BaseSettings], ...] = (ServeSettings, GenerateSettings, TokenizeSettings, TrainSettings)
 
 
 def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, summary: str) -> Settings:

@@ -78,13 +78,20 @@ def can_compile(device: str) -> bool:
     return device == "cuda" or any(shutil.which(name) for name in ("c++", "g++", "clang++"))
 
 
-def train(config: TrainConfig, settings: RunSettings, report: Callable[[str], None]) -> bool:
+def train(
+    config: TrainConfig,
+    settings: RunSettings,
+    report: Callable[[str], None],
+    should_stop: Callable[[], bool] = lambda: False,
+) -> bool:
     """Train, or go on training, and write the finished checkpoint. Returns whether the run came to its end.
+
+    `should_stop` is asked between steps; when it says yes the run is saved and can be resumed.
 
     Raises:
         CorpusError: a corpus cannot be used.
         StateError: the run directory holds another run, or a damaged one.
-        KeyboardInterrupt: after saving, when interrupted.
+        ValueError: the loss is no longer a number; the last save is from before.
     """
     deterministic(config.seed)
     sources = remove_held_out([read_source(source) for source in config.sources])
@@ -95,7 +102,7 @@ def train(config: TrainConfig, settings: RunSettings, report: Callable[[str], No
     epochs = config.steps * config.tokens_per_step / data.num_tokens
     report(f"{data.num_tokens:,} tokens an epoch, {epochs:.1f} epochs; {config.model.num_parameters:,} parameters")
     trainer = Trainer(config, settings, data, tokenizer, sources)
-    if not trainer.run(report):
+    if not trainer.run(report, should_stop):
         return False
     _finish(trainer, data, report)
     return True
@@ -156,32 +163,29 @@ class Trainer:
         enabled = self.settings.precision == "bfloat16"
         return torch.autocast(self.settings.device, dtype=torch.bfloat16, enabled=enabled)
 
-    def run(self, report: Callable[[str], None]) -> bool:
+    def run(self, report: Callable[[str], None], should_stop: Callable[[], bool]) -> bool:
         """Steps until the end or `stop_after`, saving as it goes. Returns whether the end was reached."""
         config, settings = self.config, self.settings
         if self.step:
             report(f"resuming at step {self.step:,} of {config.steps:,}")
-        log = RunLog(settings.run_directory / "log.jsonl", self.step)
         stop = min(config.steps, settings.stop_after or config.steps)
         saved_at = time.monotonic()
-        try:
-            with Progress(config.steps, self.step, config.tokens_per_step, report) as progress:
-                while self.step < stop:
-                    began = time.monotonic()
-                    loss = self._train_step()
-                    elapsed = time.monotonic() - began
-                    self.seconds += elapsed
-                    line = {"step": self.step - 1, "loss": loss, "seconds": self.seconds}
-                    if self.step % config.evaluate_every == 0 or self.step == config.steps:
-                        line["held_out_loss"] = self.held_out_loss()
-                    log.write(**line)
-                    progress.update(self.step, loss, elapsed, line.get("held_out_loss"))
-                    if time.monotonic() - saved_at > 60 * config.checkpoint_minutes:
-                        self.save()
-                        saved_at = time.monotonic()
-        finally:
-            self.save()
-            log.close()
+        log = RunLog(settings.run_directory / "log.jsonl", self.step)
+        with log, Progress(config.steps, self.step, config.tokens_per_step, report) as progress:
+            while self.step < stop and not should_stop():
+                began = time.monotonic()
+                loss = self._train_step()
+                elapsed = time.monotonic() - began
+                self.seconds += elapsed
+                line = {"step": self.step - 1, "loss": loss, "seconds": round(self.seconds, 3)}
+                if self.step % config.evaluate_every == 0 or self.step == config.steps:
+                    line["held_out_loss"] = self.held_out_loss()
+                log.write(**line)
+                progress.update(self.step, loss, elapsed, line.get("held_out_loss"))
+                if time.monotonic() - saved_at > 60 * config.checkpoint_minutes:
+                    self.save()
+                    saved_at = time.monotonic()
+        self.save()
         return self.step >= config.steps
 
     def _train_step(self) -> float:

@@ -1,5 +1,86 @@
-"""`kvasir train`."""
+"""`kvasir train`: a recipe and its corpora become a checkpoint."""
 
-from model.training.train import main
+import dataclasses
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
 
-__all__ = ["main"]
+import torch
+
+from model.training.config import TrainConfig, load_train_config
+from model.training.train import RunSettings, can_compile, default_precision, train
+from service.settings import SettingsError, TrainSettings, read_settings, usable_cpus
+
+_SUMMARY = (
+    "Train a model by a recipe and write its checkpoint, ready for `kvasir serve`. The run saves itself as it goes; "
+    "the same command goes on where it was interrupted, with the losses an uninterrupted run has."
+)
+_INTERRUPTED = 130
+
+
+class _Interruption:
+    """The first SIGINT or SIGTERM asks for a stop after the step at hand; the second ends the process."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        signal.signal(number, signal.SIG_DFL)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command. Exit codes: 0 done, 1 failed, 2 not understood, 130 interrupted and saved."""
+    try:
+        settings = read_settings(TrainSettings, argv, command="train", summary=_SUMMARY)
+    except SettingsError as error:
+        print(f"kvasir train: {error}", file=sys.stderr)
+        return 2
+    interruption = _Interruption()
+    try:
+        config = load_train_config(settings.config)
+        if settings.steps is not None:
+            config = _with_steps(config, settings.steps)
+        run = _run_settings(settings, config)
+        print(f"training on {run.device} in {run.precision}{', compiled' if run.compile else ''}: {run.run_directory}")
+        done = train(config, run, _report, lambda: interruption.asked)
+    except (ValueError, OSError) as error:
+        print(f"kvasir train: {error}", file=sys.stderr)
+        return 1
+    if not done:
+        print(f"saved in {run.run_directory}; the same command goes on from here")
+    return _INTERRUPTED if interruption.asked and not done else 0
+
+
+def _with_steps(config: TrainConfig, steps: int) -> TrainConfig:
+    """Another length, with warm-up and decay in proportion."""
+    return dataclasses.replace(
+        config,
+        steps=steps,
+        warmup_steps=min(config.warmup_steps, steps // 4),
+        decay_steps=config.decay_steps * steps // config.steps,
+    )
+
+
+def _run_settings(settings: TrainSettings, config: TrainConfig) -> RunSettings:
+    has_cuda = torch.cuda.is_available()
+    if settings.device == "cuda" and not has_cuda:
+        raise ValueError("--device cuda: no CUDA device can be used here")
+    device = "cuda" if has_cuda and settings.device != "cpu" else "cpu"
+    torch.set_num_threads(usable_cpus() if settings.threads == "auto" else settings.threads)
+    return RunSettings(
+        run_directory=settings.run_directory or Path("runs") / config.name,
+        checkpoint=settings.out,
+        device=device,
+        precision=default_precision(device) if settings.precision == "auto" else settings.precision,
+        compile=settings.compile and can_compile(device),
+        stop_after=settings.stop_after,
+    )
+
+
+def _report(text: str) -> None:
+    print(text, flush=True)
