@@ -2,7 +2,7 @@
 
     python -m tests.playground.browser_check                                # against a stub server that also misbehaves
     python -m tests.playground.browser_check --url http://127.0.0.1:8000    # against a running service
-    … --screenshots DIR                                                     # and save light.png, dark.png, phone.png
+    … --screenshots DIR                                                     # and write playground.png, -dark, -phone
 
 Needs Chromium on the PATH and, to run what the copy buttons give, curl and the `openai` package. Prints a line a check;
 the exit status is 1 if one failed. Not collected by pytest: a bare machine has no browser.
@@ -97,7 +97,7 @@ def check_tokens(page: Playground) -> None:
     assert page.visible("lens")
     assert page.browser.run("document.querySelectorAll('#odds .percent').length") >= 5
     drawn = page.browser.run("document.querySelector('#odds .word.drawn').textContent")
-    assert drawn.strip("␣") == page.browser.run("document.querySelector('.token').textContent")
+    assert drawn == page.browser.run("visible(shown.tokens[document.querySelector('.token').dataset.index].text)")
     page.browser.run("document.getElementById('story').focus()")
     page.browser.press("ArrowRight")
     assert page.browser.run("[...document.querySelectorAll('.token')].findIndex(t => t.matches('.active'))") == 1
@@ -271,15 +271,15 @@ def take_screenshots(page: Playground, folder: Path) -> None:
     """The page after a completion, a token under the mouse: light, dark, and on a phone."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, screen in {
-        "light": DESK | {"scale": 1.5},
-        "dark": DESK | {"scale": 1.5, "dark": True},
-        "phone": PHONE | {"scale": 2},
+        "playground": DESK | {"scale": 1.5},
+        "playground-dark": DESK | {"scale": 1.5, "dark": True},
+        "playground-phone": PHONE | {"scale": 2},
     }.items():
         page.browser.set_screen(**screen)
         page.open(SHOT_STATE)
         page.browser.run("document.getElementById('generate').click()")
         page.wait()
-        if name != "phone":
+        if "phone" not in name:
             page.browser.run(f"document.querySelectorAll('.token')[{SHOT_TOKEN}].id = 'shot'")
             page.browser.point_at("#shot")
         page.browser.screenshot(folder / f"{name}.png")
@@ -314,7 +314,9 @@ def run_checks(page: Playground, checks: Sequence[Callable[[Playground], None]])
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="a running service; default: a stub server, which also misbehaves")
-    parser.add_argument("--screenshots", type=Path, help="folder for light.png, dark.png and phone.png")
+    parser.add_argument(
+        "--screenshots", type=Path, help="folder for playground.png, playground-dark.png and playground-phone.png"
+    )
     arguments = parser.parse_args()
     with Chromium() as browser, stub() as (stub_url, record):
         browser.set_screen(**DESK)
