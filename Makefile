@@ -1,0 +1,52 @@
+# Everything a fresh machine needs is made by these targets: Python 3.11+ and make are enough.
+PYTHON ?= python3
+CHECKPOINT ?= checkpoints/stories-7m
+HOST ?= 127.0.0.1
+PORT ?= 8000
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: help install serve test check format bench performance loadtest check-monitoring clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+
+install: $(INSTALLED) ## make .venv with everything pinned, and .venv/bin/kvasir
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; name it with: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+serve: install ## serve the shipped model on http://127.0.0.1:8000
+	$(BIN)/kvasir serve --checkpoint $(CHECKPOINT) --host $(HOST) --port $(PORT)
+
+test: install ## every test
+	$(BIN)/python -m pytest
+
+check: install ## format, lint, strict types, architecture, fast tests: about a minute
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -m 'not slow'
+
+format: install ## format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: install ## sweep the engine in this process
+	$(BIN)/kvasir bench --checkpoint $(CHECKPOINT) --out docs/results/engine.json
+
+performance: bench ## measure engine and service, write docs/performance.md
+	$(BIN)/python -m loadtest.bench_service --checkpoint $(CHECKPOINT) --out docs/results/service.json
+	$(BIN)/python -m loadtest.performance_page
+
+loadtest: install ## a minute of locust against a service on 127.0.0.1:8000
+	$(BIN)/locust -f loadtest/locustfile.py --headless --users 8 --spawn-rate 8 --run-time 1m --host http://$(HOST):$(PORT)
+
+check-monitoring: ## promtool and a real Prometheus against a running service (needs prometheus)
+	monitoring/check.sh http://$(HOST):$(PORT)
+
+clean: ## remove what the targets made
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
