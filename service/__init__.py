@@ -3,12 +3,24 @@
 messages         the contract between frontend and worker: frozen, torch-free values
 settings         the only reader of environment and arguments
 schemas          the OpenAI wire contract in pydantic; the error tree and its HTTP statuses
+responses        the answers, in OpenAI's shape
+logprobs         log-probabilities in that shape
+openapi          the document that describes it all
+requests         ids, body limits and error bodies around every request; pure ASGI
+plan             a validated request becomes the sequences to compute
+admission        who may wait, and what the others are told
+journal          every unfinished request: what was submitted, what came back, who waits
+delivery         a stream of server-sent events, or one body
 frontend         LitSpec: routes, tokenization, admission, SSE, cancel, replay
+lifecycle        what the processes must know of each other, in shared memory
+engine_builder   from settings and a checkpoint to an engine; what "auto" means here
 worker           LitAPI builds the engine, LitLoop runs it, in one thread
 server           supervision and drain
+logs             one line each, the process named
 metric_families  every metric once: name, unit, help, labels, buckets
 metrics          observes, and exposes what all processes have observed
 engine/          single-threaded and synchronous: scheduler, blocks, runner
 playground/      the page people open first
 cli              `kvasir`: one table of commands
+commands/        one file a command
 """

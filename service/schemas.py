@@ -137,6 +137,8 @@ SEED_RANGE = (-(2**63), 2**64 - 1)
 
 
 class StreamOptions(_Request):
+    """`stream_options`: what a stream says beside the text."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 

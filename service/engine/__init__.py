@@ -1,12 +1,13 @@
 """The engine: decide, execute, commit. Single-threaded, synchronous, and unaware of HTTP.
 
-config       EngineConfig: sizes and budgets
-sequence     one request inside the engine
-block_pool   who owns which KV block; pure Python
-prefix_cache what has been computed before
-scheduler    who computes how much in the next step; pure Python
-inputs       a plan's integers become the runner's tensors
-runner       owns the model and the KV tensors; the only file that says `device`
-detokenizer  ids to safe text; stop strings
-engine       composition root and `step()`
+config        EngineConfig: sizes and budgets
+sequence      one request inside the engine
+block_pool    who owns which KV block; pure Python
+prefix_cache  what has been computed before
+plan          what one step computes: a frozen value
+scheduler     who computes how much in the next step; pure Python
+inputs        a plan's integers become the runner's tensors
+runner        owns the model and the KV tensors; the only file that says `device`
+detokenizer   ids to safe text; stop strings
+engine        composition root and `step()`
 """

@@ -11,8 +11,9 @@ from model.transformer import Transformer
 from service.engine.config import EngineConfig
 from service.engine.detokenizer import Detokenizer
 from service.engine.inputs import build_inputs
+from service.engine.plan import Chunk, StepPlan
 from service.engine.runner import ModelRunner, Runner, StepOutputs
-from service.engine.scheduler import Chunk, Scheduler, StepPlan
+from service.engine.scheduler import Scheduler
 from service.engine.sequence import Sequence
 from service.messages import Finish, FinishReason, StepStats, Submit, TokenDelta, TokenLogprob
 

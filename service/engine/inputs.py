@@ -12,7 +12,8 @@ from torch import Tensor
 
 from model.attention.metadata import AttentionMetadata
 from model.config import SamplingParams
-from service.engine.scheduler import Chunk, Scheduler, StepPlan
+from service.engine.plan import Chunk, StepPlan
+from service.engine.scheduler import Scheduler
 
 # A matrix product of one to three rows runs another kernel on the CPU, and rounds differently, than one of four and
 # more (measured with float32 and bfloat16, oneDNN and MKL): with rows that nobody reads as padding, a sequence's

@@ -12,40 +12,13 @@ sequence that is let in fits the pool alone. So the oldest always goes on, ends,
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from service.engine.block_pool import BlockPool
 from service.engine.config import EngineConfig
+from service.engine.plan import Chunk, StepPlan
 from service.engine.prefix_cache import PrefixCache
 from service.engine.sequence import Sequence, SequenceStatus
 from service.messages import FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Compute `num_tokens` of a sequence from position `start` on; draw its next token if `draws`."""
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    draws: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """What one step computes, and what happened while it was decided."""
-
-    chunks: tuple[Chunk, ...]
-    ended: tuple[Sequence, ...]  # finished without computing: a deadline passed, or nothing was left to do
-    num_cached_prompt_tokens: int
-    num_prefix_queries: int  # in tokens, as vLLM counts them
-    num_prefix_hits: int
-    num_preemptions: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens computed."""
-        return sum(chunk.num_tokens for chunk in self.chunks)
 
 
 class Scheduler:

@@ -1,0 +1,178 @@
+"""The walls of docs/design.md, enforced: which way imports point, and what a file may hold."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("model", "service", "loadtest")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+# What each part may import of ours: itself, and these.
+MAY_IMPORT = {
+    "model.training": {"model"},
+    "model": set[str](),
+    "service.engine": {"model", "service.messages"},
+    "service.commands": {"model", "model.training", "service", "service.engine", "loadtest"},
+    "service": {"model", "service.engine"},
+    "loadtest": {"model", "service", "service.engine"},
+}
+# Files of `service` that run in the worker, or build what runs there. All others live without torch.
+ENGINE_SIDE = {"service/engine_builder.py", "service/commands/generate.py", "service/commands/train.py"}
+# The worker's module is imported by main too, so it takes torch where LitServe calls it, in its own process.
+IMPORTS_LATE = {("service/worker.py", "setup")}
+TORCH_FREE = ["service.frontend", "service.server", "service.metrics", "service.cli", "service.commands.tokenize"]
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def part_of(module: str) -> str:
+    """The entry of MAY_IMPORT a module belongs to."""
+    return max((part for part in MAY_IMPORT if f"{module}.".startswith(f"{part}.")), key=len, default="")
+
+
+def imports(node: ast.AST) -> Iterator[str]:
+    for child in ast.walk(node):
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "imports are absolute"
+            yield child.module or ""
+
+
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_imports_point_one_way(path: Path) -> None:
+    part = part_of(module_of(path))
+    for imported in imports(tree(path)):
+        if imported.split(".")[0] not in PACKAGES or part_of(imported) == part:
+            continue
+        allowed = MAY_IMPORT[part]
+        assert part_of(imported) in allowed or imported in allowed, f"{name_of(path)} imports {imported}"
+
+
+def test_no_import_cycles() -> None:
+    graph = {module_of(path): {name for name in imports(tree(path)) if name in modules()} for path in SOURCES}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"import cycle: {' -> '.join((*path, module))}"
+        if module not in done:
+            for imported in sorted(graph[module]):
+                visit(imported, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+@cache
+def modules() -> frozenset[str]:
+    return frozenset(map(module_of, SOURCES))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_no_import_inside_a_function(path: Path) -> None:
+    for function in functions(path):
+        if (name_of(path), function.name) not in IMPORTS_LATE:
+            assert list(imports(function)) == [], f"{name_of(path)}:{function.lineno}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_no_global_and_no_attic(path: Path) -> None:
+    assert not [node for node in ast.walk(tree(path)) if isinstance(node, ast.Global)]
+    assert path.stem not in {"utils", "util", "common", "helpers", "base", "misc"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_sizes(path: Path) -> None:
+    """A file that passes 350 lines is split along a noun; a function stays under 60, with at most 8 parameters."""
+    assert len(path.read_text().splitlines()) <= 350
+    for function in functions(path):
+        assert function.end_lineno is not None
+        assert function.end_lineno - function.lineno < 60, f"{function.name} is too long"
+        arguments = function.args
+        positional = [*arguments.posonlyargs, *arguments.args]
+        names = [argument.arg for argument in (*positional, *arguments.kwonlyargs)]
+        if part_of(module_of(path)) and function.name != "__call__":  # LitServe's signature
+            assert len([name for name in names if name not in ("self", "cls")]) <= 8, f"{function.name}: {names}"
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.name == "__init__.py"], ids=name_of)
+def test_package_files_hold_the_map_alone(path: Path) -> None:
+    (node,) = tree(path).body
+    assert isinstance(node, ast.Expr)
+    assert ast.get_docstring(tree(path))
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.name != "__init__.py"], ids=name_of)
+def test_everything_public_says_what_it_is(path: Path) -> None:
+    assert ast.get_docstring(tree(path)), "a file begins with what it is"
+    for node in tree(path).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+            # An error may be explained in the tree that heads its file.
+            assert ast.get_docstring(node) or node.name in (ast.get_docstring(tree(path)) or ""), node.name
+
+
+@pytest.mark.parametrize("package", ["model", "model/training", "service", "service/engine", "loadtest"])
+def test_the_map_names_every_file(package: str) -> None:
+    text = (ROOT / package / "__init__.py").read_text()
+    entries = {path.stem for path in (ROOT / package).glob("*.py")} | {
+        path.parent.name for path in (ROOT / package).glob("*/__init__.py")
+    }
+    missing = sorted(entry for entry in entries - {"__init__"} if entry not in text)
+    assert not missing, f"{package}/__init__.py does not name {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_the_api_process_imports_no_torch(module: str) -> None:
+    """Importing torch costs 2 s and over 200 MiB; what is forked from main must not hold it."""
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_only_the_worker_side_imports_torch() -> None:
+    for path in SOURCES:
+        name = name_of(path)
+        if name.startswith("service/") and not name.startswith("service/engine/") and name not in ENGINE_SIDE:
+            late = {function.name for function in functions(path) if (name, function.name) in IMPORTS_LATE}
+            direct = [i for i in imports(tree(path)) if i.split(".")[0] == "torch"]
+            assert not direct or late, f"{name} imports torch"
+
+
+def test_settings_are_the_only_reader_of_the_environment() -> None:
+    readers = [
+        name_of(path)
+        for path in SOURCES
+        if name_of(path).startswith(("service/", "model/"))
+        and any(isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv") for n in ast.walk(tree(path)))
+    ]
+    # prometheus_client reads its directory from the environment, at import: it has to be put there.
+    assert set(readers) <= {"service/settings.py", "service/metrics.py", "service/metrics_directory.py"}
+
+
+@pytest.mark.parametrize("path", TESTS, ids=name_of)
+def test_tests_do_not_sleep_skip_or_expect_failure(path: Path) -> None:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Attribute):
+            assert node.attr not in ("skip", "skipif", "xfail", "importorskip"), f"{name_of(path)}:{node.lineno}"
