@@ -1,0 +1,85 @@
+"""Every PromQL expression that the repository asks, taken apart."""
+
+import itertools
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import promql_parser
+
+from tests.ops.deployment import ROOT, read_yaml
+
+RULE_FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "monitoring" / "rules").glob("*.yml"))
+DASHBOARD: dict[str, Any] = json.loads((ROOT / "monitoring/grafana/dashboards/kvasir.json").read_text())
+
+MODEL_VARIABLE = "$model_name"
+
+
+def rules() -> list[dict[str, Any]]:
+    """Recording rules and alerts of all files."""
+    return [rule for path in RULE_FILES for group in read_yaml(path)["groups"] for rule in group["rules"]]
+
+
+def panels() -> list[dict[str, Any]]:
+    """The dashboard's panels, headings apart."""
+    return [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+
+
+def questions() -> list[str]:
+    """The expressions of rules and dashboard."""
+    asked = [rule["expr"] for rule in rules()]
+    return asked + [target["expr"] for panel in panels() for target in panel["targets"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Matcher:
+    """One condition of a selector."""
+
+    label: str
+    value: str
+    is_pattern: bool
+
+    def matches(self, value: str | None) -> bool:
+        """Whether a series with this value is meant."""
+        if value is None:
+            return False
+        if self.value == MODEL_VARIABLE:
+            return True
+        return bool(re.fullmatch(self.value, value)) if self.is_pattern else self.value == value
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """One metric that an expression reads, its conditions, and the labels it is grouped by."""
+
+    metric: str
+    matchers: tuple[Matcher, ...]
+    groupings: frozenset[str]
+
+    def means(self, labels: dict[str, str]) -> bool:
+        """Whether a series with these labels is read."""
+        return all(matcher.matches(labels.get(matcher.label)) for matcher in self.matchers)
+
+
+def selections(expr: str) -> list[Selection]:
+    """What an expression reads. Raises `ValueError` when it is no PromQL."""
+    found: list[Selection] = []
+    around: list[list[str]] = []  # the groupings we are inside of
+
+    def enter(node: promql_parser.Expr) -> None:
+        if isinstance(node, promql_parser.AggregateExpr):
+            around.append(node.modifier.labels if node.modifier else [])
+        elif isinstance(node, promql_parser.VectorSelector):
+            matchers = tuple(
+                Matcher(matcher.name, matcher.value, matcher.op == promql_parser.MatchOp.Re)
+                for matcher in node.matchers.matchers
+            )
+            found.append(Selection(str(node.name), matchers, frozenset(itertools.chain(*around))))
+
+    def leave(node: promql_parser.Expr) -> None:
+        if isinstance(node, promql_parser.AggregateExpr):
+            around.pop()
+
+    promql_parser.walk(promql_parser.parse(expr.replace("$__rate_interval", "1m")), enter, leave)
+    return found

@@ -1,0 +1,270 @@
+"""The Dockerfile and docker-compose.yml hold together: with the schema, the repository, the settings, each other."""
+
+import re
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+from check_jsonschema.builtin_schemas import get_builtin_schema
+from jsonschema.validators import validator_for
+
+from service.server import _CLOSE_SECONDS
+from service.settings import PREFIX, ServeSettings
+from tests.ops.deployment import (
+    ROOT,
+    compose_variables,
+    dockerfile,
+    read_yaml,
+    seconds,
+    with_defaults,
+)
+
+COMPOSE = read_yaml("docker-compose.yml")
+SERVICES: dict[str, Any] = COMPOSE["services"]
+KVASIR = {"kvasir", "kvasir-gpu"}
+DOCKERFILE = dockerfile()
+
+
+def instructions(name: str, stage: str) -> list[Any]:
+    return [instruction for instruction in DOCKERFILE if (instruction.name, instruction.stage) == (name, stage)]
+
+
+def environment(stage: str) -> dict[str, str]:
+    return {name: value for each in instructions("ENV", stage) for name, value in each.pairs().items()}
+
+
+# Compose.
+
+
+def test_compose_is_what_the_specification_says() -> None:
+    schema = get_builtin_schema("vendor.compose-spec")
+    validator = validator_for(schema)(schema)
+    assert [error.message for error in validator.iter_errors(COMPOSE)] == []
+
+
+def test_a_plain_up_starts_the_cpu_service() -> None:
+    assert "COMPOSE_PROFILES=cpu" in (ROOT / ".env").read_text().splitlines()
+    profiles = {name: service["profiles"] for name, service in SERVICES.items()}
+    assert profiles == {
+        "kvasir": ["cpu"],
+        "kvasir-gpu": ["gpu"],
+        "prometheus": ["monitoring"],
+        "grafana": ["monitoring"],
+        "loadtest": ["loadtest"],
+    }
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_container_has_no_rights_it_does_not_use(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["init"] is True
+    assert service["restart"] == ("no" if name == "loadtest" else "unless-stopped")
+    assert set(service["logging"]["options"]) == {"max-size", "max-file"}
+    assert set(service["deploy"]["resources"]["limits"]) == {"cpus", "memory", "pids"}
+    assert "privileged" not in service
+    for port in service.get("ports", []):
+        assert with_defaults(port).startswith("127.0.0.1:"), "published beyond this machine"
+    for volume in service["volumes"]:
+        assert volume["type"] == "volume" or volume["read_only"] is True
+
+
+@pytest.mark.parametrize("name", sorted(KVASIR | {"loadtest"}))
+def test_our_containers_are_nobody(name: str) -> None:
+    assert SERVICES[name]["user"] == "10001:10001"
+    assert [tmpfs.partition(":")[0] for tmpfs in SERVICES[name]["tmpfs"]] == ["/tmp"]
+
+
+@pytest.mark.parametrize("name", sorted(KVASIR))
+def test_compose_kills_only_after_the_drain(name: str) -> None:
+    service = SERVICES[name]
+    drain = float(service["environment"]["KVASIR_DRAIN_SECONDS"])
+    assert drain == ServeSettings.model_fields["drain_seconds"].default
+    assert seconds(service["stop_grace_period"]) >= drain + _CLOSE_SECONDS + 5
+    assert service["shm_size"]
+
+
+@pytest.mark.parametrize("name", sorted(KVASIR))
+def test_the_checkpoint_is_mounted_where_the_service_looks(name: str) -> None:
+    service = SERVICES[name]
+    (mount,) = [volume for volume in service["volumes"] if volume["type"] == "bind"]
+    assert mount["read_only"] is True
+    assert mount["bind"] == {"create_host_path": False}
+    assert mount["target"] == service["environment"]["KVASIR_CHECKPOINT"]
+    assert mount["target"] == environment("service")["KVASIR_CHECKPOINT"]
+
+
+def test_only_the_gpu_service_reserves_a_gpu() -> None:
+    reservations = {
+        name: service["deploy"]["resources"]["reservations"]["devices"]
+        for name, service in SERVICES.items()
+        if "reservations" in service["deploy"]["resources"]
+    }
+    assert reservations == {"kvasir-gpu": [{"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}]}
+    assert {name: SERVICES[name]["environment"]["KVASIR_DEVICE"] for name in KVASIR} == {
+        "kvasir": "cpu",
+        "kvasir-gpu": "cuda",
+    }
+    assert SERVICES["kvasir-gpu"]["networks"]["default"]["aliases"] == ["kvasir"]
+
+
+def test_every_setting_that_is_passed_exists() -> None:
+    known = {PREFIX + name.upper() for name in ServeSettings.model_fields}
+    passed = {name for service in KVASIR for name in SERVICES[service]["environment"]}
+    baked = {name for name in environment("service") if name.startswith(PREFIX)}
+    assert passed | baked <= known
+
+
+def test_what_is_passed_makes_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**environment("service"), **SERVICES["kvasir"]["environment"]}.items():
+        if value is not None:
+            monkeypatch.setenv(name, str(value))
+    settings = ServeSettings()
+    assert (settings.host, settings.port, str(settings.checkpoint)) == ("0.0.0.0", 8000, "/checkpoint")
+
+
+def test_images_of_others_are_pinned() -> None:
+    for service in SERVICES.values():
+        if "build" not in service:
+            assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+", service["image"]), service["image"]
+
+
+def test_volumes_that_are_used_are_declared() -> None:
+    used = {volume["source"] for service in SERVICES.values() for volume in service["volumes"]}
+    named = {source for source in used if not source.startswith((".", "$"))}
+    assert named == set(COMPOSE["volumes"])
+
+
+def test_every_path_that_compose_names_exists() -> None:
+    for service in SERVICES.values():
+        for volume in service["volumes"]:
+            if volume["type"] == "bind":
+                path = ROOT / with_defaults(volume["source"])
+                assert path.exists(), f"{path} does not exist"
+        if "build" in service:
+            assert (ROOT / service["build"]["context"] / "Dockerfile").is_file()
+            assert service["build"]["target"] in {instruction.stage for instruction in DOCKERFILE}
+            assert f"torch-{service['build']['args']['TORCH_VARIANT']}" in {each.stage for each in DOCKERFILE}
+
+
+def test_every_variable_is_documented() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    passed = {name for name, value in SERVICES["kvasir"]["environment"].items() if value is None}
+    for name, default in compose_variables().items():
+        row = next(line for line in page.splitlines() if line.startswith("|") and f"`{name}`" in line)
+        assert default is None or f"`{default}`" in row
+    for name in passed:
+        assert f"`{name}`" in page
+
+
+# Dockerfile.
+
+
+def test_the_service_is_started_as_nobody_and_without_a_shell() -> None:
+    (command,) = instructions("CMD", "service")
+    assert command.exec_form() == ["kvasir", "serve"]
+    assert "kvasir" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    for stage in ("service", "loadtest"):
+        assert instructions("USER", stage)[-1].value == "10001:10001"
+
+
+def test_no_compiler_comes_along() -> None:
+    for instruction in DOCKERFILE:
+        assert "apt-get" not in instruction.value
+        if "pip install" in instruction.value and "--no-deps" not in instruction.value:
+            assert instruction.value.count("pip install") == instruction.value.count("--only-binary=:all:")
+
+
+def test_sources_come_after_dependencies() -> None:
+    order = [f"{each.name} {each.value}" for each in DOCKERFILE if each.stage == "build"]
+    installed = next(i for i, text in enumerate(order) if "--requirement requirements.txt" in text)
+    first_source = next(i for i, text in enumerate(order) if text.startswith("COPY model"))
+    assert installed < first_source
+    assert order[installed - 2] == "COPY pyproject.toml constraints.txt ./"
+
+
+def test_what_is_copied_exists_and_is_sent() -> None:
+    ignore = (ROOT / ".dockerignore").read_text().splitlines()
+    sent = {line.removeprefix("!") for line in ignore if line.startswith("!")}
+    assert "*" in ignore
+    for instruction in DOCKERFILE:
+        if instruction.name == "COPY" and "--from" not in instruction.value:
+            for source in instruction.value.split()[:-1]:
+                assert source.split("/")[0] in sent, f"{source} is kept from the build by .dockerignore"
+                assert (ROOT / source).exists(), f"{source} does not exist"
+
+
+def test_the_default_is_a_cpu_image_of_a_python_we_support() -> None:
+    arguments = {name: value for each in instructions("ARG", "") for name, value in each.pairs().items()}
+    assert arguments["TORCH_VARIANT"] == "cpu"
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    assert tuple(map(int, arguments["PYTHON_VERSION"].split("."))) >= tuple(
+        map(int, requires.removeprefix(">=").split("."))
+    )
+    assert environment("torch-cpu")["TORCH_INDEX"] != environment("torch-cuda")["TORCH_INDEX"]
+
+
+# The health check.
+
+
+def health_check() -> str:
+    (instruction,) = instructions("HEALTHCHECK", "service")
+    program, flag, code = instruction.exec_form()
+    assert (program, flag) == ("python", "-c")
+    return code
+
+
+@contextmanager
+def answering(status: int) -> Iterator[int]:
+    """A server whose /ready has this status; its port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/ready" else 404)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False)])
+def test_the_health_check_asks_whether_the_service_is_ready(status: int, healthy: bool) -> None:
+    with answering(status) as port:
+        code = health_check().replace("8000", str(port))
+        done = subprocess.run([sys.executable, "-c", code], timeout=60)
+    assert (done.returncode == 0) is healthy
+
+
+def test_nobody_listening_is_unhealthy() -> None:
+    with answering(200) as port:
+        pass
+    code = health_check().replace("8000", str(port))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert done.returncode != 0
+    assert b"ConnectionRefusedError" in done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(KVASIR))
+def test_compose_and_the_image_have_the_same_health_check(name: str) -> None:
+    check = SERVICES[name]["healthcheck"]
+    assert check["test"] == ["CMD", "python", "-c", health_check()]
+    (instruction,) = instructions("HEALTHCHECK", "service")
+    for option in ("interval", "timeout", "retries", "start_period", "start_interval"):
+        assert f"--{option.replace('_', '-')}={check[option]} " in instruction.value
