@@ -25,7 +25,7 @@ from rich.table import Table
 
 from loadtest.closed_loop import EngineRun, run_closed
 from loadtest.in_process import BareModel, InProcess
-from loadtest.provenance import provenance
+from loadtest.provenance import provenance, quiet_or_warned
 from loadtest.spread import Spread
 from loadtest.workload import tales
 from model.config import SamplingParams
@@ -210,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     split = given.index("--") if "--" in given else len(given)
     parser = _parser()
     arguments = parser.parse_args(given[:split])
-    facts = provenance(parser.prog, given)
+    facts = provenance(parser.prog, given) | {"other_work_cores": quiet_or_warned(parser.prog)}
     try:
         if arguments.repeats < 1:
             raise ValueError("--repeats must be at least 1")

@@ -29,7 +29,7 @@ from loadtest.closed_loop import EngineRun, run_closed
 from loadtest.discovery import discover, fetch_json
 from loadtest.in_process import InProcess
 from loadtest.outcome import Ending
-from loadtest.provenance import provenance
+from loadtest.provenance import provenance, quiet_or_warned
 from loadtest.service_process import ServiceFailed, ServiceProcess, cpu_seconds, has_torch
 from loadtest.spread import Spread
 from loadtest.sse_client import AsyncClient, Target
@@ -260,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     split = given.index("--") if "--" in given else len(given)
     parser = _parser()
     arguments = parser.parse_args(given[:split])
-    facts = provenance(parser.prog, given)
+    facts = provenance(parser.prog, given) | {"other_work_cores": quiet_or_warned(parser.prog)}
     try:
         with Progress(console=Console(stderr=True), transient=True) as progress:
             result = measure(arguments, given[split + 1 :], progress)

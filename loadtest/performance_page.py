@@ -165,18 +165,17 @@ def _machines(engine: dict[str, Any], service: dict[str, Any]) -> str:
     rows = []
     for name, result in (("engine", engine), ("service", service)):
         machine, versions = result["machine"], result["versions"]
-        load = machine["load_average"][0]
         rows.append(
             [
                 name,
                 result["date"],
                 f"`{result['commit']}`",
                 f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB",
-                f"{load:g}",
+                f"{result['other_work_cores']:.2f} cores",
                 f"Python {versions['python']}, torch {versions['torch']}",
             ]
         )
-    head = ["", "measured", "commit", "machine", "load average before", "versions"]
+    head = ["", "measured", "commit", "machine", "other work just before", "versions"]
     return f"## Where and when\n\n{_table(head, rows)}"
 
 

@@ -1,16 +1,20 @@
 """Where a figure comes from: commit, machine, versions, time, command. Without them it is worth nothing."""
 
 import importlib.metadata
+import math
 import os
 import platform
 import shlex
 import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 _PACKAGES = ("torch", "litserve", "uvicorn", "numpy", "locust")
+_QUIET_CORES = 0.2
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -25,14 +29,40 @@ def provenance(program: str, arguments: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def other_work(seconds: float = 1.0) -> float:
+    """Cores that are busy now, before we have anything to do; NaN where the system does not tell.
+
+    A thread of the model's that shares its core holds up all the others: a figure from a busy machine is worth little.
+    """
+    before = _busy_seconds()
+    time.sleep(seconds)
+    return (_busy_seconds() - before) / seconds
+
+
+def quiet_or_warned(program: str) -> float:
+    """`other_work`, and a warning on stderr where it is more than a little."""
+    cores = other_work()
+    if cores > _QUIET_CORES:
+        print(f"{program}: warning: other work keeps {cores:.1f} cores busy; do not trust the figures", file=sys.stderr)
+    return round(cores, 2)
+
+
+def _busy_seconds() -> float:
+    """CPU time that all cores have spent on work since the machine started (proc(5), /proc/stat)."""
+    try:
+        user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    except OSError:
+        return math.nan
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory, and how busy the machine was with other work when asked."""
+    """Processor, cores and memory."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.system() + " " + platform.machine(),
-        "load_average": [round(load, 2) for load in os.getloadavg()],
     }
 
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadtest.outcome import CompletionReader, Ending, Outcome
@@ -200,6 +200,7 @@ def test_an_address_we_cannot_use_is_refused(url: str) -> None:
 EVENTS = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n")), max_size=6)
 
 
+@settings(deadline=None)
 @given(events=EVENTS, newline=st.sampled_from(["\n", "\r\n", "\r"]), cuts=st.lists(st.integers(0, 400)))
 def test_events_do_not_depend_on_how_the_bytes_are_cut(events: list[str], newline: str, cuts: list[int]) -> None:
     stream = "".join(f": note{newline}data: {event}{newline}{newline}" for event in events).encode()

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadtest.workload import (
@@ -42,6 +42,7 @@ def requests(spec: WorkloadSpec, count: int = 400) -> list[CompletionRequest]:
     return [workload.request(index) for index in range(count)]
 
 
+@settings(deadline=None)
 @given(spec=SPECS, index=st.integers(0, 1 << 30))
 def test_a_request_is_a_function_of_spec_and_index(spec: WorkloadSpec, index: int) -> None:
     first, second = Workload(spec, PASSAGES), Workload(spec, Passages.by_ratio(TALES, 4.0))
@@ -49,6 +50,7 @@ def test_a_request_is_a_function_of_spec_and_index(spec: WorkloadSpec, index: in
     assert first.request(index) == second.request(index)
 
 
+@settings(deadline=None)
 @given(spec=SPECS, index=st.integers(0, 10_000))
 def test_every_request_fits_the_context(spec: WorkloadSpec, index: int) -> None:
     request = Workload(spec, PASSAGES).request(index)
