@@ -82,12 +82,15 @@ class BlockPool:
         """Own a sequence's blocks once less.
 
         Later blocks become evictable before earlier ones: a prefix is of use without its end, not without its head.
+        What cannot be found is evicted before all that can.
         """
         for block in reversed(blocks):
             assert self._reference_counts[block] > 0, f"block {block} is freed twice"
             self._reference_counts[block] -= 1
             if self._reference_counts[block] == 0:
                 self._free[block] = None
+                if block not in self._hash_of_block:
+                    self._free.move_to_end(block, last=False)
 
     def register(self, block: int, content: bytes) -> None:
         """Make a full block findable by its hash, unless an equal one is already."""
@@ -95,6 +98,11 @@ class BlockPool:
         if content not in self._block_of_hash and block not in self._hash_of_block:
             self._block_of_hash[content] = block
             self._hash_of_block[block] = content
+
+    def forget(self) -> None:
+        """Find nothing any more: what the blocks hold is in doubt."""
+        self._block_of_hash.clear()
+        self._hash_of_block.clear()
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Every block is owned by exactly the given block tables, or free, and the two hash maps mirror each other.

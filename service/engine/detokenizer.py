@@ -1,7 +1,8 @@
 """Ids to text that is safe to show, and stop strings.
 
 Text is held back while it could be the beginning of a stop string, so that nobody ever sees a character of one. Of
-several stop strings the one that is complete first counts, and of those that end together the longest.
+several stop strings the one that is complete first counts, and of those that end together the longest. A stop token's
+text is shown only where a stop string would be.
 """
 
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ class Detokenizer:
         self._decoder = StreamDecoder(tokenizer)
         self._stops = params.stop
         self._include_stop = params.include_stop_str_in_output
+        self._hidden_ids = frozenset(() if params.include_stop_str_in_output else params.stop_token_ids)
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._held = ""
@@ -32,7 +34,7 @@ class Detokenizer:
     def push(self, token_id: int) -> TextDelta:
         """One more token. A stop string that is complete before `min_tokens` is text like any other."""
         self._num_tokens += 1
-        text = self._decoder.push([token_id])
+        text = "" if token_id in self._hidden_ids else self._decoder.push([token_id])
         if not self._stops:
             return TextDelta(text, None)
         if self._num_tokens < self._min_tokens:

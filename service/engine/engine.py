@@ -30,8 +30,9 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """A sequence's text, and its prompt's scores until they are told."""
+    """What is told of a sequence: its text, and its prompt's scores until they are told."""
 
+    sequence: Sequence
     detokenizer: Detokenizer
     prompt_logprobs: list[TokenLogprob] | None
 
@@ -63,7 +64,7 @@ class Engine:
                 vocab_size=tokenizer.vocab_size,
             )
         self._runner = runner
-        self._texts: dict[str, _Text] = {}
+        self._texts: dict[str, _Text] = {}  # of every sequence whose ending has not been told
         self._refusals: list[TokenDelta] = []
         self._num_submitted = 0
 
@@ -87,6 +88,7 @@ class Engine:
             submit, arrival_number=self._num_submitted, max_context_length=self._max_context_length
         )
         try:
+            self._check_ids(submit)
             self._scheduler.add(sequence)
         except ValueError as error:
             sequence.finish_reason = FinishReason.ERROR
@@ -94,7 +96,7 @@ class Engine:
             return
         wanted = submit.params.prompt_logprobs
         first = TokenLogprob(token_id=submit.prompt_token_ids[0], logprob=None, top=())
-        text = _Text(Detokenizer(self._tokenizer, submit.params), None if wanted is None else [first])
+        text = _Text(sequence, Detokenizer(self._tokenizer, submit.params), None if wanted is None else [first])
         self._texts[submit.uid] = text
         for token_id in submit.prior_token_ids:
             # Whoever has these tokens has their text as well: it is a function of them.
@@ -120,11 +122,16 @@ class Engine:
         return StepResult(events, self._stats(plan, len(outputs.token_ids), time.perf_counter() - began))
 
     def abort_all(self, error: str) -> list[TokenDelta]:
-        """End everything with an error, free everything. For when a step failed."""
-        events, self._refusals = self._refusals, []
-        for sequence in self._scheduler.sequences():
-            self._scheduler.finish(sequence, FinishReason.ERROR)
-            events.append(_delta(sequence, finish=_finish(sequence, error)))
+        """End everything with an error, free everything. For when a step failed.
+
+        What had ended in that step is among it: nobody has been told.
+        """
+        events = list(self._refusals)
+        for text in self._texts.values():
+            self._scheduler.finish(text.sequence, FinishReason.ERROR)
+            events.append(_delta(text.sequence, finish=_finish(text.sequence, error)))
+        self._scheduler.forget_prefixes()
+        self._refusals.clear()
         self._texts.clear()
         return events
 
@@ -137,11 +144,18 @@ class Engine:
         self._scheduler.check_integrity()
         assert self._texts.keys() == {sequence.uid for sequence in self._scheduler.sequences()}
 
+    def _check_ids(self, submit: Submit) -> None:
+        """One id that no embedding has would end everybody's step."""
+        params, size = submit.params, self._tokenizer.vocab_size
+        for ids in (submit.prompt_token_ids, submit.prior_token_ids, params.stop_token_ids):
+            if ids and not 0 <= min(ids) <= max(ids) < size:
+                raise ValueError(f"token ids from {min(ids)} to {max(ids)}; the vocabulary's are 0 to {size - 1}")
+
     def _tell(self, plan: StepPlan, outputs: StepOutputs) -> list[TokenDelta]:
         """The events of a step that has been committed."""
-        events, self._refusals = self._refusals, []
+        events = list(self._refusals)
         for sequence in plan.ended:
-            text = self._texts.pop(sequence.uid).detokenizer.flush().text
+            text = self._texts[sequence.uid].detokenizer.flush().text
             events.append(_delta(sequence, text=text, finish=_finish(sequence)))
         for uid, logprobs in outputs.prompt_logprobs.items():
             scored = self._texts[uid].prompt_logprobs
@@ -152,9 +166,14 @@ class Engine:
             if chunk.draws:
                 events.append(self._told_token(chunk, *next(drawn)))
             elif chunk.sequence.finish_reason is not None:  # only a prompt to be computed
-                prompt_logprobs = self._texts.pop(chunk.sequence.uid).prompt_logprobs
+                prompt_logprobs = self._texts[chunk.sequence.uid].prompt_logprobs
                 finish = _finish(chunk.sequence)
                 events.append(_delta(chunk.sequence, prompt_logprobs=prompt_logprobs, finish=finish))
+        # Last, so that `abort_all` finds whoever is owed an ending when something above failed.
+        self._refusals.clear()
+        for event in events:
+            if event.finish is not None:
+                self._texts.pop(event.uid, None)
         return events
 
     def _told_token(self, chunk: Chunk, token_id: int, logprob: TokenLogprob | None) -> TokenDelta:
@@ -168,8 +187,6 @@ class Engine:
             shown, stop = shown + flushed.text, flushed.stop
         if stop is not None:
             self._scheduler.finish(sequence, FinishReason.STOP, stop)
-        if sequence.finish_reason is not None:
-            del self._texts[sequence.uid]
         first = sequence.num_completion_tokens == sequence.num_prior_tokens + 1
         return TokenDelta(
             uid=sequence.uid,

@@ -101,10 +101,13 @@ def _logit_rows(chunks: tuple[Chunk, ...]) -> tuple[list[int], tuple[PromptRows,
     prompt_rows: list[PromptRows] = []
     for chunk, start_row in scored:
         sequence = chunk.sequence
+        # Positions that are computed again, after a preemption, have been scored before.
+        begin = max(chunk.start, sequence.num_scored_tokens)
         end = min(chunk.start + chunk.num_tokens, sequence.num_prompt_tokens - 1)
-        if chunk.start < end:
-            targets = tuple(sequence.token_ids[chunk.start + 1 : end + 1])
+        if begin < end:
+            targets = tuple(sequence.token_ids[begin + 1 : end + 1])
             num_top = sequence.params.prompt_logprobs or 0
             prompt_rows.append(PromptRows(sequence.uid, len(rows), targets, num_top))
-            rows += range(start_row, start_row + len(targets))
+            first_row = start_row + begin - chunk.start
+            rows += range(first_row, first_row + len(targets))
     return rows, tuple(prompt_rows)

@@ -1,7 +1,8 @@
 """Which blocks of a sequence have been computed before: chained hashes over full blocks.
 
-The scheduler asks when it admits a sequence and tells when blocks have been filled; it alone lets this change a
-sequence. What is findable, and for how long, is the block pool's.
+The scheduler asks when it admits a sequence, and tells when a step is going to fill blocks: a pass writes all its keys
+and values before any is read, so that sequences admitted to the same step can share them already. It alone lets this
+change a sequence. What is findable, and for how long, is the block pool's.
 """
 
 from service.engine.block_pool import BlockPool, block_hash
@@ -19,23 +20,29 @@ class PrefixCache:
 
     def find(self, sequence: Sequence) -> tuple[list[int], int]:
         """The known leading blocks of a sequence, not yet owned, and the number of tokens that were looked up."""
-        # A prompt to be scored needs every logit, so nothing of it may be skipped.
-        if not self._enabled or sequence.params.prompt_logprobs is not None:
+        if not self._enabled:
             return [], 0
         # The last token is always computed: the next one is drawn from its logits.
-        num_full = (len(sequence.token_ids) - 1) // self._block_size
+        num_skippable = len(sequence.token_ids) - 1
+        if sequence.params.prompt_logprobs is not None and sequence.num_scored_tokens < sequence.num_prompt_tokens - 1:
+            num_skippable = sequence.num_scored_tokens  # scoring the rest needs its logits
+        num_full = num_skippable // self._block_size
         self._extend_hashes(sequence, num_full)
         return self._pool.find(sequence.block_hashes[:num_full]), len(sequence.token_ids)
 
-    def register(self, sequence: Sequence) -> None:
-        """Make the blocks that have been filled since the last time findable."""
-        num_full = sequence.num_computed_tokens // self._block_size
+    def register(self, sequence: Sequence, num_tokens: int) -> None:
+        """Make the blocks findable that are full once the first `num_tokens` are computed."""
+        num_full = num_tokens // self._block_size
         if num_full <= sequence.num_registered_blocks or not self._enabled:
             return
         self._extend_hashes(sequence, num_full)
         for index in range(sequence.num_registered_blocks, num_full):
             self._pool.register(sequence.block_table[index], sequence.block_hashes[index])
         sequence.num_registered_blocks = num_full
+
+    def forget(self) -> None:
+        """Find nothing any more: a step that failed has not filled what was registered for it."""
+        self._pool.forget()
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
         """Know the chained hashes of the first `num_blocks` blocks; tokens only ever grow, so they stay right."""

@@ -112,7 +112,7 @@ class Scheduler:
         self._num_preemptions = 0
         ended = self._take_ended()
         budget = self._config.max_batched_tokens
-        chunks: dict[str, Chunk] = {}
+        chunks: list[Chunk] = []
         for is_decode in (True, False):
             # A copy: whoever is served may preempt from the end of the list.
             for sequence in tuple(self._running):
@@ -122,29 +122,25 @@ class Scheduler:
                 wanted = min(remaining, budget)
                 if wanted == 0:
                     break
-                num_chunks = len(chunks)
-                if not self._reserve(sequence, sequence.num_computed_tokens + wanted, chunks):
-                    continue
-                chunks[sequence.uid] = _chunk(sequence, wanted)
-                if len(chunks) == num_chunks + 1:
+                if self._reserve(sequence, sequence.num_computed_tokens + wanted):
+                    chunks.append(self._plan(sequence, wanted))
                     budget -= wanted
-                else:  # what was preempted had a share of the budget already
-                    budget = self._config.max_batched_tokens - sum(chunk.num_tokens for chunk in chunks.values())
-        queries = hits = 0
+        queries = hits = cached = 0
         while budget and self._waiting and len(self._running) < self._config.max_num_running:
             if self._num_preemptions or (admitted := self._admit()) is None:
                 break
             sequence, num_queried = admitted
             queries += num_queried
             hits += sequence.num_computed_tokens
+            cached += sequence.num_cached_tokens if sequence.first_scheduled_seconds is None else 0
             wanted = min(sequence.num_remaining_tokens, budget)
-            chunks[sequence.uid] = _chunk(sequence, wanted)
+            chunks.append(self._plan(sequence, wanted))
             budget -= wanted
-        self._stamp(chunks.values())
+        self._stamp(chunks)
         return StepPlan(
-            chunks=tuple(chunks.values()),
+            chunks=tuple(chunks),
             ended=ended,
-            num_cached_prompt_tokens=hits,
+            num_cached_prompt_tokens=cached,
             num_prefix_queries=queries,
             num_prefix_hits=hits,
             num_preemptions=self._num_preemptions,
@@ -161,7 +157,9 @@ class Scheduler:
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sequence.num_computed_tokens += chunk.num_tokens
-            self._prefix_cache.register(sequence)
+            sequence.num_scored_tokens = max(
+                sequence.num_scored_tokens, min(sequence.num_computed_tokens, sequence.num_prompt_tokens - 1)
+            )
             if chunk.draws:
                 token_id = next(drawn)
                 sequence.token_ids.append(token_id)
@@ -196,6 +194,10 @@ class Scheduler:
             sequence.finish_reason = reason
             sequence.stop_reason = stop_reason
             self._ended.append(sequence)
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache. Must follow a step that failed between `schedule` and `commit`."""
+        self._prefix_cache.forget()
 
     def forbidden_token_ids(self, sequence: Sequence) -> tuple[int, ...]:
         """What the next draw must avoid: whatever would end the sequence before `min_tokens`."""
@@ -234,7 +236,18 @@ class Scheduler:
             self._retire(sequence)
         return ended
 
-    def _reserve(self, sequence: Sequence, num_tokens: int, chunks: dict[str, Chunk]) -> bool:
+    def _plan(self, sequence: Sequence, num_tokens: int) -> Chunk:
+        """Have this step compute the next tokens of a sequence. What is planned is not preempted any more."""
+        end = sequence.num_computed_tokens + num_tokens
+        self._prefix_cache.register(sequence, end)
+        return Chunk(
+            sequence=sequence,
+            start=sequence.num_computed_tokens,
+            num_tokens=num_tokens,
+            draws=end == len(sequence.token_ids) < sequence.max_length,
+        )
+
+    def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Grow a block table to hold `num_tokens`, at the expense of later sequences if need be.
 
         A sequence that finds none keeps what it has and sits this step out: what came earlier goes on.
@@ -247,7 +260,6 @@ class Scheduler:
             if youngest is sequence:
                 return False
             self._preempt(youngest)
-            chunks.pop(youngest.uid, None)
         blocks = self._pool.allocate(missing)
         assert blocks is not None
         sequence.block_table += blocks
@@ -288,8 +300,6 @@ class Scheduler:
             sequence.num_cached_tokens = min(len(known) * size, sequence.num_prompt_tokens)
         sequence.status = SequenceStatus.RUNNING
         self._running.append(sequence)
-        # Nearly always sorted already; a preempted sequence comes back among younger ones.
-        self._running.sort(key=lambda running: running.arrival_number)
         return sequence, num_queried
 
     def _ends(self, sequence: Sequence, token_id: int) -> bool:
@@ -323,13 +333,3 @@ class Scheduler:
         for chunk in chunks:
             if chunk.sequence.first_scheduled_seconds is None:
                 chunk.sequence.first_scheduled_seconds = now
-
-
-def _chunk(sequence: Sequence, num_tokens: int) -> Chunk:
-    catches_up = num_tokens == sequence.num_remaining_tokens
-    return Chunk(
-        sequence=sequence,
-        start=sequence.num_computed_tokens,
-        num_tokens=num_tokens,
-        draws=catches_up and len(sequence.token_ids) < sequence.max_length,
-    )

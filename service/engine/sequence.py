@@ -28,6 +28,7 @@ class Sequence:
         block_table: pool blocks in order; block i holds positions i * block_size onward.
         block_hashes: chained hashes of the leading full blocks, as far as they have been needed.
         num_registered_blocks: leading blocks that the prefix cache knows of.
+        num_scored_tokens: leading prompt tokens whose successor has been scored, for `prompt_logprobs`.
         arrival_number: the order of submission; what came first is preempted last.
         *_seconds: `time.monotonic()`; None for what has not happened.
     """
@@ -49,6 +50,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     num_registered_blocks: int = 0
+    num_scored_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     first_scheduled_seconds: float | None = None

@@ -86,6 +86,35 @@ def test_evicts_the_least_recently_freed_and_the_tail_before_the_head() -> None:
     assert pool.find([b"a", b"b"]) == first[:1]
 
 
+def test_blocks_that_nobody_can_find_are_taken_first() -> None:
+    pool = BlockPool(4)
+    found, unfinished = pool.allocate(2), pool.allocate(1)
+    assert found is not None
+    assert unfinished is not None
+    pool.register(found[0], b"a")
+    pool.register(found[1], b"b")
+    pool.free(found)
+    pool.free(unfinished)
+    assert pool.allocate(1) == unfinished
+    pool.allocate(1)
+    assert pool.find([b"a", b"b"]) == found
+
+
+def test_forgotten_blocks_are_not_found() -> None:
+    pool = BlockPool(2)
+    owned, freed = pool.allocate(1), pool.allocate(1)
+    assert owned is not None
+    assert freed is not None
+    pool.register(owned[0], b"a")
+    pool.register(freed[0], b"b")
+    pool.free(freed)
+    pool.forget()
+    assert pool.find([b"a"]) == pool.find([b"b"]) == []
+    pool.check_integrity([owned])
+    pool.register(owned[0], b"b")
+    assert pool.find([b"b"]) == owned
+
+
 def test_a_freed_block_that_is_shared_again_is_not_evicted() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(1)

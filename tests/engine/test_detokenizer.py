@@ -76,6 +76,13 @@ def test_stop_strings_before_min_tokens_are_text(text: str, stops: list[str], mi
         assert shown == head + naive(TOKENIZER.decode(rest), stops, include=False)[0]
 
 
+def test_a_stop_token_is_shown_only_with_the_stop() -> None:
+    ids = list(b"ab")
+    for include, text in ((False, "a"), (True, "ab")):
+        params = SamplingParams(max_tokens=9, stop_token_ids=(98,), include_stop_str_in_output=include)
+        assert stream(ids, params) == (text, None, 2)
+
+
 def test_text_that_may_begin_a_stop_string_waits() -> None:
     detokenizer = Detokenizer(TOKENIZER, SamplingParams(max_tokens=9, stop=("abc",)))
     assert [detokenizer.push(byte).text for byte in b"xababx"] == ["x", "", "", "ab", "", "abx"]

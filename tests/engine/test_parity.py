@@ -60,7 +60,8 @@ class Run:
             expected = generate(self.model, submit.prompt_token_ids, submit.params, eos_token_id=EOS)
             assert self.token_ids(submit.uid) == expected
             decoder = StreamDecoder(TOKENIZER)
-            assert self.text(submit.uid) == decoder.push(expected) + decoder.flush()
+            shown = [token_id for token_id in expected if token_id not in submit.params.stop_token_ids]
+            assert self.text(submit.uid) == decoder.push(shown) + decoder.flush()
             *earlier, last = self.deltas[submit.uid]
             assert all(delta.finish is None for delta in earlier)
             assert last.finish is not None
@@ -228,6 +229,34 @@ def test_logprobs_are_those_of_an_uncached_pass() -> None:
         assert [token for token, _ in entry.top] == expected[row].topk(count).indices.tolist()
     assert all(delta.logprobs is None and delta.prompt_logprobs is None for delta in run.deltas["b"])
     assert all(delta.logprobs is not None and delta.logprobs[0].top == () for delta in run.deltas["c"])
+
+
+def test_a_prompt_is_scored_once_however_often_it_is_computed() -> None:
+    """Preempted while its prompt is computed in chunks: what it has been told stays, and nothing comes twice."""
+    run = Run("gpt2", num_blocks=11, max_batched_tokens=4, max_num_running=4)
+    prompt = list(range(20))
+    crowd = [make_submit(str(i), [i + 1] * 3, max_tokens=16, ignore_eos=True, seed=i) for i in range(2)]
+    run.drive([*crowd, make_submit("scored", prompt, max_tokens=3, prompt_logprobs=0, ignore_eos=True)], every=2)
+    deltas = run.deltas["scored"]
+    assert deltas[-1].finish is not None
+    assert deltas[-1].finish.num_preemptions > 0
+    scores = deltas[0].prompt_logprobs
+    assert scores is not None
+    assert [entry.token_id for entry in scores] == prompt
+    logits = run.model(torch.tensor(prompt), AttentionMetadata.uncached((20,)), None)
+    expected = logits.log_softmax(-1)[range(19), prompt[1:]].tolist()
+    assert [entry.logprob for entry in scores[1:]] == pytest.approx(expected, abs=1e-4)
+    assert all(delta.prompt_logprobs is None for delta in deltas[1:])
+
+
+def test_samples_of_one_prompt_share_it() -> None:
+    submits = [make_submit(str(seed), range(30), max_tokens=8, seed=seed, ignore_eos=True) for seed in range(8)]
+    run = Run("rotary-gqa", max_batched_tokens=128)
+    run.drive(submits)
+    run.check(submits)
+    # One computes the whole prompt in the first step, the others what is beyond their last full block.
+    assert run.stats[0].batch_size == 8
+    assert run.stats[0].num_prompt_tokens == 30 + 7 * 2
 
 
 @pytest.mark.parametrize("budget", [16, 64])

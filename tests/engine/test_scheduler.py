@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from model.training.bpe import train_bpe
 from service.engine.config import EngineConfig
-from service.engine.engine import Engine
+from service.engine.engine import Engine, StepResult
 from service.engine.scheduler import Scheduler
 from service.engine.sequence import Sequence
 from service.messages import Finish, FinishReason, Submit
@@ -88,12 +88,39 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.submit(old)  # late, and to be ignored
         self.waited[uid] = 0
 
+    @precondition(lambda self: self.live)
+    @rule()
+    def fail(self) -> None:
+        """The runner raises: everybody gets an ending, once."""
+        self.runner.fail_at = len(self.runner.batches) + 1
+        try:
+            result = self.engine.step()
+        except RuntimeError:
+            events = self.engine.abort_all("it broke")
+            assert sorted(event.uid for event in events) == sorted(self.live)
+            for event in events:
+                submit = self.live.pop(event.uid)
+                assert event.attempt == submit.attempt
+                assert event.finish is not None
+                if event.finish.error == "it broke":
+                    assert event.finish.reason is FinishReason.ERROR
+        else:  # nothing was to be computed
+            self._take(result)
+        self.runner.fail_at = None
+
     @rule()
     def step(self) -> None:
         num_batches = len(self.runner.batches)
         result = self.engine.step()
         for batch in self.runner.batches[num_batches:]:
             assert sum(batch) <= 7
+        self._take(result)
+        for uid in self.live:
+            self.waited[uid] += 1
+            # No starvation: everyone ahead needs at most a context of single-token steps.
+            assert self.waited[uid] < 40 * (1 + self.count)
+
+    def _take(self, result: StepResult) -> None:
         for event in result.events:
             submit = self.live[event.uid]  # KeyError: an event after the end, or of a stranger
             assert event.attempt == submit.attempt
@@ -102,10 +129,6 @@ class EngineMachine(RuleBasedStateMachine):
             if event.finish is not None:
                 del self.live[event.uid]
                 self._check_end(submit, event.finish)
-        for uid in self.live:
-            self.waited[uid] += 1
-            # No starvation: everyone ahead needs at most a context of single-token steps.
-            assert self.waited[uid] < 40 * (1 + self.count)
 
     def _check_end(self, submit: Submit, finish: Finish) -> None:
         wanted = expected_tokens(submit, CONTEXT)
@@ -160,15 +183,17 @@ def test_the_pool_bounds_admission_and_the_oldest_is_never_preempted() -> None:
     submits = [make_submit(str(i), [i] * 6, max_tokens=18, ignore_eos=True, seed=i) for i in range(4)]
     for submit in submits:
         engine.submit(submit)
-    finishes, preemptions = [], 0
+    finishes, preemptions, cached = [], 0, 0
     while engine.has_work:
         result = engine.step()
         preemptions += result.stats.num_preemptions
+        cached += result.stats.num_cached_prompt_tokens
         finishes += [(event.uid, event.finish) for event in result.events if event.finish is not None]
         engine.check_integrity()
     assert preemptions > 0
     assert finishes[0][0] == "0"
     assert finishes[0][1].num_preemptions == 0
+    assert sum(finish.num_cached_tokens for _, finish in finishes) == cached
     assert sum(finish.num_preemptions for _, finish in finishes) == preemptions
 
 
@@ -184,6 +209,32 @@ def test_equal_prefixes_are_computed_once() -> None:
     assert result.stats.num_cached_prompt_tokens == 8
     tokens = [*result.events[0].token_ids, *run_all(engine)["again"]]
     assert tokens == first["first"]
+
+
+def test_equal_prompts_of_one_step_share_their_blocks() -> None:
+    """As the samples of one request do: the second reads in the same pass what the first writes."""
+    engine, runner = make_engine(max_batched_tokens=30)
+    submits = [make_submit(str(seed), range(10), max_tokens=3, seed=seed, ignore_eos=True) for seed in range(3)]
+    for submit in submits:
+        engine.submit(submit)
+    result = engine.step()
+    assert runner.batches[0][:3] == (10, 2, 2)
+    assert result.stats.num_free_blocks == 14 - 5 - 2  # four blocks are shared, the fifth is everybody's own
+    drawn = {event.uid: list(event.token_ids) for event in result.events}
+    rest = run_all(engine)
+    assert all(drawn[s.uid] + rest[s.uid] == expected_tokens(s, CONTEXT) for s in submits)
+
+
+def test_blocks_that_a_failed_step_was_to_fill_are_not_found() -> None:
+    engine, runner = make_engine(max_batched_tokens=30, fail_at=1)
+    submit = make_submit("a", range(10), max_tokens=3)
+    engine.submit(submit)
+    with pytest.raises(RuntimeError, match="told to fail"):
+        engine.step()
+    engine.abort_all("it broke")
+    engine.submit(submit)
+    assert run_all(engine)["a"] == expected_tokens(submit, CONTEXT)
+    assert runner.batches[1][0] == 10
 
 
 def test_the_prefix_cache_can_be_switched_off() -> None:
@@ -225,6 +276,9 @@ def test_deadlines_apply_while_running() -> None:
         (make_submit("a", []), "a prompt of 0 tokens"),
         (make_submit("a", [1] * 25), "a prompt of 25 tokens; the context holds 1 to 24"),
         (make_submit("a", [1] * 10, max_tokens=14), "up to 24 tokens; the KV-cache holds 20"),
+        (make_submit("a", [1, 257]), "token ids from 1 to 257; the vocabulary's are 0 to 256"),
+        (make_submit("a", [1], prior=[-1]), "token ids from -1 to -1; the vocabulary's are 0 to 256"),
+        (make_submit("a", [1], stop_token_ids=(999,)), "token ids from 999 to 999; the vocabulary's are 0 to 256"),
     ],
 )
 def test_what_can_never_be_computed_ends_with_the_reason(submit: Submit, message: str) -> None:
@@ -264,6 +318,22 @@ def test_a_failing_step_ends_everyone_and_the_engine_goes_on() -> None:
     assert not engine.has_work
     engine.submit(submits[0])
     assert run_all(engine)["0"] == expected_tokens(submits[0], CONTEXT)
+
+
+def test_an_ending_of_a_failing_step_is_told() -> None:
+    """Deadline passed, nothing left to do, refused: each ended in the step that then failed."""
+    engine, _ = make_engine(fail_at=1)
+    engine.submit(make_submit("late", [1, 2], deadline=0.0))
+    engine.submit(make_submit("done", [1, 2], prior=[EOS]))
+    engine.submit(make_submit("refused", []))
+    engine.submit(make_submit("going", [1, 2]))
+    with pytest.raises(RuntimeError, match="told to fail"):
+        engine.step()
+    events = engine.abort_all("it broke")
+    assert sorted(event.uid for event in events) == ["done", "going", "late", "refused"]
+    assert {event.finish.reason for event in events if event.finish} == {FinishReason.ERROR}
+    assert not engine.has_work
+    engine.check_integrity()
 
 
 def test_phases_are_timed() -> None:
