@@ -50,7 +50,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         ranks=ranks,
         special_tokens={END_OF_TEXT: end},
         eos_token_id=end,
-        bos_token_id=None,
+        bos_token_id=end,  # in training every text follows the mark of the one before
     )
 
 

@@ -275,7 +275,8 @@ def _finish(trainer: Trainer, data: TrainingData, report: Callable[[str], None])
 
 def _sample(model: Transformer, tokenizer: Tokenizer, prompt: str) -> Sample:
     params = SamplingParams(max_tokens=200, temperature=0.8, top_p=0.95, seed=0)
-    ids = generate(model, tokenizer.encode(prompt), params, eos_token_id=tokenizer.eos_token_id)
+    prompt_ids = [tokenizer.eos_token_id, *tokenizer.encode(prompt)]  # as in training, and as it is served
+    ids = generate(model, prompt_ids, params, eos_token_id=tokenizer.eos_token_id)
     decoder = StreamDecoder(tokenizer)
     return Sample(prompt=prompt, completion=decoder.push(ids) + decoder.flush())
 
