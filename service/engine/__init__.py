@@ -1,6 +1,5 @@
 """The engine: decide, execute, commit. Single-threaded, synchronous, and unaware of HTTP.
 
-<<<<<<< Updated upstream
 config        EngineConfig: sizes and budgets
 sequence      one request inside the engine
 block_pool    who owns which KV block; pure Python
@@ -11,16 +10,4 @@ inputs        a plan's integers become the runner's tensors
 runner        owns the model and the KV tensors; the only file that says `device`
 detokenizer   ids to safe text; stop strings
 engine        composition root and `step()`
-=======
-config       EngineConfig: sizes and budgets
-sequence     one request inside the engine
-block_pool   who owns which KV block; pure Python
-prefix_cache what has been computed before
-plan         what one step computes: a frozen value
-scheduler    who computes how much in the next step; pure Python
-inputs       a plan's integers become the runner's tensors
-runner       owns the model and the KV tensors; the only file that says `device`
-detokenizer  ids to safe text; stop strings
-engine       composition root and `step()`
->>>>>>> Stashed changes
 """

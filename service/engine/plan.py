@@ -21,7 +21,7 @@ class StepPlan:
 
     chunks: tuple[Chunk, ...]
     ended: tuple[Sequence, ...]  # finished without computing: a deadline passed, or nothing was left to do
-    num_cached_prompt_tokens: int
+    num_cached_prompt_tokens: int  # of sequences that begin
     num_prefix_queries: int  # in tokens, as vLLM counts them
     num_prefix_hits: int
     num_preemptions: int
