@@ -25,7 +25,7 @@ from service.delivery import Answer, CompletionBody, CompletionStream
 from service.journal import Journal, LiveRequest
 from service.lifecycle import Lifecycle, Phase
 from service.logprobs import token_name
-from service.messages import Command, Hello, decode_events, encode_command
+from service.messages import API_PATH, BUS, Command, Hello, decode_events, encode_command
 from service.metrics import EngineState, Metrics, render
 from service.plan import Planner
 from service.requests import json_response, read_body
@@ -42,8 +42,6 @@ from service.settings import ServeSettings
 
 logger = logging.getLogger(__name__)
 
-# The uid under which LitServe's reader finds our sink; requests have 32 hexadecimal digits.
-BUS = "bus"
 KEEP_ALIVE_SECONDS = 15.0
 # An engine that has work and says nothing for so long makes no progress.
 STALL_SECONDS = 60.0
@@ -65,7 +63,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         metrics: Metrics,
     ) -> None:
         super().__init__()
-        self.api_path = "/v1/completions"
+        self.api_path = API_PATH
         self._settings = settings
         self._lifecycle = lifecycle
         self._metrics = metrics
@@ -93,10 +91,6 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             send=self._send, admission=admission, on_hello=self._hear_hello, on_replay=metrics.count_replay
         )
         self._hello: Hello | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What a worker gets of the frontend: nothing but its address."""
-        return {"api_path": self.api_path}
 
     @property
     def stream(self) -> bool:

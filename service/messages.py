@@ -46,6 +46,11 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
 
 Command: TypeAlias = Submit | Cancel
 
+# LitServe names the queue of commands by a route.
+API_PATH = "/v1/completions"
+# The uid under which LitServe carries commands and events; a request's own uid has 32 hexadecimal digits.
+BUS = "bus"
+
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """A token's log-probability under the unscaled, unfiltered model, and the most likely alternatives.

@@ -25,8 +25,9 @@ from litserve.utils import WorkerSetupStatus
 
 from model.manifest import read_manifest
 from model.tokenizer import Tokenizer
-from service.frontend import BUS, Frontend, Sink
+from service.frontend import Frontend, Sink
 from service.lifecycle import Lifecycle, Phase
+from service.messages import BUS
 from service.metrics import EngineState, Metrics, mark_dead, prepare_directory
 from service.openapi import openapi_document
 from service.requests import RequestId, install_error_handlers
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
 # More deaths in a minute than this are no accident: starting again would not end.
 _MAX_WORKER_DEATHS_A_MINUTE = 5
+# Idle connections stay open for longer than load balancers keep theirs (60 s), so that they close them, not we.
+_KEEP_ALIVE_SECONDS = 75
 # How long the API process may take to close connections after the drain.
 _CLOSE_SECONDS = 5
 
@@ -99,6 +102,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
                 generate_client_file=False,
                 access_log=False,
                 server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             )
         except _StoppedWhileStarting:
             return 0

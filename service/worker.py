@@ -19,13 +19,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from litserve import LitAPI
 from litserve.loops import LitLoop
+from litserve.specs.base import LitSpec
 from litserve.utils import LitAPIStatus, LoopResponseType
 
 from model.manifest import Manifest
 from service import logs
-from service.frontend import BUS, Frontend
 from service.lifecycle import Lifecycle, Phase
 from service.messages import (
+    API_PATH,
+    BUS,
     Cancel,
     Event,
     Hello,
@@ -63,12 +65,16 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
         manifest: Manifest,
         lifecycle: Lifecycle,
         loop: "EngineLoop",
-        spec: Frontend,
+        spec: LitSpec,
     ) -> None:
-        super().__init__(loop=loop, spec=spec)
+        super().__init__(loop=loop, spec=spec, api_path=API_PATH)
         self.settings = settings
         self.manifest = manifest
         self.lifecycle = lifecycle
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a worker gets: everything but the routes, which stay in the API process."""
+        return {**self.__dict__, "_spec": None}
 
     async def authorize(self) -> None:
         """Everybody may come in. LitServe's own dependency is not async, so it costs each request a thread."""
@@ -207,8 +213,6 @@ class Driver:
         for command in map(decode_command, payload):
             match command:
                 case Submit():
-                    if command.uid in self._owners:  # from before a replay: the newer attempt takes its place
-                        self._engine.cancel(command.uid)
                     self._owners[command.uid] = (api_id, command.attempt)
                     self._engine.submit(command)
                 case Cancel():

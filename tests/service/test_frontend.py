@@ -208,10 +208,6 @@ def test_a_body_that_is_announced_in_words_is_refused(client: TestClient) -> Non
     assert response.status_code == 400
 
 
-def test_the_worker_gets_only_the_address_of_the_frontend(frontend: Frontend) -> None:
-    assert frontend.__getstate__() == {"api_path": "/v1/completions"}
-
-
 def test_the_request_id_comes_back_with_success_and_failure(client: TestClient) -> None:
     for body in ({"prompt": "a"}, {"prompt": ""}):
         response = client.post("/v1/completions", content=json.dumps(body), headers={"x-request-id": "mine"})

@@ -153,16 +153,15 @@ def test_the_spec_is_given_queue_and_buffer_before_the_api_process_is_forked() -
     assert "lit_api.spec.response_queue_id = response_queue_id" in inspect.getsource(LitServer._start_server)
 
 
-def test_a_spec_may_decide_what_of_it_is_pickled() -> None:
-    class Small(Spec):
-        def __getstate__(self) -> dict[str, Any]:
-            return {"api_path": self.api_path}
-
-    globals()["Small"] = Small
-    Small.__qualname__ = "Small"
-    copy = pickle.loads(pickle.dumps(API(loop=Loop(), spec=Small())))
-    assert copy.api_path == "/v1/things"
-    assert set(vars(copy.spec)) == {"api_path"}
+def test_a_worker_works_without_the_spec_if_it_knows_the_path() -> None:
+    api = API(loop=Loop(), spec=Spec(), api_path="/v1/things")
+    api._spec = None
+    copy = pickle.loads(pickle.dumps(api))
+    runner = SimpleNamespace(trigger_event=lambda *args, **kwargs: None)
+    statuses = {"things_0": WorkerSetupStatus.STARTING}
+    inference_worker(copy, "cpu", 0, None, None, statuses, runner, True)
+    assert statuses == {"things_0": WorkerSetupStatus.READY}
+    assert copy.loop.called_with[0] is copy
 
 
 @pytest.mark.parametrize(
