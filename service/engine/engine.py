@@ -6,6 +6,7 @@ Single-threaded: whoever calls `step` calls everything else too.
 import time
 from dataclasses import dataclass
 
+from model.config import SamplingParams
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
 from service.engine.config import EngineConfig
@@ -72,6 +73,30 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
         return self._scheduler.has_work or bool(self._refusals)
+
+    def warm_up(self) -> None:
+        """Compute a step as long as any, and a draw, for nobody.
+
+        What is made at first use (a CUDA context, kernels, memory pools) is made now and not at the first request's
+        expense, and a device that cannot hold such a step says so now.
+        """
+        assert not self.has_work, "sequences are waiting"
+        capacity = self._config.num_blocks * self._config.block_size
+        num_tokens = max(1, min(self._config.max_batched_tokens, self._max_context_length - 2, capacity - 2))
+        self.submit(
+            Submit(
+                uid="warm-up",
+                attempt=0,
+                prompt_token_ids=(0,) * num_tokens,
+                prior_token_ids=(),
+                params=SamplingParams(max_tokens=2, top_p=0.9, ignore_eos=True),
+                arrival_seconds=time.monotonic(),
+                deadline_seconds=None,
+            )
+        )
+        while self.has_work:
+            self.step()
+        self._scheduler.forget_prefixes()
 
     def submit(self, submit: Submit) -> None:
         """Take on a completion. One that can't be computed gets its ending, with the reason, from the next step.

@@ -24,6 +24,7 @@ from tests.model.configs import VARIANTS, build
 TOKENIZER = train_bpe([(Path(__file__).parents[1] / "data" / "aesop.txt").read_text()], 300)
 EOS = TOKENIZER.eos_token_id
 MODELS = {name: build(config) for name, config in VARIANTS.items()}
+MODELS["eager"] = build(VARIANTS["rotary-gqa"], "eager")
 
 
 class Run:
@@ -128,10 +129,11 @@ def test_prefix_hits(name: str) -> None:
     assert sum(cached) == sum(stats.num_cached_prompt_tokens for stats in run.stats)
 
 
-def test_everything_at_once_in_a_pool_that_is_too_small() -> None:
+@pytest.mark.parametrize("name", ["rotary-gqa", "eager"])
+def test_everything_at_once_in_a_pool_that_is_too_small(name: str) -> None:
     submits = submissions(24, seed=8, max_prompt=30)
     submits += [make_submit(f"again-{s.uid}", s.prompt_token_ids, max_tokens=6, seed=1) for s in submits[:8]]
-    run = Run("rotary-gqa", num_blocks=24, max_batched_tokens=17)
+    run = Run(name, num_blocks=24, max_batched_tokens=17)
     run.drive(submits, every=1)
     run.check(submits)
     assert sum(stats.num_preemptions for stats in run.stats) > 0

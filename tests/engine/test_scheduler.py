@@ -336,6 +336,21 @@ def test_an_ending_of_a_failing_step_is_told() -> None:
     engine.check_integrity()
 
 
+def test_warming_up_computes_a_full_step_and_leaves_nothing() -> None:
+    engine, runner = make_engine()
+    engine.warm_up()
+    assert runner.batches[0][0] == 7  # max_batched_tokens
+    assert len(runner.batches) == 2
+    assert not engine.has_work
+    engine.check_integrity()
+    engine.submit(make_submit("zeros", [0] * 7, max_tokens=1))
+    stats = engine.step().stats
+    assert (stats.num_prefix_hits, stats.num_free_blocks) == (0, 14)
+    one_slot, runner = make_engine(num_blocks=1, block_size=1, max_num_running=1)
+    one_slot.warm_up()
+    assert not one_slot.has_work
+
+
 def test_phases_are_timed() -> None:
     engine, _ = make_engine()
     engine.submit(make_submit("a", [1] * 10, max_tokens=3, ignore_eos=True))
