@@ -64,7 +64,6 @@ def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, E
         enable_prefix_cache=settings.enable_prefix_cache,
     )
     engine = Engine(model, Tokenizer.load(manifest.directory), config)
-    engine.warm_up()
     facts = EngineFacts(
         device=device,
         dtype=dtype_name,

@@ -96,6 +96,7 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
         _obey_only_main(self.lifecycle)
         try:
             self.engine, self.facts = build_engine(self.settings, self.manifest)
+            self.engine.warm_up()
         except (ValueError, RuntimeError, MemoryError, OSError) as error:
             self._tell(error, is_memory=isinstance(error, (MemoryError, torch.OutOfMemoryError)))
             raise SystemExit(EXIT_TOLD) from None
