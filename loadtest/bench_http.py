@@ -56,13 +56,15 @@ class Run:
 async def run_closed(
     client: AsyncClient, requests: Iterable[CompletionRequest], *, model: str | None, num_streams: int
 ) -> Run:
-    """N clients work through the requests; each waits for its last before it sends its next."""
+    """N clients work through the requests. Each waits for its last to end, and as long as a refusal asks for."""
     queue = iter(requests)
     outcomes: list[Outcome] = []
 
     async def stream() -> None:
         for request in queue:
-            outcomes.append(await client.complete(request, model=model))
+            outcome = await client.complete(request, model=model)
+            outcomes.append(outcome)
+            await asyncio.sleep(outcome.retry_after_seconds)
 
     return await _timed(outcomes, (stream() for _ in range(num_streams)))
 

@@ -142,6 +142,7 @@ class CompletionUser(User):
             timeout_seconds=session.timeout_seconds,
         )
         session.record(outcome)
+        time.sleep(outcome.retry_after_seconds)  # gevent's: a refused client does as it is asked
         if len(session.outcomes) == session.num_requests:
             signal.raise_signal(signal.SIGTERM)  # to locust's handler, which reports and ends the program
 

@@ -38,6 +38,7 @@ class Outcome:
 
     chunk_seconds: when each chunk that carried text arrived; empty for a client that does not stream.
     prompt_tokens, cached_tokens, completion_tokens: the server's `usage`; 0 where it came to none.
+    retry_after_seconds: how long the server asks a client it refused to wait; 0 where it asks nothing.
     """
 
     index: int
@@ -52,6 +53,7 @@ class Outcome:
     cached_tokens: int
     completion_tokens: int
     text: str
+    retry_after_seconds: float = 0.0
 
     @property
     def ttft_seconds(self) -> float | None:

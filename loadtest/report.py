@@ -198,7 +198,7 @@ def _saturation(axis: Axes, results: Sequence[dict[str, Any]]) -> None:
 def _timeline(axis: Axes, run: dict[str, Any]) -> None:
     seconds = [second for times in run["chunk_times"] for second in times]
     if seconds:
-        width = max(0.25, max(seconds) / 60)
+        width = max(max(seconds), 1e-3) / 50
         counts, edges = np.histogram(seconds, bins=np.arange(0.0, max(seconds) + width, width))
         axis.stairs(counts / width, edges, fill=True, alpha=0.6)
     axis.set(title=f"Tokens/s over time ({run['label']})", xlabel="s", ylabel="chunks/s")

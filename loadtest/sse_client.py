@@ -7,6 +7,7 @@ co-operative, so locust uses it as it is), and `AsyncClient`.
 """
 
 import asyncio
+import dataclasses
 import json
 import socket
 import time
@@ -101,6 +102,12 @@ class ResponseReader:
         self.complete = False
         self.reusable = False
 
+    @property
+    def retry_after_seconds(self) -> float:
+        """What the `Retry-After` header asks for; 0 without one, and for one that gives a date."""
+        value = self.headers.get("retry-after", "")
+        return float(value) if value.isdecimal() else 0.0
+
     def feed(self, data: bytes, now: float) -> None:
         """Bytes received at `now`. Raises `httptools.HttpParserError` when they are not HTTP."""
         self._now = now
@@ -163,13 +170,16 @@ class _Exchange:
         return self._outcome(ending, detail, now)
 
     def _outcome(self, ending: Ending, detail: str, now: float) -> Outcome:
-        return self._completion.outcome(
+        outcome = self._completion.outcome(
             ending,
             detail,
             intended_seconds=self._intended_seconds,
             sent_seconds=self.sent_seconds,
             end_seconds=now,
         )
+        if ending is Ending.SHED:
+            return dataclasses.replace(outcome, retry_after_seconds=self.response.retry_after_seconds)
+        return outcome
 
 
 def complete_blocking(

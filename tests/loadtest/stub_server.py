@@ -30,6 +30,7 @@ class Script:
     """
 
     status: int = 200
+    retry_after: str | None = None
     first_seconds: float = 0.0
     gap_seconds: float = 0.0
     num_tokens: int | None = None
@@ -146,7 +147,8 @@ class StubServer:
             return False
         if script.status != 200:
             error = {"message": "as scripted", "type": "scripted", "param": None, "code": "scripted"}
-            _reply(writer, script.status, {"error": error})
+            headers = "" if script.retry_after is None else f"Retry-After: {script.retry_after}\r\n"
+            _reply(writer, script.status, {"error": error}, headers)
             return True
         if received.body.get("stream"):
             try:
@@ -221,9 +223,9 @@ def _chunk(text: str, finish_reason: str | None) -> dict[str, Any]:
     return {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": MODEL, "choices": [choice]}
 
 
-def _reply(writer: asyncio.StreamWriter, status: int, payload: dict[str, Any]) -> None:
+def _reply(writer: asyncio.StreamWriter, status: int, payload: dict[str, Any], headers: str = "") -> None:
     body = json.dumps(payload).encode()
-    head = f"HTTP/1.1 {status} Said\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"HTTP/1.1 {status} Said\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
     writer.write(head.encode() + body)
 
 

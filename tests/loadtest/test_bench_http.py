@@ -40,6 +40,14 @@ def test_a_closed_loop_never_has_more_at_once_than_streams() -> None:
     assert run.client_cpu_share > 0.0
 
 
+def test_a_refused_client_waits_as_it_is_asked() -> None:
+    with StubServer(lambda ordinal: Script(status=429, retry_after="1") if ordinal == 0 else Script()) as server:
+        run = closed(server, count=2, num_streams=1)
+    refused, served = run.outcomes
+    assert (refused.ending, served.ending) == (Ending.SHED, Ending.OK)
+    assert served.sent_seconds - refused.end_seconds >= 1.0
+
+
 def test_an_open_loop_sends_when_it_is_time_whatever_the_server_does() -> None:
     async def main(server: StubServer) -> bench_http.Run:
         client = AsyncClient(Target.parse(server.url))

@@ -142,6 +142,13 @@ def test_every_way_to_end_has_its_name(drive: Driver, script: Script, ending: En
     assert detail is None or outcome.detail == detail
 
 
+@pytest.mark.parametrize(("retry_after", "seconds"), [(None, 0.0), ("3", 3.0), ("Wed, 21 Oct 2026 07:28:00 GMT", 0.0)])
+def test_a_refused_client_knows_how_long_to_wait(drive: Driver, retry_after: str | None, seconds: float) -> None:
+    with StubServer(Script(status=429, retry_after=retry_after)) as server:
+        outcome = drive(server, streaming(5))
+    assert (outcome.ending, outcome.retry_after_seconds) == (Ending.SHED, seconds)
+
+
 def test_a_silent_server_times_out(drive: Driver) -> None:
     with StubServer(Script(first_seconds=3600.0)) as server:
         outcome = drive(server, streaming(5), timeout_seconds=0.2)
