@@ -220,7 +220,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             command="bench",
             summary="",
         )
+        began = time.perf_counter()
         result = facts | measure(arguments, settings)
+        result["took_seconds"] = round(time.perf_counter() - began, 1)
     except (SettingsError, CheckpointError, ValueError) as error:
         parser.error(str(error))
     Console().print(table(result))

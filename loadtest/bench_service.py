@@ -101,10 +101,11 @@ class Level:
         http = [_throughput(run) for run in self.http]
         engine = [run.tokens_per_second for run in self.engine]
         outcomes = [outcome for run in self.http for outcome in run.outcomes]
+        lengths = [outcome.prompt_tokens for outcome in outcomes]
         return {
             "streams": self.num_streams,
             "requests": len(self.http[0].outcomes),
-            "prompt_tokens": Spread(tuple(outcome.prompt_tokens for outcome in outcomes)).to_dict() | {"values": []},
+            "prompt_tokens": {"median": float(np.median(lengths)), "min": min(lengths), "max": max(lengths)},
             "http_tokens_per_second": Spread(tuple(http)).to_dict(),
             "engine_tokens_per_second": Spread(tuple(engine)).to_dict(),
             "ratio": Spread.of_ratios(http, engine).to_dict(),
@@ -263,7 +264,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = provenance(parser.prog, given) | {"other_work_cores": quiet_or_warned(parser.prog)}
     try:
         with Progress(console=Console(stderr=True), transient=True) as progress:
+            began = time.perf_counter()
             result = measure(arguments, given[split + 1 :], progress)
+            result["took_seconds"] = round(time.perf_counter() - began, 1)
     except (SettingsError, ValueError) as error:
         parser.error(str(error))
     except ServiceFailed as error:

@@ -172,10 +172,11 @@ def _machines(engine: dict[str, Any], service: dict[str, Any]) -> str:
                 f"`{result['commit']}`",
                 f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB",
                 f"{result['other_work_cores']:.2f} cores",
+                f"{result['took_seconds']:.0f} s",
                 f"Python {versions['python']}, torch {versions['torch']}",
             ]
         )
-    head = ["", "measured", "commit", "machine", "other work just before", "versions"]
+    head = ["", "measured", "commit", "machine", "other work just before", "took", "versions"]
     return f"## Where and when\n\n{_table(head, rows)}"
 
 

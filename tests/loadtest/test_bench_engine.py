@@ -15,7 +15,7 @@ def test_a_sweep_writes_json(checkpoint: Path, tmp_path: Path, capsys: pytest.Ca
     arguments += ["--prompt-tokens", "5", "20", "--output-tokens", "4", "--repeats", "2"]
     assert bench_engine.main([*arguments, "--", "--threads", "1", "--attention", "eager"]) == 0
     result = json.loads(out.read_text())
-    assert {"commit", "machine", "versions", "date"} <= set(result)
+    assert {"commit", "machine", "versions", "command", "date", "other_work_cores", "took_seconds"} <= set(result)
     assert result["command"].startswith("kvasir bench --checkpoint")
     assert (result["kind"], result["model"]["name"]) == ("engine", "tiny")
     assert (result["model"]["threads"], result["model"]["attention"]) == (1, "eager")

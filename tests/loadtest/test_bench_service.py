@@ -19,7 +19,7 @@ def test_it_measures_a_service_and_leaves_nothing_behind(checkpoint: Path, tmp_p
     assert bench_service.main([*arguments, "--", "--threads", "1"]) == 0
     assert [process for process in psutil.Process().children(recursive=True) if _is_service(process)] == []
     result = json.loads(out.read_text())
-    assert {"commit", "machine", "versions", "command", "date"} <= set(result)
+    assert {"commit", "machine", "versions", "command", "date", "other_work_cores", "took_seconds"} <= set(result)
     assert result["model"]["threads"] == 1
     assert result["start_seconds"]["median"] > 0
     assert len(result["idle"]["worker_cpu_percent"]["values"]) == bench_service.IDLE_WINDOWS

@@ -19,6 +19,7 @@ FACTS: dict[str, Any] = {
     "commit": "abcdef",
     "machine": {"processor": "Abacus", "cores": 2, "memory_gib": 24.0, "system": "Linux"},
     "other_work_cores": 0.04,
+    "took_seconds": 123.4,
     "versions": {"python": "3.11.2", "torch": "2.13.0"},
     "model": {"name": "tiny", "parameters": 6_600_000, "dtype": "float32", "device": "cpu", "threads": 2},
 }
@@ -71,7 +72,7 @@ def test_every_figure_stands_beside_its_command() -> None:
     row = "| 16 | 950 (855–1045) | 1000 (900–1100) | 0.90 (0.81–0.99) | 20.0 / 40.0 | – / – | 5 % |"
     assert service < page.index(row)
     assert "Model `tiny`, 6.6 million parameters, float32 on cpu, 2 threads." in page
-    assert "Abacus, 2 cores, 24 GiB | 0.04 cores |" in page
+    assert "Abacus, 2 cores, 24 GiB | 0.04 cores | 123 s |" in page
     assert "| worker | 400 | 9 | yes |" in page
 
 
