@@ -80,7 +80,9 @@ def save_checkpoint(
             shards.append({})
         shards[-1][key] = stored
     for number, shard in enumerate(shards, start=1):
-        save_file(shard, directory / f"model-{number:05}-of-{len(shards):05}.safetensors")
+        path = directory / f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file(shard, path)
+        path.chmod(0o644)  # safetensors makes them 0600; whoever serves them may be another user
     (directory / CONFIG_FILE).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
     tokenizer.save(directory)
     write_manifest(directory, name=name, training=training)

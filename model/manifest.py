@@ -63,7 +63,11 @@ class Manifest:
             if path.stat().st_size != size:
                 actual = path.stat().st_size
                 raise CheckpointError(f"{path}: {actual} bytes, {size} expected; the copy is incomplete, copy it again")
-            if file_digest(path) != digest:
+            try:
+                actual_digest = file_digest(path)
+            except OSError as error:
+                raise CheckpointError(f"{path}: {error.strerror}; let this user read it") from error
+            if actual_digest != digest:
                 raise CheckpointError(
                     f"{path}: SHA-256 differs from {MANIFEST_FILE}; the file is damaged, copy it again"
                 )
@@ -163,7 +167,11 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """SHA-256 of a file, in hexadecimal.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
