@@ -1,0 +1,112 @@
+"""What "auto" comes to, and what cannot be built."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.manifest import Manifest, read_manifest
+from service import engine_builder
+from service.engine.config import EngineConfig
+from service.engine_builder import build_engine
+from service.settings import ModelSettings
+
+BYTES_PER_TOKEN = 256  # float32 keys and values of the tiny model
+CONTEXT = 256
+
+
+@pytest.fixture
+def manifest(tiny_checkpoint: Path) -> Manifest:
+    return read_manifest(tiny_checkpoint)
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Any:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def settings(checkpoint: Path, **values: Any) -> ModelSettings:
+    return ModelSettings(checkpoint=checkpoint, **{"device": "cpu", "threads": 1, **values})
+
+
+def test_auto_on_a_cpu_is_float32_and_room_for_every_running_sequence(
+    manifest: Manifest, tiny_checkpoint: Path
+) -> None:
+    engine, facts = build_engine(settings(tiny_checkpoint, max_num_running=4, threads=2), manifest)
+    assert (facts.device, facts.dtype, facts.threads) == ("cpu", "float32", 2)
+    assert torch.get_num_threads() == 2
+    assert facts.num_blocks == 4 * CONTEXT / 16 * 1.5
+    assert facts.kv_cache_bytes == facts.num_blocks * 16 * BYTES_PER_TOKEN
+    assert not engine.has_work
+
+
+def test_auto_takes_at_most_half_of_free_memory_and_at_least_one_context(
+    manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for free_contexts, contexts in ((10, 5), (1, 1), (0, 1)):
+        free = free_contexts * CONTEXT * BYTES_PER_TOKEN
+        monkeypatch.setattr(engine_builder, "_free_bytes", lambda device, free=free: free)
+        _, facts = build_engine(settings(tiny_checkpoint), manifest)
+        assert facts.num_blocks == contexts * CONTEXT / 16
+
+
+def test_what_was_asked_for_is_what_is_built(
+    manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs: list[EngineConfig] = []
+    monkeypatch.setattr(engine_builder, "Engine", lambda model, tokenizer, config: configs.append(config))
+    asked = settings(
+        tiny_checkpoint,
+        kv_cache_memory=2,
+        block_size=32,
+        dtype="bfloat16",
+        max_num_running=3,
+        max_batched_tokens=99,
+        enable_prefix_cache=False,
+        attention="eager",
+    )
+    _, facts = build_engine(asked, manifest)
+    assert (facts.dtype, facts.block_size) == ("bfloat16", 32)
+    assert facts.num_blocks == 2 * 2**20 // (32 * BYTES_PER_TOKEN // 2)
+    assert configs == [
+        EngineConfig(
+            block_size=32,
+            num_blocks=facts.num_blocks,
+            max_num_running=3,
+            max_batched_tokens=99,
+            enable_prefix_cache=False,
+        )
+    ]
+    assert "2 MB" in str(facts)
+
+
+def test_a_cache_too_small_for_one_context_is_refused_with_what_is_needed(
+    manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_builder, "_MB", 1024)  # so that one "MB" is less than the tiny model's context
+    with pytest.raises(ValueError, match=r"--kv-cache-memory 63 holds 240 tokens.* at least 64 is needed"):
+        build_engine(settings(tiny_checkpoint, kv_cache_memory=63), manifest)
+    assert build_engine(settings(tiny_checkpoint, kv_cache_memory=64), manifest)[1].num_blocks == 16
+
+
+def test_a_device_that_is_not_there_is_refused(
+    manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="--device cuda: no CUDA device can be used here"):
+        build_engine(settings(tiny_checkpoint, device="cuda"), manifest)
+
+
+def test_a_control_group_bounds_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "/proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 2048 kB\n",
+        "/sys/fs/cgroup/memory.max": "1500000",
+        "/sys/fs/cgroup/memory.current": "500000",
+    }
+    monkeypatch.setattr(Path, "read_text", lambda path: files[str(path)])
+    assert engine_builder._free_bytes("cpu") == 1_000_000
+    files["/sys/fs/cgroup/memory.max"] = "max"
+    assert engine_builder._free_bytes("cpu") == 2048 * 1024

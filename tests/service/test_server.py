@@ -1,0 +1,142 @@
+"""Supervision and drain, with processes that only seem to live and die."""
+
+import os
+import signal
+import socket
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from litserve import LitServer
+
+from service import server as server_module
+from service.lifecycle import Phase
+from service.metrics import render
+from service.server import KvasirServer, StartError, build_server
+from service.settings import ServeSettings
+
+
+@dataclass
+class FakeProcess:
+    exitcode: int | None
+    pid: int = 2**22 + 1
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        number: int = probe.getsockname()[1]
+    return number
+
+
+@pytest.fixture
+def server(tiny_checkpoint: Path, port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> KvasirServer:
+    monkeypatch.setattr(server_module, "prepare_directory", lambda: None)
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    server = build_server(ServeSettings(checkpoint=tiny_checkpoint, port=port, drain_seconds=3600))
+    server._shutdown_event = threading.Event()
+    server._lifecycle.enter(Phase.SERVING)
+    return server
+
+
+def die(server: KvasirServer, exitcode: int = -9) -> Any:
+    server.inference_workers = [FakeProcess(exitcode)]
+    return server.launch_single_inference_worker(server.lit_api, 0)
+
+
+def test_a_dead_worker_is_replaced_and_counted(server: KvasirServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = FakeProcess(None)
+    monkeypatch.setattr(LitServer, "launch_single_inference_worker", lambda *args: new)
+    assert die(server) is new
+    assert die(server, exitcode=1) is new
+    assert server._lifecycle.epoch.value == 2
+    text = render()[0].decode()
+    assert 'llm_worker_restarts_total{engine="0",model_name="tiny",reason="signal"} 1.0' in text
+    assert 'llm_worker_restarts_total{engine="0",model_name="tiny",reason="exit"} 1.0' in text
+    assert 'llm_engine_state{engine="0",model_name="tiny",state="restarting"} 1.0' in text
+
+
+def test_a_worker_that_dies_again_and_again_ends_the_service(
+    server: KvasirServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: list[int] = []
+    monkeypatch.setattr(LitServer, "launch_single_inference_worker", lambda *args: starts.append(1))
+    for _ in range(5):
+        die(server)
+    assert not server._shutdown_event.is_set()
+    die(server)
+    assert server._shutdown_event.is_set()
+    assert (len(starts), server._exit_code, server._lifecycle.phase.value) == (5, 1, Phase.STOPPING)
+
+
+def test_deaths_long_ago_are_forgiven(server: KvasirServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LitServer, "launch_single_inference_worker", lambda *args: FakeProcess(None))
+    for _ in range(20):
+        die(server)
+        server._deaths[-1] -= 61.0
+    assert not server._shutdown_event.is_set()
+
+
+def test_no_worker_is_started_when_the_end_has_begun(server: KvasirServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LitServer, "launch_single_inference_worker", lambda *args: pytest.fail("started"))
+    server._lifecycle.enter(Phase.STOPPING)
+    assert die(server).exitcode == -9
+
+
+def test_a_drain_waits_for_the_last_request(server: KvasirServer) -> None:
+    server._lifecycle.num_active.value = 1
+    server._on_signal(signal.SIGTERM, None)
+    assert server._lifecycle.phase.value == Phase.DRAINING
+    assert not server._shutdown_event.wait(0.2)
+    server._lifecycle.num_active.value = 0
+    assert server._shutdown_event.wait(10)
+    assert (server._lifecycle.phase.value, server._exit_code) == (Phase.STOPPING, 0)
+
+
+def test_a_second_signal_ends_the_drain(server: KvasirServer) -> None:
+    server._lifecycle.num_active.value = 1
+    server._on_signal(signal.SIGTERM, None)
+    server._on_signal(signal.SIGTERM, None)
+    assert server._shutdown_event.wait(10)
+
+
+def test_forked_children_ignore_the_handler_they_inherit(server: KvasirServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: server._lifecycle.main_pid + 1)
+    server._on_signal(signal.SIGTERM, None)
+    assert server._lifecycle.phase.value == Phase.SERVING
+
+
+def test_a_signal_while_starting_is_left_to_the_start(server: KvasirServer) -> None:
+    server._lifecycle.phase.value = Phase.STARTING
+    server._on_signal(signal.SIGTERM, None)
+    assert server._lifecycle.phase.value == Phase.DRAINING
+    assert not server._shutdown_event.is_set()
+
+
+def test_the_death_of_the_api_process_ends_the_service(server: KvasirServer, caplog: Any) -> None:
+    server._watch(FakeProcess(exitcode=-11))  # type: ignore[arg-type]
+    assert (server._exit_code, server._lifecycle.phase.value) == (1, Phase.STOPPING)
+
+
+def test_the_death_of_the_queue_process_ends_the_service(server: KvasirServer) -> None:
+    class Manager:
+        _process = FakeProcess(exitcode=1)
+
+    server._manager = Manager()
+    server._watch(FakeProcess(exitcode=None))  # type: ignore[arg-type]
+    assert (server._exit_code, server._lifecycle.phase.value) == (1, Phase.STOPPING)
+
+
+def test_a_taken_port_is_found_before_anything_is_loaded(tiny_checkpoint: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(StartError, match=f"port {port} on 127.0.0.1 is in use"):
+            build_server(ServeSettings(checkpoint=tiny_checkpoint / "none", port=port))
