@@ -75,7 +75,7 @@ def signal_all(service: Service, number: int) -> list[psutil.Process]:
 
 
 def test_a_signal_drains(long_checkpoint: Path, tmp_path: Path) -> None:
-    with serving(long_checkpoint, tmp_path) as service:
+    with serving(long_checkpoint, tmp_path, "--drain-seconds", "3600") as service:
         expected = service.text(**LONG)
         streams = [Stream(service, **LONG) for _ in range(3)]
         wait_until(started(streams), what="the streams to begin")
@@ -88,7 +88,7 @@ def test_a_signal_drains(long_checkpoint: Path, tmp_path: Path) -> None:
         for stream in streams:
             assert stream.finish().text == expected
             assert stream.events[-1] == "[DONE]"
-        assert service.process.wait(30) == 0
+        assert service.process.wait(60) == 0
         wait_until(lambda: not alive(family), what="every process to end")
         assert "Traceback" not in service.log.read_text()
 
