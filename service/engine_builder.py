@@ -96,6 +96,8 @@ def _num_blocks(settings: ModelSettings, config: ModelConfig, bytes_per_value: i
             f"--kv-cache-memory {settings.kv_cache_memory} holds {num_blocks * settings.block_size} tokens, less "
             f"than the context of {config.max_context_length}: at least {needed} is needed"
         )
+    if (free := _free_bytes(device)) < settings.kv_cache_memory * _MB:
+        raise ValueError(f"--kv-cache-memory {settings.kv_cache_memory}: only {free // _MB} MB are free")
     return num_blocks
 
 

@@ -92,6 +92,14 @@ def test_a_cache_too_small_for_one_context_is_refused_with_what_is_needed(
     assert build_engine(settings(tiny_checkpoint, kv_cache_memory=64), manifest)[1].num_blocks == 16
 
 
+def test_a_cache_larger_than_the_memory_is_refused_before_it_is_made(
+    manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_builder, "_free_bytes", lambda device: 100 * 2**20)
+    with pytest.raises(ValueError, match="--kv-cache-memory 101: only 100 MB are free"):
+        build_engine(settings(tiny_checkpoint, kv_cache_memory=101), manifest)
+
+
 def test_a_device_that_is_not_there_is_refused(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
