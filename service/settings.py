@@ -40,7 +40,7 @@ class ModelSettings(BaseSettings):
         "model", "auto: float32 on CPU (batching cannot change an answer), bfloat16 on CUDA", "auto"
     )
     attention: Literal["sdpa", "eager"] = _option("model", "attention backend", "sdpa")
-    threads: AutoOrCount = _option("model", "CPU threads of the model; auto: the CPUs we may use", "auto")
+    threads: AutoOrCount = _option("model", "CPU threads of the model; auto: one less than the CPUs we may use", "auto")
     max_num_running: int = _option("engine", "sequences that compute in one step", 64, ge=1, le=4096)
     max_batched_tokens: int = _option("engine", "tokens computed in one step", 512, ge=1)
     block_size: int = _option("engine", "tokens a KV-cache block holds", 16, ge=1, le=1024)

@@ -43,6 +43,15 @@ def test_auto_on_a_cpu_is_float32_and_room_for_every_running_sequence(
     assert not engine.has_work
 
 
+@pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (2, 1), (8, 7)])
+def test_auto_leaves_a_cpu_to_the_api_process(
+    manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, cpus: int, threads: int
+) -> None:
+    monkeypatch.setattr(engine_builder, "usable_cpus", lambda: cpus)
+    _, facts = build_engine(settings(tiny_checkpoint, threads="auto"), manifest)
+    assert facts.threads == torch.get_num_threads() == threads
+
+
 def test_auto_takes_at_most_half_of_free_memory_and_at_least_one_context(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
