@@ -1,6 +1,7 @@
 """A checkpoint directory's tensors: safetensors in, safetensors out, strict, never pickle."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors.torch import save_file
 
 from model.attention.interface import AttentionBackend
 from model.config import ModelConfig
-from model.manifest import CONFIG_FILE, CheckpointError, Manifest, write_manifest
+from model.manifest import CONFIG_FILE, MANIFEST_FILE, CheckpointError, Manifest, write_manifest
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
 
@@ -64,14 +65,15 @@ def save_checkpoint(
 
     Raises:
         ValueError: tensors or tokenizer do not fit the config.
+        CheckpointError: the directory holds something else, see `check_writable`.
     """
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     if shapes != config.parameter_shapes():
         raise ValueError("the tensors are not those the config describes")
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}")
-    directory.mkdir(parents=True, exist_ok=True)
-    for stale in directory.glob("*.safetensors"):
+    check_writable(directory)
+    for stale in directory.glob("model-*-of-*.safetensors"):
         stale.unlink()
     shards: list[dict[str, torch.Tensor]] = [{}]
     for key, tensor in tensors.items():
@@ -86,3 +88,19 @@ def save_checkpoint(
     (directory / CONFIG_FILE).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
     tokenizer.save(directory)
     write_manifest(directory, name=name, training=training)
+
+
+def check_writable(directory: Path) -> None:
+    """Make the directory, unless it is there; refuse one whose files are not a checkpoint's.
+
+    Raises:
+        CheckpointError: it is a file, cannot be written, or holds what saving might overwrite.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{directory}: {error.strerror}; choose another directory") from error
+    if not os.access(directory, os.W_OK):
+        raise CheckpointError(f"{directory}: cannot be written; choose another directory")
+    if any(directory.iterdir()) and not (directory / MANIFEST_FILE).is_file():
+        raise CheckpointError(f"{directory}: holds files and no {MANIFEST_FILE}; choose an empty or a new directory")

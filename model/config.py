@@ -163,7 +163,7 @@ def _linear_shapes(name: str, inputs: int, outputs: int, bias: bool) -> dict[str
 class SamplingParams:
     """How one completion is drawn and when it ends.
 
-    `temperature == 0` is greedy. `top_k == 0`, `top_p == 1` and `min_p == 0` switch those filters off.
+    `temperature == 0`, or nearly, is greedy. `top_k == 0`, `top_p == 1` and `min_p == 0` switch those filters off.
     `seed` fixes every draw: draw number i of a sequence depends on (seed, position) alone, see `sampling`.
     `logprobs` is None for none, else how many alternatives to report beside the sampled token.
     `prompt_logprobs` likewise for the prompt's tokens, the first of which has none.
@@ -204,6 +204,10 @@ class SamplingParams:
             raise ValueError(f"seed must fit 64 bits, not {self.seed!r}")
         if any(not text for text in self.stop):
             raise ValueError("a stop string must not be empty")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(
+                f"stop_token_ids holds {len(self.stop_token_ids)} ids, at most {MAX_STOP_TOKEN_IDS} allowed"
+            )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= MAX_LOGPROBS:
@@ -211,8 +215,13 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether every draw takes the most likely token."""
-        return self.temperature == 0.0
+        """Whether every draw takes the most likely token.
+
+        Below 1e-5 a temperature would overflow float32, and means the same.
+        """
+        return self.temperature < 1e-5
 
 
 MAX_LOGPROBS = 20
+# Each is forbidden one by one in every draw before min_tokens: thousands would slow the steps of everybody.
+MAX_STOP_TOKEN_IDS = 128

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from model.config import ModelConfig
-from model.tokenizer import RANKS_FILE, SPEC_FILE
+from model.tokenizer import RANKS_FILE, SPEC_FILE, Tokenizer, TokenizerError
 
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "manifest.json"
@@ -67,10 +67,17 @@ class Manifest:
                 actual_digest = file_digest(path)
             except OSError as error:
                 raise CheckpointError(f"{path}: {error.strerror}; let this user read it") from error
-            if actual_digest != digest:
+            if actual_digest != digest.lower():
                 raise CheckpointError(
                     f"{path}: SHA-256 differs from {MANIFEST_FILE}; the file is damaged, copy it again"
                 )
+        try:
+            vocab_size = Tokenizer.load(self.directory).vocab_size
+        except TokenizerError as error:
+            raise CheckpointError(f"{self.directory}: {error}") from error
+        if vocab_size > self.config.vocab_size:
+            sizes = f"{vocab_size} tokens, the model's vocab_size is {self.config.vocab_size}"
+            raise CheckpointError(f"{self.directory / RANKS_FILE}: {sizes}; they are not of one model")
         expected = self.config.parameter_shapes()
         found: dict[str, Path] = {}
         for path in self.weight_files:
@@ -107,10 +114,12 @@ def read_manifest(directory: Path | str) -> Manifest:
     try:
         files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in values["files"].items()}
         name, training = str(values["name"]), dict(values["training"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{directory / MANIFEST_FILE}: name, files or training is malformed") from error
+    if not name.strip() or not name.isprintable():
+        raise CheckpointError(f"{directory / MANIFEST_FILE}: the name {name!r} cannot be shown")
     for file_name in files:
-        if Path(file_name).name != file_name or file_name in (".", ".."):
+        if Path(file_name).name != file_name or file_name in (".", "..") or len(file_name) > 255:
             raise CheckpointError(f"{directory / MANIFEST_FILE}: {file_name!r} is not a plain file name")
     for required in (CONFIG_FILE, RANKS_FILE, SPEC_FILE):
         if required not in files:
@@ -119,7 +128,7 @@ def read_manifest(directory: Path | str) -> Manifest:
         config = ModelConfig.from_dict(_read_json(directory / CONFIG_FILE))
     except CheckpointError:
         raise
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise CheckpointError(f"{directory / CONFIG_FILE}: {error}") from error
     return Manifest(directory=directory, name=name, config=config, files=files, training=training)
 
@@ -181,7 +190,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text())
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}; is this a checkpoint directory?") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: a JSON object expected")

@@ -126,7 +126,9 @@ def _inverse_cdf(probs_BV: Tensor, uniforms: Sequence[float]) -> Tensor:
     # float64: a float32 sum over a vocabulary loses the tail, and with it the tokens there.
     cdf_BV = probs_BV.cumsum(dim=-1, dtype=torch.float64)
     shares_B1 = torch.tensor(uniforms, dtype=torch.float64, device=probs_BV.device)[:, None]
-    return torch.searchsorted(cdf_BV, shares_B1 * cdf_BV[:, -1:], right=True).squeeze(1)
+    ids_B = torch.searchsorted(cdf_BV, shares_B1 * cdf_BV[:, -1:], right=True).squeeze(1)
+    # Only of a row that is not a distribution, as NaN weights give: it must not name a token that does not exist.
+    return ids_B.clamp_(max=probs_BV.shape[1] - 1)
 
 
 def top_logprobs(

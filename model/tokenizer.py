@@ -79,8 +79,19 @@ class Tokenizer:
         """Token ids of a text, special marks in it taken as ordinary text.
 
         Lone surrogates, which no UTF-8 can hold but JSON can name, become U+FFFD.
+
+        Raises:
+            TokenizerError: the text is beyond the splitter's means, such as a million spaces in a row.
         """
-        return self._encoding.encode_ordinary(text)
+        try:
+            return self._encoding.encode_ordinary(text)
+        except BaseException as error:
+            # tiktoken's splitter gives up by a Rust panic, which is no Exception and has no importable name.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise TokenizerError(
+                "the text cannot be split into tokens: a run of spaces or letters is too long"
+            ) from None
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for; none for a special token.

@@ -1,8 +1,10 @@
 """A training run, completely described: read from TOML, frozen, unknown keys refused."""
 
 import dataclasses
+import math
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,8 +31,9 @@ class SourceConfig:
     licence: str
 
     def __post_init__(self) -> None:
-        if self.repeats < 0 or not 0.0 <= self.held_out <= 1.0:
-            raise ValueError(f"source {self.name}: repeats must be >= 0 and held_out between 0 and 1")
+        _check_types(self, integers=("repeats",), numbers=("held_out",), texts=("name", "licence"))
+        if not 0 <= self.repeats <= 10_000 or not 0.0 <= self.held_out <= 1.0:
+            raise ValueError(f"source {self.name}: repeats must be 0 to 10,000, held_out between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +68,18 @@ class TrainConfig:
     sample_prompts: tuple[str, ...]
 
     def __post_init__(self) -> None:
+        integers = ("seed", "vocab_size", "sequence_length", "batch_size", "steps", "warmup_steps", "decay_steps")
+        numbers = ("matrix_lr", "adam_lr", "weight_decay", "grad_clip", "checkpoint_minutes")
+        _check_types(self, integers=(*integers, "evaluate_every"), numbers=numbers, texts=("name",))
+        if not re.fullmatch(r"[\w.-]+", self.name) or self.name.startswith("."):
+            raise ValueError(f"name must be letters, digits, '-', '_' and '.', not {self.name!r}")
+        for name in ("matrix_lr", "adam_lr", "grad_clip", "checkpoint_minutes"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.weight_decay < 0 or self.seed < 0:
+            raise ValueError("weight_decay and seed must not be negative")
+        if not all(isinstance(prompt, str) and prompt for prompt in self.sample_prompts):
+            raise ValueError("sample_prompts must be a list of texts")
         for name in ("vocab_size", "sequence_length", "batch_size", "steps", "evaluate_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
@@ -91,12 +106,14 @@ def load_train_config(path: Path) -> TrainConfig:
         values = tomllib.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from error
     try:
         model = ModelConfig.from_dict({**values.pop("model"), "vocab_size": values["vocab_size"]})
         sources = tuple(_source(entry, path.parent) for entry in values.pop("sources"))
-        values["sample_prompts"] = tuple(values.get("sample_prompts", ()))
+        if not isinstance(values.get("sample_prompts", []), list):
+            raise ValueError("sample_prompts must be a list of texts")
+        values["sample_prompts"] = tuple(values.get("sample_prompts", []))
         return _build(TrainConfig, {**values, "model": model, "sources": sources})
     except KeyError as error:
         raise ValueError(f"{path}: missing {error}") from error
@@ -106,6 +123,21 @@ def load_train_config(path: Path) -> TrainConfig:
 
 def _source(entry: Mapping[str, Any], directory: Path) -> SourceConfig:
     return _build(SourceConfig, {**entry, "path": directory / entry["path"]})
+
+
+def _check_types(config: object, *, integers: Sequence[str], numbers: Sequence[str], texts: Sequence[str]) -> None:
+    """Refuse values of a wrong type by name: TOML has types, and 2.5 steps are a slip of the pen."""
+    for names, kinds, what in (
+        (integers, int, "an integer"),
+        (numbers, (int, float), "a number"),
+        (texts, str, "a text"),
+    ):
+        for name in names:
+            value = getattr(config, name)
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                raise ValueError(f"{name} must be {what}, not {value!r}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name} must be finite, not {value!r}")
 
 
 def _build(kind: type[_T], values: Mapping[str, Any]) -> _T:

@@ -48,7 +48,7 @@ def read_source(config: SourceConfig) -> Source:
         digest = file_digest(config.path)
     except OSError as error:
         raise CorpusError(f"{config.path}: {error.strerror or error}") from error
-    except (lzma.LZMAError, UnicodeDecodeError) as error:
+    except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
         raise CorpusError(f"{config.path}: not UTF-8 text: {error}") from error
     if not texts:
         raise CorpusError(f"{config.path}: no documents in it")
@@ -69,7 +69,10 @@ def _documents(path: Path) -> Iterator[str]:
             return
         for number, line in enumerate(file, start=1):
             try:
-                yield from _parts(str(json.loads(line)["text"]))
+                text = json.loads(line)["text"]
+                if not isinstance(text, str):
+                    raise TypeError("not a string")
+                yield from _parts(text)
             except (ValueError, KeyError, TypeError) as error:
                 raise CorpusError(f'{path}, line {number}: expected a JSON object with a "text"') from error
 

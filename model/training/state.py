@@ -3,9 +3,12 @@
 A run directory holds `state/` (the last complete save), `log.jsonl` (a line a step) and the tokenizer.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -34,7 +37,7 @@ class RunState:
     optimizer: dict[str, Tensor]
 
 
-def save_state(directory: Path, state: RunState, config: TrainConfig) -> None:
+def save_state(directory: Path, state: RunState, config: TrainConfig, corpora: list[str]) -> None:
     """Write `state/` beside the old one, make it durable, then swap: a crash leaves one of the two whole."""
     partial, final, old = (directory / name for name in ("state.partial", "state", "state.old"))
     shutil.rmtree(partial, ignore_errors=True)
@@ -43,7 +46,7 @@ def save_state(directory: Path, state: RunState, config: TrainConfig) -> None:
     save_file(
         {name: t.detach().cpu().contiguous() for name, t in state.optimizer.items()}, partial / "optim.safetensors"
     )
-    facts = {"step": state.step, "seconds": state.seconds, "config": config_facts(config)}
+    facts = {"step": state.step, "seconds": state.seconds, "config": config_facts(config, corpora)}
     (partial / "run.json").write_text(json.dumps(facts))
     for path in partial.iterdir():
         with path.open("rb") as file:
@@ -55,7 +58,7 @@ def save_state(directory: Path, state: RunState, config: TrainConfig) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def load_state(directory: Path, config: TrainConfig) -> RunState | None:
+def load_state(directory: Path, config: TrainConfig, corpora: list[str]) -> RunState | None:
     """The last complete save, or None where there is none.
 
     Raises:
@@ -70,9 +73,11 @@ def load_state(directory: Path, config: TrainConfig) -> RunState | None:
         step, seconds, saved = int(facts["step"]), float(facts["seconds"]), dict(facts["config"])
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise StateError(f"{path}: damaged ({error}); delete it to begin anew") from error
-    current = config_facts(config)
+    current = config_facts(config, corpora)
     if changed := [key for key in current if key not in _EXTENSIBLE and saved.get(key) != current[key]]:
-        raise StateError(f"{path}: the run was begun with another {', '.join(changed)}; use another --out or undo that")
+        raise StateError(
+            f"{path}: the run was begun with another {', '.join(changed)}; use another --run-directory or undo that"
+        )
     lengths = [(saved["steps"], saved["decay_steps"]), (config.steps, config.decay_steps)]
     plateau_end = min(steps - decay for steps, decay in lengths)
     if lengths[0] != lengths[1] and step > plateau_end:
@@ -80,14 +85,31 @@ def load_state(directory: Path, config: TrainConfig) -> RunState | None:
     return RunState(step=step, seconds=seconds, model=model, optimizer=optimizer)
 
 
-def config_facts(config: TrainConfig) -> dict[str, Any]:
-    """The config as JSON-ready values."""
+def config_facts(config: TrainConfig, corpora: list[str]) -> dict[str, Any]:
+    """The config, and the SHA-256 of each corpus, as JSON-ready values."""
     values = {name: getattr(config, name) for name in config.__dataclass_fields__}
     values["model"] = config.model.to_dict()
     values["sources"] = [[s.name, s.path.name, s.repeats, s.held_out] for s in config.sources]
+    values["corpora"] = corpora
     values["sample_prompts"] = list(config.sample_prompts)
     facts: dict[str, Any] = json.loads(json.dumps(values))
     return facts
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Keep a second run out of the directory for as long as this one is in it.
+
+    Raises:
+        StateError: another process is in it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StateError(f"{directory}: another run is using it; use another --run-directory") from error
+        yield
 
 
 class RunLog:

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from model.attention.interface import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
-from model.checkpoint import load_model, save_checkpoint
+from model.checkpoint import check_writable, load_model, save_checkpoint
 from model.config import SamplingParams
 from model.generate import generate
 from model.manifest import read_manifest
@@ -41,6 +41,7 @@ from model.training.state import (
     clone_tensors,
     deterministic,
     load_state,
+    locked,
     read_log,
     save_state,
 )
@@ -89,10 +90,19 @@ def train(
     `should_stop` is asked between steps; when it says yes the run is saved and can be resumed.
 
     Raises:
+        CheckpointError: the checkpoint's directory is not ours to write.
         CorpusError: a corpus cannot be used.
-        StateError: the run directory holds another run, or a damaged one.
+        StateError: the run directory holds another run, or a damaged one, or is in use.
         ValueError: the loss is no longer a number; the last save is from before.
     """
+    check_writable(settings.checkpoint)
+    with locked(settings.run_directory):
+        return _train(config, settings, report, should_stop)
+
+
+def _train(
+    config: TrainConfig, settings: RunSettings, report: Callable[[str], None], should_stop: Callable[[], bool]
+) -> bool:
     deterministic(config.seed)
     sources = remove_held_out([read_source(source) for source in config.sources])
     tokenizer = _tokenizer(config, sources, settings.run_directory, report)
@@ -142,7 +152,8 @@ class Trainer:
         self.batches = Batches(data, config.batch_size)
         self.step = 0
         self.seconds = 0.0
-        state = load_state(settings.run_directory, config)
+        self._corpora = [source.sha256 for source in sources]
+        state = load_state(settings.run_directory, config, self._corpora)
         if state is not None:
             self.model.load_state_dict(state.model)
             self.optimizers.load_state_tensors(state.optimizer)
@@ -166,7 +177,9 @@ class Trainer:
     def run(self, report: Callable[[str], None], should_stop: Callable[[], bool]) -> bool:
         """Steps until the end or `stop_after`, saving as it goes. Returns whether the end was reached."""
         config, settings = self.config, self.settings
-        if self.step:
+        if not self.step:
+            self.save()  # from now on this directory is this run's
+        else:
             report(f"resuming at step {self.step:,} of {config.steps:,}")
         stop = min(config.steps, settings.stop_after or config.steps)
         saved_at = time.monotonic()
@@ -220,7 +233,7 @@ class Trainer:
             model=clone_tensors(dict(self.model.state_dict())),
             optimizer=clone_tensors(self.optimizers.state_tensors()),
         )
-        save_state(self.settings.run_directory, state, self.config)
+        save_state(self.settings.run_directory, state, self.config, self._corpora)
 
 
 def _finish(trainer: Trainer, data: TrainingData, report: Callable[[str], None]) -> None:

@@ -17,6 +17,7 @@ from model.training.bpe import train_bpe
 from tests.model.configs import VARIANTS, build
 
 CONFIG = VARIANTS["gpt2"]
+AESOP = (Path(__file__).parents[1] / "data" / "aesop.txt").read_text()
 SHARD = "model-00001-of-00001.safetensors"
 
 
@@ -126,6 +127,12 @@ def _manifest(change: Callable[[dict[str, object]], object]) -> Callable[[Path],
     return damage
 
 
+def _larger_tokenizer(directory: Path) -> None:
+    words = " ".join(f"{word} {word}" for word in AESOP.split()[:2000])
+    train_bpe([words], 400).save(directory)
+    write_manifest(directory, name="test", training={})
+
+
 def _config(text: str) -> Callable[[Path], None]:
     return lambda directory: (directory / "config.json").write_text(text) and None
 
@@ -143,6 +150,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "final_norm.weight is I64",
     ),
     "not safetensors": (lambda d: (d / SHARD).write_bytes(b"PK" * 20), f"{SHARD}: .* bytes, .* expected"),
+    "tokenizer of another model": (_larger_tokenizer, "400 tokens, the model's vocab_size is 300"),
+    "config nested too deeply": (_config("[" * 100_000), "config.json: not JSON"),
+    "config with a number beyond all bounds": (
+        lambda d: _config((d / "config.json").read_text().replace("1e-05", "1" + "0" * 400))(d),
+        "config.json: ",
+    ),
+    "a name with a line break": (_manifest(lambda v: v.update(name="a\nb")), "cannot be shown"),
     "config not JSON": (_config("{"), "config.json: not JSON"),
     "config unknown key": (_config('{"colour": 1}'), "config.json: unknown model config keys: colour"),
     "manifest missing": (lambda d: (d / MANIFEST_FILE).unlink(), f"{MANIFEST_FILE}: No such file"),

@@ -72,6 +72,7 @@ def test_is_frozen() -> None:
         {"stop": ("",)},
         {"logprobs": 21},
         {"prompt_logprobs": -1},
+        {"stop_token_ids": tuple(range(129))},
     ],
 )
 def test_sampling_params_name_the_field(change: dict[str, Any]) -> None:

@@ -107,6 +107,21 @@ def test_uniform_is_a_function_of_seed_and_position() -> None:
     assert uniform(1, 2) != uniform(2, 1)
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-38, 1e-20, 1e-9, 1e-5, 1e-4])
+def test_tiny_temperatures_take_the_most_likely_token(temperature: float) -> None:
+    logits = 10 * torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
+    params = SamplingParams(max_tokens=1, temperature=temperature, top_p=0.9, seed=3)
+    assert sample(logits, [params] * 3, [0, 1, 2]).tolist() == logits.argmax(-1).tolist()
+
+
+def test_rows_that_are_no_distribution_still_name_a_token() -> None:
+    """NaN comes from damaged weights; the step of everybody else must not fail by it."""
+    logits = torch.full((2, VOCAB), torch.nan)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(max_tokens=1, temperature=temperature)
+        assert all(0 <= token < VOCAB for token in sample(logits, [params] * 2, [0, 1]).tolist())
+
+
 def test_forbidden_tokens_are_never_drawn() -> None:
     logits = torch.tensor([[5.0, 1.0, 0.0], [5.0, 1.0, 0.0]])
     greedy, random = SamplingParams(max_tokens=1, temperature=0.0), SamplingParams(max_tokens=1, seed=1)

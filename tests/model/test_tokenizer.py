@@ -64,6 +64,11 @@ def test_lone_surrogates_become_replacement_characters() -> None:
     assert TOKENIZER.decode(TOKENIZER.encode("a\ud800b")) == "a\ufffdb"
 
 
+def test_a_text_beyond_the_splitter_is_refused_not_a_panic() -> None:
+    with pytest.raises(TokenizerError, match="cannot be split"):
+        TOKENIZER.encode(" " * 3_000_000 + "a")
+
+
 def test_save_and_load(tmp_path: Path) -> None:
     TOKENIZER.save(tmp_path)
     loaded = Tokenizer.load(tmp_path)

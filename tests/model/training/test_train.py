@@ -13,12 +13,12 @@ from model.attention.interface import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint import load_model
 from model.config import ModelConfig
-from model.manifest import read_manifest
+from model.manifest import CheckpointError, read_manifest
 from model.tokenizer import Tokenizer
 from model.training.config import SourceConfig, TrainConfig, load_train_config
 from model.training.evaluate import bits_per_byte
 from model.training.optimizer import rate_factor
-from model.training.state import StateError, read_log
+from model.training.state import StateError, locked, read_log
 from model.training.train import RunSettings, train
 from tests.model.configs import ROTARY
 
@@ -146,6 +146,35 @@ def test_a_run_may_grow_on_its_plateau_but_not_change_otherwise(tmp_path: Path) 
         train(config(seed=4, matrix_lr=1.0), settings(tmp_path), lambda text: None)
 
 
+def test_another_corpus_of_the_same_name_is_another_run(tmp_path: Path) -> None:
+    def source(text: str) -> SourceConfig:
+        (tmp_path / "corpus.txt").write_text(text)
+        return SourceConfig(name="c", path=tmp_path / "corpus.txt", repeats=1, held_out=0.0, licence="none")
+
+    text = SAMPLE.read_text()
+    train(config(sources=(source(text),)), settings(tmp_path, stop_after=2), lambda said: None)
+    with pytest.raises(StateError, match="begun with another corpora"):
+        train(config(sources=(source(text + " More."),)), settings(tmp_path), lambda said: None)
+
+
+def test_a_run_directory_holds_one_run_at_a_time(tmp_path: Path) -> None:
+    with locked(tmp_path / "run"), pytest.raises(StateError, match="another run is using it"):
+        train(config(), settings(tmp_path), lambda text: None)
+
+
+def test_a_directory_with_other_things_is_left_alone(tmp_path: Path) -> None:
+    """Found out before the training, not after."""
+    run = settings(tmp_path)
+    run.checkpoint.mkdir()
+    (run.checkpoint / "precious.safetensors").write_text("theirs")
+    with pytest.raises(CheckpointError, match="holds files and no manifest"):
+        train(config(), run, lambda text: None)
+    assert (run.checkpoint / "precious.safetensors").read_text() == "theirs"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="choose another directory"):
+        train(config(), dataclasses.replace(run, checkpoint=tmp_path / "file"), lambda text: None)
+
+
 def test_a_damaged_save_says_so(tmp_path: Path) -> None:
     train(config(), settings(tmp_path, stop_after=2), lambda text: None)
     path = tmp_path / "run" / "state" / "optim.safetensors"
@@ -185,6 +214,13 @@ def test_the_rate_rises_stays_and_falls_to_zero() -> None:
         ({"decay_steps": 29}, "must fit into steps"),
         ({"sequence_length": 65}, "over the model's max_context_length"),
         ({"sources": ()}, "no source is trained on"),
+        ({"steps": 20.5}, "steps must be an integer"),
+        ({"batch_size": True}, "batch_size must be an integer"),
+        ({"matrix_lr": "fast"}, "matrix_lr must be a number"),
+        ({"adam_lr": math.nan}, "adam_lr must be finite"),
+        ({"grad_clip": 0.0}, "grad_clip must be positive"),
+        ({"name": "../../x"}, "name must be letters"),
+        ({"sample_prompts": (1,)}, "sample_prompts must be a list of texts"),
     ],
 )
 def test_configs_that_cannot_work_are_refused(change: dict[str, object], message: str) -> None:
