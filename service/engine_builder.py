@@ -1,5 +1,7 @@
 """From settings and a checkpoint to an engine: what "auto" means on this machine. Imports torch."""
 
+import ctypes
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from service.engine.engine import Engine
 from service.settings import ModelSettings, usable_cpus
 
 _MB = 2**20
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 # Room for prefixes of ended sequences, as a share of what the running ones can need.
 _PREFIX_CACHE_SHARE = 0.5
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -46,6 +49,7 @@ def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, E
         ValueError: the device is not there, or the KV-cache is too small for one full context.
         torch.OutOfMemoryError, RuntimeError: the device cannot hold it.
     """
+    _keep_freed_memory()
     threads = _num_threads() if settings.threads == "auto" else settings.threads
     torch.set_num_threads(threads)
     device = _device(settings.device)
@@ -83,6 +87,18 @@ def _num_threads() -> int:
     machine and 2 to 50 for one beside a busy process; 1 thread makes 150, 1,480 and 1,960, and 180 to 230.
     """
     return max(1, usable_cpus() - 1)
+
+
+def _keep_freed_memory() -> None:
+    """Let the allocator reuse what a step frees instead of giving it back to the kernel.
+
+    glibc maps every large block anew and unmaps it when it is freed, and each first touch of a page is a fault. A step
+    frees what the next one wants again: with 64 sequences it takes half the time (measured: 27 ms instead of 54).
+    """
+    with suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def _device(wanted: str) -> str:

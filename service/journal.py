@@ -188,7 +188,9 @@ class Journal:
         if entry is None or delta.attempt != entry[1].submit.attempt:
             return  # cancelled, or from a worker that died
         request, choice = entry
-        if delta.index != len(choice.token_ids):
+        has_failed = delta.finish is not None and delta.finish.reason in (FinishReason.ERROR, FinishReason.ABORT)
+        # A step that failed may have drawn tokens that nobody was told.
+        if delta.index != len(choice.token_ids) and not has_failed:
             logger.error("%s: event at token %d, %d expected", delta.uid, delta.index, len(choice.token_ids))
             request.fail(EngineFailed("the engine's answer came out of order", retry=True))
             return
@@ -201,7 +203,7 @@ class Journal:
         if delta.finish is not None:
             choice.finish = delta.finish
             self._forget(choice)
-            if delta.finish.reason in (FinishReason.ERROR, FinishReason.ABORT):
+            if has_failed:
                 request.fail(EngineFailed("the engine failed on this request", retry=True))
                 return
         request.push(choice, delta)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model.config import SamplingParams
-from model.tokenizer import Tokenizer
+from model.tokenizer import Tokenizer, TokenizerError
 from service.journal import Choice
 from service.logprobs import prompt_text
 from service.messages import Submit
@@ -80,9 +80,16 @@ class Planner:
         return choices
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text prompt, after the mark that begins a text if the tokenizer has one."""
+        """Token ids of a text prompt, after the mark that begins a text if the tokenizer has one.
+
+        Raises:
+            InvalidRequest: the tokenizer cannot split it.
+        """
         begin = self.tokenizer.bos_token_id
-        return [*([] if begin is None else [begin]), *self.tokenizer.encode(text)]
+        try:
+            return [*([] if begin is None else [begin]), *self.tokenizer.encode(text)]
+        except TokenizerError as error:
+            raise InvalidRequest(str(error), param="prompt") from None
 
     def check_ids(self, token_ids: Sequence[int], param: str) -> None:
         """Refuse ids that the tokenizer does not know.

@@ -22,7 +22,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from model.config import MAX_LOGPROBS
+from model.config import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -128,6 +128,8 @@ class _Request(BaseModel):
 
 
 # fail_fast: a million wrong items make one error, not a million. Who knows the vocabulary checks its bounds.
+# Held-back text is searched for each of them with every token.
+StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=-(2**63), lt=2**63)]], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
@@ -160,12 +162,8 @@ class CompletionRequest(_Request):
     top_k: Annotated[int, Field(ge=-1, lt=2**31, description="0 or -1: off")] | None = 0
     min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
     seed: Annotated[int, Field(ge=SEED_RANGE[0], le=SEED_RANGE[1])] | None = None
-    stop: (
-        Annotated[str, Field(min_length=1)]
-        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS, fail_fast=True)]
-        | None
-    ) = None
-    stop_token_ids: TokenIds | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = False
     echo: bool | None = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

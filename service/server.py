@@ -37,6 +37,7 @@ from service.worker import EXIT_TOLD, EngineAPI, EngineLoop
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
+_FOREIGN_PAGES = ("/docs", "/docs/oauth2-redirect", "/redoc")
 # More deaths in a minute than this are no accident: starting again would not end.
 _MAX_WORKER_DEATHS_A_MINUTE = 5
 # Idle connections stay open for longer than load balancers keep theirs (60 s), so that they close them, not we.
@@ -82,6 +83,8 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         self.response_buffer[BUS] = Sink(frontend)
         install_error_handlers(self.app, frontend.count_error)
         self.app.openapi = openapi_document
+        # FastAPI's pages about it load scripts from elsewhere.
+        self.app.router.routes = [r for r in self.app.router.routes if getattr(r, "path", "") not in _FOREIGN_PAGES]
 
     def serve(self) -> int:
         """Run until a signal or a failure ends the service. Exit code 0 after a drain, 1 after a failure.
@@ -149,6 +152,8 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
             self._lifecycle.enter(Phase.SERVING)
         processes: dict[int, BaseProcess] = super()._start_server(*args, **kwargs)
         threading.Thread(target=self._watch, args=(processes[0],), name="watch", daemon=True).start()
+        if self._lifecycle.phase.value == Phase.DRAINING:  # the signal came after the worker was up, and before us
+            threading.Thread(target=self._drain, name="drain", daemon=True).start()
         return processes
 
     @asynccontextmanager

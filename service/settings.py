@@ -37,7 +37,7 @@ class ModelSettings(BaseSettings):
     checkpoint: Path = _option("model", "checkpoint directory")
     device: Literal["auto", "cpu", "cuda"] = _option("model", "auto takes CUDA where there is any", "auto")
     dtype: Literal["auto", "float32", "bfloat16"] = _option(
-        "model", "auto: float32 on CPU (batching cannot change an answer), bfloat16 on CUDA", "auto"
+        "model", "auto: float32 on CPU (neighbours in a batch do not change an answer), bfloat16 on CUDA", "auto"
     )
     attention: Literal["sdpa", "eager"] = _option("model", "attention backend", "sdpa")
     threads: AutoOrCount = _option("model", "CPU threads of the model; auto: one less than the CPUs we may use", "auto")

@@ -2,7 +2,7 @@
 
 A pump thread takes commands from LitServe's queue, whose every access is a trip to another process, and leaves
 them in an inbox that costs nothing to look at. The loop blocks on the inbox when there is no work, empties it before
-each step, and sends each API process one message a step.
+each step, and leaves one message a step for each API process in an outbox, which a carrier thread empties.
 """
 
 import logging
@@ -124,11 +124,13 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
         """Serve until the process ends."""
         inbox: SimpleQueue[Parcel] = SimpleQueue()
 
-        def send(api_id: int, events: list[Event]) -> None:
-            self.put_response(
-                transport, api_id, BUS, encode_events(events), LitAPIStatus.OK, LoopResponseType.STREAMING
-            )
+        outbox: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
 
+        def send(api_id: int, events: list[Event]) -> None:
+            outbox.put((api_id, encode_events(events)))
+
+        carrier = threading.Thread(target=self._carry, args=(outbox, transport), name="carrier", daemon=True)
+        carrier.start()
         pump = threading.Thread(
             target=self._pump, args=(request_queue, inbox, lit_api.lifecycle), name="pump", daemon=True
         )
@@ -150,6 +152,15 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
         driver = Driver(lit_api.engine, inbox=inbox, send=send, metrics=metrics)
         while True:
             driver.turn()
+
+    def _carry(self, outbox: SimpleQueue[tuple[int, bytes]], transport: Any) -> NoReturn:
+        """Bring messages to LitServe's queue, a trip to another process each, while the next step computes."""
+        while True:
+            api_id, message = outbox.get()
+            try:
+                self.put_response(transport, api_id, BUS, message, LitAPIStatus.OK, LoopResponseType.STREAMING)
+            except (EOFError, OSError):  # the queue process is gone; main ends the service
+                os._exit(1)
 
     def _pump(self, request_queue: Any, inbox: SimpleQueue[Parcel], lifecycle: Lifecycle) -> None:
         while True:

@@ -19,8 +19,12 @@ def main(argv: Sequence[str]) -> int:
     except (SettingsError, CheckpointError, TokenizerError) as error:
         print(f"kvasir tokenize: {error}", file=sys.stderr)
         return 2 if isinstance(error, SettingsError) else 1
-    text = sys.stdin.read() if settings.text is None else settings.text
-    token_ids = tokenizer.encode(text)
+    try:
+        text = sys.stdin.buffer.read().decode() if settings.text is None else settings.text
+        token_ids = tokenizer.encode(text)
+    except (UnicodeDecodeError, TokenizerError) as error:
+        print(f"kvasir tokenize: {error}", file=sys.stderr)
+        return 1
     if settings.ids_only:
         print(*token_ids)
         return 0

@@ -1,0 +1,91 @@
+"""The README's commands run as they stand, against a real service on the shipped model."""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from service.cli import COMMANDS
+from tests.e2e.process import Service, serving
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = (ROOT / "README.md").read_text()
+CHECKPOINT = ROOT / "checkpoints" / "stories-7m"
+URL = "http://127.0.0.1:8000"
+
+
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
+
+
+def commands() -> list[str]:
+    """What stands behind a `$ ` in the README's console blocks, continuation lines joined."""
+    joined = "".join(blocks("console")).replace("\\\n", "")
+    return re.findall(r"^\$ (.*)", joined, re.M)
+
+
+RUNNABLE = [command for command in commands() if command.startswith(("curl", ".venv/bin/kvasir generate"))]
+TEXT_ONLY = [c for c in commands() if c.startswith((".venv/bin/kvasir tokenize", ".venv/bin/kvasir inspect"))]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with serving(CHECKPOINT, tmp_path_factory.mktemp("service")) as running:
+        yield running
+
+
+def shell(command: str, url: str = URL) -> str:
+    here = command.replace(URL, url).replace(".venv/bin/kvasir", f"{shlex.quote(sys.executable)} -m service.cli")
+    done = subprocess.run(here, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", RUNNABLE)
+def test_commands_that_need_the_model(service: Service, command: str) -> None:
+    output = shell(command, service.url)
+    assert output.strip()
+    assert '"error"' not in output
+
+
+@pytest.mark.parametrize("command", TEXT_ONLY)
+def test_commands_that_only_read(command: str) -> None:
+    assert shell(command).strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_examples(service: Service, code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(code.replace(URL, service.url), "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
+
+
+def test_there_is_something_to_run() -> None:
+    assert len(RUNNABLE) >= 3
+    assert len(TEXT_ONLY) >= 1
+    assert blocks("python")
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for page in PAGES:
+        named = set(re.findall(r"(?:^\$ |`)make ([a-z-]+)", page.read_text(), re.M))
+        assert named <= targets, f"{page.name}: {named - targets}"
+
+
+def test_kvasir_commands_exist() -> None:
+    for page in PAGES:
+        named = set(re.findall(r"(?:^\$ (?:\.venv/bin/)?|`)kvasir ([a-z]+)", page.read_text(), re.M))
+        assert named <= set(COMMANDS), f"{page.name}: {named - set(COMMANDS)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
