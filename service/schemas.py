@@ -17,6 +17,7 @@ field may be null, which means its default.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
@@ -313,5 +314,6 @@ def _explain(error: ValidationError) -> InvalidRequest:
     name = ".".join(str(part) for part in place[: 2 if place[0] == "stream_options" else 1])
     if kind == "missing":
         return InvalidRequest(f"{name} is required", param=name)
-    complaint = f"{name} {first['msg'].replace('Input should', 'must', 1)}"
+    problem = re.sub(r"^\w+ should", "must", first["msg"]).replace(" after validation", "")
+    complaint = f"{name} {problem}"
     return InvalidRequest(_UNIONS.get(name, complaint), param=name)

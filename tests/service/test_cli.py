@@ -1,6 +1,8 @@
 """The table of commands, and what each costs to start."""
 
 import importlib.metadata
+import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +60,25 @@ def test_tokenize_prints_tokens_or_ids(tiny_checkpoint: Path, capsys: pytest.Cap
     lines = capsys.readouterr().out.splitlines()
     assert [int(line.split()[0]) for line in lines[:-1]] == ids
     assert lines[-1].startswith(f"{len(ids)} tokens, 6 bytes")
+
+
+def test_tokenize_refuses_bytes_that_are_no_text(
+    tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
+    assert main(["tokenize", "--checkpoint", str(tiny_checkpoint)]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_waiting_threads_sleep_unless_told_otherwise(
+    tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for given, wanted in ((None, "PASSIVE"), ("ACTIVE", "ACTIVE")):
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        if given is not None:
+            monkeypatch.setenv("OMP_WAIT_POLICY", given)
+        assert main(["tokenize", "--checkpoint", str(tiny_checkpoint), "--text", "a"]) == 0
+        assert os.environ["OMP_WAIT_POLICY"] == wanted
 
 
 def test_inspect_shows_architecture_parameters_and_memory(

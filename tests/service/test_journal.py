@@ -178,6 +178,19 @@ def test_an_event_out_of_order_fails_the_request() -> None:
     run(test)
 
 
+def test_a_failure_after_tokens_that_nobody_was_told_is_told_as_what_it_is() -> None:
+    async def test() -> None:
+        desk = Desk()
+        request = desk.open(make_choice("a"))
+        desk.journal.receive([make_delta("a", index=1, finish=make_finish(FinishReason.ERROR))])
+        with pytest.raises(EngineFailed, match="the engine failed on this request"):
+            await request.next_deltas()
+        assert request.choices[0].finish is not None
+        assert desk.journal.num_choices == 0
+
+    run(test)
+
+
 def test_a_client_that_has_gone_hears_no_more() -> None:
     async def test() -> None:
         desk = Desk()

@@ -119,6 +119,28 @@ def test_a_signal_while_starting_is_left_to_the_start(server: KvasirServer) -> N
     assert not server._shutdown_event.is_set()
 
 
+def test_a_signal_between_the_worker_and_the_api_process_still_drains(
+    server: KvasirServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LitServer, "_start_server", lambda *args: {0: FakeProcess(None)})
+
+    class Manager:
+        _process = FakeProcess(None)
+
+    server._manager = Manager()
+    server._lifecycle.phase.value = Phase.STARTING
+    server._on_signal(signal.SIGTERM, None)
+    server._start_server()
+    assert server._shutdown_event.wait(10)
+    assert (server._lifecycle.phase.value, server._exit_code) == (Phase.STOPPING, 0)
+
+
+def test_no_page_loads_scripts_from_elsewhere(server: KvasirServer) -> None:
+    paths = {getattr(route, "path", "") for route in server.app.router.routes}
+    assert "/openapi.json" in paths
+    assert not paths & {"/docs", "/redoc"}
+
+
 def test_the_death_of_the_api_process_ends_the_service(server: KvasirServer, caplog: Any) -> None:
     server._watch(FakeProcess(exitcode=-11))  # type: ignore[arg-type]
     assert (server._exit_code, server._lifecycle.phase.value) == (1, Phase.STOPPING)
