@@ -116,11 +116,11 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
 
     def decode_request(self, request: Any, context_kwargs: Any) -> Any:
         """Not used: the worker's loop reads commands."""
-        raise NotImplementedError
+        raise AssertionError("only LitServe's own loops call this")
 
     def encode_response(self, output: Any, context_kwargs: Any) -> Any:
         """Not used: the worker's loop writes events."""
-        raise NotImplementedError
+        raise AssertionError("only LitServe's own loops call this")
 
     # Routes.
 
