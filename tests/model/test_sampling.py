@@ -73,8 +73,8 @@ def test_a_nucleus_wider_than_the_candidates_is_sorted_whole() -> None:
     logits = torch.zeros(1, 5000)
     logits[0, :4000] += torch.linspace(0.5, 0.0, 4000)
     params = SamplingParams(max_tokens=1, top_p=0.9, seed=5)
-    drawn = {int(sample(logits, [params], [position])) for position in range(500)}
-    assert drawn == {naive_sample(logits[0].tolist(), params, position) for position in range(500)}
+    drawn = [int(sample(logits, [params], [position])) for position in range(12)]
+    assert drawn == [naive_sample(logits[0].tolist(), params, position) for position in range(12)]
 
 
 @pytest.mark.parametrize(
