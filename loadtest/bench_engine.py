@@ -28,8 +28,8 @@ from loadtest.in_process import BareModel, InProcess
 from loadtest.provenance import provenance, quiet_or_warned
 from loadtest.spread import Spread
 from loadtest.workload import tales
-from model.config import SamplingParams
 from model.manifest import CheckpointError
+from model.sampling_params import SamplingParams
 from service.messages import Submit
 from service.settings import ModelSettings, SettingsError, read_settings
 

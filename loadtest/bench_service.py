@@ -34,7 +34,7 @@ from loadtest.service_process import ServiceFailed, ServiceProcess, cpu_seconds,
 from loadtest.spread import Spread
 from loadtest.sse_client import AsyncClient, Target
 from loadtest.workload import CompletionRequest, Workload, WorkloadSpec
-from model.config import SamplingParams
+from model.sampling_params import SamplingParams
 from service.messages import Submit
 from service.settings import ServeSettings, SettingsError, read_settings
 

@@ -1,4 +1,4 @@
-"""Frozen, torch-free descriptions of a model and of how to sample from it.
+"""A frozen, torch-free description of a model: which mechanism it uses where, and the shape of every tensor.
 
 Everything here is a plain value: the API process, which never imports torch, reads these as freely as the
 engine does. A value that cannot work is refused when it is made, with a `ValueError` that names the field.
@@ -11,26 +11,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
 
-
-class PositionKind(StrEnum):
-    """How a token learns where it stands."""
-
-    LEARNED = "learned"  # one trained vector a position, added to the embedding (GPT-2)
-    ROTARY = "rotary"  # queries and keys rotated by an angle that grows with the position (RoFormer)
-
-
-class NormKind(StrEnum):
-    """What precedes attention and MLP."""
-
-    LAYER_NORM = "layer_norm"
-    RMS_NORM = "rms_norm"
-
-
-class MlpKind(StrEnum):
-    """The feed-forward half of a block."""
-
-    GELU = "gelu"  # down(gelu(up(x)))
-    SWIGLU = "swiglu"  # down(silu(gate(x)) * up(x))
+from model.kinds import (
+    AttentionKind,
+    MlpKind,
+    NormKind,
+    NormPlacement,
+    PositionKind,
+    QkNormScope,
+    RopeScaling,
+    check_member,
+    check_number,
+    check_size,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,10 +30,21 @@ class ModelConfig:
     """A decoder-only transformer, completely described.
 
     The head counts decide the attention: `num_kv_heads == num_heads` is multi-head, `1` is multi-query,
-    anything between is grouped-query attention.
+    anything between is grouped-query attention; `num_heads == 1` is single-head.
+
+    vocab_size, max_context_length, num_layers, hidden_size, mlp_size, head_dim: sizes.
+    rope_theta, rotary_dim, rope_scaling: of rotary positions; rotary_dim None turns the whole head.
+    num_relative_buckets: of a relative bias. max_relative_distance: beyond it all distances are one, for a relative
+        bias and for disentangled attention.
+    sliding_window: a token sees itself and the `sliding_window - 1` before it, but in `global_layers`.
+    score_scale: factor of q·k before the softmax; None is 1/sqrt(head_dim), 1/sqrt(3 head_dim) when disentangled.
+    attention_bias: of queries, keys and values; attention_out_bias: of the output projection, None for the same.
+    norm_bias: whether LayerNorm has one. norm_unit_offset: RMS norms multiply by 1 + weight (Gemma).
+    parallel_residual: attention and MLP read the same x and are added to it together (GPT-NeoX).
+    embedding_scale: factor of the token embedding (Gemma).
 
     Raises:
-        ValueError: a size is not positive, the head counts do not divide, or a rotary head has odd size.
+        ValueError: a size is not positive, the head counts do not divide, or two choices exclude each other.
     """
 
     vocab_size: int
@@ -61,29 +64,78 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     tie_embeddings: bool
+    attention: AttentionKind = AttentionKind.SOFTMAX
+    rotary_dim: int | None = None
+    rope_scaling: RopeScaling | None = None
+    num_relative_buckets: int | None = None
+    max_relative_distance: int | None = None
+    sliding_window: int | None = None
+    global_layers: tuple[int, ...] = ()
+    score_scale: float | None = None
+    attention_out_bias: bool | None = None
+    qk_norm_scope: QkNormScope = QkNormScope.HEAD
+    norm_placement: NormPlacement = NormPlacement.PRE
+    norm_bias: bool = True
+    norm_unit_offset: bool = False
+    parallel_residual: bool = False
+    embedding_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        sizes = ("vocab_size", "max_context_length", "num_layers", "hidden_size", "num_heads")
-        for name in (*sizes, "num_kv_heads", "head_dim", "mlp_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, not {value!r}")
-        for name in ("attention_bias", "mlp_bias", "qk_norm", "tie_embeddings"):
+        for name, kind in _ENUMS.items():
+            object.__setattr__(self, name, check_member(name, getattr(self, name), kind))
+        if isinstance(self.rope_scaling, Mapping):
+            object.__setattr__(self, "rope_scaling", RopeScaling.from_dict(self.rope_scaling))
+        if not isinstance(self.global_layers, (list, tuple)):
+            raise ValueError(f"global_layers must be a list of layers, not {self.global_layers!r}")
+        object.__setattr__(self, "global_layers", tuple(self.global_layers))
+        if self.attention_out_bias is None:
+            object.__setattr__(self, "attention_out_bias", self.attention_bias)
+        for name in _SIZES:
+            check_size(name, getattr(self, name))
+        for name in ("rotary_dim", "num_relative_buckets", "max_relative_distance", "sliding_window"):
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name))
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
-        for name in ("rope_theta", "norm_eps"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-                raise ValueError(f"{name} must be a positive number, not {value!r}")
-        for name, kind in (("position", PositionKind), ("norm", NormKind), ("mlp", MlpKind)):
-            value = getattr(self, name)
-            if value not in list(kind):
-                raise ValueError(f"{name} must be one of {', '.join(kind)}, not {value!r}")
-            object.__setattr__(self, name, kind(value))
+        for name in ("rope_theta", "norm_eps", "embedding_scale", *(["score_scale"] if self.score_scale else [])):
+            check_number(name, getattr(self, name))
+        self._check_choices()
+
+    def _check_choices(self) -> None:
+        """Choices that need or exclude each other."""
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
-        if self.position is PositionKind.ROTARY and self.head_dim % 2:
-            raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim}")
+        rotary = self.position is PositionKind.ROTARY
+        if rotary and (self.rotary_size % 2 or self.rotary_size > self.head_dim):
+            name = "rotary_dim" if self.rotary_dim else "head_dim"
+            raise ValueError(f"rotary positions need an even {name} up to head_dim, not {self.rotary_size}")
+        in_scores = rotary or self.position in _IN_SCORES
+        if self.attention is AttentionKind.AVERAGE and (in_scores or self.qk_norm or self.score_scale):
+            raise ValueError("average attention has no scores: no qk_norm, no score_scale, no position in the scores")
+        needed = {
+            "num_relative_buckets": self.position is PositionKind.RELATIVE_BIAS,
+            "max_relative_distance": self.position in (PositionKind.RELATIVE_BIAS, PositionKind.DISENTANGLED),
+        }
+        for name, is_needed in needed.items():
+            if (getattr(self, name) is not None) != is_needed:
+                raise ValueError(f"{name} must {'be' if is_needed else 'not be'} given for position={self.position}")
+        buckets, farthest = self.num_relative_buckets, self.max_relative_distance
+        if buckets is not None and farthest is not None and not 1 <= buckets // 2 < farthest:
+            raise ValueError("num_relative_buckets must be at least 2, max_relative_distance over half of them")
+        for name in ("rotary_dim", "rope_scaling"):
+            if getattr(self, name) is not None and not rotary:
+                raise ValueError(f"{name} belongs to position=rotary, not {self.position}")
+        if self.global_layers and self.sliding_window is None:
+            raise ValueError("global_layers without a sliding_window mean nothing")
+        if any(layer not in range(self.num_layers) for layer in self.global_layers):
+            raise ValueError(f"global_layers must be layers from 0 to {self.num_layers - 1}, not {self.global_layers}")
+        if self.norm_unit_offset and self.norm is not NormKind.RMS_NORM:
+            raise ValueError("norm_unit_offset belongs to norm=rms_norm")
+        if not self.norm_bias and self.norm is not NormKind.LAYER_NORM:
+            raise ValueError("norm_bias belongs to norm=layer_norm")
+        if self.parallel_residual and self.norm_placement is not NormPlacement.PRE:
+            raise ValueError("parallel_residual needs norm_placement=pre")
 
     @property
     def query_groups(self) -> int:
@@ -91,13 +143,39 @@ class ModelConfig:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def rotary_size(self) -> int:
+        """Dimensions of a head that rotary positions turn, from the first on."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def key_dim(self) -> int:
+        """Numbers a key has: none where nothing is compared."""
+        return 0 if self.attention is AttentionKind.AVERAGE else self.head_dim
+
+    @property
+    def effective_score_scale(self) -> float:
+        """Factor of q·k: 1/sqrt(d_k), so that scores vary as much as one component of q and k does.
+
+        Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1. Disentangled scores are sums of three products, hence
+        1/sqrt(3 d_k): He et al. 2020 (arXiv 2006.03654), equation 4.
+        """
+        if self.score_scale is not None:
+            return self.score_scale
+        num_products = 3 if self.position is PositionKind.DISENTANGLED else 1
+        return float((num_products * self.head_dim) ** -0.5)
+
+    @property
     def num_parameters(self) -> int:
         """Trainable numbers; a tied embedding counts once."""
         return sum(math.prod(shape) for shape in self.parameter_shapes().values())
 
+    def window(self, layer: int) -> int | None:
+        """How many positions a token of this layer sees, itself included; None for all."""
+        return None if layer in self.global_layers else self.sliding_window
+
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes of KV-cache one token of context occupies: keys and values, all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
+        return self.num_layers * self.num_kv_heads * (self.key_dim + self.head_dim) * bytes_per_value
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of a checkpoint of this model, in module order.
@@ -105,21 +183,23 @@ class ModelConfig:
         Torch-free twin of `Transformer(config).state_dict()`; a test holds the two together. It lets a
         checkpoint be checked against its config before any tensor is read.
         """
-        embed, query, key = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        embed = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"token_embedding.weight": (self.vocab_size, embed)}
-        if self.position is PositionKind.LEARNED:
-            shapes["position_embedding.weight"] = (self.max_context_length, embed)
+        match self.position:
+            case PositionKind.LEARNED:
+                shapes["position_embedding.weight"] = (self.max_context_length, embed)
+            case PositionKind.RELATIVE_BIAS:
+                assert self.num_relative_buckets is not None
+                shapes["relative_bias.weight"] = (self.num_relative_buckets, self.num_heads)
+            case PositionKind.DISENTANGLED:
+                assert self.max_relative_distance is not None
+                shapes["relative_embedding.weight"] = (2 * self.max_relative_distance, embed)
         for layer in range(self.num_layers):
             prefix = f"layers.{layer}."
             shapes |= self._norm_shapes(prefix + "attention_norm", embed)
-            shapes |= _linear_shapes(prefix + "attention.qkv", embed, query + 2 * key, self.attention_bias)
-            shapes |= _linear_shapes(prefix + "attention.out", query, embed, self.attention_bias)
-            if self.qk_norm:
-                shapes[prefix + "attention.query_norm.weight"] = (self.head_dim,)
-                shapes[prefix + "attention.key_norm.weight"] = (self.head_dim,)
+            shapes |= self._attention_shapes(prefix + "attention.")
             shapes |= self._norm_shapes(prefix + "mlp_norm", embed)
-            widened = 2 * self.mlp_size if self.mlp is MlpKind.SWIGLU else self.mlp_size
-            name = "gate_up" if self.mlp is MlpKind.SWIGLU else "up"
+            name, widened = ("gate_up", 2 * self.mlp_size) if self.mlp.gated else ("up", self.mlp_size)
             shapes |= _linear_shapes(f"{prefix}mlp.{name}", embed, widened, self.mlp_bias)
             shapes |= _linear_shapes(prefix + "mlp.down", self.mlp_size, embed, self.mlp_bias)
         shapes |= self._norm_shapes("final_norm", embed)
@@ -127,29 +207,65 @@ class ModelConfig:
             shapes["lm_head.weight"] = (self.vocab_size, embed)
         return shapes
 
+    def _attention_shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
+        embed, query, key = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        if self.attention is AttentionKind.AVERAGE:
+            shapes = _linear_shapes(prefix + "value", embed, key, self.attention_bias)
+        else:
+            shapes = _linear_shapes(prefix + "qkv", embed, query + 2 * key, self.attention_bias)
+        shapes |= _linear_shapes(prefix + "out", query, embed, bool(self.attention_out_bias))
+        if self.qk_norm:
+            whole = self.qk_norm_scope is QkNormScope.PROJECTION
+            shapes[prefix + "query_norm.weight"] = (query if whole else self.head_dim,)
+            shapes[prefix + "key_norm.weight"] = (key if whole else self.head_dim,)
+        if self.position is PositionKind.DISENTANGLED:
+            shapes |= _linear_shapes(prefix + "bias.query", embed, query, False)
+            shapes |= _linear_shapes(prefix + "bias.key", embed, key, False)
+        return shapes
+
     def _norm_shapes(self, name: str, size: int) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size,)}
-        if self.norm is NormKind.LAYER_NORM:
+        if self.norm is NormKind.LAYER_NORM and self.norm_bias:
             shapes[f"{name}.bias"] = (size,)
         return shapes
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary; `from_dict` gives back an equal config."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**dataclasses.asdict(self), "global_layers": list(self.global_layers)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read a config, refusing unknown keys and naming missing ones.
+        """Read a config, refusing unknown keys and naming missing ones. Mechanisms that came later have defaults.
 
         Raises:
             ValueError: a key is unknown, missing, or has an unusable value.
         """
-        names = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(set(values) - names):
+        fields = dataclasses.fields(cls)
+        if unknown := sorted(set(values) - {field.name for field in fields}):
             raise ValueError(f"unknown model config keys: {', '.join(unknown)}")
-        if missing := sorted(names - set(values)):
+        needed = {field.name for field in fields if field.default is dataclasses.MISSING}
+        if missing := sorted(needed - set(values)):
             raise ValueError(f"missing model config keys: {', '.join(missing)}")
         return cls(**values)
+
+
+_SIZES = (
+    *("vocab_size", "max_context_length", "num_layers", "hidden_size"),
+    *("num_heads", "num_kv_heads", "head_dim", "mlp_size"),
+)
+_SWITCHES = (
+    *("attention_bias", "attention_out_bias", "mlp_bias", "qk_norm", "tie_embeddings"),
+    *("norm_bias", "norm_unit_offset", "parallel_residual"),
+)
+_ENUMS: dict[str, type[StrEnum]] = {
+    "attention": AttentionKind,
+    "position": PositionKind,
+    "norm": NormKind,
+    "norm_placement": NormPlacement,
+    "qk_norm_scope": QkNormScope,
+    "mlp": MlpKind,
+}
+_IN_SCORES = (PositionKind.RELATIVE_BIAS, PositionKind.ALIBI, PositionKind.DISENTANGLED)
 
 
 def _linear_shapes(name: str, inputs: int, outputs: int, bias: bool) -> dict[str, tuple[int, ...]]:
@@ -157,71 +273,3 @@ def _linear_shapes(name: str, inputs: int, outputs: int, bias: bool) -> dict[str
     if bias:
         shapes[f"{name}.bias"] = (outputs,)
     return shapes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams:
-    """How one completion is drawn and when it ends.
-
-    `temperature == 0`, or nearly, is greedy. `top_k == 0`, `top_p == 1` and `min_p == 0` switch those filters off.
-    `seed` fixes every draw: draw number i of a sequence depends on (seed, position) alone, see `sampling`.
-    `logprobs` is None for none, else how many alternatives to report beside the sampled token.
-    `prompt_logprobs` likewise for the prompt's tokens, the first of which has none.
-    `max_tokens == 0` computes the prompt (for `prompt_logprobs`) and generates nothing.
-    `min_tokens` forbids ending by end-of-text, stop token or stop string before that many tokens.
-
-    Raises:
-        ValueError: a value is out of range; the message names the field and the range.
-    """
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature <= 100.0:
-            raise ValueError(f"temperature must be between 0 and 100, not {self.temperature!r}")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p must be over 0 and at most 1, not {self.top_p!r}")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"min_p must be between 0 and 1, not {self.min_p!r}")
-        for name in ("max_tokens", "min_tokens", "top_k"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, not {getattr(self, name)!r}")
-        if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens={self.min_tokens} is over max_tokens={self.max_tokens}")
-        if not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed must fit 64 bits, not {self.seed!r}")
-        if any(not text for text in self.stop):
-            raise ValueError("a stop string must not be empty")
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise ValueError(
-                f"stop_token_ids holds {len(self.stop_token_ids)} ids, at most {MAX_STOP_TOKEN_IDS} allowed"
-            )
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= MAX_LOGPROBS:
-                raise ValueError(f"{name} must be between 0 and {MAX_LOGPROBS}, not {value!r}")
-
-    @property
-    def greedy(self) -> bool:
-        """Whether every draw takes the most likely token.
-
-        Below 1e-5 a temperature would overflow float32, and means the same.
-        """
-        return self.temperature < 1e-5
-
-
-MAX_LOGPROBS = 20
-# Each is forbidden one by one in every draw before min_tokens: thousands would slow the steps of everybody.
-MAX_STOP_TOKEN_IDS = 128

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from model.attention.metadata import AttentionMetadata
-from model.config import SamplingParams
 from model.sampling import sample
+from model.sampling_params import SamplingParams
 from model.transformer import Transformer
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.config import MlpKind, ModelConfig, NormKind
+from model.config import ModelConfig
+from model.kinds import MlpKind, NormKind
 
 
 class RMSNorm(nn.Module):

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model.config import SamplingParams
+from model.sampling_params import SamplingParams
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15

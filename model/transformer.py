@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from model.attention.interface import AttentionBackend
 from model.attention.metadata import AttentionMetadata
-from model.config import ModelConfig, PositionKind
+from model.config import ModelConfig
+from model.kinds import PositionKind
 from model.kv_cache import KVCache
 from model.layers import MLPS, NORMS, RMSNorm
 from model.positions import LearnedPositions, RotaryPositions, rotate

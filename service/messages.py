@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from model.config import SamplingParams
+from model.sampling_params import SamplingParams
 
 
 class FinishReason(StrEnum):

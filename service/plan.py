@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from model.config import SamplingParams
+from model.sampling_params import SamplingParams
 from model.tokenizer import Tokenizer, TokenizerError
 from service.journal import Choice
 from service.logprobs import prompt_text

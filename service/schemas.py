@@ -23,7 +23,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from model.config import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+from model.sampling_params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -7,9 +7,9 @@ import torch
 
 from model.attention.interface import ATTENTION_BACKENDS
 from model.checkpoint import load_model
-from model.config import SamplingParams
 from model.generate import generate
 from model.manifest import read_manifest
+from model.sampling_params import SamplingParams
 from model.tokenizer import Tokenizer
 from model.training.config import load_train_config
 from model.training.evaluate import bits_per_byte

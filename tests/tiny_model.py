@@ -6,7 +6,8 @@ import torch
 
 from model.attention.interface import ATTENTION_BACKENDS
 from model.checkpoint import save_checkpoint
-from model.config import MlpKind, ModelConfig, NormKind, PositionKind
+from model.config import ModelConfig
+from model.kinds import MlpKind, NormKind, PositionKind
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
 

@@ -24,9 +24,9 @@ from torch.nn import functional
 from model.attention.interface import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint import check_writable, load_model, save_checkpoint
-from model.config import SamplingParams
 from model.generate import generate
 from model.manifest import read_manifest
+from model.sampling_params import SamplingParams
 from model.tokenizer import SPEC_FILE, StreamDecoder, Tokenizer
 from model.training.bpe import train_bpe
 from model.training.card import LOSS_CURVE_FILE, Sample, draw_loss_curve, write_model_card

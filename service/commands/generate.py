@@ -5,8 +5,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from model.config import SamplingParams
 from model.manifest import CheckpointError, read_manifest
+from model.sampling_params import SamplingParams
 from model.tokenizer import Tokenizer, TokenizerError
 from service.engine_builder import build_engine
 from service.messages import Finish, Submit

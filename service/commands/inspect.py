@@ -3,7 +3,8 @@
 import sys
 from collections.abc import Iterator, Sequence
 
-from model.config import MlpKind, ModelConfig, NormKind, PositionKind
+from model.config import ModelConfig
+from model.kinds import MlpKind, NormKind, PositionKind
 from model.manifest import CheckpointError, Manifest, read_manifest
 from service.settings import CheckpointSettings, SettingsError, read_settings
 

@@ -7,7 +7,7 @@ text is shown only where a stop string would be.
 
 from dataclasses import dataclass
 
-from model.config import SamplingParams
+from model.sampling_params import SamplingParams
 from model.tokenizer import StreamDecoder, Tokenizer
 
 

@@ -6,7 +6,7 @@ Single-threaded: whoever calls `step` calls everything else too.
 import time
 from dataclasses import dataclass
 
-from model.config import SamplingParams
+from model.sampling_params import SamplingParams
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
 from service.engine.config import EngineConfig

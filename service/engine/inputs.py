@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.attention.metadata import AttentionMetadata
-from model.config import SamplingParams
+from model.sampling_params import SamplingParams
 from service.engine.plan import Chunk, StepPlan
 from service.engine.scheduler import Scheduler
 

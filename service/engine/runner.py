@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from model.config import SamplingParams
 from model.kv_cache import KVCache
 from model.sampling import sample, top_logprobs
+from model.sampling_params import SamplingParams
 from model.transformer import Transformer
 from service.engine.inputs import ModelInputs
 from service.messages import TokenLogprob

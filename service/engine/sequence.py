@@ -6,7 +6,7 @@ A plain record. Only the scheduler changes it; everybody else reads.
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from model.config import SamplingParams
+from model.sampling_params import SamplingParams
 from service.messages import FinishReason, Submit
 
 

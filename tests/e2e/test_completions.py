@@ -13,9 +13,9 @@ import torch
 from model.attention.interface import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint import load_model
-from model.config import SamplingParams
 from model.generate import generate
 from model.manifest import read_manifest
+from model.sampling_params import SamplingParams
 from model.tokenizer import StreamDecoder, Tokenizer
 from service.plan import sample_seed
 from tests.e2e.process import Service

@@ -6,7 +6,7 @@ A wrong slot, a wrong table or a stale block changes the history it sees, and so
 import zlib
 from collections.abc import Sequence
 
-from model.config import SamplingParams
+from model.sampling_params import SamplingParams
 from service.engine.inputs import ModelInputs
 from service.engine.runner import StepOutputs
 from service.messages import Submit

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.config import SamplingParams
+from model.sampling_params import SamplingParams
 from model.training.bpe import train_bpe
 from service.engine.detokenizer import Detokenizer
 

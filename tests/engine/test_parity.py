@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from model.attention.metadata import AttentionMetadata
-from model.config import SamplingParams
 from model.generate import generate
+from model.sampling_params import SamplingParams
 from model.tokenizer import StreamDecoder
 from model.training.bpe import train_bpe
 from service.engine.config import EngineConfig

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from loadtest.closed_loop import EngineRun, run_closed
-from model.config import SamplingParams
+from model.sampling_params import SamplingParams
 from service.messages import Finish, FinishReason, Submit, TokenDelta
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from model.config import ModelConfig, SamplingParams
+from model.config import ModelConfig
+from model.sampling_params import SamplingParams
 from tests.model.configs import ROTARY, VARIANTS, build
 
 
@@ -32,7 +33,7 @@ def test_dictionary_round_trip(name: str) -> None:
         ({"head_dim": 7}, "even head_dim"),
         ({"norm_eps": -1.0}, "norm_eps must be a positive number"),
         ({"rope_theta": math.inf}, "rope_theta must be a positive number"),
-        ({"mlp": "relu"}, "mlp must be one of gelu, swiglu"),
+        ({"mlp": "relu"}, "mlp must be one of gelu, gelu_exact, relu, swiglu, geglu"),
         ({"qk_norm": 1}, "qk_norm must be true or false"),
         ({"colour": "red"}, "unknown model config keys: colour"),
     ],

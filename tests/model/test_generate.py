@@ -2,8 +2,8 @@
 
 import pytest
 
-from model.config import SamplingParams
 from model.generate import generate
+from model.sampling_params import SamplingParams
 from tests.model.configs import VARIANTS, build
 
 MODEL = build(VARIANTS["rotary-gqa"])

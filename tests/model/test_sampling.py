@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.config import SamplingParams
 from model.sampling import sample, top_logprobs, uniform
+from model.sampling_params import SamplingParams
 
 VOCAB = 50
 

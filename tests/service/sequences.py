@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from model.config import SamplingParams
+from model.sampling_params import SamplingParams
 from service.journal import Choice, LiveRequest
 from service.messages import Finish, FinishReason, Hello, StepStats, Submit, TokenDelta
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from model.config import MlpKind, ModelConfig, NormKind, PositionKind
+from model.config import ModelConfig
+from model.kinds import MlpKind, NormKind, PositionKind
 from service.cli import COMMANDS, main
 from service.commands.inspect import parameters_by_part
 from tests.tiny_model import tiny_config

@@ -1,0 +1,132 @@
+"""The choices of which a `ModelConfig` is made: one enum a question, torch-free."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+
+class AttentionKind(StrEnum):
+    """What a token's attention weights are made of."""
+
+    SOFTMAX = "softmax"  # softmax of scaled dot products of queries and keys
+    AVERAGE = "average"  # the same weight for every visible token: no queries, no keys
+
+
+class PositionKind(StrEnum):
+    """How a token learns where it stands. See `model.positions` and `model.attention.biases`."""
+
+    NONE = "none"  # only the causal mask tells
+    LEARNED = "learned"  # one trained vector a position, added to the embedding (GPT-2)
+    SINUSOIDAL = "sinusoidal"  # one fixed vector a position, added to the embedding (the first Transformer)
+    ROTARY = "rotary"  # queries and keys rotated by an angle that grows with the position (RoFormer)
+    RELATIVE_BIAS = "relative_bias"  # a trained number for each bucket of distances, added to the scores (T5)
+    ALIBI = "alibi"  # a fixed slope times the distance, subtracted from the scores (ALiBi)
+    DISENTANGLED = "disentangled"  # content attends to positions and positions to content (DeBERTa)
+
+
+class NormKind(StrEnum):
+    """What keeps the size of activations."""
+
+    LAYER_NORM = "layer_norm"
+    RMS_NORM = "rms_norm"
+
+
+class NormPlacement(StrEnum):
+    """Where a block's two norms stand."""
+
+    PRE = "pre"  # x + f(norm(x))
+    POST = "post"  # x + norm(f(x)) (OLMo 2)
+
+
+class QkNormScope(StrEnum):
+    """What one RMS norm of queries and keys takes together."""
+
+    HEAD = "head"  # each head alone, one weight for all of them (Qwen3)
+    PROJECTION = "projection"  # all heads at once (OLMo 2)
+
+
+class MlpKind(StrEnum):
+    """The feed-forward half of a block: down(f(up(x))), or down(f(gate(x)) * up(x)) where it is gated."""
+
+    GELU = "gelu"  # the tanh form of GELU (GPT-2)
+    GELU_EXACT = "gelu_exact"  # x * Phi(x) (GPT-NeoX, nanoGPT)
+    RELU = "relu"
+    SWIGLU = "swiglu"  # gated, f = SiLU (Llama)
+    GEGLU = "geglu"  # gated, f = GELU in its tanh form (Gemma)
+
+    @property
+    def gated(self) -> bool:
+        """Whether a second matrix gates the first."""
+        return self in (MlpKind.SWIGLU, MlpKind.GEGLU)
+
+
+class RopeScalingKind(StrEnum):
+    """How rotary frequencies are stretched to contexts longer than they were trained for."""
+
+    LINEAR = "linear"  # every frequency divided by the factor
+    LLAMA3 = "llama3"  # low frequencies divided, high ones kept, a ramp between (Llama 3.1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeScaling:
+    """Parameters of a `RopeScalingKind`; the last three are Llama 3's alone.
+
+    Raises:
+        ValueError: a number is missing, not positive, or not of this kind.
+    """
+
+    kind: RopeScalingKind
+    factor: float
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_context_length: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", check_member("rope_scaling kind", self.kind, RopeScalingKind))
+        check_number("rope_scaling factor", self.factor)
+        of_llama3 = (self.low_freq_factor, self.high_freq_factor, self.original_context_length)
+        if self.kind is not RopeScalingKind.LLAMA3:
+            if any(value is not None for value in of_llama3):
+                raise ValueError(f"rope_scaling {self.kind} has no parameter but factor")
+            return
+        for name in ("low_freq_factor", "high_freq_factor", "original_context_length"):
+            check_number(f"rope_scaling {name}", getattr(self, name))
+        assert self.low_freq_factor is not None
+        assert self.high_freq_factor is not None
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError("rope_scaling low_freq_factor must be under high_freq_factor")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `dataclasses.asdict` wrote.
+
+        Raises:
+            ValueError: a key is unknown, missing, or has an unusable value.
+        """
+        if unknown := sorted(set(values) - {field.name for field in dataclasses.fields(cls)}):
+            raise ValueError(f"unknown rope_scaling keys: {', '.join(unknown)}")
+        if missing := sorted({"kind", "factor"} - set(values)):
+            raise ValueError(f"missing rope_scaling keys: {', '.join(missing)}")
+        return cls(**values)
+
+
+def check_member(name: str, value: object, kind: type[StrEnum]) -> StrEnum:
+    """The member of an enum a value names. Raises ValueError, naming the field and the choices."""
+    if value not in list(kind):
+        raise ValueError(f"{name} must be one of {', '.join(kind)}, not {value!r}")
+    return kind(str(value))
+
+
+def check_size(name: str, value: object) -> None:
+    """Raises ValueError unless the value is a positive integer."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, not {value!r}")
+
+
+def check_number(name: str, value: object) -> None:
+    """Raises ValueError unless the value is a positive, finite number."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{name} must be a positive number, not {value!r}")
