@@ -33,7 +33,7 @@ def test_dictionary_round_trip(name: str) -> None:
         ({"head_dim": 7}, "even head_dim"),
         ({"norm_eps": -1.0}, "norm_eps must be a positive number"),
         ({"rope_theta": math.inf}, "rope_theta must be a positive number"),
-        ({"mlp": "relu"}, "mlp must be one of gelu, gelu_exact, relu, swiglu, geglu"),
+        ({"mlp": "selu"}, "mlp must be one of gelu, gelu_exact, relu, swiglu, geglu"),
         ({"qk_norm": 1}, "qk_norm must be true or false"),
         ({"colour": "red"}, "unknown model config keys: colour"),
     ],
