@@ -11,7 +11,7 @@ from model.attention.metadata import AttentionMetadata
 from model.checkpoint import load_model
 from model.kv_cache import KVCache
 from model.manifest import Manifest, read_manifest
-from model.tokenizer import Tokenizer
+from model.tokenizer.files import load_tokenizer
 from model.transformer import Transformer
 from service.engine.engine import Engine
 from service.engine_builder import EngineFacts, build_engine
@@ -65,7 +65,7 @@ class InProcess:
 
     def token_ids(self, text: str) -> list[int]:
         """The text in this model's tokens."""
-        return Tokenizer.load(self.manifest.directory).encode(text)
+        return load_tokenizer(self.manifest.directory).encode(text)
 
     def bare_model(self) -> "BareModel":
         """The same weights without an engine around them."""

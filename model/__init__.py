@@ -11,7 +11,7 @@ layers         norms and MLPs
 transformer    the whole architecture on one page
 kv_cache       the block pool's tensors: write, gather
 sampling       batched, position-seeded sampling
-tokenizer      byte-level BPE as a tiktoken.Encoding; StreamDecoder
+tokenizer/     text to ids and back: byte-level BPE as a tiktoken.Encoding, or the tokenizers library; StreamDecoder
 manifest       a checkpoint directory's facts and hashes, torch-free
 checkpoint     a checkpoint directory's tensors
 generate       generation without a cache: the slow twin

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from model.attention.interface import AttentionBackend
 from model.config import ModelConfig
 from model.manifest import CONFIG_FILE, MANIFEST_FILE, CheckpointError, Manifest, write_manifest
-from model.tokenizer import Tokenizer
+from model.tokenizer.byte_level import ByteLevelTokenizer
+from model.tokenizer.native import save_native
 from model.transformer import Transformer
 
 MAX_SHARD_BYTES = 15 * 2**20
@@ -56,7 +57,7 @@ def save_checkpoint(
     *,
     config: ModelConfig,
     tensors: dict[str, torch.Tensor],
-    tokenizer: Tokenizer,
+    tokenizer: ByteLevelTokenizer,
     name: str,
     training: dict[str, Any],
     dtype: torch.dtype = torch.float32,
@@ -86,7 +87,7 @@ def save_checkpoint(
         save_file(shard, path)
         path.chmod(0o644)  # safetensors makes them 0600; whoever serves them may be another user
     (directory / CONFIG_FILE).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
-    tokenizer.save(directory)
+    save_native(tokenizer, directory)
     write_manifest(directory, name=name, training=training)
 
 

@@ -15,7 +15,7 @@ from model.transformer import Transformer
 
 @torch.inference_mode()
 def generate(
-    model: Transformer, prompt_token_ids: Sequence[int], params: SamplingParams, *, eos_token_id: int
+    model: Transformer, prompt_token_ids: Sequence[int], params: SamplingParams, *, eos_token_ids: Sequence[int]
 ) -> list[int]:
     """Completion token ids, the ending token included. Stop strings are text's business and not handled here.
 
@@ -27,7 +27,7 @@ def generate(
         raise ValueError(f"{len(prompt_token_ids)} prompt tokens, context {model.config.max_context_length}")
     token_ids = list(prompt_token_ids)
     device = model.token_embedding.weight.device
-    ends = {*params.stop_token_ids} if params.ignore_eos else {*params.stop_token_ids, eos_token_id}
+    ends = {*params.stop_token_ids} if params.ignore_eos else {*params.stop_token_ids, *eos_token_ids}
     while len(token_ids) < limit:
         metadata = AttentionMetadata.uncached((len(token_ids),), device)
         logits_TV = model(torch.tensor(token_ids, device=device), metadata, None)

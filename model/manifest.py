@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from model.config import ModelConfig
-from model.tokenizer import RANKS_FILE, SPEC_FILE, Tokenizer, TokenizerError
+from model.tokenizer.interface import TokenizerError
+from model.tokenizer.native import RANKS_FILE, SPEC_FILE, load_native
 
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "manifest.json"
@@ -72,7 +73,7 @@ class Manifest:
                     f"{path}: SHA-256 differs from {MANIFEST_FILE}; the file is damaged, copy it again"
                 )
         try:
-            vocab_size = Tokenizer.load(self.directory).vocab_size
+            vocab_size = load_native(self.directory).vocab_size
         except TokenizerError as error:
             raise CheckpointError(f"{self.directory}: {error}") from error
         if vocab_size > self.config.vocab_size:

@@ -13,7 +13,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from model.tokenizer import Tokenizer
+from model.tokenizer.interface import Tokenizer
 from service.journal import Choice, LiveRequest
 from service.logprobs import LogprobWriter
 from service.messages import Finish, FinishReason, TokenDelta

@@ -11,7 +11,7 @@ from model.attention.interface import ATTENTION_BACKENDS
 from model.checkpoint import load_model
 from model.config import ModelConfig
 from model.manifest import Manifest
-from model.tokenizer import Tokenizer
+from model.tokenizer.files import load_tokenizer
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.settings import ModelSettings, usable_cpus
@@ -67,7 +67,7 @@ def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, E
         max_batched_tokens=settings.max_batched_tokens,
         enable_prefix_cache=settings.enable_prefix_cache,
     )
-    engine = Engine(model, Tokenizer.load(manifest.directory), config)
+    engine = Engine(model, load_tokenizer(manifest.directory), config)
     facts = EngineFacts(
         device=device,
         dtype=dtype_name,

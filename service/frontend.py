@@ -18,7 +18,7 @@ from fastapi.responses import HTMLResponse, Response
 from litserve.specs.base import LitSpec
 
 from model.manifest import Manifest
-from model.tokenizer import Tokenizer
+from model.tokenizer.interface import Tokenizer
 from service import responses
 from service.admission import Admission
 from service.delivery import Answer, CompletionBody, CompletionStream

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from model.tokenizer import StreamDecoder, Tokenizer
+from model.tokenizer.interface import Tokenizer
+from model.tokenizer.stream import StreamDecoder
 from service.messages import TokenLogprob
 from service.responses import Logprobs
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model.sampling_params import SamplingParams
-from model.tokenizer import Tokenizer, TokenizerError
+from model.tokenizer.interface import Tokenizer, TokenizerError
 from service.journal import Choice
 from service.logprobs import prompt_text
 from service.messages import Submit

@@ -24,7 +24,7 @@ from litserve import LitServer
 from litserve.utils import WorkerSetupStatus
 
 from model.manifest import read_manifest
-from model.tokenizer import Tokenizer
+from model.tokenizer.files import load_tokenizer
 from service.frontend import Frontend, Sink
 from service.lifecycle import Lifecycle, Phase
 from service.messages import BUS
@@ -255,7 +255,7 @@ def build_server(settings: ServeSettings) -> KvasirServer:
     _check_port(settings.host, settings.port)
     manifest = read_manifest(settings.checkpoint)
     manifest.verify()
-    tokenizer = Tokenizer.load(manifest.directory)
+    tokenizer = load_tokenizer(manifest.directory)
     prepare_directory()
     metrics = Metrics(settings.model_name or manifest.name)
     lifecycle = Lifecycle(main_pid=os.getpid())

@@ -134,7 +134,9 @@ def test_everything_public_says_what_it_is(path: Path) -> None:
             assert ast.get_docstring(node) or node.name in (ast.get_docstring(tree(path)) or ""), node.name
 
 
-@pytest.mark.parametrize("package", ["model", "model/training", "service", "service/engine", "loadtest"])
+@pytest.mark.parametrize(
+    "package", ["model", "model/tokenizer", "model/training", "service", "service/engine", "loadtest"]
+)
 def test_the_map_names_every_file(package: str) -> None:
     text = (ROOT / package / "__init__.py").read_text()
     entries = {path.stem for path in (ROOT / package).glob("*.py")} | {

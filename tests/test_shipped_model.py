@@ -10,7 +10,7 @@ from model.checkpoint import load_model
 from model.generate import generate
 from model.manifest import read_manifest
 from model.sampling_params import SamplingParams
-from model.tokenizer import Tokenizer
+from model.tokenizer.native import load_native
 from model.training.config import load_train_config
 from model.training.evaluate import bits_per_byte
 
@@ -41,11 +41,11 @@ def test_it_writes_english() -> None:
     """Nearly every word of a greedy story is one that storytellers use; random letters would have none."""
     manifest = read_manifest(CHECKPOINT)
     model = load_model(manifest, device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["sdpa"])
-    tokenizer = Tokenizer.load(CHECKPOINT)
+    tokenizer = load_native(CHECKPOINT)
     assert tokenizer.bos_token_id is not None
     prompt = [tokenizer.bos_token_id, *tokenizer.encode("Once upon a time, there was a")]
     params = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
-    text = tokenizer.decode(generate(model, prompt, params, eos_token_id=tokenizer.eos_token_id))
+    text = tokenizer.decode(generate(model, prompt, params, eos_token_ids=tokenizer.eos_token_ids))
     words = re.findall(r"[a-z]+", text.lower())
     known = set(re.findall(r"[a-z]+", AESOP.lower()))
     assert len(words) > 40

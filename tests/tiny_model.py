@@ -8,7 +8,7 @@ from model.attention.interface import ATTENTION_BACKENDS
 from model.checkpoint import save_checkpoint
 from model.config import ModelConfig
 from model.kinds import MlpKind, NormKind, PositionKind
-from model.tokenizer import Tokenizer
+from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.transformer import Transformer
 
 NAME = "tiny"
@@ -16,18 +16,18 @@ EOS = "<|endoftext|>"
 _WORDS = (b" the", b" a", b"th", b"he", b"in", b"er", b"an", b"\xf0\x9f", b"\x98\x80", b"\xe2\x80", b" once", b"\n\n")
 
 
-def tiny_tokenizer() -> Tokenizer:
+def tiny_tokenizer() -> ByteLevelTokenizer:
     """Every byte, a few merges (some of them parts of characters), and the end of text."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     for token in _WORDS:
         # tiktoken merges pairs: every prefix of a token must be a token for the token ever to be made.
         for length in range(2, len(token) + 1):
             ranks.setdefault(token[:length], len(ranks))
-    return Tokenizer(
+    return ByteLevelTokenizer(
         pattern=r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+",
         ranks=ranks,
         special_tokens={EOS: len(ranks)},
-        eos_token_id=len(ranks),
+        eos_token_ids=(len(ranks),),
         bos_token_id=None,
     )
 

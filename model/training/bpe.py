@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import regex
 
-from model.tokenizer import Tokenizer
+from model.tokenizer.byte_level import ByteLevelTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -26,7 +26,7 @@ SPLIT_PATTERN = (
 Pair = tuple[int, int]
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def train_bpe(texts: Iterable[str], vocab_size: int) -> ByteLevelTokenizer:
     """A tokenizer of at most `vocab_size` tokens: 256 bytes, merges, one end-of-text mark.
 
     Deterministic: of equally frequent pairs the one of lower ids merges first. Stops early when no pair occurs twice.
@@ -45,11 +45,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         tokens.append(tokens[left] + tokens[right])
     ranks = {token: rank for rank, token in enumerate(tokens)}
     end = len(tokens)
-    return Tokenizer(
+    return ByteLevelTokenizer(
         pattern=SPLIT_PATTERN,
         ranks=ranks,
         special_tokens={END_OF_TEXT: end},
-        eos_token_id=end,
+        eos_token_ids=(end,),
         bos_token_id=end,  # in training every text follows the mark of the one before
     )
 

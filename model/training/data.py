@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.manifest import file_digest
-from model.tokenizer import Tokenizer
+from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.training.config import SourceConfig
 
 Ids = NDArray[np.uint16]
@@ -109,9 +109,9 @@ def _normalised(text: str) -> str:
     return "".join(character for character in text.lower() if character.isalnum())
 
 
-def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> list[Ids]:
+def encode_documents(tokenizer: ByteLevelTokenizer, texts: list[str]) -> list[Ids]:
     """Each text's ids, the end-of-text mark last."""
-    end = tokenizer.eos_token_id
+    (end,) = tokenizer.eos_token_ids
     return [np.array([*tokenizer.encode(text), end], dtype=np.uint16) for text in texts]
 
 

@@ -8,14 +8,14 @@ import torch
 from torch.nn import functional
 
 from model.attention.metadata import AttentionMetadata
-from model.tokenizer import Tokenizer
+from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.transformer import Transformer
 
 _TOKENS_PER_PASS = 8192
 
 
 @torch.inference_mode()
-def bits_per_byte(model: Transformer, tokenizer: Tokenizer, texts: Sequence[str]) -> float:
+def bits_per_byte(model: Transformer, tokenizer: ByteLevelTokenizer, texts: Sequence[str]) -> float:
     """-log2 p(texts) / their UTF-8 bytes, each text followed by its end-of-text mark.
 
     Every text is predicted from an end-of-text mark on, as in training; one longer than the context is cut into
@@ -26,7 +26,7 @@ def bits_per_byte(model: Transformer, tokenizer: Tokenizer, texts: Sequence[str]
     """
     if not texts:
         raise ValueError("no texts to evaluate")
-    end = tokenizer.eos_token_id
+    (end,) = tokenizer.eos_token_ids
     length = model.config.max_context_length
     windows: list[list[int]] = []
     for text in texts:

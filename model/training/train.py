@@ -27,7 +27,9 @@ from model.checkpoint import check_writable, load_model, save_checkpoint
 from model.generate import generate
 from model.manifest import read_manifest
 from model.sampling_params import SamplingParams
-from model.tokenizer import SPEC_FILE, StreamDecoder, Tokenizer
+from model.tokenizer.byte_level import ByteLevelTokenizer
+from model.tokenizer.native import SPEC_FILE, load_native, save_native
+from model.tokenizer.stream import StreamDecoder
 from model.training.bpe import train_bpe
 from model.training.card import LOSS_CURVE_FILE, Sample, draw_loss_curve, write_model_card
 from model.training.config import TrainConfig
@@ -118,13 +120,16 @@ def _train(
     return True
 
 
-def _tokenizer(config: TrainConfig, sources: list[Source], directory: Path, report: Callable[[str], None]) -> Tokenizer:
+def _tokenizer(
+    config: TrainConfig, sources: list[Source], directory: Path, report: Callable[[str], None]
+) -> ByteLevelTokenizer:
     """The run's tokenizer: learned from the training documents the first time, read afterwards."""
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / SPEC_FILE).exists():  # the spec is written last
         report(f"learning a tokenizer of {config.vocab_size:,} tokens")
-        train_bpe((text for source in sources for text in source.train), config.vocab_size).save(directory)
-    tokenizer = Tokenizer.load(directory)
+        learned = train_bpe((text for source in sources for text in source.train), config.vocab_size)
+        save_native(learned, directory)
+    tokenizer = load_native(directory)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(f"{directory}: its tokenizer has {tokenizer.vocab_size} tokens, not {config.vocab_size}")
     return tokenizer
@@ -138,7 +143,7 @@ class Trainer:
         config: TrainConfig,
         settings: RunSettings,
         data: TrainingData,
-        tokenizer: Tokenizer,
+        tokenizer: ByteLevelTokenizer,
         sources: list[Source],
     ) -> None:
         self.config = config
@@ -286,10 +291,10 @@ def _finish(trainer: Trainer, data: TrainingData, report: Callable[[str], None])
     report(f"\nserve it: kvasir serve --checkpoint {directory}")
 
 
-def _sample(model: Transformer, tokenizer: Tokenizer, prompt: str) -> Sample:
+def _sample(model: Transformer, tokenizer: ByteLevelTokenizer, prompt: str) -> Sample:
     params = SamplingParams(max_tokens=200, temperature=0.8, top_p=0.95, seed=0)
-    prompt_ids = [tokenizer.eos_token_id, *tokenizer.encode(prompt)]  # as in training, and as it is served
-    ids = generate(model, prompt_ids, params, eos_token_id=tokenizer.eos_token_id)
+    prompt_ids = [*tokenizer.eos_token_ids, *tokenizer.encode(prompt)]  # as in training, and as it is served
+    ids = generate(model, prompt_ids, params, eos_token_ids=tokenizer.eos_token_ids)
     decoder = StreamDecoder(tokenizer)
     return Sample(prompt=prompt, completion=decoder.push(ids) + decoder.flush())
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from model.manifest import CheckpointError, read_manifest
 from model.sampling_params import SamplingParams
-from model.tokenizer import Tokenizer, TokenizerError
+from model.tokenizer.files import load_tokenizer
+from model.tokenizer.interface import Tokenizer, TokenizerError
 from service.engine_builder import build_engine
 from service.messages import Finish, Submit
 from service.settings import GenerateSettings, SettingsError, read_settings
@@ -21,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
         settings = read_settings(GenerateSettings, argv, command="generate", summary=_SUMMARY)
         manifest = read_manifest(settings.checkpoint)
         manifest.verify()
-        tokenizer = Tokenizer.load(manifest.directory)
+        tokenizer = load_tokenizer(manifest.directory)
         submit = _submit(settings, tokenizer)
         room = manifest.config.max_context_length - len(submit.prompt_token_ids)
         if submit.params.max_tokens > room:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from model.manifest import CheckpointError
-from model.tokenizer import TokenizerError
+from model.tokenizer.interface import TokenizerError
 from service import logs
 from service.server import StartError, build_server
 from service.settings import ServeSettings, SettingsError, effective_values, read_settings

@@ -4,7 +4,8 @@ import sys
 from collections.abc import Sequence
 
 from model.manifest import CheckpointError, read_manifest
-from model.tokenizer import Tokenizer, TokenizerError
+from model.tokenizer.files import load_tokenizer
+from model.tokenizer.interface import TokenizerError
 from service.logprobs import token_name
 from service.settings import SettingsError, TokenizeSettings, read_settings
 
@@ -15,7 +16,7 @@ def main(argv: Sequence[str]) -> int:
     """Tokenize `--text`, or standard input."""
     try:
         settings = read_settings(TokenizeSettings, argv, command="tokenize", summary=_SUMMARY)
-        tokenizer = Tokenizer.load(read_manifest(settings.checkpoint).directory)
+        tokenizer = load_tokenizer(read_manifest(settings.checkpoint).directory)
     except (SettingsError, CheckpointError, TokenizerError) as error:
         print(f"kvasir tokenize: {error}", file=sys.stderr)
         return 2 if isinstance(error, SettingsError) else 1

@@ -8,7 +8,8 @@ text is shown only where a stop string would be.
 from dataclasses import dataclass
 
 from model.sampling_params import SamplingParams
-from model.tokenizer import StreamDecoder, Tokenizer
+from model.tokenizer.interface import Tokenizer
+from model.tokenizer.stream import StreamDecoder
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from model.sampling_params import SamplingParams
-from model.tokenizer import Tokenizer
+from model.tokenizer.interface import Tokenizer
 from model.transformer import Transformer
 from service.engine.config import EngineConfig
 from service.engine.detokenizer import Detokenizer
@@ -55,7 +55,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._max_context_length = model.config.max_context_length
         self._scheduler = Scheduler(
-            config, max_context_length=self._max_context_length, eos_token_id=tokenizer.eos_token_id
+            config, max_context_length=self._max_context_length, eos_token_ids=tokenizer.eos_token_ids
         )
         if runner is None:
             runner = ModelRunner(

@@ -26,7 +26,7 @@ class Scheduler:
 
     Args:
         max_context_length: positions of the model; a sequence ends there.
-        eos_token_id: what ends a text.
+        eos_token_ids: what ends a text, any of them.
         clock: seconds; `time.monotonic` but in tests.
     """
 
@@ -35,12 +35,12 @@ class Scheduler:
         config: EngineConfig,
         *,
         max_context_length: int,
-        eos_token_id: int,
+        eos_token_ids: tuple[int, ...],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._max_context_length = max_context_length
-        self._eos_token_id = eos_token_id
+        self._eos_token_ids = eos_token_ids
         self._clock = clock
         self._pool = BlockPool(config.num_blocks)
         self._prefix_cache = PrefixCache(self._pool, config)
@@ -204,7 +204,7 @@ class Scheduler:
         params = sequence.params
         if sequence.num_completion_tokens >= params.min_tokens:
             return ()
-        return params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, self._eos_token_id)
+        return params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self._eos_token_ids)
 
     def check_integrity(self) -> None:
         """Every sequence is in one place, and every block is owned by who has it in its table, or free.
@@ -307,7 +307,7 @@ class Scheduler:
         params = sequence.params
         completed = sequence.num_completion_tokens
         may_stop = completed > params.min_tokens
-        if may_stop and token_id == self._eos_token_id and not params.ignore_eos:
+        if may_stop and token_id in self._eos_token_ids and not params.ignore_eos:
             sequence.finish_reason = FinishReason.STOP
         elif may_stop and token_id in params.stop_token_ids:
             sequence.finish_reason = FinishReason.STOP

@@ -16,7 +16,8 @@ from model.checkpoint import load_model
 from model.generate import generate
 from model.manifest import read_manifest
 from model.sampling_params import SamplingParams
-from model.tokenizer import StreamDecoder, Tokenizer
+from model.tokenizer.files import load_tokenizer
+from model.tokenizer.stream import StreamDecoder
 from service.plan import sample_seed
 from tests.e2e.process import Service
 from tests.service.bad_requests import BAD_REQUESTS
@@ -30,14 +31,14 @@ class Oracle:
     """The text that the model itself gives."""
 
     def __init__(self, checkpoint: Path) -> None:
-        self.tokenizer = Tokenizer.load(checkpoint)
+        self.tokenizer = load_tokenizer(checkpoint)
         manifest = read_manifest(checkpoint)
         backend = ATTENTION_BACKENDS["sdpa"]
         self.model = load_model(manifest, device="cpu", dtype=torch.float32, attention=backend)
 
     def ids(self, prompt: str, **params: Any) -> list[int]:
-        eos = self.tokenizer.eos_token_id
-        return generate(self.model, self.tokenizer.encode(prompt), SamplingParams(**params), eos_token_id=eos)
+        eos = self.tokenizer.eos_token_ids
+        return generate(self.model, self.tokenizer.encode(prompt), SamplingParams(**params), eos_token_ids=eos)
 
     def text(self, prompt: str, **params: Any) -> str:
         decoder = StreamDecoder(self.tokenizer)

@@ -13,7 +13,7 @@ import torch
 from model.attention.metadata import AttentionMetadata
 from model.generate import generate
 from model.sampling_params import SamplingParams
-from model.tokenizer import StreamDecoder
+from model.tokenizer.stream import StreamDecoder
 from model.training.bpe import train_bpe
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
@@ -22,7 +22,7 @@ from tests.engine.fakes import make_submit
 from tests.model.configs import VARIANTS, build
 
 TOKENIZER = train_bpe([(Path(__file__).parents[1] / "data" / "aesop.txt").read_text()], 300)
-EOS = TOKENIZER.eos_token_id
+(EOS,) = TOKENIZER.eos_token_ids
 MODELS = {name: build(config) for name, config in VARIANTS.items()}
 MODELS["eager"] = build(VARIANTS["rotary-gqa"], "eager")
 
@@ -58,7 +58,7 @@ class Run:
 
     def check(self, submits: Sequence[Submit]) -> None:
         for submit in submits:
-            expected = generate(self.model, submit.prompt_token_ids, submit.params, eos_token_id=EOS)
+            expected = generate(self.model, submit.prompt_token_ids, submit.params, eos_token_ids=(EOS,))
             assert self.token_ids(submit.uid) == expected
             decoder = StreamDecoder(TOKENIZER)
             shown = [token_id for token_id in expected if token_id not in submit.params.stop_token_ids]

@@ -258,7 +258,7 @@ def test_a_passed_deadline_ends_a_sequence_before_it_costs_anything() -> None:
 def test_deadlines_apply_while_running() -> None:
     now = [0.0]
     config = EngineConfig(block_size=2, num_blocks=8, max_num_running=2, max_batched_tokens=8)
-    scheduler = Scheduler(config, max_context_length=16, eos_token_id=EOS, clock=lambda: now[0])
+    scheduler = Scheduler(config, max_context_length=16, eos_token_ids=(EOS,), clock=lambda: now[0])
     sequence = Sequence.from_submit(make_submit("a", [1, 2], deadline=5.0), arrival_number=1, max_context_length=16)
     scheduler.add(sequence)
     plan = scheduler.schedule()

@@ -12,7 +12,7 @@ from model.attention.interface import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint import load_model, save_checkpoint
 from model.manifest import MANIFEST_FILE, CheckpointError, read_manifest, read_shapes, write_manifest
-from model.tokenizer import RANKS_FILE
+from model.tokenizer.native import RANKS_FILE, save_native
 from model.training.bpe import train_bpe
 from tests.model.configs import VARIANTS, build
 
@@ -129,7 +129,7 @@ def _manifest(change: Callable[[dict[str, object]], object]) -> Callable[[Path],
 
 def _larger_tokenizer(directory: Path) -> None:
     words = " ".join(f"{word} {word}" for word in AESOP.split()[:2000])
-    train_bpe([words], 400).save(directory)
+    save_native(train_bpe([words], 400), directory)
     write_manifest(directory, name="test", training={})
 
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from model.tokenizer import Tokenizer
+from model.tokenizer.byte_level import ByteLevelTokenizer
 from service.metrics import Metrics
 from tests.tiny_model import tiny_tokenizer
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> Tokenizer:
+def tokenizer() -> ByteLevelTokenizer:
     return tiny_tokenizer()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from model.tokenizer import Tokenizer
+from model.tokenizer.interface import Tokenizer
 from service import metrics as exposition
 from service.delivery import Answer, CompletionBody, CompletionStream
 from service.journal import LiveRequest

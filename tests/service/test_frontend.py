@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from model.manifest import read_manifest
-from model.tokenizer import Tokenizer
+from model.tokenizer.files import load_tokenizer
 from service.frontend import STALL_SECONDS, Frontend, Sink
 from service.lifecycle import Lifecycle, Phase
 from service.messages import Hello, Submit, decode_command, encode_events
@@ -62,7 +62,7 @@ def frontend(tiny_checkpoint: Path, metrics: Metrics, lifecycle: Lifecycle, queu
     frontend = Frontend(
         ServeSettings(checkpoint=tiny_checkpoint, max_num_running=2, max_waiting_requests=2),
         manifest=manifest,
-        tokenizer=Tokenizer.load(tiny_checkpoint),
+        tokenizer=load_tokenizer(tiny_checkpoint),
         lifecycle=lifecycle,
         metrics=metrics,
     )

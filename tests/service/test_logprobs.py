@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.tokenizer import StreamDecoder, Tokenizer
+from model.tokenizer.interface import Tokenizer
+from model.tokenizer.stream import StreamDecoder
 from service.logprobs import LogprobWriter, prompt_text, token_name
 from service.messages import TokenLogprob
 from tests.tiny_model import EOS, tiny_tokenizer

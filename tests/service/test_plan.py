@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from model.tokenizer import Tokenizer
+from model.tokenizer.byte_level import ByteLevelTokenizer
 from service.journal import Choice
 from service.plan import Planner, sample_seed
 from service.schemas import CompletionRequest, ContextLengthExceeded, InvalidRequest, ModelNotFound
 
 
 @pytest.fixture
-def planner(tokenizer: Tokenizer) -> Planner:
+def planner(tokenizer: ByteLevelTokenizer) -> Planner:
     return Planner(tokenizer=tokenizer, model_name="tiny", max_context_length=64, max_num_choices=12, longest_token=5)
 
 
@@ -86,9 +86,9 @@ def test_a_request_over_the_context_is_refused_with_both_numbers(planner: Planne
 
 
 def test_a_hopelessly_long_text_is_refused_without_tokenizing_it(
-    planner: Planner, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    planner: Planner, tokenizer: ByteLevelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: pytest.fail("tokenized"))
+    monkeypatch.setattr(ByteLevelTokenizer, "encode", lambda self, text: pytest.fail("tokenized"))
     with pytest.raises(ContextLengthExceeded, match="at least 200000"):
         plan(planner, prompt="a" * 1_000_000)
 
@@ -119,12 +119,12 @@ def test_another_model_is_not_found_and_none_means_ours(planner: Planner) -> Non
     assert plan(planner, model=None)
 
 
-def test_a_text_begins_with_the_mark_that_begins_texts(tokenizer: Tokenizer) -> None:
-    marked = Tokenizer(
+def test_a_text_begins_with_the_mark_that_begins_texts(tokenizer: ByteLevelTokenizer) -> None:
+    marked = ByteLevelTokenizer(
         pattern=tokenizer.pattern,
         ranks={bytes([byte]): byte for byte in range(256)},
         special_tokens={"<begin>": 256, "<end>": 257},
-        eos_token_id=257,
+        eos_token_ids=(257,),
         bos_token_id=256,
     )
     planner = Planner(tokenizer=marked, model_name="m", max_context_length=64, max_num_choices=4, longest_token=1)

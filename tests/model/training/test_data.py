@@ -131,5 +131,5 @@ def test_unusable_corpora_are_named(tmp_path: Path, name: str, content: bytes | 
 def test_documents_end_with_the_end_of_text_mark() -> None:
     tokenizer = train_bpe(["a b"], 260)
     ids = encode_documents(tokenizer, ["a b", "b"])
-    assert [array[-1] for array in ids] == [tokenizer.eos_token_id] * 2
+    assert [array[-1] for array in ids] == [*tokenizer.eos_token_ids] * 2
     assert tokenizer.decode(ids[0][:-1].tolist()) == "a b"

@@ -14,7 +14,7 @@ from model.attention.metadata import AttentionMetadata
 from model.checkpoint import load_model
 from model.config import ModelConfig
 from model.manifest import CheckpointError, read_manifest
-from model.tokenizer import Tokenizer
+from model.tokenizer.native import load_native
 from model.training.config import SourceConfig, TrainConfig, load_train_config
 from model.training.evaluate import bits_per_byte
 from model.training.optimizer import rate_factor
@@ -90,7 +90,7 @@ def test_the_finished_directory_can_be_served_and_says_what_it_is(tmp_path: Path
     manifest = read_manifest(run.checkpoint)
     manifest.verify()
     model = load_model(manifest, device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["eager"])
-    tokenizer = Tokenizer.load(run.checkpoint)
+    tokenizer = load_native(run.checkpoint)
     source = manifest.training["sources"][0]
     assert source["documents"] > 0
     assert source["held_out_documents"] > 0
@@ -105,7 +105,8 @@ def test_the_finished_directory_can_be_served_and_says_what_it_is(tmp_path: Path
     assert (run.checkpoint / "loss.png").read_bytes().startswith(b"\x89PNG")
     # One text on its own, by hand: -log2 of its tokens' probabilities over its bytes.
     text = "The fox and the grapes."
-    ids = [tokenizer.eos_token_id, *tokenizer.encode(text), tokenizer.eos_token_id]
+    (end,) = tokenizer.eos_token_ids
+    ids = [end, *tokenizer.encode(text), end]
     assert bits_per_byte(model, tokenizer, [text]) == pytest.approx(_bits(model, ids) / len(text), rel=1e-5)
 
 
@@ -120,9 +121,10 @@ def test_long_texts_are_measured_in_contexts(tmp_path: Path) -> None:
     model = load_model(
         read_manifest(run.checkpoint), device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["sdpa"]
     )
-    tokenizer = Tokenizer.load(run.checkpoint)
+    tokenizer = load_native(run.checkpoint)
     text = SAMPLE.read_text()[:400]
-    ids = [tokenizer.eos_token_id, *tokenizer.encode(text), tokenizer.eos_token_id]
+    (end,) = tokenizer.eos_token_ids
+    ids = [end, *tokenizer.encode(text), end]
     context = model.config.max_context_length
     expected = sum(_bits(model, ids[start : start + context + 1]) for start in range(0, len(ids) - 1, context))
     assert len(ids) > 2 * context

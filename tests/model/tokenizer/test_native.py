@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.tokenizer import RANKS_FILE, SPEC_FILE, StreamDecoder, Tokenizer, TokenizerError
+from model.tokenizer.interface import TokenizerError
+from model.tokenizer.native import RANKS_FILE, SPEC_FILE, load_native, save_native
+from model.tokenizer.stream import StreamDecoder
 from model.training.bpe import END_OF_TEXT, train_bpe
 
 TEXTS = [
@@ -15,6 +17,7 @@ TEXTS = [
     "Größe, naïve café, 北京, こんにちは, 👩‍👩‍👧‍👦 🇩🇪, 12345 6\n\n  x\t\t",
 ]
 TOKENIZER = train_bpe(TEXTS, 400)
+(END,) = TOKENIZER.eos_token_ids
 
 
 @given(st.text())
@@ -26,7 +29,7 @@ def test_text_round_trips(text: str) -> None:
 
 @given(st.text(st.sampled_from("<|endoftxt> a")))
 def test_special_marks_in_text_are_text(text: str) -> None:
-    assert TOKENIZER.eos_token_id not in TOKENIZER.encode(text + END_OF_TEXT)
+    assert END not in TOKENIZER.encode(text + END_OF_TEXT)
     assert TOKENIZER.decode(TOKENIZER.encode(text + END_OF_TEXT)) == text + END_OF_TEXT
 
 
@@ -51,9 +54,8 @@ def test_stream_never_shows_half_a_character(text: str) -> None:
 
 
 def test_special_tokens_have_names_but_no_text() -> None:
-    end = TOKENIZER.eos_token_id
-    assert TOKENIZER.decode([end]) == TOKENIZER.token_name(end) == END_OF_TEXT
-    assert TOKENIZER.token_bytes(end) == b""
+    assert TOKENIZER.decode([END]) == TOKENIZER.token_name(END) == END_OF_TEXT
+    assert TOKENIZER.token_bytes(END) == b""
     assert TOKENIZER.token_name(0xFF) == "\ufffd"
     for unknown in (-1, TOKENIZER.vocab_size):
         with pytest.raises(IndexError):
@@ -70,11 +72,11 @@ def test_a_text_beyond_the_splitter_is_refused_not_a_panic() -> None:
 
 
 def test_save_and_load(tmp_path: Path) -> None:
-    TOKENIZER.save(tmp_path)
-    loaded = Tokenizer.load(tmp_path)
+    save_native(TOKENIZER, tmp_path)
+    loaded = load_native(tmp_path)
     text = "".join(TEXTS)
     assert loaded.encode(text) == TOKENIZER.encode(text)
-    assert (loaded.vocab_size, loaded.eos_token_id) == (TOKENIZER.vocab_size, TOKENIZER.eos_token_id)
+    assert (loaded.vocab_size, loaded.eos_token_ids) == (TOKENIZER.vocab_size, (END,))
     assert loaded.special_tokens == TOKENIZER.special_tokens
 
 
@@ -95,7 +97,7 @@ def test_save_and_load(tmp_path: Path) -> None:
 def test_damaged_files_are_named(
     tmp_path: Path, file: str, content: str | dict[str, object] | None, message: str
 ) -> None:
-    TOKENIZER.save(tmp_path)
+    save_native(TOKENIZER, tmp_path)
     if content is None:
         (tmp_path / file).unlink()
     elif isinstance(content, dict):
@@ -104,4 +106,4 @@ def test_damaged_files_are_named(
     else:
         (tmp_path / file).write_text(content)
     with pytest.raises(TokenizerError, match=message):
-        Tokenizer.load(tmp_path)
+        load_native(tmp_path)

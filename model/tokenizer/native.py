@@ -1,0 +1,76 @@
+"""The tokenizer files of our own checkpoints.
+
+`tokenizer.tiktoken` holds one `base64(bytes) rank` a line, tiktoken's own format; `tokenizer_spec.json` holds the split
+pattern, the special tokens and which of them begin and end a text.
+"""
+
+import base64
+import json
+from pathlib import Path
+
+from model.tokenizer.byte_level import ByteLevelTokenizer
+from model.tokenizer.interface import TokenizerError
+
+RANKS_FILE = "tokenizer.tiktoken"
+SPEC_FILE = "tokenizer_spec.json"
+_KEYS = {"pattern", "special_tokens", "eos_token_id", "bos_token_id"}
+
+
+def save_native(tokenizer: ByteLevelTokenizer, directory: Path) -> None:
+    """Write both files. The format knows exactly one end mark; ValueError for a tokenizer that has another number."""
+    (end,) = tokenizer.eos_token_ids
+    lines = sorted(tokenizer.ranks.items(), key=lambda item: item[1])
+    text = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in lines)
+    (directory / RANKS_FILE).write_text(text)
+    spec = {
+        "pattern": tokenizer.pattern,
+        "special_tokens": dict(tokenizer.special_tokens),
+        "eos_token_id": end,
+        "bos_token_id": tokenizer.bos_token_id,
+    }
+    (directory / SPEC_FILE).write_text(json.dumps(spec, indent=2) + "\n")
+
+
+def load_native(directory: Path) -> ByteLevelTokenizer:
+    """Read what `save_native` wrote.
+
+    Raises:
+        TokenizerError: a file is missing or unusable.
+    """
+    ranks = read_ranks(directory / RANKS_FILE)
+    try:
+        spec = json.loads((directory / SPEC_FILE).read_text())
+    except OSError as error:
+        raise TokenizerError(f"{SPEC_FILE}: {error.strerror}") from error
+    except ValueError as error:
+        raise TokenizerError(f"{SPEC_FILE}: not JSON: {error}") from error
+    if not isinstance(spec, dict) or set(spec) != _KEYS:
+        raise TokenizerError(f"{SPEC_FILE}: expected the keys {', '.join(sorted(_KEYS))}")
+    ids = sorted([*ranks.values(), *spec["special_tokens"].values()])
+    if ids != list(range(len(ids))):
+        raise TokenizerError(f"{RANKS_FILE}: token ids must be 0 to {len(ids) - 1} without gaps or repeats")
+    end = spec.pop("eos_token_id")
+    for name, value in (("eos_token_id", end), ("bos_token_id", spec["bos_token_id"])):
+        if value is not None and value not in spec["special_tokens"].values():
+            raise TokenizerError(f"{SPEC_FILE}: {name}={value} is not a special token")
+    return ByteLevelTokenizer(ranks=ranks, eos_token_ids=(end,), **spec)
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """Tokens and ids of a file in tiktoken's format, one `base64(bytes) rank` a line.
+
+    Raises:
+        TokenizerError: it cannot be read, or a line is something else.
+    """
+    ranks: dict[bytes, int] = {}
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise TokenizerError(f"{path.name}: {error.strerror}") from error
+    for line in lines:
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:  # binascii.Error is one
+            raise TokenizerError(f"{path.name}, line {len(ranks) + 1}: expected `base64 rank`") from error
+    return ranks

@@ -1,0 +1,1 @@
+"""Tests of `model.tokenizer`: against the `tokenizers` library, on stories and on adversarial text."""
