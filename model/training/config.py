@@ -47,6 +47,7 @@ class TrainConfig:
     dropout is absent on purpose: the runs here see each document only a few times.
     checkpoint_minutes, evaluate_every: how often to save, and to measure the held-out loss.
     sample_prompts: completed at the end, for the model card.
+    description: what the model is for, in a sentence or two, for the model card; it may be empty.
     """
 
     name: str
@@ -66,11 +67,12 @@ class TrainConfig:
     checkpoint_minutes: float
     evaluate_every: int
     sample_prompts: tuple[str, ...]
+    description: str = ""
 
     def __post_init__(self) -> None:
         integers = ("seed", "vocab_size", "sequence_length", "batch_size", "steps", "warmup_steps", "decay_steps")
         numbers = ("matrix_lr", "adam_lr", "weight_decay", "grad_clip", "checkpoint_minutes")
-        _check_types(self, integers=(*integers, "evaluate_every"), numbers=numbers, texts=("name",))
+        _check_types(self, integers=(*integers, "evaluate_every"), numbers=numbers, texts=("name", "description"))
         if not re.fullmatch(r"[\w.-]+", self.name) or self.name.startswith("."):
             raise ValueError(f"name must be letters, digits, '-', '_' and '.', not {self.name!r}")
         for name in ("matrix_lr", "adam_lr", "grad_clip", "checkpoint_minutes"):
@@ -97,20 +99,17 @@ class TrainConfig:
 
 
 def load_train_config(path: Path) -> TrainConfig:
-    """Read a TOML file.
+    """Read a TOML file. `extends = "other.toml"` begins with that recipe, and what stands in this one replaces it.
+
+    Single values and the whole list of sources are replaced; of `[model]` only the keys that are given.
 
     Raises:
-        ValueError: the file cannot be read, a key is unknown or missing, or a value is unusable.
+        ValueError: a file cannot be read or extends itself, a key is unknown or missing, or a value is unusable.
     """
-    try:
-        values = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {error}") from error
+    values = _read(path, ())
     try:
         model = ModelConfig.from_dict({**values.pop("model"), "vocab_size": values["vocab_size"]})
-        sources = tuple(_source(entry, path.parent) for entry in values.pop("sources"))
+        sources = tuple(_build(SourceConfig, entry) for entry in values.pop("sources"))
         if not isinstance(values.get("sample_prompts", []), list):
             raise ValueError("sample_prompts must be a list of texts")
         values["sample_prompts"] = tuple(values.get("sample_prompts", []))
@@ -121,8 +120,27 @@ def load_train_config(path: Path) -> TrainConfig:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _source(entry: Mapping[str, Any], directory: Path) -> SourceConfig:
-    return _build(SourceConfig, {**entry, "path": directory / entry["path"]})
+def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
+    """A recipe's values over those of the recipe it extends; paths of sources start at the file they stand in."""
+    if path.resolve() in extended_by:
+        raise ValueError(f"{path}: this recipe extends itself")
+    try:
+        values = tomllib.loads(path.read_text())
+        for entry in values.get("sources", ()):
+            entry["path"] = path.parent / entry["path"]
+        parent = path.parent / values.pop("extends") if "extends" in values else None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    except KeyError as error:
+        raise ValueError(f"{path}: a source is missing {error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    if parent is None:
+        return values
+    inherited = _read(parent, (*extended_by, path.resolve()))
+    if isinstance(inherited.get("model"), dict) and isinstance(values.get("model"), dict):
+        values["model"] = inherited["model"] | values["model"]
+    return inherited | values
 
 
 def _check_types(config: object, *, integers: Sequence[str], numbers: Sequence[str], texts: Sequence[str]) -> None:
@@ -141,9 +159,10 @@ def _check_types(config: object, *, integers: Sequence[str], numbers: Sequence[s
 
 
 def _build(kind: type[_T], values: Mapping[str, Any]) -> _T:
-    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    if unknown := sorted(set(values) - names):
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    if unknown := sorted(set(values) - {field.name for field in fields}):
         raise ValueError(f"unknown keys: {', '.join(unknown)}")
-    if missing := sorted(names - set(values)):
+    needed = {field.name for field in fields if field.default is dataclasses.MISSING}
+    if missing := sorted(needed - set(values)):
         raise ValueError(f"missing keys: {', '.join(missing)}")
     return kind(**values)
