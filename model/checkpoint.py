@@ -45,11 +45,8 @@ def load_model(
         wrong = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
         raise CheckpointError(f"{manifest.directory}: tensors do not fit {CONFIG_FILE}, {wrong[0]} first")
     model.load_state_dict(tensors, strict=True, assign=True)
-    if model.rotary is not None:  # a table, not a parameter: computed, not loaded
-        model.rotary = type(model.rotary)(
-            manifest.config.max_context_length, manifest.config.head_dim, manifest.config.rope_theta
-        ).to(device)
-    return model.eval().requires_grad_(False)
+    # What is left are constants, such as rotary frequencies, which were made on the CPU.
+    return model.to(device).eval().requires_grad_(False)
 
 
 def save_checkpoint(

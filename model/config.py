@@ -190,10 +190,10 @@ class ModelConfig:
                 shapes["position_embedding.weight"] = (self.max_context_length, embed)
             case PositionKind.RELATIVE_BIAS:
                 assert self.num_relative_buckets is not None
-                shapes["relative_bias.weight"] = (self.num_relative_buckets, self.num_heads)
+                shapes["relative_positions.weight"] = (self.num_relative_buckets, self.num_heads)
             case PositionKind.DISENTANGLED:
                 assert self.max_relative_distance is not None
-                shapes["relative_embedding.weight"] = (2 * self.max_relative_distance, embed)
+                shapes["relative_positions.weight"] = (2 * self.max_relative_distance, embed)
         for layer in range(self.num_layers):
             prefix = f"layers.{layer}."
             shapes |= self._norm_shapes(prefix + "attention_norm", embed)

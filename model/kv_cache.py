@@ -14,7 +14,7 @@ from model.config import ModelConfig
 
 
 class KVCache:
-    """Keys and values of `num_blocks * block_size` tokens.
+    """Keys and values of `num_blocks * block_size` tokens. Average attention has keys of no numbers (D = 0).
 
     Raises:
         ValueError: a size is not positive.
@@ -25,10 +25,10 @@ class KVCache:
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks={num_blocks} and block_size={block_size} must be positive")
-        shape_LNPKD = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        shape_LNPK = (config.num_layers, num_blocks, block_size, config.num_kv_heads)
         # Zeros, not empty: padding reads slots nobody wrote, and 0 * NaN is NaN.
-        self.keys_LNPKD = torch.zeros(shape_LNPKD, dtype=dtype, device=device)
-        self.values_LNPKD = torch.zeros(shape_LNPKD, dtype=dtype, device=device)
+        self.keys_LNPKD = torch.zeros((*shape_LNPK, config.key_dim), dtype=dtype, device=device)
+        self.values_LNPKD = torch.zeros((*shape_LNPK, config.head_dim), dtype=dtype, device=device)
         self.num_blocks = num_blocks
         self.block_size = block_size
 

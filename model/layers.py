@@ -3,6 +3,8 @@
 Legend: T packed tokens, E hidden size, F feed-forward size.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -12,65 +14,92 @@ from model.kinds import MlpKind, NormKind
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, in float32: Zhang & Sennrich 2019 (arXiv 1910.07467), equation 4."""
+    """x / sqrt(mean(x^2) + eps) * weight, in float32: Zhang & Sennrich 2019 (arXiv 1910.07467), equation 4.
 
-    def __init__(self, size: int, eps: float) -> None:
+    With `unit_offset` it is multiplied by 1 + weight instead (Gemma Team 2024, arXiv 2403.08295).
+    """
+
+    def __init__(self, size: int, eps: float, *, unit_offset: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
+        self.unit_offset = unit_offset
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension; any leading shape."""
-        normed = functional.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps)
-        return normed.to(x.dtype)
+        weight = self.weight.float()
+        if self.unit_offset:
+            weight = 1.0 + weight
+        return functional.rms_norm(x.float(), (x.shape[-1],), weight, self.eps).to(x.dtype)
 
 
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(variance + eps) * weight + bias, in float32: Ba et al. 2016 (arXiv 1607.06450)."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, *, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.bias = nn.Parameter(torch.zeros(size))
+        self.bias = nn.Parameter(torch.zeros(size)) if bias else None
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension; any leading shape."""
-        weight, bias = self.weight.float(), self.bias.float()
-        return functional.layer_norm(x.float(), (x.shape[-1],), weight, bias, self.eps).to(x.dtype)
+        bias = None if self.bias is None else self.bias.float()
+        return functional.layer_norm(x.float(), (x.shape[-1],), self.weight.float(), bias, self.eps).to(x.dtype)
 
 
-class GeluMlp(nn.Module):
-    """down(gelu(up(x))), tanh form: GPT-2; Hendrycks & Gimpel 2016 (arXiv 1606.08415)."""
+def make_norm(config: ModelConfig, size: int) -> RMSNorm | LayerNorm:
+    """The norm of a config, for `size` numbers."""
+    if config.norm is NormKind.RMS_NORM:
+        return RMSNorm(size, config.norm_eps, unit_offset=config.norm_unit_offset)
+    return LayerNorm(size, config.norm_eps, bias=config.norm_bias)
+
+
+class Mlp(nn.Module):
+    """down(f(up(x))): Vaswani et al. 2017 (arXiv 1706.03762), section 3.3, with another f."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.up = nn.Linear(config.hidden_size, config.mlp_size, bias=config.mlp_bias)
         self.down = nn.Linear(config.mlp_size, config.hidden_size, bias=config.mlp_bias)
+        self.activation = ACTIVATIONS[config.mlp]
 
     def forward(self, x_TE: Tensor) -> Tensor:
         """TE -> TE."""
-        out: Tensor = self.down(functional.gelu(self.up(x_TE), approximate="tanh"))
+        out: Tensor = self.down(self.activation(self.up(x_TE)))
         return out
 
 
-class SwigluMlp(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one matrix: Shazeer 2020 (arXiv 2002.05202), equation 6."""
+class GatedMlp(nn.Module):
+    """down(f(gate(x)) * up(x)), gate and up in one matrix: Shazeer 2020 (arXiv 2002.05202), equation 6."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate_up = nn.Linear(config.hidden_size, 2 * config.mlp_size, bias=config.mlp_bias)
         self.down = nn.Linear(config.mlp_size, config.hidden_size, bias=config.mlp_bias)
+        self.activation = ACTIVATIONS[config.mlp]
 
     def forward(self, x_TE: Tensor) -> Tensor:
         """TE -> TE."""
         gate_TF, up_TF = self.gate_up(x_TE).chunk(2, dim=-1)
-        out: Tensor = self.down(functional.silu(gate_TF) * up_TF)
+        out: Tensor = self.down(self.activation(gate_TF) * up_TF)
         return out
 
 
-NORMS: dict[NormKind, type[RMSNorm] | type[LayerNorm]] = {
-    NormKind.RMS_NORM: RMSNorm,
-    NormKind.LAYER_NORM: LayerNorm,
+def _gelu_tanh(x: Tensor) -> Tensor:
+    """The tanh form of GELU: Hendrycks & Gimpel 2016 (arXiv 1606.08415), section 2."""
+    return functional.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[MlpKind, Callable[[Tensor], Tensor]] = {
+    MlpKind.GELU: _gelu_tanh,
+    MlpKind.GELU_EXACT: functional.gelu,
+    MlpKind.RELU: functional.relu,
+    MlpKind.SWIGLU: functional.silu,
+    MlpKind.GEGLU: _gelu_tanh,
 }
-MLPS: dict[MlpKind, type[GeluMlp] | type[SwigluMlp]] = {MlpKind.GELU: GeluMlp, MlpKind.SWIGLU: SwigluMlp}
+
+
+def make_mlp(config: ModelConfig) -> Mlp | GatedMlp:
+    """The MLP of a config."""
+    return GatedMlp(config) if config.mlp.gated else Mlp(config)

@@ -1,7 +1,8 @@
 """A decoder-only transformer, whole, on one page.
 
-Pre-norm blocks: x += attention(norm(x)); x += mlp(norm(x)). Packed and ragged: the tokens of all sequences lie in one
-row, and `AttentionMetadata` says whose they are. With `kv_cache=None` every sequence is whole and the same code trains.
+Blocks: x += attention(norm(x)); x += mlp(norm(x)), or one of the two other arrangements (`Block`). Packed and ragged:
+the tokens of all sequences lie in one row, and `AttentionMetadata` says whose they are. With `kv_cache=None` every
+sequence is whole and the same code trains.
 
 Legend: T packed tokens, R rows whose logits are wanted, E hidden size, H query heads, K key/value heads,
 D head dimension, V vocabulary.
@@ -11,28 +12,44 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from model.attention.biases import SCORE_BIASES, relative_positions
+from model.attention.form import AttentionForm
 from model.attention.interface import AttentionBackend
 from model.attention.metadata import AttentionMetadata
 from model.config import ModelConfig
-from model.kinds import PositionKind
+from model.kinds import AttentionKind, NormPlacement, PositionKind, QkNormScope
 from model.kv_cache import KVCache
-from model.layers import MLPS, NORMS, RMSNorm
-from model.positions import LearnedPositions, RotaryPositions, rotate
+from model.layers import RMSNorm, make_mlp, make_norm
+from model.positions import LearnedPositions, RotaryPositions, SinusoidalPositions, rotate
 
 
 class Attention(nn.Module):
-    """Causal self-attention: multi-head, grouped-query or multi-query by the config's head counts."""
+    """Causal self-attention: multi-head, grouped-query or multi-query by the config's head counts.
 
-    def __init__(self, config: ModelConfig, backend: AttentionBackend, layer: int) -> None:
+    `table` is what positions in the scores share between layers, see `model.attention.biases`.
+    """
+
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, layer: int, table: nn.Embedding | None) -> None:
         super().__init__()
-        self.heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        self.head_dim = config.head_dim
-        self.qkv = nn.Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=config.attention_bias)
-        self.out = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.attention_bias)
-        self.query_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.key_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.sizes = [query, key, key]
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        self.averages = config.attention is AttentionKind.AVERAGE
+        if self.averages:
+            self.value = nn.Linear(config.hidden_size, key, bias=config.attention_bias)
+        else:
+            self.qkv = nn.Linear(config.hidden_size, query + 2 * key, bias=config.attention_bias)
+        self.out = nn.Linear(query, config.hidden_size, bias=bool(config.attention_out_bias))
+        if config.qk_norm_scope is QkNormScope.HEAD:
+            query = key = config.head_dim
+        self.norm_size = (-1, query), (-1, key)
+        self.query_norm = RMSNorm(query, config.norm_eps) if config.qk_norm else None
+        self.key_norm = RMSNorm(key, config.norm_eps) if config.qk_norm else None
+        self.bias = SCORE_BIASES[config.position](config, table) if config.position in SCORE_BIASES else None
+        self.form = AttentionForm(
+            layer=layer, scale=config.effective_score_scale, window=config.window(layer), bias=self.bias
+        )
         self.backend = backend
-        self.layer = layer
 
     def forward(
         self,
@@ -43,25 +60,42 @@ class Attention(nn.Module):
         kv_cache: KVCache | None,
     ) -> Tensor:
         """TE -> TE."""
-        q_THD, k_TKD, v_TKD = torch.split(torch.unflatten(self.qkv(x_TE), -1, (-1, self.head_dim)), self.heads, dim=1)
-        if self.query_norm is not None and self.key_norm is not None:
-            q_THD, k_TKD = self.query_norm(q_THD), self.key_norm(k_TKD)
+        q_THD, k_TKD, v_TKD = self._project(x_TE)
         if rotation is not None:
             q_THD, k_TKD = rotate(q_THD, rotation), rotate(k_TKD, rotation)
-        mixed_THD = self.backend.attend(q_THD, k_TKD, v_TKD, layer=self.layer, metadata=metadata, kv_cache=kv_cache)
+        mixed_THD = self.backend.attend(q_THD, k_TKD, v_TKD, form=self.form, metadata=metadata, kv_cache=kv_cache)
         out: Tensor = self.out(mixed_THD.flatten(1))
         return out
 
+    def _project(self, x_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries THD, keys TKD, values TKD; queries and keys of no numbers (D = 0) where nothing is compared."""
+        if self.averages:
+            v_TKD = torch.unflatten(self.value(x_TE), -1, (-1, self.head_dim))
+            return v_TKD.new_empty(len(x_TE), self.num_heads, 0), v_TKD[..., :0], v_TKD
+        q_TX, k_TX, v_TX = torch.split(self.qkv(x_TE), self.sizes, dim=-1)
+        if self.query_norm is not None and self.key_norm is not None:
+            query_size, key_size = self.norm_size
+            q_TX = self.query_norm(torch.unflatten(q_TX, -1, query_size)).flatten(1)
+            k_TX = self.key_norm(torch.unflatten(k_TX, -1, key_size)).flatten(1)
+        q_THD, k_TKD, v_TKD = (torch.unflatten(x, -1, (-1, self.head_dim)) for x in (q_TX, k_TX, v_TX))
+        return q_THD, k_TKD, v_TKD
+
 
 class Block(nn.Module):
-    """One layer: attention, then MLP, each behind a norm and beside a residual."""
+    """One layer: attention and MLP, each beside a residual.
 
-    def __init__(self, config: ModelConfig, backend: AttentionBackend, layer: int) -> None:
+    Norms stand before both (pre: GPT-2, Llama) or behind both (post: OLMo 2). Where they are parallel (GPT-NeoX), both
+    read the same x.
+    """
+
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, layer: int, table: nn.Embedding | None) -> None:
         super().__init__()
-        self.attention_norm = NORMS[config.norm](config.hidden_size, config.norm_eps)
-        self.attention = Attention(config, backend, layer)
-        self.mlp_norm = NORMS[config.norm](config.hidden_size, config.norm_eps)
-        self.mlp = MLPS[config.mlp](config)
+        self.attention_norm = make_norm(config, config.hidden_size)
+        self.attention = Attention(config, backend, layer, table)
+        self.mlp_norm = make_norm(config, config.hidden_size)
+        self.mlp = make_mlp(config)
+        self.norms_outputs = config.norm_placement is NormPlacement.POST
+        self.is_parallel = config.parallel_residual
 
     def forward(
         self,
@@ -72,8 +106,14 @@ class Block(nn.Module):
         kv_cache: KVCache | None,
     ) -> Tensor:
         """TE -> TE."""
-        x_TE = x_TE + self.attention(self.attention_norm(x_TE), rotation, metadata=metadata, kv_cache=kv_cache)
-        x_TE = x_TE + self.mlp(self.mlp_norm(x_TE))
+        if self.norms_outputs:
+            attended_TE = self.attention(x_TE, rotation, metadata=metadata, kv_cache=kv_cache)
+            x_TE = x_TE + self.attention_norm(attended_TE)
+            x_TE = x_TE + self.mlp_norm(self.mlp(x_TE))
+            return x_TE
+        attended_TE = self.attention(self.attention_norm(x_TE), rotation, metadata=metadata, kv_cache=kv_cache)
+        added_TE = x_TE + attended_TE
+        x_TE = added_TE + self.mlp(self.mlp_norm(x_TE if self.is_parallel else added_TE))
         return x_TE
 
 
@@ -84,13 +124,20 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        learned = config.position is PositionKind.LEARNED
-        self.position_embedding = LearnedPositions(config.max_context_length, config.hidden_size) if learned else None
-        self.rotary = (
-            None if learned else RotaryPositions(config.max_context_length, config.head_dim, config.rope_theta)
+        self.position_embedding: LearnedPositions | SinusoidalPositions | None = None
+        self.rotary: RotaryPositions | None = None
+        match config.position:
+            case PositionKind.LEARNED:
+                self.position_embedding = LearnedPositions(config.max_context_length, config.hidden_size)
+            case PositionKind.SINUSOIDAL:
+                self.position_embedding = SinusoidalPositions(config.hidden_size)
+            case PositionKind.ROTARY:
+                self.rotary = RotaryPositions(config.rotary_size, config.rope_theta, config.rope_scaling)
+        self.relative_positions = relative_positions(config)
+        self.layers = nn.ModuleList(
+            Block(config, attention, layer, self.relative_positions) for layer in range(config.num_layers)
         )
-        self.layers = nn.ModuleList(Block(config, attention, layer) for layer in range(config.num_layers))
-        self.final_norm = NORMS[config.norm](config.hidden_size, config.norm_eps)
+        self.final_norm = make_norm(config, config.hidden_size)
         tied = config.tie_embeddings
         self.lm_head = None if tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -105,9 +152,7 @@ class Transformer(nn.Module):
             raise ValueError(f"token ids and positions must both be (T,), not {shapes}")
         if (kv_cache is None) != (metadata.slot_mapping_T is None):
             raise ValueError("a cache needs slot_mapping_T and block_tables_BN, and they need a cache")
-        x_TE = self.token_embedding(token_ids_T)
-        if self.position_embedding is not None:
-            x_TE = x_TE + self.position_embedding(metadata.positions_T)
+        x_TE = self._embed(token_ids_T, metadata.positions_T)
         rotation = None if self.rotary is None else self.rotary(metadata.positions_T)
         for layer in self.layers:
             x_TE = layer(x_TE, rotation, metadata=metadata, kv_cache=kv_cache)
@@ -115,6 +160,16 @@ class Transformer(nn.Module):
             x_TE = x_TE[metadata.logit_rows_R]
         head = self.token_embedding if self.lm_head is None else self.lm_head
         return functional.linear(self.final_norm(x_TE), head.weight).float()
+
+    def _embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """Token embeddings, with what positions add to them, TE in the model's dtype."""
+        x_TE: Tensor = self.token_embedding(token_ids_T)
+        if self.config.embedding_scale != 1.0:
+            # The factor is rounded to the model's dtype first, as where such models come from.
+            x_TE = x_TE * torch.full((), self.config.embedding_scale, dtype=x_TE.dtype, device=x_TE.device)
+        if self.position_embedding is not None:
+            x_TE = x_TE + self.position_embedding(positions_T).to(x_TE.dtype)
+        return x_TE
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -126,11 +181,12 @@ class Transformer(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         depth_scale = (2 * self.config.num_layers) ** -0.5
         for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith(".bias"):
                 parameter.zero_()
             elif parameter.ndim == 1:
-                parameter.fill_(1.0)
-            elif "embedding" in name:
+                is_offset = self.config.norm_unit_offset and "query_norm" not in name and "key_norm" not in name
+                parameter.fill_(0.0 if is_offset else 1.0)
+            elif not name.startswith(("layers.", "lm_head.")):
                 parameter.normal_(0.0, 0.02, generator=generator)
             else:
                 scale = depth_scale if name.endswith(("out.weight", "down.weight")) else 1.0

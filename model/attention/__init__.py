@@ -1,6 +1,9 @@
 """One file a way to attend. `interface` holds the contract and the table of backends.
 
-interface  AttentionMetadata, the AttentionBackend protocol, ATTENTION_BACKENDS
-eager      softmax(QK^T/sqrt(d) + causal mask)V written out: the oracle
+interface  the AttentionBackend protocol, ATTENTION_BACKENDS
+metadata   AttentionMetadata: whose tokens a packed batch holds, and where their past lies
+form       AttentionForm: a layer's scale, window and bias; what a token may see
+biases     positions in the scores: RelativeBias (T5), AlibiBias, DisentangledBias (DeBERTa)
+eager      softmax(scale QK^T + bias + causal mask)V written out: the oracle, and its weights
 sdpa       the fused kernel of PyTorch, CPU and GPU
 """

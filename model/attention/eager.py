@@ -1,15 +1,14 @@
-"""Attention written out: softmax(Q K^T / sqrt(D) + causal mask) V, one sequence at a time.
+"""Attention written out: softmax(scale Q K^T + bias + causal mask) V, one sequence at a time.
 
 The oracle every other backend is compared with. Formula: Vaswani et al. 2017 (arXiv 1706.03762), equation 1.
 
 Legend: T packed tokens, Q query tokens of one sequence, S its context, H query heads, K key/value heads, D head dim.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
+from model.attention.form import AttentionForm, visible
 from model.attention.metadata import AttentionMetadata
 from model.kv_cache import KVCache
 
@@ -23,14 +22,14 @@ class EagerAttention:
         k_TKD: Tensor,
         v_TKD: Tensor,
         *,
-        layer: int,
+        form: AttentionForm,
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
         """Every sequence on its own; scores and softmax in float32."""
         if kv_cache is not None:
             assert metadata.slot_mapping_T is not None
-            kv_cache.write(layer, metadata.slot_mapping_T, k_TKD, v_TKD)
+            kv_cache.write(form.layer, metadata.slot_mapping_T, k_TKD, v_TKD)
         outputs = []
         for row, context_length in enumerate(metadata.context_lengths):
             start, end = metadata.query_starts[row], metadata.query_starts[row + 1]
@@ -38,21 +37,27 @@ class EagerAttention:
                 k_SKD, v_SKD = k_TKD[start:end], v_TKD[start:end]
             else:
                 assert metadata.block_tables_BN is not None
-                k_1SKD, v_1SKD = kv_cache.gather(layer, metadata.block_tables_BN[row : row + 1])
+                k_1SKD, v_1SKD = kv_cache.gather(form.layer, metadata.block_tables_BN[row : row + 1])
                 k_SKD, v_SKD = k_1SKD[0, :context_length], v_1SKD[0, :context_length]
-            outputs.append(_attend_one(q_THD[start:end], k_SKD, v_SKD))
+            weights_HQS = attention_weights(q_THD[start:end], k_SKD, form)
+            v_SHD = v_SKD.repeat_interleave(weights_HQS.shape[0] // v_SKD.shape[1], dim=1).float()
+            outputs.append(torch.einsum("hqs,shd->qhd", weights_HQS, v_SHD).to(v_SKD.dtype))
         return torch.cat(outputs)
 
 
-def _attend_one(q_QHD: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> Tensor:
-    """One sequence whose queries are the last Q of its S positions. Returns QHD."""
-    num_queries, num_heads, head_dim = q_QHD.shape
+def attention_weights(q_QHD: Tensor, k_SKD: Tensor, form: AttentionForm) -> Tensor:
+    """The weights HQS, float32, of one sequence whose queries are the last Q of its S positions.
+
+    Rows sum to 1; what a token must not see has weight 0. With keys of no numbers (D = 0, average attention) every
+    score is the empty sum, and the weights of what a token sees are equal.
+    """
+    num_queries, num_heads, _ = q_QHD.shape
     context_length, num_kv_heads, _ = k_SKD.shape
     # Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245): H / K query heads share a key/value head.
     k_SHD = k_SKD.repeat_interleave(num_heads // num_kv_heads, dim=1).float()
-    v_SHD = v_SKD.repeat_interleave(num_heads // num_kv_heads, dim=1).float()
-    scores_HQS = torch.einsum("qhd,shd->hqs", q_QHD.float(), k_SHD) / math.sqrt(head_dim)
-    positions_Q = torch.arange(context_length - num_queries, context_length, device=q_QHD.device)
-    future_QS = torch.arange(context_length, device=q_QHD.device)[None, :] > positions_Q[:, None]
-    weights_HQS = scores_HQS.masked_fill(future_QS, -torch.inf).softmax(dim=-1)
-    return torch.einsum("hqs,shd->qhd", weights_HQS, v_SHD).to(q_QHD.dtype)
+    scores_HQS = torch.einsum("qhd,shd->hqs", q_QHD.float(), k_SHD) * form.scale
+    keys_S = torch.arange(context_length, device=q_QHD.device)
+    distances_QS = keys_S[context_length - num_queries :, None] - keys_S
+    if form.bias is not None:
+        scores_HQS = scores_HQS + form.bias(q_QHD[None].float(), k_SKD[None].float(), distances_QS[None])[0]
+    return scores_HQS.masked_fill(~visible(distances_QS, form.window), -torch.inf).softmax(dim=-1)

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from model.attention.eager import EagerAttention
+from model.attention.form import AttentionForm
 from model.attention.metadata import AttentionMetadata
 from model.attention.sdpa import SdpaAttention
 from model.kv_cache import KVCache
@@ -22,14 +23,15 @@ class AttentionBackend(Protocol):
         k_TKD: Tensor,
         v_TKD: Tensor,
         *,
-        layer: int,
+        form: AttentionForm,
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
-        """Each token's values weighted by softmax(q k^T / sqrt(D)) over its own past and itself.
+        """Each token's values weighted by softmax(scale q k^T + bias) over its own past and itself, as far as it sees.
 
         With a cache, this step's keys and values are written to `metadata.slot_mapping_T` first and the past is
-        read through `metadata.block_tables_BN`. Returns THD, in the dtype of `q_THD`.
+        read through `metadata.block_tables_BN`. Queries and keys of no numbers (D = 0) give equal weights. Returns
+        THD, D that of the values, in their dtype.
         """
         ...
 

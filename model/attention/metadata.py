@@ -12,6 +12,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from model.attention.form import visible
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
@@ -58,16 +60,31 @@ class AttentionMetadata:
         return tuple(row for row, length in enumerate(self.query_lengths) if length == 1)
 
     @functools.cached_property
-    def decode_mask_B1S(self) -> Tensor:
-        """Additive float32 mask of the `decode_rows`, S = their longest context: 0 where the context is, else -inf.
+    def decode_distances_B1S(self) -> Tensor:
+        """int64: how far the new token of each of the `decode_rows` is from each position; negative behind its context.
 
-        Computed once a step, used by every layer.
+        S is their longest context. Computed once a step, used by every layer.
         """
         lengths = [self.context_lengths[row] for row in self.decode_rows]
         lengths_B = torch.tensor(lengths, device=self.positions_T.device)
         columns_S = torch.arange(max(lengths), device=self.positions_T.device)
-        outside_BS = columns_S[None, :] >= lengths_B[:, None]
-        return torch.zeros(outside_BS.shape, device=outside_BS.device).masked_fill_(outside_BS, -torch.inf)[:, None]
+        return (lengths_B[:, None] - 1 - columns_S)[:, None]
+
+    def decode_mask(self, window: int | None) -> Tensor:
+        """Additive float32 B1S mask of the `decode_rows`: 0 where the window (None: the context) is, else -inf.
+
+        Computed once a step for each window.
+        """
+        if window not in self._decode_masks:
+            distances_B1S = self.decode_distances_B1S
+            hidden_B1S = ~visible(distances_B1S, window)
+            zeros_B1S = torch.zeros(distances_B1S.shape, device=distances_B1S.device)
+            self._decode_masks[window] = zeros_B1S.masked_fill_(hidden_B1S, -torch.inf)
+        return self._decode_masks[window]
+
+    @functools.cached_property
+    def _decode_masks(self) -> dict[int | None, Tensor]:
+        return {}
 
     @property
     def is_decode(self) -> bool:

@@ -1,8 +1,10 @@
 """Attention by PyTorch's fused kernels: flash attention on CPU and GPU where it applies.
 
+Flash attention: Dao et al. 2022 (arXiv 2205.14135): the same sums in tiles, so that the scores are never stored.
 Sequences that compute one token (decode) are attended together over padded copies of their blocks; the others
 (prompt chunks) one by one. Grouped heads are never copied: a key/value head becomes a batch entry whose
-`H / K` query heads see the same keys through a stride of 0.
+`H / K` query heads see the same keys through a stride of 0. A plain causal mask is the kernel's own; a window or a
+bias is handed to it as a mask.
 
 Legend: T packed tokens, B sequences, Q query tokens of one sequence, S context, H query heads, K key/value heads,
 G = H / K query heads per group, D head dimension.
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from model.attention.form import AttentionForm, visible
 from model.attention.metadata import AttentionMetadata
 from model.kv_cache import KVCache
 
@@ -27,78 +30,106 @@ class SdpaAttention:
         k_TKD: Tensor,
         v_TKD: Tensor,
         *,
-        layer: int,
+        form: AttentionForm,
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
         """Equal to the eager oracle within float rounding."""
         if kv_cache is None:
-            return _attend_uncached(q_THD, k_TKD, v_TKD, metadata)
+            return _attend_uncached(q_THD, k_TKD, v_TKD, form, metadata)
         assert metadata.slot_mapping_T is not None
-        kv_cache.write(layer, metadata.slot_mapping_T, k_TKD, v_TKD)
+        kv_cache.write(form.layer, metadata.slot_mapping_T, k_TKD, v_TKD)
         if metadata.is_decode:
-            return _attend_decode(q_THD, layer, metadata, kv_cache)
-        out_THD = torch.empty_like(q_THD)
+            return _attend_decode(q_THD, form, metadata, kv_cache)
+        out_THD = v_TKD.new_empty((*q_THD.shape[:2], v_TKD.shape[2]))
         starts = metadata.query_starts
         if metadata.decode_rows:
             tokens = torch.tensor([starts[row] for row in metadata.decode_rows], device=q_THD.device)
-            out_THD[tokens] = _attend_decode(q_THD[tokens], layer, metadata, kv_cache)
+            out_THD[tokens] = _attend_decode(q_THD[tokens], form, metadata, kv_cache)
         for row, query_length in enumerate(metadata.query_lengths):
             if query_length > 1:
                 span = slice(starts[row], starts[row + 1])
-                out_THD[span] = _attend_chunk(q_THD[span], layer, row, metadata, kv_cache)
+                out_THD[span] = _attend_chunk(q_THD[span], row, form, metadata, kv_cache)
         return out_THD
 
 
-def _attend_uncached(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, metadata: AttentionMetadata) -> Tensor:
+def _attend_uncached(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, form: AttentionForm, metadata: AttentionMetadata
+) -> Tensor:
     """Whole sequences; those of one length, as in training, in one call."""
     lengths = metadata.query_lengths
-    if len(set(lengths)) == 1:
-        shape = (len(lengths), lengths[0])
-        q_BHSD, k_BKSD, v_BKSD = (torch.unflatten(x, 0, shape).transpose(1, 2) for x in (q_THD, k_TKD, v_TKD))
-        groups = q_BHSD.shape[1] // k_BKSD.shape[1]
-        out_BHSD = scaled_dot_product_attention(q_BHSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=groups > 1)
-        return out_BHSD.transpose(1, 2).flatten(0, 1)
-    spans = [slice(start, end) for start, end in itertools.pairwise(metadata.query_starts)]
-    return torch.cat([_causal(q_THD[span], k_TKD[span], v_TKD[span]) for span in spans])
+    if len(set(lengths)) > 1:
+        spans = [slice(start, end) for start, end in itertools.pairwise(metadata.query_starts)]
+        return torch.cat([_causal(q_THD[span], k_TKD[span], v_TKD[span], form) for span in spans])
+    shape = (len(lengths), lengths[0])
+    q_BSHD, k_BSKD, v_BSKD = (torch.unflatten(x, 0, shape) for x in (q_THD, k_TKD, v_TKD))
+    mask = _mask(q_BSHD, k_BSKD, form)
+    q_BHSD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (q_BSHD, k_BSKD, v_BSKD))
+    return _fused(q_BHSD, k_BKSD, v_BKSD, form, mask).transpose(1, 2).flatten(0, 1)
 
 
-def _attend_decode(q_BHD: Tensor, layer: int, metadata: AttentionMetadata, kv_cache: KVCache) -> Tensor:
+def _attend_decode(q_BHD: Tensor, form: AttentionForm, metadata: AttentionMetadata, kv_cache: KVCache) -> Tensor:
     """The one new token of each of the `decode_rows`, over its padded, masked context. Returns BHD."""
     assert metadata.block_tables_BN is not None
-    longest = metadata.decode_mask_B1S.shape[-1]
+    longest = metadata.decode_distances_B1S.shape[-1]
     num_blocks = -(-longest // kv_cache.block_size)
     tables_BN = metadata.block_tables_BN[:, :num_blocks]
     if not metadata.is_decode:
         tables_BN = tables_BN[list(metadata.decode_rows)]
-    k_BSKD, v_BSKD = kv_cache.gather(layer, tables_BN)
-    k_BKSD, v_BKSD = (x[:, :longest].transpose(1, 2) for x in (k_BSKD, v_BSKD))
-    # The G query heads of a group stand where query tokens would: they see the same keys and the same mask.
-    q_BKGD = torch.unflatten(q_BHD, 1, (k_BKSD.shape[1], -1))
-    mask_B11S = metadata.decode_mask_B1S[:, None].to(q_BHD.dtype)
-    return scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD, attn_mask=mask_B11S).flatten(1, 2)
+    k_BSKD, v_BSKD = (x[:, :longest] for x in kv_cache.gather(form.layer, tables_BN))
+    # The G query heads of a group stand where query tokens would: they see the same keys.
+    q_BKGD = torch.unflatten(q_BHD, 1, (k_BSKD.shape[2], -1))
+    mask_BXXS = metadata.decode_mask(form.window)[:, None].to(v_BSKD.dtype)
+    if form.bias is not None:
+        bias_BHS = form.bias(q_BHD[:, None], k_BSKD, metadata.decode_distances_B1S)[:, :, 0]
+        mask_BXXS = mask_BXXS + torch.unflatten(bias_BHS, 1, q_BKGD.shape[1:3]).to(v_BSKD.dtype)
+    return _fused(q_BKGD, k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2), form, mask_BXXS).flatten(1, 2)
 
 
-def _attend_chunk(q_QHD: Tensor, layer: int, row: int, metadata: AttentionMetadata, kv_cache: KVCache) -> Tensor:
+def _attend_chunk(
+    q_QHD: Tensor, row: int, form: AttentionForm, metadata: AttentionMetadata, kv_cache: KVCache
+) -> Tensor:
     """A prompt chunk of sequence `row` over its cached past and itself. Returns QHD."""
     assert metadata.block_tables_BN is not None
     context_length = metadata.context_lengths[row]
     num_blocks = -(-context_length // kv_cache.block_size)
-    k_1SKD, v_1SKD = kv_cache.gather(layer, metadata.block_tables_BN[row : row + 1, :num_blocks])
-    return _causal(q_QHD, k_1SKD[0, :context_length], v_1SKD[0, :context_length])
+    k_1SKD, v_1SKD = kv_cache.gather(form.layer, metadata.block_tables_BN[row : row + 1, :num_blocks])
+    return _causal(q_QHD, k_1SKD[0, :context_length], v_1SKD[0, :context_length], form)
 
 
-def _causal(q_QHD: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> Tensor:
+def _causal(q_QHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, form: AttentionForm) -> Tensor:
     """One sequence whose queries are the last Q of its S positions. Returns QHD."""
-    num_queries, num_heads, _ = q_QHD.shape
-    context_length, num_kv_heads, _ = k_SKD.shape
-    q_KGQD = torch.unflatten(q_QHD.transpose(0, 1), 0, (num_kv_heads, -1))
-    groups = num_heads // num_kv_heads
+    num_kv_heads, groups = k_SKD.shape[1], q_QHD.shape[1] // k_SKD.shape[1]
+    mask = _mask(q_QHD[None], k_SKD[None], form)
+    if mask is not None and mask.ndim == 4:
+        mask = torch.unflatten(mask[0], 0, (num_kv_heads, groups))  # KGQS
+    q_KGQD = torch.unflatten(q_QHD.transpose(0, 1), 0, (num_kv_heads, groups))
     k_KGSD, v_KGSD = (x.transpose(0, 1)[:, None].expand(-1, groups, -1, -1) for x in (k_SKD, v_SKD))
-    if num_queries == context_length:
-        out_KGQD = scaled_dot_product_attention(q_KGQD, k_KGSD, v_KGSD, is_causal=True)
-    else:
-        visible_QS = torch.ones(num_queries, context_length, dtype=torch.bool, device=q_QHD.device)
-        visible_QS = visible_QS.tril(diagonal=context_length - num_queries)
-        out_KGQD = scaled_dot_product_attention(q_KGQD, k_KGSD, v_KGSD, attn_mask=visible_QS)
-    return out_KGQD.flatten(0, 1).transpose(0, 1)
+    return _fused(q_KGQD, k_KGSD, v_KGSD, form, mask).flatten(0, 1).transpose(0, 1)
+
+
+def _mask(q_BQHD: Tensor, k_BSKD: Tensor, form: AttentionForm) -> Tensor | None:
+    """What the kernel must be told: None for plain causal attention of whole sequences, a boolean QS mask, or the bias
+    (BHQS, or 1HQS) with -inf where nothing may be seen."""
+    num_queries, context_length = q_BQHD.shape[1], k_BSKD.shape[1]
+    if form.bias is None and form.window is None and num_queries == context_length:
+        return None
+    keys_S = torch.arange(context_length, device=q_BQHD.device)
+    distances_QS = keys_S[context_length - num_queries :, None] - keys_S
+    visible_QS = visible(distances_QS, form.window)
+    if form.bias is None:
+        return visible_QS
+    bias = form.bias(q_BQHD, k_BSKD, distances_QS[None])
+    return bias.masked_fill(~visible_QS, -torch.inf)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm, mask: Tensor | None) -> Tensor:
+    """The kernel. Its last two dimensions are tokens and D; None for a mask means causal."""
+    if q.shape[-1] == 0:  # equal weights: nothing is compared, and no kernel takes heads of size 0
+        q, k = (v.new_zeros(()).expand(*x.shape[:-1], v.shape[-1]) for x in (q, k))
+    gqa = q.ndim == 4 and q.shape[1] != k.shape[1]
+    if mask is None:
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=form.scale, enable_gqa=gqa)
+    if mask.dtype != torch.bool:
+        mask = mask.to(q.dtype)
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=form.scale, enable_gqa=gqa)

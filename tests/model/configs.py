@@ -37,13 +37,46 @@ GPT2 = {
     "qk_norm": False,
     "tie_embeddings": False,
 }
+MULTI_HEAD = {"num_kv_heads": 4, "qk_norm": False}
+NEOX = {"parallel_residual": True, "norm": "layer_norm", "mlp": "gelu_exact", "mlp_bias": True, "attention_bias": True}
+RELATIVE = {"position": "relative_bias", "num_relative_buckets": 8, "max_relative_distance": 24}
+DISENTANGLED = {"position": "disentangled", "max_relative_distance": 9, "qk_norm": False}
+LLAMA3 = {
+    "kind": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_context_length": 24,
+}
+_CHANGES: dict[str, dict[str, Any]] = {
+    "rotary-gqa": {},
+    "rotary-mqa-untied": {"num_kv_heads": 1, "tie_embeddings": False, "qk_norm": False},
+    "rotary-mha-wide-heads": {"num_kv_heads": 4, "head_dim": 16},
+    "rotary-single-head": {"num_heads": 1, "num_kv_heads": 1, "head_dim": 32},
+    "rotary-partial": {"rotary_dim": 4},
+    "rotary-linear": {"rope_scaling": {"kind": "linear", "factor": 4.0}},
+    "rotary-llama3": {"rope_scaling": LLAMA3},
+    "gpt2": GPT2,
+    "gpt2-no-bias": {**GPT2, "norm_bias": False, "attention_bias": False, "mlp_bias": False, "mlp": "relu"},
+    "average": {"position": "learned", "attention": "average", "qk_norm": False},
+    "none": {"position": "none"},
+    "sinusoidal": {"position": "sinusoidal", "embedding_scale": 32**0.5},
+    "relative-bias": RELATIVE,
+    "relative-bias-window": {**RELATIVE, **MULTI_HEAD, "sliding_window": 6},
+    "alibi": {"position": "alibi"},
+    "alibi-six-heads": {"position": "alibi", "num_heads": 6, "num_kv_heads": 3, "hidden_size": 48},
+    "disentangled": {**DISENTANGLED, "num_kv_heads": 4},
+    "disentangled-gqa": DISENTANGLED,
+    "window-one-layer": {"sliding_window": 7, "global_layers": [1]},
+    "window-average": {"position": "none", "attention": "average", "qk_norm": False, "sliding_window": 3},
+    "neox": {**NEOX, **MULTI_HEAD, "rotary_dim": 2, "tie_embeddings": False},
+    "gemma": {"mlp": "geglu", "norm_unit_offset": True, "embedding_scale": 32**0.5, "qk_norm": False},
+    "olmo2": {"norm_placement": "post", "qk_norm_scope": "projection"},
+    "qwen2": {"attention_bias": True, "attention_out_bias": False, "qk_norm": False, "score_scale": 0.2},
+}
+# Every mechanism there is, in small.
 VARIANTS: dict[str, ModelConfig] = {
-    "rotary-gqa": ModelConfig.from_dict(ROTARY),
-    "rotary-mqa-untied": ModelConfig.from_dict(
-        {**ROTARY, "num_kv_heads": 1, "tie_embeddings": False, "qk_norm": False}
-    ),
-    "rotary-mha-wide-heads": ModelConfig.from_dict({**ROTARY, "num_kv_heads": 4, "head_dim": 16}),
-    "gpt2": ModelConfig.from_dict({**ROTARY, **GPT2}),
+    name: ModelConfig.from_dict({**ROTARY, **change}) for name, change in _CHANGES.items()
 }
 
 

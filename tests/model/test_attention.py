@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from model.attention.eager import EagerAttention
+from model.attention.form import AttentionForm
 from model.attention.interface import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.kv_cache import KVCache
@@ -13,6 +14,7 @@ from tests.model.configs import VARIANTS, build
 from tests.model.paging import BLOCK_SIZE, PagedRun
 
 HEADS = [(1, 1), (4, 4), (4, 2), (4, 1), (6, 3)]
+PLAIN = AttentionForm(layer=0, scale=0.25, window=None, bias=None)  # heads of 16
 # 1, around block boundaries (4 slots), and the full context of the variants (64).
 LENGTHS = [1, 3, 4, 5, 8, 63, 64]
 
@@ -25,7 +27,7 @@ def test_uncached_backends_agree(num_heads: int, num_kv_heads: int, lengths: tup
     k_TKD, v_TKD = torch.randn(2, sum(lengths), num_kv_heads, 16)
     metadata = AttentionMetadata.uncached(lengths)
     eager, sdpa = (
-        ATTENTION_BACKENDS[name].attend(q_THD, k_TKD, v_TKD, layer=0, metadata=metadata, kv_cache=None)
+        ATTENTION_BACKENDS[name].attend(q_THD, k_TKD, v_TKD, form=PLAIN, metadata=metadata, kv_cache=None)
         for name in ("eager", "sdpa")
     )
     torch.testing.assert_close(sdpa, eager, atol=1e-5, rtol=1e-5)
@@ -39,8 +41,9 @@ def test_eager_is_the_formula_for_one_head() -> None:
         scores = torch.tensor([float(q[token] @ k[past]) / 2.0 for past in range(token + 1)])
         weights = scores.exp() / scores.exp().sum()
         rows.append(sum(weight * v[past] for past, weight in enumerate(weights)))
+    form = AttentionForm(layer=0, scale=0.5, window=None, bias=None)
     out = EagerAttention().attend(
-        q[:, None], k[:, None], v[:, None], layer=0, metadata=AttentionMetadata.uncached((3,)), kv_cache=None
+        q[:, None], k[:, None], v[:, None], form=form, metadata=AttentionMetadata.uncached((3,)), kv_cache=None
     )
     torch.testing.assert_close(out[:, 0], torch.stack(rows))
 
@@ -93,7 +96,7 @@ def test_bfloat16_stays_close_to_the_float32_oracle() -> None:
     q, k, v = (torch.randn(40, heads, 16).bfloat16() for heads in (4, 2, 2))
     metadata = AttentionMetadata.uncached((33, 7))
     eager, sdpa = (
-        backend.attend(q, k, v, layer=0, metadata=metadata, kv_cache=None) for backend in ATTENTION_BACKENDS.values()
+        backend.attend(q, k, v, form=PLAIN, metadata=metadata, kv_cache=None) for backend in ATTENTION_BACKENDS.values()
     )
     assert sdpa.dtype == eager.dtype == torch.bfloat16
     torch.testing.assert_close(sdpa.float(), eager.float(), atol=2e-2, rtol=2e-2)

@@ -11,7 +11,7 @@ from tests.model.configs import VARIANTS, build
 
 
 def test_scores_depend_on_the_distance_alone() -> None:
-    rotary = RotaryPositions(100, 16, 10000.0)
+    rotary = RotaryPositions(16, 10000.0, None)
     q, k = torch.randn(2, 1, 1, 16).unbind(0)
 
     def score(query_position: int, key_position: int) -> float:
@@ -27,7 +27,7 @@ def test_rotation_is_the_complex_product_of_the_paper() -> None:
     """Pairs (i, i + D/2) as complex numbers times exp(i * position * theta^(-2i/D))."""
     theta, position, size = 500.0, 13, 8
     x = torch.randn(1, 1, size)
-    turned = rotate(x, RotaryPositions(20, size, theta)(torch.tensor([position])))[0, 0].tolist()
+    turned = rotate(x, RotaryPositions(size, theta, None)(torch.tensor([position])))[0, 0].tolist()
     for pair in range(size // 2):
         angle = position * theta ** (-2 * pair / size)
         number = complex(float(x[0, 0, pair]), float(x[0, 0, pair + size // 2]))

@@ -1,0 +1,128 @@
+"""Positions that act in the scores: by bucket (T5), by slope (ALiBi), and disentangled from content (DeBERTa).
+
+Each is a `ScoreBias`. Distances are query position - key position; attention is causal, so they count backwards.
+
+Legend: B sequences, Q query tokens of a sequence, S its context, H query heads, K key/value heads, D head dimension,
+E hidden size, R relative positions told apart.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from model.config import ModelConfig
+from model.kinds import PositionKind
+
+
+class RelativeBias(nn.Module):
+    """A trained number for each head and bucket of distances, one table (buckets, H) for all layers.
+
+    Raffel et al. 2019, T5 (arXiv 1910.10683), section 2.1: half of the buckets hold one distance each, the others
+    grow with its logarithm up to `max_distance`, and the last takes all beyond.
+    """
+
+    def __init__(self, config: ModelConfig, table: nn.Embedding | None) -> None:
+        super().__init__()
+        assert table is not None
+        assert config.max_relative_distance is not None
+        self.max_distance = config.max_relative_distance
+        self._shared = (table,)  # in a tuple, so that it is not this layer's own submodule
+
+    def forward(self, q_BQHD: Tensor, k_BSKD: Tensor, distances_BQS: Tensor) -> Tensor:
+        """BHQS, see `ScoreBias`; only the distances matter."""
+        bias_BQSH: Tensor = self._shared[0](self.buckets(distances_BQS))
+        return bias_BQSH.movedim(-1, 1)
+
+    def buckets(self, distances: Tensor) -> Tensor:
+        """The bucket of each distance, int64; future ones share that of distance 0. Any shape."""
+        num_buckets = self._shared[0].num_embeddings
+        num_exact = num_buckets // 2
+        distances = distances.clamp(min=0)
+        share = (distances.clamp(min=1) / num_exact).log() / math.log(self.max_distance / num_exact)
+        grown = num_exact + (share * (num_buckets - num_exact)).long()
+        return torch.where(distances < num_exact, distances, grown.clamp(max=num_buckets - 1))
+
+
+class AlibiBias(nn.Module):
+    """-slope * distance: Press et al. 2021, ALiBi (arXiv 2108.12409), section 3. No parameters.
+
+    For H = 2^n heads the slopes are 2^(-8/H), 2^(-16/H), ..., 2^-8. Other counts take those of the power of two
+    below, then every other one of the power of two above, as the authors' code does.
+    """
+
+    slopes_H: Tensor
+
+    def __init__(self, config: ModelConfig, table: nn.Embedding | None) -> None:
+        super().__init__()
+        num_heads = config.num_heads
+        below = 2 ** int(math.log2(num_heads))
+        slopes = [2 ** (-8 * (head + 1) / below) for head in range(below)]
+        slopes += [2 ** (-8 * (2 * head + 1) / (2 * below)) for head in range(num_heads - below)]
+        # On the CPU even where the model is built without memory: a constant is not loaded.
+        self.register_buffer("slopes_H", torch.tensor(slopes, device="cpu"), persistent=False)
+
+    def forward(self, q_BQHD: Tensor, k_BSKD: Tensor, distances_BQS: Tensor) -> Tensor:
+        """BHQS, see `ScoreBias`; only the distances matter."""
+        return -self.slopes_H[:, None, None] * distances_BQS[:, None]
+
+
+class DisentangledBias(nn.Module):
+    """Content to position and position to content: He et al. 2020, DeBERTa (arXiv 2006.03654), equation 4.
+
+    score(i, j) = scale * (q_i·k_j + q_i·K[d(i, j)] + k_j·Q[d(j, i)]), of which the last two are made here:
+    Q and K are projections of a table of 2k relative positions that all layers share, and d(i, j) is i - j + k within
+    0 to 2k - 1. Causal attention meets i >= j only: keys use the upper half of the table, queries the lower.
+    Cacheable, because what is cached are contents; positions join when they are compared.
+    """
+
+    def __init__(self, config: ModelConfig, table: nn.Embedding | None) -> None:
+        super().__init__()
+        assert table is not None
+        self.query = nn.Linear(config.hidden_size, config.num_heads * config.head_dim, bias=False)
+        self.key = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
+        self.head_dim = config.head_dim
+        self.scale = config.effective_score_scale
+        self._shared = (table,)  # in a tuple, so that it is not this layer's own submodule
+
+    def forward(self, q_BQHD: Tensor, k_BSKD: Tensor, distances_BQS: Tensor) -> Tensor:
+        """BHQS, see `ScoreBias`."""
+        table_RE = self._shared[0].weight
+        span = table_RE.shape[0] // 2
+        q_RHD = torch.unflatten(self.query(table_RE), -1, (-1, self.head_dim))
+        k_RKD = torch.unflatten(self.key(table_RE), -1, (-1, self.head_dim))
+        groups = q_RHD.shape[1] // k_RKD.shape[1]
+        dtype = torch.promote_types(q_BQHD.dtype, q_RHD.dtype)
+        content_BHQR = torch.einsum(
+            "bqhd,rhd->bhqr", q_BQHD.to(dtype), k_RKD.repeat_interleave(groups, dim=1).to(dtype)
+        )
+        position_BHSR = torch.einsum(
+            "bshd,rhd->bhsr", k_BSKD.repeat_interleave(groups, dim=2).to(dtype), q_RHD.to(dtype)
+        )
+        batch, num_heads, num_queries, _ = content_BHQR.shape
+        shape_BHQS = (batch, num_heads, num_queries, k_BSKD.shape[1])
+        towards_key = (distances_BQS + span).clamp(0, 2 * span - 1)[:, None].expand(shape_BHQS)
+        towards_query = (span - distances_BQS).clamp(0, 2 * span - 1)[:, None].expand(shape_BHQS)
+        content_BHQS = content_BHQR.gather(-1, towards_key)
+        position_BHQS = position_BHSR.gather(-1, towards_query.transpose(2, 3)).transpose(2, 3)
+        return (content_BHQS + position_BHQS) * self.scale
+
+
+SCORE_BIASES: dict[PositionKind, type[RelativeBias] | type[AlibiBias] | type[DisentangledBias]] = {
+    PositionKind.RELATIVE_BIAS: RelativeBias,
+    PositionKind.ALIBI: AlibiBias,
+    PositionKind.DISENTANGLED: DisentangledBias,
+}
+
+
+def relative_positions(config: ModelConfig) -> nn.Embedding | None:
+    """The table that the layers' biases share, or None: (buckets, H) numbers, or (2k, E) vectors."""
+    match config.position:
+        case PositionKind.RELATIVE_BIAS:
+            assert config.num_relative_buckets is not None
+            return nn.Embedding(config.num_relative_buckets, config.num_heads)
+        case PositionKind.DISENTANGLED:
+            assert config.max_relative_distance is not None
+            return nn.Embedding(2 * config.max_relative_distance, config.hidden_size)
+        case _:
+            return None
