@@ -15,6 +15,8 @@ sampling       batched, position-seeded sampling
 tokenizer/     text to ids and back: byte-level BPE as a tiktoken.Encoding, or the tokenizers library; StreamDecoder
 manifest       a checkpoint directory's facts and hashes, torch-free
 checkpoint     a checkpoint directory's tensors
+formula        closed formulas that know their value
+parameter_counts  parameters of each part, by formula and from the tensors' shapes, torch-free
 generate       generation without a cache: the slow twin
 training/      data, bpe, train, evaluate
 """

@@ -6,4 +6,6 @@ train     model.training.train
 bench     loadtest.bench_engine
 tokenize  text to ids, torch-free
 inspect   a checkpoint's facts, torch-free
+inspect_params     its parameters by formula and by tensor, torch-free
+inspect_attention  where a prompt's tokens look, as a picture
 """

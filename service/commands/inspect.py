@@ -1,86 +1,138 @@
-"""`kvasir inspect`."""
+"""`kvasir inspect`: the facts of a checkpoint; `kvasir inspect params` and `kvasir inspect attention` look closer."""
 
+import dataclasses
+import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from model.config import ModelConfig
-from model.kinds import MlpKind, NormKind, PositionKind
+from model.generation_config import GenerationConfigError, read_generation_config
 from model.manifest import CheckpointError, Manifest, read_manifest
+from model.parameter_counts import count_parameters, kv_cache_formula
+from model.tokenizer.files import load_tokenizer
+from model.tokenizer.interface import TokenizerError
 from service.settings import CheckpointSettings, SettingsError, read_settings
 
-_SUMMARY = "Show what is in a checkpoint: architecture, parameters by part, memory, files. Verifies every hash."
+_SUMMARY = (
+    "Show what is in a checkpoint: architecture, parameters by part, memory, tokens, files, training. Verifies every "
+    "hash. `kvasir inspect params` counts every matrix, `kvasir inspect attention` draws where a prompt's tokens look."
+)
+# Imported when called: what draws pictures costs torch and matplotlib.
+_LOOKS = {"params": "service.commands.inspect_params", "attention": "service.commands.inspect_attention"}
+Rows = Iterator[tuple[str, object]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the facts of a checkpoint."""
+    """Print the facts of a checkpoint, or take the closer look that the first argument names."""
+    if argv and not argv[0].startswith("-"):
+        return _look_closer(argv[0], argv[1:])
     try:
         settings = read_settings(CheckpointSettings, argv, command="inspect", summary=_SUMMARY)
         manifest = read_manifest(settings.checkpoint)
         manifest.verify()
-    except (SettingsError, CheckpointError) as error:
+        sections: dict[str, list[tuple[str, object]]] = {
+            f"{manifest.name} ({manifest.directory})": list(_choices(manifest.config)),
+            "parameters": list(_parameter_rows(manifest.config)),
+            "memory": list(_memory_rows(manifest.config)),
+            "tokens": list(_token_rows(manifest)),
+            "files, all hashes correct": list(_file_rows(manifest)),
+            "training": list(_flat(manifest.training)),
+        }
+    except (SettingsError, CheckpointError, TokenizerError, GenerationConfigError) as error:
         print(f"kvasir inspect: {error}", file=sys.stderr)
         return 2 if isinstance(error, SettingsError) else 1
-    for title, rows in (
-        (f"{manifest.name} ({manifest.directory})", manifest.config.to_dict().items()),
-        ("parameters", _parameter_rows(manifest.config)),
-        ("memory", _memory_rows(manifest.config)),
-        ("files, all hashes correct", _file_rows(manifest)),
-        ("training", manifest.training.items()),
-    ):
-        lines = [(str(name), str(value)) for name, value in rows]
-        width = max((len(name) for name, _ in lines), default=0)
-        print(title, *(f"  {name:<{width}}  {value}" for name, value in lines), "", sep="\n")
+    for title, rows in sections.items():
+        if rows:
+            width = max(len(name) for name, _ in rows)
+            print(title, *(f"  {name:<{width}}  {value}" for name, value in rows), "", sep="\n")
     return 0
 
 
-def parameters_by_part(config: ModelConfig) -> dict[str, tuple[str, int]]:
-    """Formula and number of parameters of each part of the model; together they are `num_parameters`.
-
-    Letters as in the model: V vocabulary, E width, S context, L layers, H query heads, K kv heads, D head, F MLP.
-    """
-    vocabulary, width, layers, mlp_size = config.vocab_size, config.hidden_size, config.num_layers, config.mlp_size
-    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    norm = width * (2 if config.norm is NormKind.LAYER_NORM else 1)
-    norm_formula = "2E" if config.norm is NormKind.LAYER_NORM else "E"
-    attention, attention_formula = 2 * width * (query + key), "2E(HD + KD)"
-    if config.attention_bias:
-        attention, attention_formula = attention + query + 2 * key + width, f"{attention_formula} + HD + 2KD + E"
-    if config.qk_norm:
-        attention, attention_formula = attention + 2 * config.head_dim, f"{attention_formula} + 2D"
-    matrices = 3 if config.mlp is MlpKind.SWIGLU else 2
-    mlp, mlp_formula = matrices * width * mlp_size, f"{matrices}EF"
-    if config.mlp_bias:
-        mlp, mlp_formula = mlp + (matrices - 1) * mlp_size + width, f"{mlp_formula} + {matrices - 1}F + E"
-    parts = {"token embedding": ("VE", vocabulary * width)}
-    if config.position is PositionKind.LEARNED:
-        parts["position embedding"] = ("SE", config.max_context_length * width)
-    parts["attention"] = (f"L({attention_formula})", layers * attention)
-    parts["mlp"] = (f"L({mlp_formula})", layers * mlp)
-    parts["norms"] = (f"(2L + 1){norm_formula}", (2 * layers + 1) * norm)
-    if not config.tie_embeddings:
-        parts["lm head"] = ("VE", vocabulary * width)
-    return parts
+def _look_closer(name: str, argv: Sequence[str]) -> int:
+    if name not in _LOOKS:
+        looks = " and ".join(f"`kvasir inspect {look}`" for look in _LOOKS)
+        print(f"kvasir inspect: nothing called {name!r}; there are {looks}", file=sys.stderr)
+        return 2
+    code: int = importlib.import_module(_LOOKS[name]).main(argv)
+    return code
 
 
-def _parameter_rows(config: ModelConfig) -> Iterator[tuple[str, str]]:
-    for part, (formula, number) in parameters_by_part(config).items():
-        yield part, f"{number:>15,}  {number / config.num_parameters:6.1%}  = {formula}"
+def _choices(config: ModelConfig) -> Rows:
+    """The config, but for mechanisms that this model has not."""
+    return ((name, value) for name, value in config.to_dict().items() if value is not None and value != [])
+
+
+def _parameter_rows(config: ModelConfig) -> Rows:
+    groups: Counter[str] = Counter()
+    for part in count_parameters(config):
+        groups[part.group] += part.num_counted
+    for group, number in groups.items():
+        yield group, f"{number:>15,}  {number / config.num_parameters:6.1%}"
     yield "total", f"{config.num_parameters:>15,}"
 
 
-def _memory_rows(config: ModelConfig) -> Iterator[tuple[str, str]]:
+def _memory_rows(config: ModelConfig) -> Rows:
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
-        kv_bytes = config.kv_bytes_per_token(size)
+        kv_cache = kv_cache_formula(config, size)
         yield (
             dtype,
-            f"weights {_megabytes(config.num_parameters * size)}, KV-cache 2LKD·{size} = {kv_bytes:,} bytes a token, "
-            f"{_megabytes(kv_bytes * config.max_context_length)} a full context",
+            f"weights {_megabytes(config.num_parameters * size)}, KV-cache {kv_cache.text} = {kv_cache.value:,} bytes "
+            f"a token, {_megabytes(kv_cache.value * config.max_context_length)} a full context",
         )
 
 
-def _file_rows(manifest: Manifest) -> Iterator[tuple[str, str]]:
+def _token_rows(manifest: Manifest) -> Rows:
+    """What begins and ends a text, and how the checkpoint wants to be sampled."""
+    tokenizer, wanted = load_tokenizer(manifest.directory), read_generation_config(manifest.directory)
+
+    def named(ids: Sequence[int]) -> str:
+        return ", ".join(f"{token_id} {tokenizer.token_name(token_id)!r}" for token_id in ids) if ids else "none"
+
+    yield "vocabulary", f"{tokenizer.vocab_size:,}, {len(tokenizer.special_tokens)} of them special"
+    yield "begins a prompt", named([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id])
+    yield "ends a text", named(tokenizer.eos_token_ids)
+    sampling = {
+        field.name: value
+        for field in dataclasses.fields(wanted)
+        if field.name not in ("ignored", "eos_token_ids", "bos_token_id", "pad_token_id")
+        and (value := getattr(wanted, field.name)) is not None
+    }
+    defaults = ", ".join(f"{name} {value}" for name, value in sampling.items())
+    yield "generation defaults", defaults if defaults else "none of its own"
+    if wanted.ignored:
+        yield "ignored defaults", ", ".join(wanted.ignored)
+
+
+def _file_rows(manifest: Manifest) -> Rows:
     for name, (size, digest) in manifest.files.items():
         yield name, f"{size:>13,} bytes  SHA-256 {digest[:16]}…"
+
+
+def _flat(values: Mapping[str, Any]) -> Rows:
+    """Nested values as rows of one level: each source of the training on a line of its own."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield name, _in_words(value)
+        elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            yield from ((name if index == 0 else "", _in_words(item)) for index, item in enumerate(value))
+        else:
+            yield name, value
+
+
+def _in_words(values: Mapping[str, Any]) -> str:
+    words = dict(values)
+    begin = f"{words.pop('name')}: " if "name" in words else ""
+    return begin + ", ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in words.items())
+
+
+def _short(value: object) -> str:
+    """A hash by its beginning, a fraction by four digits."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = str(value)
+    return f"{text[:16]}…" if len(text) == 64 and " " not in text else text
 
 
 def _megabytes(size: int) -> str:

@@ -9,11 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from model.config import ModelConfig
-from model.kinds import MlpKind, NormKind, PositionKind
 from service.cli import COMMANDS, main
-from service.commands.inspect import parameters_by_part
-from tests.tiny_model import tiny_config
 
 
 def test_the_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,38 +76,6 @@ def test_waiting_threads_sleep_unless_told_otherwise(
             monkeypatch.setenv("OMP_WAIT_POLICY", given)
         assert main(["tokenize", "--checkpoint", str(tiny_checkpoint), "--text", "a"]) == 0
         assert os.environ["OMP_WAIT_POLICY"] == wanted
-
-
-def test_inspect_shows_architecture_parameters_and_memory(
-    tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["inspect", "--checkpoint", str(tiny_checkpoint)]) == 0
-    words = capsys.readouterr().out
-    assert f"{tiny_config(274).num_parameters:,}" in words
-    assert "2LKD·4 = 256 bytes a token" in words
-    for part in ("tiny (", "attention", "files, all hashes correct", "training"):
-        assert part in words
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("norm", list(NormKind))
-@pytest.mark.parametrize("mlp", list(MlpKind))
-@pytest.mark.parametrize("position", list(PositionKind))
-def test_the_closed_formulas_add_up(
-    tied: bool, bias: bool, norm: NormKind, mlp: MlpKind, position: PositionKind
-) -> None:
-    changes = {
-        "tie_embeddings": tied,
-        "attention_bias": bias,
-        "mlp_bias": not bias,
-        "qk_norm": tied is bias,
-        "norm": norm,
-        "mlp": mlp,
-        "position": position,
-    }
-    config = ModelConfig.from_dict({**tiny_config(300).to_dict(), **changes})
-    assert sum(number for _, number in parameters_by_part(config).values()) == config.num_parameters
 
 
 @pytest.mark.parametrize(
