@@ -193,7 +193,7 @@ class ModelConfig:
                 shapes["relative_positions.weight"] = (self.num_relative_buckets, self.num_heads)
             case PositionKind.DISENTANGLED:
                 assert self.max_relative_distance is not None
-                shapes["relative_positions.weight"] = (2 * self.max_relative_distance, embed)
+                shapes["relative_positions.weight"] = (self.max_relative_distance, embed)
         for layer in range(self.num_layers):
             prefix = f"layers.{layer}."
             shapes |= self._norm_shapes(prefix + "attention_norm", embed)

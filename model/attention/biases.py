@@ -68,12 +68,12 @@ class AlibiBias(nn.Module):
 
 
 class DisentangledBias(nn.Module):
-    """Content to position and position to content: He et al. 2020, DeBERTa (arXiv 2006.03654), equation 4.
+    """Content to position and position to content: He et al. 2020, DeBERTa (arXiv 2006.03654), equation 4, causal.
 
-    score(i, j) = scale * (q_i·k_j + q_i·K[d(i, j)] + k_j·Q[d(j, i)]), of which the last two are made here:
-    Q and K are projections of a table of 2k relative positions that all layers share, and d(i, j) is i - j + k within
-    0 to 2k - 1. Causal attention meets i >= j only: keys use the upper half of the table, queries the lower.
-    Cacheable, because what is cached are contents; positions join when they are compared.
+    score(i, j) = scale * (q_i·k_j + q_i·K[d] + k_j·Q[d]), of which the last two are made here: K and Q are projections
+    of a table (k, E) of relative positions that all layers share. Of the paper's 2k positions causal attention meets
+    the k with i >= j, so d is i - j, and k - 1 for all beyond; both terms use the same one, as in the authors' code
+    (the paper writes d(j, i) in the last). Cacheable: what is cached are contents, positions join when compared.
     """
 
     def __init__(self, config: ModelConfig, table: nn.Embedding | None) -> None:
@@ -88,23 +88,17 @@ class DisentangledBias(nn.Module):
     def forward(self, q_BQHD: Tensor, k_BSKD: Tensor, distances_BQS: Tensor) -> Tensor:
         """BHQS, see `ScoreBias`."""
         table_RE = self._shared[0].weight
-        span = table_RE.shape[0] // 2
         q_RHD = torch.unflatten(self.query(table_RE), -1, (-1, self.head_dim))
         k_RKD = torch.unflatten(self.key(table_RE), -1, (-1, self.head_dim))
         groups = q_RHD.shape[1] // k_RKD.shape[1]
-        dtype = torch.promote_types(q_BQHD.dtype, q_RHD.dtype)
-        content_BHQR = torch.einsum(
-            "bqhd,rhd->bhqr", q_BQHD.to(dtype), k_RKD.repeat_interleave(groups, dim=1).to(dtype)
-        )
-        position_BHSR = torch.einsum(
-            "bshd,rhd->bhsr", k_BSKD.repeat_interleave(groups, dim=2).to(dtype), q_RHD.to(dtype)
-        )
-        batch, num_heads, num_queries, _ = content_BHQR.shape
-        shape_BHQS = (batch, num_heads, num_queries, k_BSKD.shape[1])
-        towards_key = (distances_BQS + span).clamp(0, 2 * span - 1)[:, None].expand(shape_BHQS)
-        towards_query = (span - distances_BQS).clamp(0, 2 * span - 1)[:, None].expand(shape_BHQS)
-        content_BHQS = content_BHQR.gather(-1, towards_key)
-        position_BHQS = position_BHSR.gather(-1, towards_query.transpose(2, 3)).transpose(2, 3)
+        k_RHD = k_RKD.repeat_interleave(groups, dim=1).to(q_BQHD.dtype)
+        k_BSHD = k_BSKD.repeat_interleave(groups, dim=2)
+        content_BHQR = torch.einsum("bqhd,rhd->bhqr", q_BQHD, k_RHD)
+        position_BHSR = torch.einsum("bshd,rhd->bhsr", k_BSHD, q_RHD.to(k_BSKD.dtype))
+        shape_BHQS = (*content_BHQR.shape[:3], k_BSKD.shape[1])
+        index_BHQS = distances_BQS.clamp(0, len(table_RE) - 1)[:, None].expand(shape_BHQS)
+        content_BHQS = content_BHQR.gather(-1, index_BHQS)
+        position_BHQS = position_BHSR.gather(-1, index_BHQS.transpose(2, 3)).transpose(2, 3)
         return (content_BHQS + position_BHQS) * self.scale
 
 
@@ -116,13 +110,13 @@ SCORE_BIASES: dict[PositionKind, type[RelativeBias] | type[AlibiBias] | type[Dis
 
 
 def relative_positions(config: ModelConfig) -> nn.Embedding | None:
-    """The table that the layers' biases share, or None: (buckets, H) numbers, or (2k, E) vectors."""
+    """The table that the layers' biases share, or None: (buckets, H) numbers, or (k, E) vectors."""
     match config.position:
         case PositionKind.RELATIVE_BIAS:
             assert config.num_relative_buckets is not None
             return nn.Embedding(config.num_relative_buckets, config.num_heads)
         case PositionKind.DISENTANGLED:
             assert config.max_relative_distance is not None
-            return nn.Embedding(2 * config.max_relative_distance, config.hidden_size)
+            return nn.Embedding(config.max_relative_distance, config.hidden_size)
         case _:
             return None
