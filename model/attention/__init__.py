@@ -5,5 +5,6 @@ metadata   AttentionMetadata: whose tokens a packed batch holds, and where their
 form       AttentionForm: a layer's scale, window and bias; what a token may see
 biases     positions in the scores: RelativeBias (T5), AlibiBias, DisentangledBias (DeBERTa)
 eager      softmax(scale QK^T + bias + causal mask)V written out: the oracle, and its weights
+weights    weights_of_layer: what each token of a text attends to, for people to look at
 sdpa       the fused kernel of PyTorch, CPU and GPU
 """
