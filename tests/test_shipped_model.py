@@ -12,7 +12,7 @@ from model.manifest import read_manifest
 from model.sampling_params import SamplingParams
 from model.tokenizer.native import load_native
 from model.training.config import load_train_config
-from model.training.evaluate import bits_per_byte
+from model.training.evaluate import evaluate
 
 ROOT = Path(__file__).parents[1]
 CHECKPOINT = ROOT / "checkpoints" / "stories-7m"
@@ -50,4 +50,4 @@ def test_it_writes_english() -> None:
     known = set(re.findall(r"[a-z]+", AESOP.lower()))
     assert len(words) > 40
     assert sum(word in known for word in words) > 0.7 * len(words)
-    assert bits_per_byte(model, tokenizer, AESOP.split("\n\n")[:20]) < 1.6
+    assert evaluate(model, tokenizer, AESOP.split("\n\n")[:20]).bits_per_byte < 1.6

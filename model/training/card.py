@@ -1,15 +1,29 @@
 """MODEL_CARD.md and the loss curve: what a trained model is, from what was measured."""
 
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from model.config import ModelConfig
+from model.kinds import AttentionKind, NormKind, NormPlacement, PositionKind
 from model.training.config import TrainConfig
 
 LOSS_CURVE_FILE = "loss.png"
 
+_POSITIONS = {
+    PositionKind.NONE: "no positions",
+    PositionKind.LEARNED: "learned positions",
+    PositionKind.SINUSOIDAL: "sinusoidal positions",
+    PositionKind.ROTARY: "rotary positions",
+    PositionKind.RELATIVE_BIAS: "a relative position bias",
+    PositionKind.ALIBI: "linear position biases (ALiBi)",
+    PositionKind.DISENTANGLED: "disentangled positions",
+}
+_NORMS = {NormKind.LAYER_NORM: "LayerNorm", NormKind.RMS_NORM: "RMSNorm"}
 _DATA = """
 ## Data
 
@@ -17,9 +31,10 @@ _DATA = """
 |---|---:|---:|---:|---|---|
 {sources}
 
-{epoch_tokens:,} tokens an epoch. No held-out text stands in training (compared by letters and digits). The weights are
-a result computed from these texts and contain none of the files.
+{epoch_tokens:,} tokens an epoch.{split} The weights are a result computed from these texts and contain none of the
+files.
 """
+_SPLIT = " No held-out text stands in training (compared by letters and digits)."
 _HELD_OUT = """
 ## Held-out bits per byte
 
@@ -68,55 +83,110 @@ def draw_loss_curve(path: Path, log: list[dict[str, float]], tokens_per_step: in
 
 
 def write_model_card(
-    path: Path, config: TrainConfig, training: dict[str, Any], bits: dict[str, float], samples: list[Sample]
+    path: Path, config: TrainConfig, training: Mapping[str, Any], bits: Mapping[str, float], samples: Sequence[Sample]
 ) -> None:
-    """The card beside the weights."""
+    """The card beside the weights. What a run has not (held-out texts, samples, a description) has no place in it."""
+    sections = [_architecture(config), _data(training), _recipe(config, training)]
+    if bits:
+        rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in bits.items())
+        sections.append(_HELD_OUT.format(rows=rows))
+    if samples:
+        sections.append(_SAMPLES + "\n\n".join(f"> **{s.prompt}**{_quote(s.completion)}" for s in samples))
+    path.write_text("\n".join(section.strip() + "\n" for section in sections))
+
+
+def _architecture(config: TrainConfig) -> str:
+    made = f"A decoder-only transformer of {config.model.num_parameters:,} parameters, trained from scratch by"
+    parts = (
+        f"# {config.name}",
+        textwrap.fill(f"{made} `kvasir train` in this repository. {config.description}".strip(), 120),
+        "## Architecture",
+        textwrap.fill(describe_model(config.model), 120),
+    )
+    return "\n\n".join(parts)
+
+
+def describe_model(model: ModelConfig) -> str:
+    """The architecture in a sentence."""
+    parts = [
+        f"{model.num_layers} layers",
+        f"width {model.hidden_size}",
+        *_attention(model),
+        f"{model.mlp} MLP of {model.mlp_size}" + (" beside the attention" if model.parallel_residual else ""),
+        _NORMS[model.norm] + (" after each half of a block" if model.norm_placement is NormPlacement.POST else ""),
+        _positions(model),
+        f"{'tied' if model.tie_embeddings else 'untied'} embeddings",
+        f"a context of {model.max_context_length:,} tokens",
+        f"byte-level BPE of {model.vocab_size:,} tokens trained on the same text",
+    ]
+    return ", ".join(parts) + "."
+
+
+def _attention(model: ModelConfig) -> list[str]:
+    heads, kv_heads, size = model.num_heads, model.num_kv_heads, model.head_dim
+    if model.attention is AttentionKind.AVERAGE:
+        parts = [f"averages of all that came before, {heads} heads of {size}"]
+    elif heads == 1:
+        parts = [f"one attention head of {size}"]
+    elif heads == kv_heads:
+        parts = [f"{heads} attention heads of {size}"]
+    else:
+        parts = [f"{heads} query and {kv_heads} key/value head{'s' if kv_heads > 1 else ''} of {size}"]
+    if model.qk_norm:
+        parts.append("normalised queries and keys")
+    if model.sliding_window is not None:
+        layers = ", ".join(map(str, model.global_layers))
+        parts.append(f"a sliding window of {model.sliding_window}" + (f" but in layers {layers}" if layers else ""))
+    return parts
+
+
+def _positions(model: ModelConfig) -> str:
+    text = _POSITIONS[model.position]
+    if model.rotary_dim is not None:
+        text += f" in {model.rotary_dim} of {model.head_dim} dimensions"
+    return text + (f" ({model.rope_scaling.kind} scaling)" if model.rope_scaling is not None else "")
+
+
+def _data(training: Mapping[str, Any]) -> str:
     sources = "\n".join(
         f"| {s['name']} | {s['documents']:,} | {s['repeats']} | {s['held_out_documents']:,} | {s['licence']} |"
         f" `{s['sha256'][:16]}` |"
         for s in training["sources"]
     )
-    sections = (
-        _architecture(config),
-        _DATA.format(sources=sources, epoch_tokens=training["epoch_tokens"]),
-        _recipe(config, training),
-        _HELD_OUT.format(rows="\n".join(f"| {name} | {value:.4f} |" for name, value in bits.items())),
-        _SAMPLES + "\n\n".join(f"> **{s.prompt}**{_quote(s.completion)}" for s in samples),
-    )
-    path.write_text("\n".join(section.strip() + "\n" for section in sections))
+    split = _SPLIT if any(source["held_out_documents"] for source in training["sources"]) else ""
+    return _DATA.format(sources=sources, epoch_tokens=training["epoch_tokens"], split=split)
 
 
-def _architecture(config: TrainConfig) -> str:
-    model = config.model
-    heads = f"{model.num_heads} query and {model.num_kv_heads} key/value heads of {model.head_dim}"
-    return f"""# {config.name}
-
-A decoder-only transformer of {model.num_parameters:,} parameters, trained from scratch by `kvasir train` in this
-repository. It writes short English stories for children; it knows no facts and follows no instructions.
-
-## Architecture
-
-{model.num_layers} layers, width {model.hidden_size}, {heads}, {model.mlp} MLP of {model.mlp_size}, {model.norm},
-{model.position} positions, {"tied" if model.tie_embeddings else "untied"} embeddings, a context of
-{model.max_context_length} tokens, byte-level BPE of {model.vocab_size:,} tokens trained on the same text.
-"""
-
-
-def _recipe(config: TrainConfig, training: dict[str, Any]) -> str:
-    epochs = training["tokens"] / training["epoch_tokens"]
+def _recipe(config: TrainConfig, training: Mapping[str, Any]) -> str:
+    averaged = training["final_loss_steps"]
+    which = f"the mean of the last {averaged} steps" if averaged > 1 else "its only step"
     return f"""## Recipe
 
 {training["steps"]:,} steps of {config.batch_size} x {config.sequence_length} tokens
-({training["tokens"] / 1e6:.1f} million tokens, {epochs:.1f} epochs), Muon on the matrices (peak {config.matrix_lr})
+({_amount(training["tokens"], training["epoch_tokens"])}), Muon on the matrices (peak {config.matrix_lr})
 and AdamW on the rest (peak {config.adam_lr}), {config.warmup_steps} steps of warm-up, {config.decay_steps} of linear
 decay, weight decay {config.weight_decay}, gradients clipped at {config.grad_clip}, computed in
 {training["precision"]}; seed {config.seed}, commit `{training["commit"][:12]}`.
-{training["hardware"]}: {training["seconds"] / 60:.0f} minutes.
+{training["hardware"]}: {_duration(training["seconds"])}.
 
 ![loss curve]({LOSS_CURVE_FILE})
 
-Training loss over the last 100 steps: {training["final_loss"]:.4f} nats a token.
+Training loss at the end, {which}: {training["final_loss"]:.4f} nats a token.
 """
+
+
+def _amount(tokens: int, epoch_tokens: int) -> str:
+    epochs = tokens / epoch_tokens
+    counted = f"{tokens / 1e6:.1f} million" if tokens >= 1_000_000 else f"{tokens:,}"
+    return f"{counted} tokens, {epochs:.1f} epochs" if epochs >= 1 else f"{counted} tokens, {epochs:.2g} of an epoch"
+
+
+def _duration(seconds: float) -> str:
+    """In the unit that leaves at least two of it."""
+    for unit, length in (("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.1f} seconds"
 
 
 def _quote(text: str) -> str:

@@ -126,21 +126,33 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
         raise ValueError(f"{path}: this recipe extends itself")
     try:
         values = tomllib.loads(path.read_text())
+        _check_shape(values)
         for entry in values.get("sources", ()):
             entry["path"] = path.parent / entry["path"]
-        parent = path.parent / values.pop("extends") if "extends" in values else None
+        extended = values.pop("extends", None)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
     except KeyError as error:
         raise ValueError(f"{path}: a source is missing {error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, TypeError) as error:
+    except ValueError as error:  # bad TOML and bad UTF-8 are such, too
         raise ValueError(f"{path}: {error}") from error
-    if parent is None:
+    if extended is None:
         return values
-    inherited = _read(parent, (*extended_by, path.resolve()))
-    if isinstance(inherited.get("model"), dict) and isinstance(values.get("model"), dict):
-        values["model"] = inherited["model"] | values["model"]
-    return inherited | values
+    inherited = _read(path.parent / extended, (*extended_by, path.resolve()))
+    return inherited | values | {"model": inherited.get("model", {}) | values.get("model", {})}
+
+
+def _check_shape(values: Mapping[str, Any]) -> None:
+    """Refuse what cannot be laid over another recipe."""
+    if not isinstance(values.get("extends", ""), str):
+        raise ValueError("extends must be the path of a recipe")
+    if not isinstance(values.get("model", {}), dict):
+        raise ValueError("model must be a table")
+    sources = values.get("sources", [])
+    if not isinstance(sources, list) or not all(
+        isinstance(entry, dict) and isinstance(entry.get("path", ""), str) for entry in sources
+    ):
+        raise ValueError("sources must be tables, each with a path")
 
 
 def _check_types(config: object, *, integers: Sequence[str], numbers: Sequence[str], texts: Sequence[str]) -> None:

@@ -1,7 +1,8 @@
-"""Held-out bits per byte: a loss that can be compared across tokenizers."""
+"""The held-out loss: nats a token, and bits a byte, which can be compared across tokenizers."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,9 +15,26 @@ from model.transformer import Transformer
 _TOKENS_PER_PASS = 8192
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldOut:
+    """What predicting some texts costs: -ln p of all of them, their predicted tokens, their UTF-8 bytes."""
+
+    nats: float
+    num_tokens: int
+    num_bytes: int
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats / math.log(2) / self.num_bytes
+
+    @property
+    def nats_per_token(self) -> float:
+        return self.nats / self.num_tokens
+
+
 @torch.inference_mode()
-def bits_per_byte(model: Transformer, tokenizer: ByteLevelTokenizer, texts: Sequence[str]) -> float:
-    """-log2 p(texts) / their UTF-8 bytes, each text followed by its end-of-text mark.
+def evaluate(model: Transformer, tokenizer: ByteLevelTokenizer, texts: Sequence[str]) -> HeldOut:
+    """The loss on texts, each followed by its end-of-text mark, which is predicted too.
 
     Every text is predicted from an end-of-text mark on, as in training; one longer than the context is cut into
     contexts, each of which begins anew with the token before it.
@@ -41,7 +59,11 @@ def bits_per_byte(model: Transformer, tokenizer: ByteLevelTokenizer, texts: Sequ
             pending = []
     if pending:
         nats += _nats(model, pending)
-    return nats / math.log(2) / sum(len(text.encode()) for text in texts)
+    return HeldOut(
+        nats=nats,
+        num_tokens=sum(len(window) - 1 for window in windows),
+        num_bytes=sum(len(text.encode()) for text in texts),
+    )
 
 
 def _nats(model: Transformer, windows: list[list[int]]) -> float:

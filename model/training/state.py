@@ -18,9 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from model.config import ModelConfig
 from model.training.config import TrainConfig
 
-_EXTENSIBLE = ("steps", "decay_steps", "checkpoint_minutes", "evaluate_every", "sample_prompts")
+_EXTENSIBLE = ("steps", "decay_steps", "checkpoint_minutes", "evaluate_every", "sample_prompts", "description")
 
 
 class StateError(ValueError):
@@ -71,6 +72,8 @@ def load_state(directory: Path, config: TrainConfig, corpora: list[str]) -> RunS
         facts = json.loads((path / "run.json").read_text())
         model, optimizer = load_file(path / "model.safetensors"), load_file(path / "optim.safetensors")
         step, seconds, saved = int(facts["step"]), float(facts["seconds"]), dict(facts["config"])
+        # Choices that came after the save take the defaults they had in it.
+        saved["model"] = json.loads(json.dumps(ModelConfig.from_dict(saved["model"]).to_dict()))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise StateError(f"{path}: damaged ({error}); delete it to begin anew") from error
     current = config_facts(config, corpora)

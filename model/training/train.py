@@ -34,7 +34,7 @@ from model.training.bpe import train_bpe
 from model.training.card import LOSS_CURVE_FILE, Sample, draw_loss_curve, write_model_card
 from model.training.config import TrainConfig
 from model.training.data import Batches, Source, TrainingData, encode_documents, read_source, remove_held_out
-from model.training.evaluate import bits_per_byte
+from model.training.evaluate import evaluate
 from model.training.optimizer import Optimizers
 from model.training.progress import Progress
 from model.training.state import (
@@ -50,6 +50,7 @@ from model.training.state import (
 from model.transformer import Transformer
 
 _HELD_OUT_TEXTS = 64
+_FINAL_STEPS = 100  # whose mean is called the final training loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +60,7 @@ class RunSettings:
     run_directory: what resuming needs. checkpoint: where the finished model goes.
     precision: "float32" or "bfloat16" (autocast: weights stay float32).
     stop_after: end early, as an interruption would, once that many steps are done; None for never.
+    attention: the backend: "sdpa", or "eager" to see what the fused kernels are worth.
     """
 
     run_directory: Path
@@ -67,6 +69,7 @@ class RunSettings:
     precision: str
     compile: bool
     stop_after: int | None
+    attention: str = "sdpa"
 
 
 def default_precision(device: str) -> str:
@@ -150,7 +153,7 @@ class Trainer:
         self.settings = settings
         self.tokenizer = tokenizer
         self.sources = sources
-        self.model = Transformer(config.model, ATTENTION_BACKENDS["sdpa"])
+        self.model = Transformer(config.model, ATTENTION_BACKENDS[settings.attention])
         self.model.initialize(config.seed)
         self.model.to(settings.device)
         self.optimizers = Optimizers(self.model, config)
@@ -192,7 +195,7 @@ class Trainer:
         with log, Progress(config.steps, self.step, config.tokens_per_step, report) as progress:
             while self.step < stop and not should_stop():
                 began = time.monotonic()
-                loss = self._train_step()
+                loss = self.train_step()
                 elapsed = time.monotonic() - began
                 self.seconds += elapsed
                 line = {"step": self.step - 1, "loss": loss, "seconds": round(self.seconds, 3)}
@@ -206,7 +209,12 @@ class Trainer:
         self.save()
         return self.step >= config.steps
 
-    def _train_step(self) -> float:
+    def train_step(self) -> float:
+        """One optimizer step. Returns its loss, in nats a token.
+
+        Raises:
+            ValueError: the loss is no longer a number.
+        """
         windows = torch.from_numpy(self.batches.batch(self.step)).to(self.settings.device)
         with self._autocast():
             loss = self._loss(windows[:, :-1].reshape(-1), windows[:, 1:].reshape(-1))
@@ -223,12 +231,10 @@ class Trainer:
         """Nats a token on a fixed subset of the held-out texts; NaN where nothing is held out."""
         if not self._held_out:
             return math.nan
-        num_tokens = sum(len(self.tokenizer.encode(text)) + 1 for text in self._held_out)
-        num_bytes = sum(len(text.encode()) for text in self._held_out)
         self.model.eval()
-        bits = bits_per_byte(self.model, self.tokenizer, self._held_out)
+        measured = evaluate(self.model, self.tokenizer, self._held_out)
         self.model.train()
-        return bits * num_bytes * math.log(2) / num_tokens
+        return measured.nats_per_token
 
     def save(self) -> None:
         """Save what resuming needs."""
@@ -245,6 +251,7 @@ def _finish(trainer: Trainer, data: TrainingData, report: Callable[[str], None])
     """The checkpoint directory: bfloat16 weights, measured again as they will be served, with card and loss curve."""
     config, settings = trainer.config, trainer.settings
     log = read_log(settings.run_directory / "log.jsonl")
+    last = log[-_FINAL_STEPS:]
     training: dict[str, Any] = {
         "seed": config.seed,
         "steps": config.steps,
@@ -254,7 +261,8 @@ def _finish(trainer: Trainer, data: TrainingData, report: Callable[[str], None])
         "precision": settings.precision,
         "hardware": _hardware(settings.device),
         "commit": _commit(),
-        "final_loss": float(np.mean([line["loss"] for line in log[-100:]])),
+        "final_loss": float(np.mean([line["loss"] for line in last])),
+        "final_loss_steps": len(last),
         "sources": [_source_facts(source) for source in trainer.sources],
     }
     directory = settings.checkpoint
@@ -274,14 +282,16 @@ def _finish(trainer: Trainer, data: TrainingData, report: Callable[[str], None])
     write()
     backend = ATTENTION_BACKENDS["sdpa"]
     served = load_model(read_manifest(directory), device=settings.device, dtype=torch.float32, attention=backend)
-    bits = {
-        source.config.name: bits_per_byte(served, trainer.tokenizer, source.held_out)
+    measured = {
+        source.config.name: evaluate(served, trainer.tokenizer, source.held_out)
         for source in trainer.sources
         if source.held_out
     }
+    bits = {name: held_out.bits_per_byte for name, held_out in measured.items()}
+    nats = {name: held_out.nats_per_token for name, held_out in measured.items()}
     for name, value in bits.items():
-        report(f"held out, {name}: {value:.4f} bits per byte")
-    training["held_out_bits_per_byte"] = bits
+        report(f"held out, {name}: {value:.4f} bits per byte, {nats[name]:.4f} nats a token")
+    training |= {"held_out_bits_per_byte": bits, "held_out_nats_per_token": nats}
     write()
     draw_loss_curve(directory / LOSS_CURVE_FILE, log, config.tokens_per_step)
     samples = [_sample(served, trainer.tokenizer, prompt) for prompt in config.sample_prompts]

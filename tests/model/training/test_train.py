@@ -16,7 +16,7 @@ from model.config import ModelConfig
 from model.manifest import CheckpointError, read_manifest
 from model.tokenizer.native import load_native
 from model.training.config import SourceConfig, TrainConfig, load_train_config
-from model.training.evaluate import bits_per_byte
+from model.training.evaluate import evaluate
 from model.training.optimizer import rate_factor
 from model.training.state import StateError, locked, read_log
 from model.training.train import RunSettings, train
@@ -107,7 +107,7 @@ def test_the_finished_directory_can_be_served_and_says_what_it_is(tmp_path: Path
     text = "The fox and the grapes."
     (end,) = tokenizer.eos_token_ids
     ids = [end, *tokenizer.encode(text), end]
-    assert bits_per_byte(model, tokenizer, [text]) == pytest.approx(_bits(model, ids) / len(text), rel=1e-5)
+    assert evaluate(model, tokenizer, [text]).bits_per_byte == pytest.approx(_bits(model, ids) / len(text), rel=1e-5)
 
 
 def _bits(model: torch.nn.Module, ids: list[int]) -> float:
@@ -128,7 +128,7 @@ def test_long_texts_are_measured_in_contexts(tmp_path: Path) -> None:
     context = model.config.max_context_length
     expected = sum(_bits(model, ids[start : start + context + 1]) for start in range(0, len(ids) - 1, context))
     assert len(ids) > 2 * context
-    assert bits_per_byte(model, tokenizer, [text]) == pytest.approx(expected / len(text), rel=1e-5)
+    assert evaluate(model, tokenizer, [text]).bits_per_byte == pytest.approx(expected / len(text), rel=1e-5)
 
 
 def test_bfloat16_autocast_learns_too(tmp_path: Path) -> None:
@@ -146,6 +146,23 @@ def test_a_run_may_grow_on_its_plateau_but_not_change_otherwise(tmp_path: Path) 
         train(config(steps=50), settings(tmp_path), lambda text: None)
     with pytest.raises(StateError, match="begun with another seed, matrix_lr"):
         train(config(seed=4, matrix_lr=1.0), settings(tmp_path), lambda text: None)
+
+
+def test_a_save_from_before_a_mechanism_came_can_be_resumed(tmp_path: Path) -> None:
+    """Its config lacks the new keys, whose defaults are what it was trained with; another value is another model."""
+    train(config(), settings(tmp_path, stop_after=2), lambda text: None)
+    path = tmp_path / "run" / "state" / "run.json"
+    facts = json.loads(path.read_text())
+    for key in ("sliding_window", "score_scale", "attention", "qk_norm_scope"):
+        del facts["config"]["model"][key]
+    del facts["config"]["description"]
+    path.write_text(json.dumps(facts))
+    other = config(model=dataclasses.replace(config().model, sliding_window=8))
+    with pytest.raises(StateError, match="begun with another model"):
+        train(other, settings(tmp_path), lambda text: None)
+    said: list[str] = []
+    assert not train(config(description="Fables."), settings(tmp_path, stop_after=3), said.append)
+    assert "resuming at step 2 of 30" in said
 
 
 def test_another_corpus_of_the_same_name_is_another_run(tmp_path: Path) -> None:

@@ -1,0 +1,101 @@
+"""The model card: true for any recipe, not for the first one alone."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.config import ModelConfig
+from model.training.card import Sample, describe_model, write_model_card
+from tests.model.configs import ROTARY
+from tests.model.training.test_train import config
+
+TRAINING: dict[str, Any] = {
+    "steps": 30,
+    "tokens": 3840,
+    "epoch_tokens": 100_000,
+    "seconds": 61.0,
+    "precision": "float32",
+    "hardware": "an abacus",
+    "commit": "0123456789abcdef",
+    "final_loss": 3.25,
+    "final_loss_steps": 30,
+    "sources": [
+        {
+            "name": "aesop",
+            "licence": "public domain",
+            "sha256": "ab" * 32,
+            "repeats": 1,
+            "documents": 90,
+            "held_out_documents": 10,
+        }
+    ],
+}
+
+
+def card(tmp_path: Path, training: dict[str, Any] | None = None, **changes: object) -> str:
+    samples = [Sample(prompt="The fox", completion=" ran.\nIt ran.")]
+    write_model_card(tmp_path / "card.md", config(**changes), TRAINING | (training or {}), {"aesop": 1.5}, samples)
+    return (tmp_path / "card.md").read_text()
+
+
+def test_it_says_what_the_recipe_says_and_no_more(tmp_path: Path) -> None:
+    assert "stories" not in card(tmp_path)
+    text = card(tmp_path, description="It knows fables.")
+    assert "`kvasir train` in this repository. It knows fables." in " ".join(text.split())
+    assert "(3,840 tokens, 0.038 of an epoch)" in text
+    assert "an abacus: 61.0 seconds." in text
+    assert "the mean of the last 30 steps: 3.2500 nats a token" in text
+    assert "> **The fox** ran.\n> It ran." in text
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"seconds": 4448.1}, "an abacus: 74 minutes."),
+        ({"seconds": 119.0}, "an abacus: 119.0 seconds."),
+        ({"seconds": 36_000.0}, "an abacus: 10 hours."),
+        ({"tokens": 15_600_000, "epoch_tokens": 4_100_000}, "(15.6 million tokens, 3.8 epochs)"),
+        ({"final_loss_steps": 1}, "at the end, its only step: 3.2500"),
+    ],
+)
+def test_units_fit_what_was_measured(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    assert said in card(tmp_path, change)
+
+
+def test_what_a_run_has_not_is_not_spoken_of(tmp_path: Path) -> None:
+    path = tmp_path / "card.md"
+    sources = [TRAINING["sources"][0] | {"held_out_documents": 0}]
+    write_model_card(path, config(), TRAINING | {"sources": sources}, {}, [])
+    text = path.read_text()
+    assert "## Data" in text
+    assert "## Recipe" in text
+    for absent in ("Held-out", "held-out", "## Samples", "Temperature"):
+        assert absent not in text
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_kv_heads": 4}, "4 attention heads of 8"),
+        ({"num_kv_heads": 2}, "4 query and 2 key/value heads of 8"),
+        ({"num_kv_heads": 1}, "4 query and 1 key/value head of 8"),
+        ({"num_heads": 1, "num_kv_heads": 1}, "one attention head of 8"),
+        ({"attention": "average", "position": "none", "qk_norm": False}, "averages of all that came before"),
+        ({"position": "none"}, "no positions"),
+        ({"position": "alibi"}, "linear position biases"),
+        ({"rotary_dim": 4}, "rotary positions in 4 of 8 dimensions"),
+        ({"rope_scaling": {"kind": "linear", "factor": 2.0}}, "rotary positions (linear scaling)"),
+        ({"sliding_window": 16, "global_layers": [1]}, "a sliding window of 16 but in layers 1"),
+        ({"qk_norm": True}, "normalised queries and keys"),
+        ({"norm_placement": "post"}, "RMSNorm after each half of a block"),
+    ],
+)
+def test_the_architecture_is_named_by_its_choices(change: dict[str, Any], said: str) -> None:
+    assert said in describe_model(ModelConfig.from_dict({**ROTARY, **change}))
+
+
+def test_a_description_is_a_text() -> None:
+    with pytest.raises(ValueError, match="description must be a text"):
+        dataclasses.replace(config(), description=3)  # type: ignore[arg-type]

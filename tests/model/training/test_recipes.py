@@ -1,0 +1,58 @@
+"""Recipes that extend others: what is replaced, what stays, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from model.training.config import load_train_config
+
+CONFIGS = Path(__file__).parents[3] / "model" / "training" / "configs"
+STORIES = CONFIGS / "stories.toml"
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_a_recipe_replaces_what_it_says_and_keeps_the_rest(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "parent.toml", STORIES.read_text())
+    child = write(
+        tmp_path / "b" / "child.toml",
+        'extends = "../a/parent.toml"\nname = "child"\nsteps = 5000\n[model]\nnum_kv_heads = 8\n',
+    )
+    parent, made = load_train_config(tmp_path / "a" / "parent.toml"), load_train_config(child)
+    assert (made.name, made.steps, made.model.num_kv_heads) == ("child", 5000, 8)
+    assert (made.seed, made.model.num_heads, made.sample_prompts) == (parent.seed, 8, parent.sample_prompts)
+    # A source's path starts at the file it stands in, not at the one that extends it.
+    assert [s.path.resolve() for s in made.sources] == [s.path.resolve() for s in parent.sources]
+
+
+def test_a_list_of_sources_replaces_the_other(tmp_path: Path) -> None:
+    write(tmp_path / "parent.toml", STORIES.read_text())
+    source = '[[sources]]\nname = "own"\npath = "own.txt"\nrepeats = 1\nheld_out = 0.1\nlicence = "mine"\n'
+    child = write(tmp_path / "sub" / "child.toml", f'extends = "../parent.toml"\n{source}')
+    (made,) = load_train_config(child).sources
+    assert (made.name, made.path) == ("own", tmp_path / "sub" / "own.txt")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('extends = "child.toml"', "this recipe extends itself"),
+        ('extends = "other.toml"', "child.toml: this recipe extends itself"),
+        ('extends = "none.toml"', "none.toml: No such file"),
+        ("extends = 3", "child.toml: extends must be the path of a recipe"),
+        ('extends = "parent.toml"\nmodel = 3', "child.toml: model must be a table"),
+        ('extends = "parent.toml"\n[model]\ncolour = 3', "child.toml: unknown model config keys: colour"),
+        ('extends = "parent.toml"\n[[sources]]\nname = "x"', "child.toml: a source is missing 'path'"),
+        ('extends = "parent.toml"\nsources = [3]', "child.toml: sources must be tables"),
+        ('extends = "parent.toml"\ncolour = 3', "child.toml: unknown keys: colour"),
+    ],
+)
+def test_what_cannot_be_extended_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    write(tmp_path / "parent.toml", STORIES.read_text())
+    write(tmp_path / "other.toml", 'extends = "child.toml"')
+    with pytest.raises(ValueError, match=message):
+        load_train_config(write(tmp_path / "child.toml", text))
