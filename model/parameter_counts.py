@@ -171,7 +171,7 @@ def _embedding_rows(config: ModelConfig) -> Iterator[_Row]:
     formulas = {
         PositionKind.LEARNED: at.n * at.d,
         PositionKind.RELATIVE_BIAS: at.b * at.h,  # Raffel et al. 2020, arXiv 1910.10683: one table for all layers
-        PositionKind.DISENTANGLED: 2 * at.r * at.d,  # He et al. 2020, arXiv 2006.03654: likewise
+        PositionKind.DISENTANGLED: at.r * at.d,  # He et al. 2020, arXiv 2006.03654: likewise
     }
     note = _UNTRAINED_POSITIONS.get(config.position, "")
     yield _Row("embedding", "positions", formulas.get(config.position), note=note, once=True)
