@@ -16,6 +16,19 @@ from model.attention.form import visible
 
 
 @dataclass(frozen=True, kw_only=True)
+class DecodeView:
+    """What the sequences that compute one token see of the cache: S slots each, from the first block in the window.
+
+    block_tables_BN: the blocks that hold those slots. distances_B1S: int64, how far the new token is from each slot's
+    position, negative behind the context. mask_B1S: additive float32, 0 where it sees, else -inf.
+    """
+
+    block_tables_BN: Tensor
+    distances_B1S: Tensor
+    mask_B1S: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
     """One step's batch. Sequence b owns the packed tokens `query_starts[b] : query_starts[b + 1]`, which are the
     last `query_lengths[b]` of its `context_lengths[b]` positions (this step's tokens included).
@@ -59,32 +72,32 @@ class AttentionMetadata:
         """The sequences that compute exactly one token: the shape that batched kernels like."""
         return tuple(row for row, length in enumerate(self.query_lengths) if length == 1)
 
-    @functools.cached_property
-    def decode_distances_B1S(self) -> Tensor:
-        """int64: how far the new token of each of the `decode_rows` is from each position; negative behind its context.
-
-        S is their longest context. Computed once a step, used by every layer.
-        """
-        lengths = [self.context_lengths[row] for row in self.decode_rows]
-        lengths_B = torch.tensor(lengths, device=self.positions_T.device)
-        columns_S = torch.arange(max(lengths), device=self.positions_T.device)
-        return (lengths_B[:, None] - 1 - columns_S)[:, None]
-
-    def decode_mask(self, window: int | None) -> Tensor:
-        """Additive float32 B1S mask of the `decode_rows`: 0 where the window (None: the context) is, else -inf.
-
-        Computed once a step for each window.
-        """
-        if window not in self._decode_masks:
-            distances_B1S = self.decode_distances_B1S
-            hidden_B1S = ~visible(distances_B1S, window)
-            zeros_B1S = torch.zeros(distances_B1S.shape, device=distances_B1S.device)
-            self._decode_masks[window] = zeros_B1S.masked_fill_(hidden_B1S, -torch.inf)
-        return self._decode_masks[window]
+    def decode_view(self, window: int | None, block_size: int) -> "DecodeView":
+        """What the new tokens of the `decode_rows` see of the cache. Made once a step for each window."""
+        if window not in self._decode_views:
+            self._decode_views[window] = self._make_decode_view(window, block_size)
+        return self._decode_views[window]
 
     @functools.cached_property
-    def _decode_masks(self) -> dict[int | None, Tensor]:
+    def _decode_views(self) -> "dict[int | None, DecodeView]":
         return {}
+
+    def _make_decode_view(self, window: int | None, block_size: int) -> "DecodeView":
+        assert self.block_tables_BN is not None
+        device = self.positions_T.device
+        lengths = [self.context_lengths[row] for row in self.decode_rows]
+        firsts = [0 if window is None else max(0, length - window) // block_size for length in lengths]
+        width = max(length - first * block_size for length, first in zip(lengths, firsts, strict=True))
+        blocks = torch.tensor(firsts, device=device)[:, None] + torch.arange(-(-width // block_size), device=device)
+        tables_BN = self.block_tables_BN if self.is_decode else self.block_tables_BN[list(self.decode_rows)]
+        # Rows that need fewer blocks than the longest read any valid one; the mask hides it.
+        tables_BN = tables_BN.gather(1, blocks.clamp(max=tables_BN.shape[1] - 1))
+        lasts = [length - 1 - first * block_size for length, first in zip(lengths, firsts, strict=True)]
+        distances_BS = torch.tensor(lasts, device=device)[:, None] - torch.arange(width, device=device)
+        mask_BS = torch.zeros(distances_BS.shape, device=device).masked_fill_(
+            ~visible(distances_BS, window), -torch.inf
+        )
+        return DecodeView(block_tables_BN=tables_BN, distances_B1S=distances_BS[:, None], mask_B1S=mask_BS[:, None])
 
     @property
     def is_decode(self) -> bool:

@@ -2,9 +2,9 @@
 
 Flash attention: Dao et al. 2022 (arXiv 2205.14135): the same sums in tiles, so that the scores are never stored.
 Sequences that compute one token (decode) are attended together over padded copies of their blocks; the others
-(prompt chunks) one by one. Grouped heads are never copied: a key/value head becomes a batch entry whose
-`H / K` query heads see the same keys through a stride of 0. A plain causal mask is the kernel's own; a window or a
-bias is handed to it as a mask.
+(prompt chunks) one by one. Where a layer has a window, only the blocks in it are read. Grouped heads are never copied:
+a key/value head becomes a batch entry whose `H / K` query heads see the same keys through a stride of 0. A plain
+causal mask is the kernel's own; a window or a bias is handed to it as a mask.
 
 Legend: T packed tokens, B sequences, Q query tokens of one sequence, S context, H query heads, K key/value heads,
 G = H / K query heads per group, D head dimension.
@@ -70,18 +70,14 @@ def _attend_uncached(
 
 def _attend_decode(q_BHD: Tensor, form: AttentionForm, metadata: AttentionMetadata, kv_cache: KVCache) -> Tensor:
     """The one new token of each of the `decode_rows`, over its padded, masked context. Returns BHD."""
-    assert metadata.block_tables_BN is not None
-    longest = metadata.decode_distances_B1S.shape[-1]
-    num_blocks = -(-longest // kv_cache.block_size)
-    tables_BN = metadata.block_tables_BN[:, :num_blocks]
-    if not metadata.is_decode:
-        tables_BN = tables_BN[list(metadata.decode_rows)]
-    k_BSKD, v_BSKD = (x[:, :longest] for x in kv_cache.gather(form.layer, tables_BN))
+    view = metadata.decode_view(form.window, kv_cache.block_size)
+    num_slots = view.mask_B1S.shape[-1]
+    k_BSKD, v_BSKD = (x[:, :num_slots] for x in kv_cache.gather(form.layer, view.block_tables_BN))
     # The G query heads of a group stand where query tokens would: they see the same keys.
     q_BKGD = torch.unflatten(q_BHD, 1, (k_BSKD.shape[2], -1))
-    mask_BXXS = metadata.decode_mask(form.window)[:, None].to(v_BSKD.dtype)
+    mask_BXXS = view.mask_B1S[:, None].to(v_BSKD.dtype)
     if form.bias is not None:
-        bias_BHS = form.bias(q_BHD[:, None], k_BSKD, metadata.decode_distances_B1S)[:, :, 0]
+        bias_BHS = form.bias(q_BHD[:, None], k_BSKD, view.distances_B1S)[:, :, 0]
         mask_BXXS = mask_BXXS + torch.unflatten(bias_BHS, 1, q_BKGD.shape[1:3]).to(v_BSKD.dtype)
     return _fused(q_BKGD, k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2), form, mask_BXXS).flatten(1, 2)
 
@@ -91,10 +87,13 @@ def _attend_chunk(
 ) -> Tensor:
     """A prompt chunk of sequence `row` over its cached past and itself. Returns QHD."""
     assert metadata.block_tables_BN is not None
-    context_length = metadata.context_lengths[row]
+    context_length, first = metadata.context_lengths[row], 0
+    if form.window is not None:  # the first block that the first query sees
+        first = max(0, context_length - len(q_QHD) + 1 - form.window) // kv_cache.block_size
     num_blocks = -(-context_length // kv_cache.block_size)
-    k_1SKD, v_1SKD = kv_cache.gather(form.layer, metadata.block_tables_BN[row : row + 1, :num_blocks])
-    return _causal(q_QHD, k_1SKD[0, :context_length], v_1SKD[0, :context_length], form)
+    k_1SKD, v_1SKD = kv_cache.gather(form.layer, metadata.block_tables_BN[row : row + 1, first:num_blocks])
+    num_slots = context_length - first * kv_cache.block_size
+    return _causal(q_QHD, k_1SKD[0, :num_slots], v_1SKD[0, :num_slots], form)
 
 
 def _causal(q_QHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, form: AttentionForm) -> Tensor:

@@ -7,7 +7,7 @@ Legend: T tokens of one sequence, S the same tokens as context, H query heads, K
 """
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from model.attention.eager import attention_weights
 from model.attention.form import AttentionForm
 from model.attention.metadata import AttentionMetadata
 from model.kv_cache import KVCache
-from model.transformer import Transformer
+from model.transformer import Block, Transformer
 
 
 class _Recorded(Exception):
@@ -64,7 +64,7 @@ def weights_of_layer(model: Transformer, token_ids: Sequence[int], *, layer: int
         raise ValueError(f"token ids from {min(token_ids)} to {max(token_ids)}; the vocabulary has {config.vocab_size}")
     device = model.token_embedding.weight.device
     metadata = AttentionMetadata.uncached((len(token_ids),), device)
-    attention = model.layers[layer].attention
+    attention = cast(Block, model.layers[layer]).attention
     backend, attention.backend = attention.backend, _RecordingAttention()
     try:
         model(torch.tensor(token_ids, device=device), metadata, None)

@@ -91,6 +91,31 @@ def test_padding_blocks_do_not_matter() -> None:
         torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("num_queries", [1, 3])
+def test_blocks_behind_the_window_are_not_read(num_queries: int) -> None:
+    """They hold NaN here, which no weight of 0 would make good."""
+    context_length, window = 30, 5
+    config = VARIANTS["rotary-gqa"]
+    cache = KVCache(config, num_blocks=8, block_size=BLOCK_SIZE, dtype=torch.float32, device="cpu")
+    cache.keys_LNPKD.normal_()
+    cache.values_LNPKD.normal_()
+    first_seen = (context_length - num_queries - window + 1) // BLOCK_SIZE
+    cache.keys_LNPKD[:, :first_seen] = cache.values_LNPKD[:, :first_seen] = torch.nan
+    positions = torch.arange(context_length - num_queries, context_length)
+    metadata = AttentionMetadata(
+        query_lengths=(num_queries, 1),
+        context_lengths=(context_length, 2),
+        positions_T=torch.cat((positions, torch.tensor([1]))),
+        slot_mapping_T=torch.cat((positions, torch.tensor([7 * BLOCK_SIZE + 3]))),
+        block_tables_BN=torch.tensor([list(range(8)), [6] * 8]),
+    )
+    q, k, v = (torch.randn(num_queries + 1, heads, 8) for heads in (4, 2, 2))
+    form = AttentionForm(layer=0, scale=1.0, window=window, bias=None)
+    out = ATTENTION_BACKENDS["sdpa"].attend(q, k, v, form=form, metadata=metadata, kv_cache=cache)
+    assert first_seen == 5 + (num_queries == 1)
+    assert out.isfinite().all()
+
+
 def test_bfloat16_stays_close_to_the_float32_oracle() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(40, heads, 16).bfloat16() for heads in (4, 2, 2))
