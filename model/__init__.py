@@ -13,8 +13,11 @@ transformer    the whole architecture on one page
 kv_cache       the block pool's tensors: write, gather
 sampling       batched, position-seeded sampling
 tokenizer/     text to ids and back: byte-level BPE as a tiktoken.Encoding, or the tokenizers library; StreamDecoder
-manifest       a checkpoint directory's facts and hashes, torch-free
-checkpoint     a checkpoint directory's tensors
+manifest       the door to a checkpoint directory of either kind, verified before anything is loaded, torch-free
+checkpoint_files  JSON, safetensors headers, hashes; CheckpointError
+families/      other people's checkpoints: config map and name map of each Hugging Face family, torch-free
+weights        tensors from files into their final place, never a second copy
+checkpoint     a directory as a model, a model as a directory
 formula        closed formulas that know their value
 parameter_counts  parameters of each part, by formula and from the tensors' shapes, torch-free
 generate       generation without a cache: the slow twin

@@ -1,4 +1,4 @@
-"""A checkpoint directory's tensors: safetensors in, safetensors out, strict, never pickle."""
+"""A checkpoint directory as a model, and a model as a checkpoint directory: safetensors, strict, never pickle."""
 
 import json
 import os
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from model.attention.interface import AttentionBackend
@@ -15,6 +14,7 @@ from model.manifest import CONFIG_FILE, MANIFEST_FILE, CheckpointError, Manifest
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.native import save_native
 from model.transformer import Transformer
+from model.weights import read_weights
 
 MAX_SHARD_BYTES = 15 * 2**20
 
@@ -24,26 +24,14 @@ def load_model(
 ) -> Transformer:
     """The model on its device, in `dtype`, ready to infer.
 
-    Tensors are converted and moved one by one, so that there is never a second copy of the whole.
+    Tensors are read, converted and moved slice by slice, so that there is never a second copy, see `model.weights`.
 
     Raises:
         CheckpointError: a tensor cannot be read, or the set of tensors is not the config's.
     """
     with torch.device("meta"):
         model = Transformer(manifest.config, attention)
-    expected = manifest.config.parameter_shapes()
-    tensors: dict[str, torch.Tensor] = {}
-    for path in manifest.weight_files:
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    tensors[name] = file.get_tensor(name).to(device=device, dtype=dtype)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: {error}") from error
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if shapes != expected:
-        wrong = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
-        raise CheckpointError(f"{manifest.directory}: tensors do not fit {CONFIG_FILE}, {wrong[0]} first")
+    tensors = read_weights(manifest.place_tensors(), manifest.config, device=device, dtype=dtype)
     model.load_state_dict(tensors, strict=True, assign=True)
     # What is left are constants, such as rotary frequencies, which were made on the CPU.
     return model.to(device).eval().requires_grad_(False)

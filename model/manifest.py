@@ -1,45 +1,67 @@
-"""A checkpoint directory's facts, read and verified without torch.
+"""The door to a checkpoint directory of either kind, read and verified without torch.
+
+Ours:
 
     config.json               the ModelConfig
     model-00001-of-0000N.safetensors   the tensors
-    tokenizer.tiktoken, tokenizer_spec.json
+    tokenizer.tiktoken, tokenizer_spec.json, or another tokenizer that `load_tokenizer` knows
     manifest.json             size and SHA-256 of every file above, and how the model came to be
     MODEL_CARD.md             for people; not hashed
+
+Hugging Face's, of a family in `model.families`: config.json with a `model_type`, model.safetensors or
+model.safetensors.index.json and its shards, the tokenizer's files, generation_config.json.
 
 Everything is checked before a tensor is loaded: a damaged directory ends in one line that says which file is wrong
 and what to do.
 """
 
-import hashlib
 import json
-import struct
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from model.checkpoint_files import CheckpointError, check_plain_name, file_digest, read_json
 from model.config import ModelConfig
+from model.families.directory import find_weight_files
+from model.families.family import Family
+from model.families.placement import Placement, place_tensors
+from model.families.table import read_family_config
+from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import TokenizerError
-from model.tokenizer.native import RANKS_FILE, SPEC_FILE, load_native
+from model.tokenizer.native import RANKS_FILE, SPEC_FILE
+
+__all__ = [
+    "CONFIG_FILE",
+    "MANIFEST_FILE",
+    "CheckpointError",
+    "Manifest",
+    "file_digest",
+    "read_manifest",
+    "write_manifest",
+]
 
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "manifest.json"
 FORMAT = "kvasir-checkpoint-1"
-_SAFETENSORS_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be used. The message is one line: the file, what is wrong, what to do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """A checkpoint's directory, name, architecture, files (name -> size and SHA-256) and provenance."""
+    """A checkpoint's directory, name, architecture, files (name -> size and SHA-256) and provenance.
+
+    family: whose names and layouts the tensors have; None is our own format.
+    files: a Hugging Face directory states no hashes: there the SHA-256 is "", and only the weights are listed.
+    index: tensor -> file, as an index file says; empty where there is none.
+    """
 
     directory: Path
     name: str
     config: ModelConfig
     files: dict[str, tuple[int, str]]
     training: dict[str, Any]
+    family: Family | None = None
+    index: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def weight_files(self) -> list[Path]:
@@ -51,65 +73,75 @@ class Manifest:
         """Bytes of the weight files."""
         return sum(size for name, (size, _) in self.files.items() if name.endswith(".safetensors"))
 
+    @property
+    def created_seconds(self) -> int:
+        """When the checkpoint was written here, seconds since 1970."""
+        path = self.directory / (MANIFEST_FILE if self.family is None else CONFIG_FILE)
+        return int(path.stat().st_mtime)
+
     def verify(self) -> None:
-        """Check every file's presence, size and hash, and every tensor's name and shape against the config.
+        """Check every file's presence, size and hash, the tokenizer, and every tensor's name, shape and dtype.
 
         Raises:
             CheckpointError: the first thing that is wrong.
         """
         for name, (size, digest) in self.files.items():
-            path = self.directory / name
-            if not path.is_file():
-                raise CheckpointError(f"{path}: missing; restore the file or train again")
-            if path.stat().st_size != size:
-                actual = path.stat().st_size
-                raise CheckpointError(f"{path}: {actual} bytes, {size} expected; the copy is incomplete, copy it again")
-            try:
-                actual_digest = file_digest(path)
-            except OSError as error:
-                raise CheckpointError(f"{path}: {error.strerror}; let this user read it") from error
-            if actual_digest != digest.lower():
-                raise CheckpointError(
-                    f"{path}: SHA-256 differs from {MANIFEST_FILE}; the file is damaged, copy it again"
-                )
+            _check_file(self.directory / name, size, digest)
+        self.place_tensors()
         try:
-            vocab_size = load_native(self.directory).vocab_size
+            vocab_size = load_tokenizer(self.directory).vocab_size
         except TokenizerError as error:
-            raise CheckpointError(f"{self.directory}: {error}") from error
+            raise CheckpointError(str(error)) from error
         if vocab_size > self.config.vocab_size:
-            sizes = f"{vocab_size} tokens, the model's vocab_size is {self.config.vocab_size}"
-            raise CheckpointError(f"{self.directory / RANKS_FILE}: {sizes}; they are not of one model")
-        expected = self.config.parameter_shapes()
-        found: dict[str, Path] = {}
-        for path in self.weight_files:
-            for name, shape in read_shapes(path).items():
-                if name not in expected:
-                    raise CheckpointError(
-                        f"{path}: tensor {name} is not part of the model that {CONFIG_FILE} describes"
-                    )
-                if shape != expected[name]:
-                    raise CheckpointError(
-                        f"{path}: tensor {name} has shape {shape}, {CONFIG_FILE} asks for {expected[name]}"
-                    )
-                if name in found:
-                    raise CheckpointError(f"{path}: tensor {name} stands in {found[name].name} too")
-                found[name] = path
-        if missing := [name for name in expected if name not in found]:
             raise CheckpointError(
-                f"{self.directory}: tensor {missing[0]} is in no safetensors file ({len(missing)} missing)"
+                f"{self.directory}: the tokenizer has {vocab_size} tokens, the model's vocab_size is "
+                f"{self.config.vocab_size}, so some have no embedding; use the tokenizer the model was trained with"
             )
+
+    def place_tensors(self) -> dict[str, Placement]:
+        """For each tensor of the model, what fills it, from the files' headers.
+
+        Raises:
+            CheckpointError: a file is damaged, or the tensors are not those of the config.
+        """
+        return place_tensors(self.config, self.family, self.weight_files, self.index)
 
 
 def read_manifest(directory: Path | str) -> Manifest:
-    """Read config.json and manifest.json; `Manifest.verify` checks the rest.
+    """Read what describes a checkpoint: manifest.json and config.json; `Manifest.verify` checks the rest.
 
     Raises:
-        CheckpointError: the directory or a file is missing, not JSON, or names files outside the directory.
+        CheckpointError: the directory or a file is missing, not JSON, names files outside the directory, or describes a
+            model we cannot compute.
     """
     directory = Path(directory)
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory; --checkpoint wants a checkpoint directory")
-    values = _read_json(directory / MANIFEST_FILE)
+    if not (directory / MANIFEST_FILE).exists() and (directory / CONFIG_FILE).is_file():
+        values = read_json(directory / CONFIG_FILE)
+        if "model_type" in values or "architectures" in values:
+            return _read_hugging_face(directory, values)
+    elif not (directory / MANIFEST_FILE).exists():
+        find_weight_files(directory)  # a pickle alone has its own message
+    return _read_native(directory)
+
+
+def _read_hugging_face(directory: Path, values: dict[str, Any]) -> Manifest:
+    family, config = read_family_config(directory / CONFIG_FILE, values)
+    weights = find_weight_files(directory)
+    return Manifest(
+        directory=directory,
+        name=_name_of(directory),
+        config=config,
+        files={name: (_size_of(directory / name), "") for name in weights.names},
+        training={},
+        family=family,
+        index=weights.index,
+    )
+
+
+def _read_native(directory: Path) -> Manifest:
+    values = read_json(directory / MANIFEST_FILE)
     if values.get("format") != FORMAT:
         raise CheckpointError(f"{directory / MANIFEST_FILE}: format {values.get('format')!r}, {FORMAT!r} expected")
     try:
@@ -120,13 +152,11 @@ def read_manifest(directory: Path | str) -> Manifest:
     if not name.strip() or not name.isprintable():
         raise CheckpointError(f"{directory / MANIFEST_FILE}: the name {name!r} cannot be shown")
     for file_name in files:
-        if Path(file_name).name != file_name or file_name in (".", "..") or len(file_name) > 255:
-            raise CheckpointError(f"{directory / MANIFEST_FILE}: {file_name!r} is not a plain file name")
-    for required in (CONFIG_FILE, RANKS_FILE, SPEC_FILE):
-        if required not in files:
-            raise CheckpointError(f"{directory / MANIFEST_FILE}: {required} is not listed")
+        check_plain_name(directory / MANIFEST_FILE, file_name)
+    if CONFIG_FILE not in files:
+        raise CheckpointError(f"{directory / MANIFEST_FILE}: {CONFIG_FILE} is not listed")
     try:
-        config = ModelConfig.from_dict(_read_json(directory / CONFIG_FILE))
+        config = ModelConfig.from_dict(read_json(directory / CONFIG_FILE))
     except CheckpointError:
         raise
     except (ValueError, OverflowError) as error:
@@ -134,9 +164,11 @@ def read_manifest(directory: Path | str) -> Manifest:
     return Manifest(directory=directory, name=name, config=config, files=files, training=training)
 
 
-def write_manifest(directory: Path, *, name: str, training: dict[str, Any]) -> None:
+def write_manifest(
+    directory: Path, *, name: str, training: dict[str, Any], tokenizer_files: tuple[str, ...] = (RANKS_FILE, SPEC_FILE)
+) -> None:
     """Hash what stands in the directory and write manifest.json beside it, last and atomically."""
-    names = [CONFIG_FILE, RANKS_FILE, SPEC_FILE, *sorted(path.name for path in directory.glob("*.safetensors"))]
+    names = [CONFIG_FILE, *tokenizer_files, *sorted(path.name for path in directory.glob("*.safetensors"))]
     files = {n: {"bytes": (directory / n).stat().st_size, "sha256": file_digest(directory / n)} for n in names}
     values = {"format": FORMAT, "name": name, "files": files, "training": training}
     partial = directory / (MANIFEST_FILE + ".partial")
@@ -144,55 +176,34 @@ def write_manifest(directory: Path, *, name: str, training: dict[str, Any]) -> N
     partial.replace(directory / MANIFEST_FILE)
 
 
-def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Tensor names and shapes from a safetensors header: 8 bytes of length, then JSON.
-
-    Raises:
-        CheckpointError: the header is malformed, a dtype is unknown, or the data is not as long as promised.
-    """
+def _check_file(path: Path, size: int, digest: str) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing; restore the file or train again")
+    if path.stat().st_size != size:
+        actual = path.stat().st_size
+        raise CheckpointError(f"{path}: {actual} bytes, {size} expected; the copy is incomplete, copy it again")
+    if not digest:
+        return
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > path.stat().st_size:
-                raise CheckpointError(f"{path}: not a safetensors file")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        shapes = {}
-        end = 0
-        for name, entry in header.items():
-            if entry["dtype"] not in _SAFETENSORS_BYTES:
-                known = ", ".join(_SAFETENSORS_BYTES)
-                raise CheckpointError(f"{path}: tensor {name} is {entry['dtype']}, one of {known} expected")
-            shapes[name] = tuple(int(size) for size in entry["shape"])
-            end = max(end, int(entry["data_offsets"][1]))
-    except CheckpointError:
-        raise
+        actual_digest = file_digest(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: not a safetensors file") from error
-    if path.stat().st_size != 8 + length + end:
-        raise CheckpointError(f"{path}: truncated or padded; copy it again")
-    return shapes
+        raise CheckpointError(f"{path}: {error.strerror}; let this user read it") from error
+    if actual_digest != digest.lower():
+        raise CheckpointError(f"{path}: SHA-256 differs from {MANIFEST_FILE}; the file is damaged, copy it again")
 
 
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _read_json(path: Path) -> dict[str, Any]:
+def _size_of(path: Path) -> int:
     try:
-        values = json.loads(path.read_text())
+        return path.stat().st_size
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; is this a checkpoint directory?") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: a JSON object expected")
-    return values
+        raise CheckpointError(f"{path}: {error.strerror}; let this user read it") from error
+
+
+def _name_of(directory: Path) -> str:
+    """The directory's name; in the cache of the Hugging Face hub (models--owner--name/snapshots/hash), the model's."""
+    directory = directory.absolute()
+    repository = directory.parent.parent.name
+    if directory.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.rpartition("--")[2]
+    name = directory.resolve().name
+    return name if name.strip() and name.isprintable() else "model"

@@ -71,7 +71,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self.model_name = settings.model_name or manifest.name
         self._card = responses.ModelCard(
             id=self.model_name,
-            created=int((manifest.directory / "manifest.json").stat().st_mtime),
+            created=manifest.created_seconds,
             owned_by="kvasir",
             max_model_len=manifest.config.max_context_length,
         )

@@ -37,7 +37,9 @@ def main(argv: Sequence[str]) -> int:
             "parameters": list(_parameter_rows(manifest.config)),
             "memory": list(_memory_rows(manifest.config)),
             "tokens": list(_token_rows(manifest)),
-            "files, all hashes correct": list(_file_rows(manifest)),
+            "files, all hashes correct" if manifest.family is None else "files, no hashes known": list(
+                _file_rows(manifest)
+            ),
             "training": list(_flat(manifest.training)),
         }
     except (SettingsError, CheckpointError, TokenizerError, GenerationConfigError) as error:
@@ -107,7 +109,7 @@ def _token_rows(manifest: Manifest) -> Rows:
 
 def _file_rows(manifest: Manifest) -> Rows:
     for name, (size, digest) in manifest.files.items():
-        yield name, f"{size:>13,} bytes  SHA-256 {digest[:16]}…"
+        yield name, f"{size:>13,} bytes" + (f"  SHA-256 {digest[:16]}…" if digest else "")
 
 
 def _flat(values: Mapping[str, Any]) -> Rows:

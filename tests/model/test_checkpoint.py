@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from model.attention.interface import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint import load_model, save_checkpoint
-from model.manifest import MANIFEST_FILE, CheckpointError, read_manifest, read_shapes, write_manifest
+from model.checkpoint_files import read_headers
+from model.manifest import MANIFEST_FILE, CheckpointError, read_manifest, write_manifest
 from model.tokenizer.native import RANKS_FILE, save_native
 from model.training.bpe import train_bpe
 from tests.model.configs import VARIANTS, build
@@ -205,7 +206,7 @@ def test_headers_of_files_that_are_no_safetensors(tmp_path: Path) -> None:
         path = tmp_path / f"{number}.safetensors"
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match=r"not a safetensors file|truncated"):
-            read_shapes(path)
+            read_headers(path)
 
 
 def test_saving_refuses_tensors_that_do_not_fit(directory: Path) -> None:

@@ -1,0 +1,136 @@
+"""Which tensor of which file fills which of ours: found from headers alone, and refused before anything is loaded."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.checkpoint_files import CheckpointError, TensorHeader, read_headers
+from model.config import ModelConfig
+from model.families.family import Family, Layout, Part, sources
+
+_CHUNK_BYTES = 2**24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """One of our tensors: its shape, and the tensors that fill it, in order."""
+
+    shape: tuple[int, ...]
+    layout: Layout
+    parts: tuple[TensorHeader, ...]
+
+
+def place_tensors(
+    config: ModelConfig, family: Family | None, files: Iterable[Path], index: Mapping[str, str]
+) -> dict[str, Placement]:
+    """Find every tensor that the config asks for, and nothing else; `family` None is our own format.
+
+    Raises:
+        CheckpointError: a tensor is missing, misshapen, of a dtype that is no weight's, extra or there twice; a file is
+            damaged; the index is not of these files; a tied head differs from its embedding.
+    """
+    found = _find(family, files, index)
+    directory = next((header.path.parent for header in found.values()), Path())
+    placements: dict[str, Placement] = {}
+    wanted = sources(config, family)
+    missing = [part.name for source in wanted.values() for part in source.parts if part.name not in found]
+    shapes = config.parameter_shapes()
+    for name, source in wanted.items():
+        parts = [found.pop(part.name) for part in source.parts if part.name in found]
+        for part, header in zip([p for p in source.parts if p.name not in missing], parts, strict=True):
+            _check(part, header)
+        placements[name] = Placement(shape=shapes[name], layout=source.layout, parts=tuple(parts))
+    if family is not None and config.tie_embeddings:
+        _drop_tied_head(family, found, placements["token_embedding.weight"])
+    if extra := [header for header in found.values() if not _is_ignored(family, header.name)]:
+        raise CheckpointError(
+            f"{extra[0].path}: tensor {extra[0].name} is not part of the model that config.json describes "
+            f"({len(extra)} extra); use the config it was saved with"
+        )
+    if missing:
+        raise CheckpointError(
+            f"{directory}: tensor {_full_name(family, missing[0])} is in no safetensors file "
+            f"({len(missing)} missing); copy all shards, or use the config they were saved with"
+        )
+    return placements
+
+
+def _find(family: Family | None, files: Iterable[Path], index: Mapping[str, str]) -> dict[str, TensorHeader]:
+    """All tensors of all files, under their names without the family's prefix."""
+    found: dict[str, TensorHeader] = {}
+    in_files: dict[str, str] = {}
+    for path in files:
+        for name, header in read_headers(path).items():
+            short = _short_name(family, name)
+            if short in found:
+                raise CheckpointError(
+                    f"{path}: tensor {name} stands in {found[short].path.name} too; remove the file that is out of date"
+                )
+            found[short] = header
+            in_files[name] = path.name
+    for name, file_name in index.items():
+        if in_files.get(name) != file_name:
+            where = f"in {in_files[name]}" if name in in_files else "nowhere"
+            raise CheckpointError(
+                f"{next(iter(files)).parent / file_name}: tensor {name} is {where}, the index says it is here; "
+                "download index and shards together"
+            )
+    return found
+
+
+def _short_name(family: Family | None, name: str) -> str:
+    if family is None:
+        return name
+    short = name.removeprefix(family.prefix)
+    return family.aliases.get(short, short)
+
+
+def _full_name(family: Family | None, name: str) -> str:
+    """As files have it: the head stands beside the bare model, all else in it."""
+    if family is None or name.startswith(family.names["lm_head"].modules[0] + "."):
+        return name
+    return family.prefix + name
+
+
+def _is_ignored(family: Family | None, name: str) -> bool:
+    short = _short_name(family, name)
+    return family is not None and any(re.fullmatch(pattern, short) for pattern in family.ignored_tensors)
+
+
+def _check(part: Part, header: TensorHeader) -> None:
+    header.check_is_weight()
+    if header.shape != part.shape:
+        raise CheckpointError(
+            f"{header.path}: tensor {header.name} has shape {header.shape}, config.json asks for {part.shape}; "
+            "use the config it was saved with"
+        )
+
+
+def _drop_tied_head(family: Family, found: dict[str, TensorHeader], embedding: Placement) -> None:
+    """A tied head that was saved as well is fine if it says the same as the embedding, to the bit."""
+    head = found.pop(f"{family.names['lm_head'].modules[0]}.weight", None)
+    if head is None or not embedding.parts:
+        return
+    (other,) = embedding.parts
+    if (head.dtype, head.shape) != (other.dtype, other.shape) or not _are_equal(head, other):
+        raise CheckpointError(
+            f"{head.path}: tensor {head.name} differs from {other.name}, and tie_word_embeddings is true; "
+            "if the head is its own, set it to false in config.json"
+        )
+
+
+def _are_equal(first: TensorHeader, second: TensorHeader) -> bool:
+    try:
+        with first.path.open("rb") as one, second.path.open("rb") as other:
+            one.seek(first.begin)
+            other.seek(second.begin)
+            left = first.end - first.begin
+            while left:
+                size = min(left, _CHUNK_BYTES)
+                if one.read(size) != other.read(size):
+                    return False
+                left -= size
+    except OSError as error:
+        raise CheckpointError(f"{first.path}: {error.strerror}; let this user read it") from error
+    return True

@@ -1,0 +1,152 @@
+"""config.json, strictly: every key is used, known to be harmless, or refused by name with what to do about it."""
+
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from model.checkpoint_files import CheckpointError
+from model.kinds import check_number, check_size
+
+T = TypeVar("T")
+
+# What changes neither logits nor their order: training, bookkeeping, heads of other tasks, token ids and sampling
+# defaults (those are read from generation_config.json and the tokenizer's files).
+HARMLESS = frozenset(
+    (
+        *(
+            "_name_or_path",
+            "name_or_path",
+            "_commit_hash",
+            "transformers_version",
+            "_attn_implementation",
+            "model_type",
+        ),
+        *(
+            "_attn_implementation_autoset",
+            "attn_implementation",
+            "use_cache",
+            "initializer_range",
+            "dtype",
+            "torch_dtype",
+        ),
+        *("return_dict", "output_hidden_states", "output_attentions", "torchscript", "use_bfloat16", "tf_legacy_loss"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "unk_token_id"),
+        *("attention_dropout", "hidden_dropout", "classifier_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
+        *("task_specific_params", "finetuning_task", "problem_type", "num_labels", "id2label", "label2id"),
+        *("is_decoder", "pretraining_tp", "tokenizer_class", "prefix", "gradient_checkpointing", "unsloth_version"),
+        *("unsloth_fixed", "model_max_length", "tie_last_hidden_states", "transformers.js_config"),
+        *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "temperature"),
+        *("diversity_penalty", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences"),
+        *("output_scores", "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id"),
+        *("remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
+        # They say how a product is computed, not which one.
+        *("reorder_and_upcast_attn",),
+    )
+)
+_NOT_COMPUTED = "that is not computed here; use a checkpoint without it"
+# What must have one of these values, unless the family reads it itself; null is always fine.
+MUST_BE: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "is_encoder_decoder": ((False,), "only decoder-only models are served"),
+    "add_cross_attention": ((False,), "only decoder-only models are served"),
+    "cross_attention_hidden_size": ((), "only decoder-only models are served"),
+    "use_bidirectional_attention": ((False,), "only causal models are served"),
+    "quantization_config": ((), "quantized weights are not read; use the checkpoint before its quantization"),
+    "auto_map": ((), "code in a checkpoint is never run; remove the key if the model is plainly of its model_type"),
+    "attention_bias": ((False,), _NOT_COMPUTED),
+    "mlp_bias": ((False,), _NOT_COMPUTED),
+    "sliding_window": ((), _NOT_COMPUTED),
+    "use_sliding_window": ((False,), _NOT_COMPUTED),
+    "scale_attn_by_inverse_layer_idx": ((False,), _NOT_COMPUTED),
+    "attn_logit_softcapping": ((), _NOT_COMPUTED),
+    "final_logit_softcapping": ((), _NOT_COMPUTED),
+    "partial_rotary_factor": ((1.0,), _NOT_COMPUTED),
+    "clip_qkv": ((), _NOT_COMPUTED),
+    "pruned_heads": (({},), _NOT_COMPUTED),
+    "per_layer_config": (({},), _NOT_COMPUTED),
+    "chunk_size_feed_forward": ((0,), _NOT_COMPUTED),
+}
+
+
+class ConfigReader:
+    """The keys of one config.json, each taken once. What is left at the end has to be harmless."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+        self.path = path
+        self._left = dict(values)
+
+    def take(self, name: str) -> Any:
+        """A key's value, which counts as read; None if it is absent or null."""
+        return self._left.pop(name, None)
+
+    def size(self, name: str, default: int) -> int:
+        """A positive integer. Raises CheckpointError."""
+        value = self._left.pop(name, default)
+        self._check(check_size, name, value)
+        return int(value)
+
+    def optional_size(self, name: str, default: int | None) -> int | None:
+        """A positive integer or null. Raises CheckpointError."""
+        value = self._left.pop(name, default)
+        if value is not None:
+            self._check(check_size, name, value)
+        return None if value is None else int(value)
+
+    def number(self, name: str, default: float) -> float:
+        """A positive number. Raises CheckpointError."""
+        value = self._left.pop(name, default)
+        self._check(check_number, name, value)
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """true or false. Raises CheckpointError."""
+        value = self._left.pop(name, default)
+        if not isinstance(value, bool):
+            self.refuse(name, value, "true or false expected")
+        return value
+
+    def choice(self, name: str, default: str, choices: Mapping[str, T]) -> T:
+        """What a word stands for. Raises CheckpointError for one that is not in `choices`."""
+        value = self._left.pop(name, default)
+        if not isinstance(value, str) or value not in choices:
+            self.refuse(name, value, f"supported are {', '.join(choices)}; use a checkpoint with one of these")
+        return choices[value]
+
+    def refuse(self, name: str, value: object, remedy: str) -> NoReturn:
+        """Raises CheckpointError: one line with the file, the key, its value and the remedy."""
+        raise CheckpointError(f"{self.path}: {name}={_short(value)}: {remedy}")
+
+    def finish(self) -> None:
+        """Account for every key that nobody took.
+
+        Raises:
+            CheckpointError: a key is not known, or has a value that asks for what we do not compute.
+        """
+        for name, value in self._left.items():
+            if value is None or name in HARMLESS:
+                continue
+            if name == "layer_types" and isinstance(value, list) and all(kind == "full_attention" for kind in value):
+                continue
+            if name not in MUST_BE:
+                self.refuse(name, value, "not a key known here; remove it if the model computes the same without it")
+            allowed, remedy = MUST_BE[name]
+            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+                self.refuse(name, value, remedy)
+
+    def _check(self, check: Any, name: str, value: object) -> None:
+        try:
+            check(name, value)
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: {_short(str(error), quoted=False)}") from error
+
+
+def _short(value: object, *, quoted: bool = True) -> str:
+    """A value for one line of an error, however large it is."""
+    return _REPR.repr(value) if quoted else str(value)[:200]
+
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 80
+_REPR.maxlist = 8

@@ -1,0 +1,50 @@
+"""Every family there is, by the `model_type` of its config.json."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from model.checkpoint_files import CheckpointError
+from model.config import ModelConfig
+from model.families.family import Family
+from model.families.gemma import GEMMA
+from model.families.gpt2 import GPT2
+from model.families.gpt_neox import GPT_NEOX
+from model.families.llama import LLAMA
+from model.families.mistral import MISTRAL
+from model.families.olmo2 import OLMO2
+from model.families.qwen2 import QWEN2
+from model.families.qwen3 import QWEN3
+from model.families.reader import ConfigReader
+
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX, GEMMA, OLMO2)
+}
+
+
+def read_family_config(path: Path, values: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
+    """The family and the architecture a config.json describes; `path` is for the errors.
+
+    Raises:
+        CheckpointError: the model_type or architecture is not ours, or a key asks for what we do not compute.
+    """
+    family = FAMILIES.get(str(values.get("model_type")))
+    reader = ConfigReader(path, values)
+    supported = f"supported are {', '.join(FAMILIES)}"
+    if family is None:
+        reader.refuse("model_type", values.get("model_type"), f"{supported}; docs/families.md says how to add one")
+    architectures = reader.take("architectures")
+    if architectures is not None:
+        named = architectures if isinstance(architectures, list) else [architectures]
+        if not named or any(name not in family.architectures for name in named):
+            reader.refuse(
+                "architectures", architectures, f"of {family.model_type}, {family.architectures[0]} is served"
+            )
+    try:
+        config = family.read_config(reader)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}; correct the config") from error
+    reader.finish()
+    return family, config

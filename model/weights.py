@@ -1,0 +1,87 @@
+"""Tensors from safetensors files into their final place: mapped, a slice at a time, never a second copy of a tensor.
+
+A mapped page that was read counts as this process's memory until the file is unmapped. So a file is opened anew every
+few dozen MB, and a tensor is copied in slices, each converted to its final dtype on the way.
+
+Legend: H heads, D head dimension, E hidden size.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from model.checkpoint_files import CheckpointError
+from model.config import ModelConfig
+from model.families.family import Layout
+from model.families.placement import Placement
+
+SLICE_BYTES = 2**24
+MAPPED_BYTES = 2**25
+
+
+def read_weights(
+    placements: Mapping[str, Placement], config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Every tensor of the model, on its device and in `dtype`.
+
+    Peak memory: the tensors themselves, and at most MAPPED_BYTES + SLICE_BYTES of the files.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    tensors = {name: torch.empty(place.shape, dtype=dtype, device=device) for name, place in placements.items()}
+    copies: dict[Path, list[tuple[str, Tensor]]] = {}
+    for name, place in placements.items():
+        targets = _targets(tensors[name], place, config)
+        for header, target in zip(place.parts, targets, strict=True):
+            copies.setdefault(header.path, []).append((header.name, target))
+    for path, wanted in copies.items():
+        try:
+            _copy_file(path, wanted)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: {str(error).splitlines()[0]}; copy it again") from error
+    return tensors
+
+
+def _targets(tensor: Tensor, place: Placement, config: ModelConfig) -> Iterator[Tensor]:
+    """For each part, the view of our tensor that it fills: row for row, or rows grouped by head."""
+    match place.layout:
+        case Layout.AS_IS:
+            yield tensor
+        case Layout.TRANSPOSED:
+            yield tensor.t()
+        case Layout.CONCATENATED:
+            yield from tensor.split([header.shape[0] for header in place.parts])
+        case Layout.INTERLEAVED_HEADS:  # ours is q of all heads, then k, then v; a file's is head by head
+            yield tensor.view(3, config.num_heads, config.head_dim, *tensor.shape[1:]).transpose(0, 1)
+
+
+def _copy_file(path: Path, wanted: list[tuple[str, Tensor]]) -> None:
+    """Fill each target from the tensor of that name."""
+    pending = deque((name, *piece) for name, target in wanted for piece in _slices(target))
+    while pending:
+        mapped = 0
+        with safe_open(path, framework="pt", device="cpu") as file:
+            while pending and mapped < MAPPED_BYTES:
+                name, target, start, stop = pending.popleft()
+                rows = file.get_slice(name)[start:stop]
+                target.copy_(rows.reshape(target.shape))
+                mapped += rows.nbytes
+                del rows
+
+
+def _slices(target: Tensor) -> Iterator[tuple[Tensor, int, int]]:
+    """A target cut along its first dimension, with the rows of the file that fill each piece.
+
+    A target of heads (H3DE) takes 3D rows of the file for each head.
+    """
+    rows_each = math.prod(target.shape[1:3]) if target.dim() > 2 else 1
+    step = max(1, SLICE_BYTES * len(target) // max(1, target.nbytes))
+    for first in range(0, len(target), step):
+        piece = target[first : first + step]
+        yield piece, first * rows_each, (first + len(piece)) * rows_each
