@@ -20,6 +20,9 @@ weights        tensors from files into their final place, never a second copy
 checkpoint     a directory as a model, a model as a directory
 formula        closed formulas that know their value
 parameter_counts  parameters of each part, by formula and from the tensors' shapes, torch-free
+chat_template  a conversation as a prompt: a checkpoint's Jinja template, torch-free
+template_sandbox  what such a template may do, and a process that bounds it
+control_marks  what a client says is text, never a control mark
 generate       generation without a cache: the slow twin
 training/      data, bpe, train, evaluate
 """

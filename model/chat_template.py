@@ -1,0 +1,174 @@
+"""How a conversation becomes a prompt: the chat template of a checkpoint directory. Torch-free.
+
+Where it stands, the first of which counts:
+
+    chat_template.jinja                  the template itself
+    additional_chat_templates/NAME.jinja further ones, by name
+    tokenizer_config.json                `chat_template`: a string, or a list of {"name", "template"}
+    chat_template.json                   {"chat_template": …}, as processors once wrote it
+
+Of several the one named `default` is used. The marks that a template may write (`bos_token` and the like) stand in
+tokenizer_config.json and special_tokens_map.json, as strings or as {"content": …}. `model.control_marks` keeps what a
+message says from being taken for one.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from model.template_sandbox import compile_template, render
+
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_DIRECTORY = "additional_chat_templates"
+OLD_TEMPLATE_FILE = "chat_template.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+DEFAULT_NAME = "default"
+MAX_CHARACTERS = 2**23
+
+# For a base model, which knows no roles: the texts as paragraphs, and the answer goes on where the last one ends.
+PLAIN_SOURCE = "{{ bos_token }}{{ messages | map(attribute='content') | join('\\n\\n') }}"
+
+
+class ChatTemplateError(ValueError):
+    """A checkpoint's chat template cannot be used. One line: the file, the thing, the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatTemplate:
+    """A template and what it may refer to.
+
+    source: Jinja.
+    origin: where it was read, for people.
+    special_tokens: `bos_token`, `eos_token` and so on, as the checkpoint's files say; variables of the template.
+    unused: names of further templates of the checkpoint.
+    """
+
+    source: str
+    origin: str
+    special_tokens: Mapping[str, Any] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+
+    def variables(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> dict[str, Any]:
+        """What the template is given. A key that is None is left out of its message, as templates expect."""
+        return {
+            **self.special_tokens,
+            "messages": [{key: value for key, value in m.items() if value is not None} for m in messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The conversation as text, rendered in this process: the sandbox holds, but nothing bounds time and memory.
+
+        Args:
+            messages: `{"role", "content"}` each.
+            add_generation_prompt: end with what begins an assistant's message.
+
+        Raises:
+            TemplateFailure: the template refused or failed; one line.
+        """
+        variables = self.variables(messages, add_generation_prompt=add_generation_prompt)
+        return render(compile_template(self.source), variables, max_characters=MAX_CHARACTERS)
+
+
+def load_chat_template(directory: Path) -> ChatTemplate | None:
+    """The chat template of a checkpoint directory; None where it has none.
+
+    Raises:
+        ChatTemplateError: a file cannot be read, is malformed, or none of several templates is the default.
+    """
+    config = _read_json(directory / TOKENIZER_CONFIG_FILE)
+    found = _from_files(directory)
+    origin = directory / TEMPLATE_FILE
+    for path, values in (
+        (directory / TOKENIZER_CONFIG_FILE, config),
+        (directory / OLD_TEMPLATE_FILE, {} if found else _read_json(directory / OLD_TEMPLATE_FILE)),
+    ):
+        if not found:
+            found, origin = _from_value(path, values.get("chat_template")), path
+    if not found:
+        return None
+    if DEFAULT_NAME not in found:
+        names = ", ".join(sorted(found))
+        raise ChatTemplateError(
+            f"{origin}: templates {names}, none named {DEFAULT_NAME}; name one --chat-template FILE"
+        )
+    return ChatTemplate(
+        source=found[DEFAULT_NAME],
+        origin=str(origin),
+        special_tokens=read_special_tokens(directory),
+        unused=tuple(sorted(set(found) - {DEFAULT_NAME})),
+    )
+
+
+def read_special_tokens(directory: Path) -> dict[str, Any]:
+    """`bos_token`, `eos_token`, … of a checkpoint directory: the text of each mark, as templates call it.
+
+    Raises:
+        ChatTemplateError: a file cannot be read or is not a JSON object.
+    """
+    tokens: dict[str, Any] = {}
+    for name in (SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE):
+        for key, value in _read_json(directory / name).items():
+            content = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(content, str):
+                tokens[key] = content
+    return tokens
+
+
+def _from_files(directory: Path) -> dict[str, str]:
+    """Templates that are files, by name."""
+    paths = {path.stem: path for path in sorted((directory / TEMPLATE_DIRECTORY).glob("*.jinja"))}
+    if (directory / TEMPLATE_FILE).exists():
+        paths[DEFAULT_NAME] = directory / TEMPLATE_FILE
+    return {name: read_text(path) for name, path in paths.items()}
+
+
+def _from_value(path: Path, value: object) -> dict[str, str]:
+    """Templates by name from a `chat_template` entry: none, a string, or a list of named ones."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {DEFAULT_NAME: value}
+    entries: Any = value if isinstance(value, list) else [value]
+    try:
+        found = {entry["name"]: entry["template"] for entry in entries}
+    except (KeyError, TypeError):
+        found = {"": None}
+    if not all(isinstance(text, str) for pair in found.items() for text in pair):
+        raise ChatTemplateError(
+            f'{path}: chat_template must be a string or a list of {{"name", "template"}}; correct it'
+        )
+    return found
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file.
+
+    Raises:
+        ChatTemplateError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ChatTemplateError(f"{path}: {error.strerror}; let this user read it") from error
+    except ValueError as error:
+        raise ChatTemplateError(f"{path}: not UTF-8; save it as UTF-8") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        values = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ChatTemplateError):
+            raise
+        raise ChatTemplateError(f"{path}: not JSON: {error}; mend or remove the file") from error
+    if not isinstance(values, dict):
+        raise ChatTemplateError(f"{path}: a JSON object expected; mend or remove the file")
+    return values

@@ -1,0 +1,93 @@
+"""Nothing a message says is a control mark, and everything it says is text, whatever template surrounds it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.chat_template import ChatTemplate
+from model.control_marks import ControlMarks, ForbiddenText
+from model.tokenizer.byte_level import ByteLevelTokenizer
+from tests.model.chat_templates import TEMPLATES
+
+MARKS = ("<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "[/INST]", "<<SYS>>", "aba")
+FIRST = 256
+CONTENT_ONLY = ChatTemplate(source="{% for m in messages %}{{ m.content | trim }}{% endfor %}", origin="test")
+CHATML = ChatTemplate(source=TEMPLATES["chatml"], origin="test")
+
+
+def make_tokenizer(*marks: str) -> ByteLevelTokenizer:
+    """One token a byte, and the marks."""
+    return ByteLevelTokenizer(
+        pattern=r"\s+|\S+",
+        ranks={bytes([byte]): byte for byte in range(256)},
+        special_tokens={mark: FIRST + number for number, mark in enumerate(marks)},
+        eos_token_ids=(),
+        bos_token_id=None,
+    )
+
+
+TOKENIZER = make_tokenizer(*MARKS)
+CONTROL = ControlMarks(TOKENIZER)
+
+
+def encoded(template: ChatTemplate, *contents: str, control: ControlMarks = CONTROL) -> list[int]:
+    shielded, breaker = control.shield([{"role": "user", "content": content} for content in contents])
+    return control.encode(template.render(shielded), breaker)
+
+
+def test_the_templates_marks_act() -> None:
+    ids = encoded(CHATML, "hi")
+    assert [i for i in ids if i >= FIRST] == [256, 257, 256, 257, 256]
+    assert TOKENIZER.decode(ids) == CHATML.render([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_a_mark_in_a_message_is_text(mark: str) -> None:
+    content = f"what is {mark}?\n{mark}{mark}"
+    ids = encoded(CHATML, content)
+    assert [i for i in ids if i >= FIRST] == [256, 257, 256, 257, 256]
+    assert TOKENIZER.decode(ids) == CHATML.render([{"role": "user", "content": content}])
+
+
+def test_a_mark_that_begins_in_one_message_and_ends_in_the_next_is_text() -> None:
+    for parts in (("<|im_", "end|>"), ("<", "|im_end|", ">"), ("<", "<SYS>>"), ("<< ", "SYS>>"), ("ab", "a", "ba")):
+        ids = encoded(CONTENT_ONLY, *parts)
+        assert max(ids) < FIRST
+        assert bytes(ids).decode() == "".join(part.strip() for part in parts)
+
+
+@given(st.lists(st.lists(st.sampled_from([*MARKS, "<", "<|", "im_end|>", "a", "b", " ", "\ufdd0", "é"])), min_size=1))
+def test_whatever_is_said_stays_text_and_is_all_there(pieces: list[list[str]]) -> None:
+    contents = ["".join(piece) for piece in pieces]
+    ids = encoded(CONTENT_ONLY, *contents)
+    assert max(ids, default=0) < FIRST
+    assert bytes(ids).decode() == "".join(content.strip() for content in contents)
+
+
+@given(st.text())
+def test_a_message_without_marks_is_left_as_it_is(content: str) -> None:
+    messages = [{"role": "user", "content": content.replace("<", "").replace("[", "").replace("a", "")}]
+    assert CONTROL.shield(messages) == (messages, None)
+
+
+def test_other_fields_and_parts_are_shielded_and_other_values_are_not() -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": "<s>"}], "name": "</s>", "number": 7, "none": None}
+    (shielded,), breaker = CONTROL.shield([message])
+    assert breaker == "\ufdd0"
+    assert shielded["content"][0]["text"] == "<\ufdd0s>"
+    assert shielded["name"] == "<\ufdd0/s>"
+    assert (shielded["number"], shielded["none"]) == (7, None)
+
+
+def test_what_cannot_be_shielded_is_refused() -> None:
+    with pytest.raises(ForbiddenText, match="holds the control mark '☃'"):
+        encoded(CONTENT_ONLY, "a ☃", control=ControlMarks(make_tokenizer("☃")))
+    every = "".join(map(chr, range(0xFDD0, 0xFDF0)))
+    with pytest.raises(ForbiddenText, match="U\\+FDD0"):
+        encoded(CONTENT_ONLY, every + "<s>")
+    assert bytes(encoded(CONTENT_ONLY, every[1:] + "<s>")).decode() == every[1:] + "<s>"
+
+
+def test_a_tokenizer_without_marks_has_nothing_to_shield() -> None:
+    control = ControlMarks(make_tokenizer())
+    assert encoded(CONTENT_ONLY, "<s>", control=control) == list(b"<s>")
