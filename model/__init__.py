@@ -7,7 +7,7 @@ kinds          the choices it is made of: attention, positions, norms, MLPs, rop
 sampling_params  how one completion is drawn: SamplingParams
 generation_config  how a checkpoint wants to be sampled: its generation_config.json, torch-free
 attention/     one file a way to attend, behind one table
-positions      learned and rotary positions
+positions      learned, sinusoidal and rotary positions
 layers         norms and MLPs
 transformer    the whole architecture on one page
 kv_cache       the block pool's tensors: write, gather
