@@ -101,6 +101,15 @@ class CheckpointSettings(BaseSettings):
     checkpoint: Path = _option("model", "checkpoint directory")
 
 
+class InspectAttentionSettings(CheckpointSettings):
+    """`kvasir inspect attention`."""
+
+    prompt: str = _option("text", "text whose tokens are looked at", min_length=1)
+    layer: int = _option("look", "which layer, from 0", ge=0)
+    head: str = _option("look", "which head, from 0, or all", "all")
+    out: Path | None = _option("look", "picture to write: .png, .svg or .pdf (default: none)", None)
+
+
 class TokenizeSettings(CheckpointSettings):
     """`kvasir tokenize`."""
 
@@ -117,16 +126,20 @@ class TrainSettings(BaseSettings):
     out: Path = _option("run", "directory of the finished checkpoint")
     run_directory: Path | None = _option("run", "where to save and resume (default: runs/ and the recipe's name)", None)
     steps: int | None = _option("run", "optimizer steps (default: the recipe's)", None, ge=1)
+    seed: int | None = _option("run", "of the weights and of the order of texts (default: the recipe's)", None, ge=0)
     stop_after: int | None = _option("run", "save and leave after this step, as an interruption would", None, ge=1)
     device: Literal["auto", "cpu", "cuda"] = _option("hardware", "auto takes CUDA where there is any", "auto")
     precision: Literal["auto", "float32", "bfloat16"] = _option(
         "hardware", "of the arithmetic; auto: bfloat16 where the hardware multiplies it", "auto"
     )
     threads: AutoOrCount = _option("hardware", "CPU threads; auto: the CPUs we may use", "auto")
+    attention: Literal["sdpa", "eager"] = _option("hardware", "attention backend", "sdpa")
     compile: bool = _option("hardware", "compile the model where a compiler is found; faster after a minute", True)
 
 
-_COMMANDS: tuple[type[BaseSettings], ...] = (ServeSettings, GenerateSettings, TokenizeSettings, TrainSettings)
+_COMMANDS: tuple[type[BaseSettings], ...] = (
+    *(ServeSettings, GenerateSettings, TokenizeSettings, TrainSettings, InspectAttentionSettings),
+)
 
 
 def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, summary: str) -> Settings:

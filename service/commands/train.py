@@ -45,6 +45,8 @@ def main(argv: Sequence[str]) -> int:
         config = load_train_config(settings.config)
         if settings.steps is not None:
             config = _with_steps(config, settings.steps)
+        if settings.seed is not None:
+            config = dataclasses.replace(config, seed=settings.seed)
         run = _run_settings(settings, config)
         print(f"training on {run.device} in {run.precision}{', compiled' if run.compile else ''}: {run.run_directory}")
         done = train(config, run, _report, lambda: interruption.asked)
@@ -79,6 +81,7 @@ def _run_settings(settings: TrainSettings, config: TrainConfig) -> RunSettings:
         precision=default_precision(device) if settings.precision == "auto" else settings.precision,
         compile=settings.compile and can_compile(device),
         stop_after=settings.stop_after,
+        attention=settings.attention,
     )
 
 
