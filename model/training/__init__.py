@@ -2,10 +2,11 @@
 
 bpe       learn a byte-level BPE
 data      sources, held-out splits, deterministic batches
+corpus    what a run learns from: its sources, tokenizer and windows
 config    TrainConfig: a TOML file, frozen and complete
 optimizer Muon for matrices, AdamW for the rest; the schedule
 state     save and resume a run, exactly, without pickle
 train     the loop: progress, evaluation, samples, loss curve
-evaluate  held-out bits per byte
+evaluate  the held-out loss: nats a token, bits per byte
 card      MODEL_CARD.md from what was measured
 """

@@ -28,12 +28,11 @@ from model.generate import generate
 from model.manifest import read_manifest
 from model.sampling_params import SamplingParams
 from model.tokenizer.byte_level import ByteLevelTokenizer
-from model.tokenizer.native import SPEC_FILE, load_native, save_native
 from model.tokenizer.stream import StreamDecoder
-from model.training.bpe import train_bpe
 from model.training.card import LOSS_CURVE_FILE, Sample, draw_loss_curve, write_model_card
 from model.training.config import TrainConfig
-from model.training.data import Batches, Source, TrainingData, encode_documents, read_source, remove_held_out
+from model.training.corpus import Corpus, read_corpus
+from model.training.data import Batches, Source
 from model.training.evaluate import evaluate
 from model.training.optimizer import Optimizers
 from model.training.progress import Progress
@@ -109,58 +108,31 @@ def _train(
     config: TrainConfig, settings: RunSettings, report: Callable[[str], None], should_stop: Callable[[], bool]
 ) -> bool:
     deterministic(config.seed)
-    sources = remove_held_out([read_source(source) for source in config.sources])
-    tokenizer = _tokenizer(config, sources, settings.run_directory, report)
-    documents = [ids for source in sources for ids in encode_documents(tokenizer, source.train)]
-    repeats = [source.config.repeats for source in sources for _ in source.train]
-    data = TrainingData(documents=documents, repeats=repeats, sequence_length=config.sequence_length, seed=config.seed)
-    epochs = config.steps * config.tokens_per_step / data.num_tokens
-    report(f"{data.num_tokens:,} tokens an epoch, {epochs:.1f} epochs; {config.model.num_parameters:,} parameters")
-    trainer = Trainer(config, settings, data, tokenizer, sources)
+    corpus = read_corpus(config, settings.run_directory, report)
+    trainer = Trainer(config, settings, corpus)
     if not trainer.run(report, should_stop):
         return False
-    _finish(trainer, data, report)
+    _finish(trainer, report)
     return True
-
-
-def _tokenizer(
-    config: TrainConfig, sources: list[Source], directory: Path, report: Callable[[str], None]
-) -> ByteLevelTokenizer:
-    """The run's tokenizer: learned from the training documents the first time, read afterwards."""
-    directory.mkdir(parents=True, exist_ok=True)
-    if not (directory / SPEC_FILE).exists():  # the spec is written last
-        report(f"learning a tokenizer of {config.vocab_size:,} tokens")
-        learned = train_bpe((text for source in sources for text in source.train), config.vocab_size)
-        save_native(learned, directory)
-    tokenizer = load_native(directory)
-    if tokenizer.vocab_size > config.vocab_size:
-        raise ValueError(f"{directory}: its tokenizer has {tokenizer.vocab_size} tokens, not {config.vocab_size}")
-    return tokenizer
 
 
 class Trainer:
     """One run's model, optimizers and place in the data."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        settings: RunSettings,
-        data: TrainingData,
-        tokenizer: ByteLevelTokenizer,
-        sources: list[Source],
-    ) -> None:
+    def __init__(self, config: TrainConfig, settings: RunSettings, corpus: Corpus) -> None:
         self.config = config
         self.settings = settings
-        self.tokenizer = tokenizer
-        self.sources = sources
+        self.corpus = corpus
+        self.tokenizer = corpus.tokenizer
+        self.sources = corpus.sources
         self.model = Transformer(config.model, ATTENTION_BACKENDS[settings.attention])
         self.model.initialize(config.seed)
         self.model.to(settings.device)
         self.optimizers = Optimizers(self.model, config)
-        self.batches = Batches(data, config.batch_size)
+        self.batches = Batches(corpus.data, config.batch_size)
         self.step = 0
         self.seconds = 0.0
-        self._corpora = [source.sha256 for source in sources]
+        self._corpora = [source.sha256 for source in self.sources]
         state = load_state(settings.run_directory, config, self._corpora)
         if state is not None:
             self.model.load_state_dict(state.model)
@@ -168,7 +140,7 @@ class Trainer:
             self.step, self.seconds = state.step, state.seconds
         self._metadata = AttentionMetadata.uncached((config.sequence_length,) * config.batch_size, settings.device)
         self._loss = torch.compile(self._loss_of) if settings.compile else self._loss_of
-        self._held_out = [text for source in sources for text in source.held_out][:: self._held_out_stride()]
+        self._held_out = [text for source in self.sources for text in source.held_out][:: self._held_out_stride()]
 
     def _held_out_stride(self) -> int:
         count = sum(len(source.held_out) for source in self.sources)
@@ -247,7 +219,7 @@ class Trainer:
         save_state(self.settings.run_directory, state, self.config, self._corpora)
 
 
-def _finish(trainer: Trainer, data: TrainingData, report: Callable[[str], None]) -> None:
+def _finish(trainer: Trainer, report: Callable[[str], None]) -> None:
     """The checkpoint directory: bfloat16 weights, measured again as they will be served, with card and loss curve."""
     config, settings = trainer.config, trainer.settings
     log = read_log(settings.run_directory / "log.jsonl")
@@ -256,7 +228,7 @@ def _finish(trainer: Trainer, data: TrainingData, report: Callable[[str], None])
         "seed": config.seed,
         "steps": config.steps,
         "tokens": config.steps * config.tokens_per_step,
-        "epoch_tokens": data.num_tokens,
+        "epoch_tokens": trainer.corpus.data.num_tokens,
         "seconds": round(trainer.seconds, 1),
         "precision": settings.precision,
         "hardware": _hardware(settings.device),
