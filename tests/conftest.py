@@ -3,8 +3,19 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.tiny_model import save_tiny_checkpoint
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a CUDA device, leave out what is marked `gpu`; the summary counts it as deselected."""
+    if torch.cuda.is_available():
+        return
+    needing = [item for item in items if item.get_closest_marker("gpu")]
+    if needing:
+        config.hook.pytest_deselected(items=needing)
+        items[:] = [item for item in items if item not in needing]
 
 
 @pytest.fixture(scope="session")

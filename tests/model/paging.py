@@ -16,14 +16,16 @@ class PagedRun:
     """Sequences whose blocks lie scattered and interleaved in one pool."""
 
     def __init__(self, model: Transformer, sequences: Sequence[Tensor]) -> None:
+        weight = model.token_embedding.weight
         self.model = model
+        self.device = weight.device
         self.sequences = sequences
         needs = [-(-len(ids) // BLOCK_SIZE) for ids in sequences]
         self.num_blocks = sum(needs) + 3
         blocks = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
         self.tables = [[blocks.pop() for _ in range(need)] for need in needs]
         self.cache = KVCache(
-            model.config, num_blocks=self.num_blocks, block_size=BLOCK_SIZE, dtype=torch.float32, device="cpu"
+            model.config, num_blocks=self.num_blocks, block_size=BLOCK_SIZE, dtype=weight.dtype, device=weight.device
         )
 
     def forward_in_chunks(self, chunk: int) -> list[Tensor]:
@@ -33,8 +35,8 @@ class PagedRun:
         while rows := [row for row, ids in enumerate(self.sequences) if done[row] < len(ids)]:
             ends = {row: min(done[row] + chunk, len(self.sequences[row])) for row in rows}
             out_TV = self.model(
-                torch.cat([self.sequences[row][done[row] : ends[row]] for row in rows]),
-                self._metadata(rows, done, ends),
+                torch.cat([self.sequences[row][done[row] : ends[row]] for row in rows]).to(self.device),
+                self._metadata(rows, done, ends).to(self.device),
                 self.cache,
             )
             for row, part in zip(rows, out_TV.split([ends[row] - done[row] for row in rows]), strict=True):

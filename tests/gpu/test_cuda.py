@@ -1,0 +1,100 @@
+"""On a CUDA device every mechanism computes what the oracle computes on the CPU: whole, cached, chunked, trained."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from model.attention.form import AttentionForm
+from model.attention.interface import ATTENTION_BACKENDS
+from model.attention.metadata import AttentionMetadata
+from model.generate import generate
+from model.sampling_params import SamplingParams
+from model.training.bpe import train_bpe
+from service.engine.config import EngineConfig
+from service.engine.engine import Engine
+from tests.engine.fakes import make_submit
+from tests.model.configs import VARIANTS, build
+from tests.model.paging import PagedRun
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Iterator[None]:
+    """float32 products in float32, not in TensorFloat-32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_cached_chunks_equal_the_oracle_on_the_cpu(variant: str, chunk: int) -> None:
+    oracle, model = build(VARIANTS[variant], "eager"), build(VARIANTS[variant]).to("cuda")
+    generator = torch.Generator().manual_seed(chunk)
+    sequences = [torch.randint(300, (length,), generator=generator) for length in (1, 5, 17, 64)]
+    for sequence, actual in zip(sequences, PagedRun(model, sequences).forward_in_chunks(chunk), strict=True):
+        expected = oracle(sequence, AttentionMetadata.uncached((len(sequence),)), None)
+        torch.testing.assert_close(actual.cpu(), expected, atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bfloat16_stays_close(variant: str) -> None:
+    """Within what eight bits of mantissa leave, relative to the largest logit."""
+    model = build(VARIANTS[variant])
+    ids = torch.arange(40)
+    expected = model(ids, AttentionMetadata.uncached((40,)), None)
+    model.to("cuda", torch.bfloat16)
+    actual = model(ids.to("cuda"), AttentionMetadata.uncached((40,), "cuda"), None).cpu()
+    assert (actual - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_equal_the_oracles(variant: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    ids, targets = torch.randint(300, (2, 75), generator=generator)
+    gradients = []
+    for backend, device in (("eager", "cpu"), ("sdpa", "cuda")):
+        model = build(VARIANTS[variant], backend).to(device).requires_grad_(True)
+        metadata = AttentionMetadata.uncached((25, 25, 25), device)
+        functional.cross_entropy(model(ids.to(device), metadata, None), targets.to(device)).backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, expected in gradients[0].items():
+        actual = gradients[1][name]
+        assert expected is not None
+        assert actual is not None
+        torch.testing.assert_close(actual.cpu(), expected, atol=1e-4 * expected.abs().max().item(), rtol=1e-3)
+
+
+def test_plain_attention_takes_the_flash_kernel() -> None:
+    """With every other kernel forbidden, training's attention still runs, and equals the oracle."""
+    q, k, v = (torch.randn(128, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    form = AttentionForm(layer=0, scale=0.125, window=None, bias=None)
+    metadata = AttentionMetadata.uncached((64, 64), "cuda")
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        flash = ATTENTION_BACKENDS["sdpa"].attend(q, k, v, form=form, metadata=metadata, kv_cache=None)
+    eager = ATTENTION_BACKENDS["eager"].attend(q, k, v, form=form, metadata=metadata, kv_cache=None)
+    torch.testing.assert_close(flash.float(), eager.float(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_engine_generates_what_the_slow_twin_does(variant: str) -> None:
+    tokenizer = train_bpe([(Path(__file__).parents[1] / "data" / "aesop.txt").read_text()], 300)
+    model = build(VARIANTS[variant]).to("cuda")
+    (eos,) = tokenizer.eos_token_ids
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    prompts = [list(range(10, 10 + length)) for length in (3, 9, 20)]
+    engine = Engine(model, tokenizer, EngineConfig(block_size=4, num_blocks=64, max_batched_tokens=64))
+    for number, prompt in enumerate(prompts):
+        engine.submit(make_submit(str(number), prompt, max_tokens=20, temperature=0.0, ignore_eos=True))
+    found: dict[str, list[int]] = {}
+    while engine.has_work:
+        for delta in engine.step().events:
+            found.setdefault(delta.uid, []).extend(delta.token_ids)
+    for number, prompt in enumerate(prompts):
+        assert found[str(number)] == generate(model, prompt, params, eos_token_ids=(eos,))
