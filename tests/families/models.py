@@ -1,0 +1,139 @@
+"""Small random models made by the transformers library, one for each turn a family's config can take."""
+
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of the library's own imports
+    import transformers
+
+from model.attention.interface import ATTENTION_BACKENDS
+from model.checkpoint import load_model
+from model.manifest import read_manifest
+from model.transformer import Transformer
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+VOCAB_SIZE, CONTEXT, LAYERS = 300, 64, 3
+WINDOW = 7  # shorter than any text of the tests
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT,
+}
+_GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": CONTEXT}
+_GQA = {"num_key_value_heads": 2}
+_NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+# With heads of 16, of the wavelengths 6, 20, 63, 199, ... one is kept, two are on the ramp, the others stretched.
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
+_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+_CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", _GPT2),
+    "llama": ("Llama", _SIZES),
+    "mistral": ("Mistral", _SIZES | _GQA),
+    "qwen2": ("Qwen2", _SIZES | _GQA),
+    "qwen3": ("Qwen3", _SIZES | _GQA | {"head_dim": 16}),
+    "gpt_neox": ("GPTNeoX", _SIZES),
+    "gemma": ("Gemma", _SIZES | {"num_key_value_heads": 1, "head_dim": 16}),
+    "olmo2": ("Olmo2", _SIZES),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family and what its config says beyond the sizes above."""
+
+    family: str
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def build(self, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
+        """The library's model in float32: no weight is zero, no norm is one, and attention is far from uniform."""
+        name, sizes = _CLASSES[self.family]
+        config = getattr(transformers, f"{name}Config")(**(_NO_IDS | sizes | self.changes | changes))
+        head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+        config._attn_implementation = "eager"
+        model = getattr(transformers, name + head)(config).eval()
+        generator = torch.Generator().manual_seed(seed)
+        offset = 0.0 if self.family == "gemma" else 1.0
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                parameter.normal_(0.0, 0.3, generator=generator)
+                if parameter.dim() == 1 and not parameter_name.endswith("bias"):
+                    parameter += offset
+        return model
+
+
+CASES: dict[str, Case] = {
+    "gpt2": Case("gpt2"),
+    "gpt2 untied": Case("gpt2", {"tie_word_embeddings": False}),
+    "gpt2 exact gelu": Case("gpt2", {"activation_function": "gelu"}),
+    "gpt2 relu, narrow": Case("gpt2", {"activation_function": "relu", "n_inner": 40}),
+    "gpt2 unscaled": Case("gpt2", {"scale_attn_weights": False}),
+    "llama mha": Case("llama"),
+    "llama gqa tied": Case("llama", {**_GQA, "tie_word_embeddings": True}),
+    "llama mqa biased": Case("llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
+    "llama wide heads": Case("llama", {**_GQA, "head_dim": 16}),
+    "llama linear": Case("llama", {**_GQA, "rope_parameters": _LINEAR}),
+    "llama llama3": Case("llama", {**_GQA, "head_dim": 16, "rope_parameters": _LLAMA3}),
+    "llama gelu": Case("llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "mistral": Case("mistral", {"sliding_window": WINDOW}),
+    "mistral without window": Case("mistral", {"sliding_window": None}),
+    "mistral mha tied": Case(
+        "mistral", {"sliding_window": WINDOW, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    ),
+    "qwen2": Case("qwen2"),
+    "qwen2 mha tied": Case("qwen2", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "qwen2 upper windows": Case(
+        "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+    ),
+    "qwen2 layer types": Case("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": _TYPES}),
+    "qwen2 no window used": Case("qwen2", {"use_sliding_window": False, "sliding_window": WINDOW}),
+    "qwen3": Case("qwen3"),
+    "qwen3 tied biased": Case("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3 mha linear": Case("qwen3", {"num_key_value_heads": 4, "rope_parameters": _LINEAR}),
+    "qwen3 windows": Case("qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
+    "gpt_neox": Case("gpt_neox"),
+    "gpt_neox sequential": Case("gpt_neox", {"use_parallel_residual": False}),
+    "gpt_neox half rotary": Case("gpt_neox", {"rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5}}),
+    "gpt_neox whole rotary": Case("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 1.0}}),
+    "gpt_neox linear": Case("gpt_neox", {"rope_parameters": {**_LINEAR, "partial_rotary_factor": 0.5}}),
+    "gpt_neox tied unbiased": Case("gpt_neox", {"tie_word_embeddings": True, "attention_bias": False}),
+    "gpt_neox tanh gelu": Case("gpt_neox", {"hidden_act": "gelu_fast"}),
+    "gemma": Case("gemma"),
+    "gemma mha biased": Case("gemma", {"num_key_value_heads": 4, "attention_bias": True}),
+    "gemma untied": Case("gemma", {"num_key_value_heads": 2, "tie_word_embeddings": False}),
+    "gemma old gelu": Case("gemma", {"hidden_act": "gelu"}),
+    "olmo2": Case("olmo2"),
+    "olmo2 gqa tied biased": Case("olmo2", {**_GQA, "tie_word_embeddings": True, "attention_bias": True}),
+    "olmo2 llama3": Case("olmo2", {**_GQA, "rope_parameters": _LLAMA3}),
+}
+
+
+def load(directory: Path, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> Transformer:
+    """What `kvasir serve` would load."""
+    manifest = read_manifest(directory)
+    return load_model(manifest, device="cpu", dtype=dtype, attention=ATTENTION_BACKENDS[attention])
+
+
+def read_by_library(directory: Path) -> transformers.PreTrainedModel:
+    """The same directory as the library reads it, in float32, with its attention written out."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    )
+    return model.eval()

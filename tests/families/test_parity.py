@@ -1,0 +1,121 @@
+"""Logits equal to the transformers library's, for each family over its grid: whole texts and cached chunks.
+
+Equal means: the largest absolute difference is at most 1e-5 of the largest absolute logit, in float32.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.attention.interface import ATTENTION_BACKENDS
+from model.attention.metadata import AttentionMetadata
+from model.families.table import FAMILIES
+from model.kinds import MlpKind
+from model.manifest import read_manifest
+from model.transformer import Transformer
+from tests.families.models import CASES, VOCAB_SIZE, load, read_by_library
+from tests.model.paging import PagedRun
+
+TOLERANCE = 1e-5
+# Name: dtype of the files, and bytes a shard (None: one file).
+STORAGES: dict[str, tuple[torch.dtype, int | None]] = {
+    "float32, one file": (torch.float32, None),
+    "bfloat16, shards": (torch.bfloat16, 20_000),
+}
+LENGTHS = (48, 33)
+
+
+def texts() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(VOCAB_SIZE, (length,), generator=generator) for length in LENGTHS]
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """max |ours - theirs| / max |theirs|."""
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def expected(case: str, directory: Path, storage: str) -> list[Tensor]:
+    """The logits of the texts by the library, which reads its own files; they are left in the directory."""
+    dtype, shard_bytes = STORAGES[storage]
+    model = CASES[case].build().to(dtype)
+    model.save_pretrained(directory, **({} if shard_bytes is None else {"max_shard_size": shard_bytes}))
+    assert (shard_bytes is None) == (len(list(directory.glob("*.safetensors"))) == 1)
+    model = read_by_library(directory)
+    with torch.no_grad():
+        return [model(ids[None], use_cache=False).logits[0] for ids in texts()]
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_the_library(tmp_path: Path, case: str, storage: str) -> None:
+    theirs = expected(case, tmp_path, storage)
+    for attention in ATTENTION_BACKENDS:
+        model = load(tmp_path, attention)
+        whole = model(torch.cat(texts()), AttentionMetadata.uncached(LENGTHS), None).split(LENGTHS)
+        runs = {"whole": list(whole)}
+        for chunk in (1, 5, 64):
+            runs[f"cached, {chunk} at a time"] = PagedRun(model, texts()).forward_in_chunks(chunk)
+        for run, ours in runs.items():
+            for mine, reference in zip(ours, theirs, strict=True):
+                assert difference(mine, reference) <= TOLERANCE, f"{attention}, {run}"
+
+
+# What each case is there for: without it, the logits are others. So the parity above cannot be blind to it.
+ALTERATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "exact gelu": ("gpt2 exact gelu", {"mlp": MlpKind.GELU}),
+    "score scale": ("gpt2 unscaled", {"score_scale": None}),
+    "linear": ("llama linear", {"rope_scaling": None}),
+    "llama3": ("llama llama3", {"rope_scaling": None}),
+    "theta": ("gpt_neox half rotary", {"rope_theta": 10000.0}),
+    "window": ("mistral", {"sliding_window": None}),
+    "upper windows": ("qwen2 upper windows", {"global_layers": ()}),
+    "layer types": ("qwen2 layer types", {"global_layers": (0,)}),
+    "parallel": ("gpt_neox", {"parallel_residual": False}),
+    "partial": ("gpt_neox half rotary", {"rotary_dim": None}),
+    "embedding scale": ("gemma", {"embedding_scale": 1.0}),
+    "norm offset": ("gemma", {"norm_unit_offset": False}),
+    "geglu": ("gemma", {"mlp": MlpKind.SWIGLU}),
+    "epsilon": ("olmo2", {"norm_eps": 1e-2}),
+}
+
+
+@pytest.mark.parametrize("name", ALTERATIONS)
+def test_the_grid_would_notice(tmp_path: Path, name: str) -> None:
+    case, changes = ALTERATIONS[name]
+    theirs = expected(case, tmp_path, "float32, one file")
+    model = load(tmp_path)
+    altered = Transformer(dataclasses.replace(model.config, **changes), ATTENTION_BACKENDS["sdpa"])
+    altered.load_state_dict(model.state_dict())
+    altered.requires_grad_(False)
+    ours = altered(texts()[0], AttentionMetadata.uncached(LENGTHS[:1]), None)
+    assert difference(ours, theirs[0]) > 30 * TOLERANCE
+
+
+def test_float16_files_load_too(tmp_path: Path) -> None:
+    CASES["llama mha"].build().half().save_pretrained(tmp_path)
+    model = read_by_library(tmp_path)
+    ids = texts()[0]
+    ours = load(tmp_path)(ids, AttentionMetadata.uncached((len(ids),)), None)
+    with torch.no_grad():
+        assert difference(ours, model(ids[None]).logits[0]) <= TOLERANCE
+
+
+def test_every_family_is_in_the_grid() -> None:
+    assert {case.family for case in CASES.values()} == set(FAMILIES)
+
+
+def test_names_without_the_prefix_of_the_bare_model(tmp_path: Path) -> None:
+    """As the first GPT-2 files are: saved from the model without its head."""
+    model = CASES["gpt2"].build()
+    model.transformer.save_pretrained(tmp_path)
+    assert read_manifest(tmp_path).place_tensors()["token_embedding.weight"].parts[0].name == "wte.weight"
+    ids = texts()[0]
+    with torch.no_grad():
+        theirs = model(ids[None]).logits[0]
+    assert difference(load(tmp_path)(ids, AttentionMetadata.uncached((len(ids),)), None), theirs) <= TOLERANCE
