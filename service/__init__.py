@@ -5,6 +5,8 @@ settings         the only reader of environment and arguments
 schemas          the OpenAI wire contract in pydantic; the error tree and its HTTP statuses
 responses        the answers, in OpenAI's shape
 logprobs         log-probabilities in that shape
+token_labels     tokens as labels: what cannot be seen gets a sign
+attention_picture  attention weights as labelled heat maps
 openapi          the document that describes it all
 requests         ids, body limits and error bodies around every request; pure ASGI
 plan             a validated request becomes the sequences to compute

@@ -110,6 +110,15 @@ class InspectAttentionSettings(CheckpointSettings):
     out: Path | None = _option("look", "picture to write: .png, .svg or .pdf (default: none)", None)
 
 
+class InspectAttentionSettings(CheckpointSettings):
+    """`kvasir inspect attention`."""
+
+    prompt: str = _option("text", "text whose tokens are looked at", min_length=1)
+    layer: int = _option("look", "which layer, from 0", ge=0)
+    head: str = _option("look", "which head, from 0, or all", "all")
+    out: Path | None = _option("look", "picture to write: .png, .svg or .pdf (default: none)", None)
+
+
 class TokenizeSettings(CheckpointSettings):
     """`kvasir tokenize`."""
 

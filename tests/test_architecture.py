@@ -24,10 +24,22 @@ MAY_IMPORT = {
     "loadtest": {"model", "service", "service.engine"},
 }
 # Files of `service` that run in the worker, or build what runs there. All others live without torch.
-ENGINE_SIDE = {"service/engine_builder.py", "service/commands/generate.py", "service/commands/train.py"}
+ENGINE_SIDE = {
+    "service/engine_builder.py",
+    "service/commands/generate.py",
+    "service/commands/inspect_attention.py",
+    "service/commands/train.py",
+}
 # The worker's module is imported by main too, so it takes torch where LitServe calls it, in its own process.
 IMPORTS_LATE = {("service/worker.py", "setup")}
-TORCH_FREE = ["service.frontend", "service.server", "service.metrics", "service.cli", "service.commands.tokenize"]
+TORCH_FREE = [
+    "service.frontend",
+    "service.server",
+    "service.metrics",
+    "service.cli",
+    "service.commands.tokenize",
+    "service.commands.inspect",
+]
 
 
 @cache
