@@ -2,11 +2,13 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.overrides import TorchFunctionMode
 
 from model.attention.interface import AttentionBackend
 from model.config import ModelConfig
@@ -29,12 +31,27 @@ def load_model(
     Raises:
         CheckpointError: a tensor cannot be read, or the set of tensors is not the config's.
     """
-    with torch.device("meta"):
+    with torch.device("meta"), _NoInitialValues():
         model = Transformer(manifest.config, attention)
     tensors = read_weights(manifest.place_tensors(), manifest.config, device=device, dtype=dtype)
     model.load_state_dict(tensors, strict=True, assign=True)
     # What is left are constants, such as rotary frequencies, which were made on the CPU.
     return model.to(device).eval().requires_grad_(False)
+
+
+class _NoInitialValues(TorchFunctionMode):
+    """Leaves out every function of torch.nn.init: what is loaded next needs none.
+
+    On the meta device they would compute nothing, but import 800 modules to do so: 79 MB and a second.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = {} if kwargs is None else kwargs
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else named["tensor"]
+        return func(*args, **named)
 
 
 def save_checkpoint(

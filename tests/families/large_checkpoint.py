@@ -1,0 +1,83 @@
+"""Directories of half a gigabyte, and a process that loads one and says what memory that took."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from model.families.family import sources
+from model.families.table import read_family_config
+
+ROOT = Path(__file__).parents[2]
+MEGABYTE = 2**20
+WIDTH, LAYERS, MLP = 1024, 8, 3072
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "intermediate_size": MLP,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "gpt2": {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": 16},
+    "gpt_neox": {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "intermediate_size": 4 * WIDTH,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+}
+_LOAD = """
+import sys
+from pathlib import Path
+import torch
+from model.attention.interface import ATTENTION_BACKENDS
+from model.checkpoint import load_model
+from model.manifest import read_manifest
+
+def kilobytes(name):
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":")]
+    return int(line.split()[1])
+
+manifest = read_manifest(sys.argv[1])
+dtype = getattr(torch, sys.argv[2])
+baseline = kilobytes("VmRSS")
+model = load_model(manifest, device="cpu", dtype=dtype, attention=ATTENTION_BACKENDS["sdpa"])
+print(manifest.num_weight_bytes, baseline * 1024, kilobytes("VmHWM") * 1024, kilobytes("VmRSS") * 1024)
+"""
+
+
+def write_large(directory: Path, family_name: str, dtype: torch.dtype, *, num_shards: int, num_bytes: int) -> None:
+    """A checkpoint of about `num_bytes`: the vocabulary is as large as it takes."""
+    directory.mkdir()
+    values = {"model_type": family_name, **CONFIGS[family_name], "vocab_size": 1}
+    _, config = read_family_config(directory / "config.json", values)
+    rows = (num_bytes // dtype.itemsize - config.num_parameters) // WIDTH
+    values["vocab_size"] = rows
+    (directory / "config.json").write_text(json.dumps(values))
+    family, config = read_family_config(directory / "config.json", values)
+    parts = [part for source in sources(config, family).values() for part in source.parts]
+    generator = torch.Generator().manual_seed(0)
+    names = [f"model-{n:05}-of-{num_shards:05}.safetensors" for n in range(1, num_shards + 1)]
+    weight_map = {}
+    for number, name in enumerate(names if num_shards > 1 else ["model.safetensors"]):
+        mine = parts[number::num_shards]
+        tensors = {p.name: torch.empty(p.shape).uniform_(-1, 1, generator=generator).to(dtype) for p in mine}
+        save_file(tensors, directory / name)
+        weight_map |= dict.fromkeys(tensors, name)
+    if num_shards > 1:
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def measure(directory: Path, dtype: str) -> tuple[int, int, int, int]:
+    """Bytes: of the weight files, and of a fresh process before loading, at its peak, and with the model loaded."""
+    command = [sys.executable, "-W", "ignore", "-c", _LOAD, str(directory), dtype]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    file_bytes, baseline, peak, after = (int(word) for word in done.stdout.split())
+    return file_bytes, baseline, peak, after

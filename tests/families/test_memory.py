@@ -1,0 +1,63 @@
+"""Loading half a gigabyte takes that much memory and a little: mapped files, and never a second copy.
+
+The peak is the kernel's count of resident memory (VmHWM), which includes the mapped pages of files, beyond what the
+process held when everything was imported.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.checkpoint_files import WEIGHT_BYTES
+from tests.families.large_checkpoint import MEGABYTE, measure, write_large
+from tests.families.models import CASES, load
+
+LIMIT = 1.2
+# Family, dtype of the files, shards; dtypes of the model, with its size over that of the files.
+LOADS: dict[str, tuple[str, torch.dtype, int, dict[str, float]]] = {
+    "one file": ("llama", torch.float32, 1, {"float32": 1.0, "bfloat16": 0.5}),
+    "transposed, shards": ("gpt2", torch.float32, 3, {"float32": 1.0}),
+    "bfloat16, one file": ("llama", torch.bfloat16, 1, {"bfloat16": 1.0, "float32": 2.0}),
+    "interleaved heads in bfloat16, shards": ("gpt_neox", torch.bfloat16, 3, {"bfloat16": 1.0}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOADS)
+def test_the_peak_is_the_model_and_a_fifth_of_the_files(tmp_path: Path, name: str) -> None:
+    family, stored, num_shards, dtypes = LOADS[name]
+    directory = tmp_path / "model"
+    write_large(directory, family, stored, num_shards=num_shards, num_bytes=500 * MEGABYTE)
+    try:
+        for dtype, growth in dtypes.items():
+            file_bytes, baseline, peak, after = measure(directory, dtype)
+            print(
+                f"{name}, loaded as {dtype}: files {file_bytes / MEGABYTE:.0f} MB, baseline {baseline / MEGABYTE:.0f} "
+                f"MB, beyond it {(peak - baseline) / file_bytes:.3f} of the files at the peak, "
+                f"{(after - baseline) / file_bytes:.3f} afterwards"
+            )
+            assert file_bytes > 499 * MEGABYTE
+            assert after - baseline > 0.95 * growth * file_bytes  # it is there, and counted
+            assert peak - baseline <= (growth + LIMIT - 1) * file_bytes
+    finally:
+        shutil.rmtree(directory)  # pytest would keep three runs of it
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama gqa tied", "gpt_neox", "olmo2"])
+def test_slices_are_put_where_they_belong(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut so small that every tensor is many slices and every file is opened many times."""
+    CASES[case].build().save_pretrained(tmp_path, max_shard_size=20_000)
+    whole = load(tmp_path).state_dict()
+    monkeypatch.setattr("model.weights.SLICE_BYTES", 700)
+    monkeypatch.setattr("model.weights.MAPPED_BYTES", 2_000)
+    sliced = load(tmp_path).state_dict()
+    assert list(sliced) == list(whole)
+    for name, tensor in whole.items():
+        assert torch.equal(sliced[name], tensor), name
+
+
+def test_sizes_of_dtypes() -> None:
+    dtypes = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    assert {name: dtype.itemsize for name, dtype in dtypes.items()} == dict(WEIGHT_BYTES)
