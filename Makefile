@@ -6,7 +6,7 @@ PORT ?= 8000
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help install serve test check format bench performance loadtest check-monitoring clean
+.PHONY: help install serve test check format bench performance attention loadtest check-monitoring clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -41,6 +41,11 @@ bench: install ## sweep the engine in this process
 performance: bench ## measure engine and service, write docs/performance.md
 	$(BIN)/python -m loadtest.bench_service --checkpoint $(CHECKPOINT) --out docs/results/service.json
 	$(BIN)/python -m loadtest.performance_page
+
+attention: install ## train and measure every mechanism of docs/attention.md (hours; may be interrupted)
+	$(BIN)/python -m loadtest.bench_attention train --seeds 1 2 3
+	$(BIN)/python -m loadtest.bench_attention speed
+	$(BIN)/python -m loadtest.attention_page
 
 loadtest: install ## a minute of locust against a service on 127.0.0.1:8000
 	$(BIN)/locust -f loadtest/locustfile.py --headless --users 8 --spawn-rate 8 --run-time 1m --host http://$(HOST):$(PORT)

@@ -1,4 +1,5 @@
-"""Load and measurement, from outside: black box over HTTP, except where the name says engine or service.
+"""Load and measurement, from outside: black box over HTTP, except where the name says engine, service or
+attention.
 
 workload          seeded requests made of real text (tales.txt: Grimm, public domain)
 outcome           what became of one request; a completion response, understood
@@ -16,4 +17,11 @@ bench_engine      `kvasir bench`: the engine in-process over batch size and prom
 service_process   `kvasir serve` as a child process, and what /proc says about it
 bench_service     the running service against the engine, start time, idle cost, footprint
 performance_page  docs/performance.md from docs/results/*.json
+attention_rows    the mechanisms of attention: a recipe each, and what it changes
+attention_training  each of them trained by `kvasir train`
+attention_speed   each of them timed, trained and served, in turn
+bench_attention   both, as docs/results/attention.json
+attention_page    the measured parts of docs/attention.md
+attention_noise   how much of a difference between them is luck
+attention_plot    their picture
 """

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "service.engine": {"model", "service.messages"},
     "service.commands": {"model", "model.training", "service", "service.engine", "loadtest"},
     "service": {"model", "service.engine"},
-    "loadtest": {"model", "service", "service.engine"},
+    "loadtest": {"model", "model.training", "service", "service.engine"},
 }
 # Files of `service` that run in the worker, or build what runs there. All others live without torch.
 ENGINE_SIDE = {

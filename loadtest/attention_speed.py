@@ -1,0 +1,230 @@
+"""How fast each mechanism trains and is served, and what the fused kernel is worth. Imports torch.
+
+All contestants take turns in rounds: a round trains each for a few steps of the real training loop, then serves from
+each checkpoint through the engine. A ratio is taken within a round, so that a slow minute of the machine touches both
+sides.
+"""
+
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loadtest.attention_rows import BASELINE, ROWS, Row
+from loadtest.attention_training import Run
+from loadtest.bench_engine import Prompts
+from loadtest.closed_loop import run_closed
+from loadtest.in_process import InProcess
+from loadtest.spread import Spread
+from loadtest.workload import tales
+from model.attention.form import AttentionForm
+from model.attention.interface import ATTENTION_BACKENDS
+from model.attention.metadata import AttentionMetadata
+from model.sampling_params import SamplingParams
+from model.training.corpus import Corpus, read_corpus
+from model.training.state import deterministic
+from model.training.train import RunSettings, Trainer, default_precision
+from service.messages import Submit
+from service.settings import ModelSettings
+
+EAGER = "eager"  # the baseline's weights with attention written out: same numbers, other speed
+STEPS = 8
+STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 64, 64
+KERNEL_LENGTHS = (128, 512, 2048)
+_KERNEL_SECONDS = 0.5
+_KERNEL_HEADS, _KERNEL_HEAD_DIM = 4, 32
+
+
+@dataclass(slots=True)
+class Contestant:
+    """A mechanism on an attention backend, and tokens/s round by round."""
+
+    name: str
+    row: Row
+    attention: str
+    trained: list[float] = field(default_factory=list)
+    served: list[float] = field(default_factory=list)
+
+    def to_dict(self, baseline: "Contestant") -> dict[str, Any]:
+        """JSON-ready, with ratios to the baseline of the same round."""
+        return {
+            "trained_tokens_per_second": Spread(tuple(self.trained)).to_dict(),
+            "trained_ratio": Spread.of_ratios(self.trained, baseline.trained).to_dict(),
+            "served_tokens_per_second": Spread(tuple(self.served)).to_dict(),
+            "served_ratio": Spread.of_ratios(self.served, baseline.served).to_dict(),
+        }
+
+
+def contestants(rows: Sequence[Row] = ROWS) -> list[Contestant]:
+    """Each mechanism on the fused kernels, and the baseline written out."""
+    made = [Contestant(row.name, row, "sdpa") for row in rows]
+    return [*made, *(Contestant(EAGER, row, "eager") for row in rows if row.name == BASELINE)]
+
+
+def measure(runs: Path, *, seed: int, rounds: int, threads: int, report: Callable[[str], None]) -> dict[str, Any]:
+    """Speeds of all contestants, JSON-ready.
+
+    Raises:
+        RunMissing: a checkpoint is not there.
+        ValueError: there are no rounds.
+    """
+    if rounds < 1:
+        raise ValueError("rounds must be at least 1")
+    made = contestants()
+    for contestant in made:
+        Run(contestant.row, seed, runs).result()  # before anything long, say what is missing
+    torch.set_num_threads(threads)
+    measure_training(made, rounds, Run(made[0].row, seed, runs).directory, report)
+    measure_serving(made, rounds, lambda row: Run(row, seed, runs).checkpoint, threads=threads, report=report)
+    baseline = next(contestant for contestant in made if contestant.name == BASELINE)
+    return {
+        "settings": {
+            "rounds": rounds,
+            "threads": threads,
+            "train_steps": STEPS,
+            "train_precision": default_precision("cpu"),
+            "streams": STREAMS,
+            "prompt_tokens": PROMPT_TOKENS,
+            "output_tokens": OUTPUT_TOKENS,
+            "serve_dtype": "float32",
+        },
+        "rows": {contestant.name: contestant.to_dict(baseline) for contestant in made},
+        "kernels": measure_kernels(rounds),
+    }
+
+
+def measure_training(
+    made: Iterable[Contestant], rounds: int, tokenizer_from: Path, report: Callable[[str], None]
+) -> None:
+    """Add `rounds` figures to each contestant: tokens/s over a few steps of the training loop.
+
+    tokenizer_from: a run directory, whose tokenizer is taken instead of learning it again.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        corpus: Corpus | None = None
+        trainers: list[tuple[Contestant, Trainer]] = []
+        for contestant in made:
+            config = contestant.row.recipe()
+            corpus = read_corpus(config, tokenizer_from, report) if corpus is None else corpus
+            deterministic(config.seed)
+            settings = RunSettings(
+                run_directory=Path(scratch) / contestant.name,
+                checkpoint=Path(scratch) / contestant.name / "checkpoint",
+                device="cpu",
+                precision=default_precision("cpu"),
+                compile=False,
+                stop_after=None,
+                attention=contestant.attention,
+            )
+            trainers.append((contestant, Trainer(config, settings, corpus)))
+        for number in range(-1, rounds):  # round -1 is slow and nobody's steady state
+            report(f"training, round {number + 1} of {rounds}")
+            for contestant, trainer in trainers:
+                speed = _train(trainer, STEPS if number >= 0 else 2)
+                if number >= 0:
+                    contestant.trained.append(speed)
+    torch.use_deterministic_algorithms(mode=False)
+
+
+def _train(trainer: Trainer, steps: int) -> float:
+    began = time.perf_counter()
+    for _ in range(steps):
+        trainer.train_step()
+    return steps * trainer.config.tokens_per_step / (time.perf_counter() - began)
+
+
+def measure_serving(
+    made: Iterable[Contestant],
+    rounds: int,
+    checkpoint_of: Callable[[Row], Path],
+    *,
+    threads: int,
+    report: Callable[[str], None],
+) -> None:
+    """Add `rounds` figures to each contestant: completion tokens/s of one wave through the engine."""
+    opened = [(contestant, _open(contestant, checkpoint_of(contestant.row), threads)) for contestant in made]
+    prompts = Prompts(opened[0][1].token_ids(tales()))
+    uids = (f"attention-{number}" for number in itertools.count())
+    for number in range(-1, rounds):
+        report(f"serving, round {number + 1} of {rounds}")
+        for contestant, served in opened:
+            waves = [_submit(next(uids), prompts.next(PROMPT_TOKENS)) for _ in range(STREAMS)]
+            run = run_closed(served.engine, waves, num_streams=STREAMS)
+            if number >= 0:
+                contestant.served.append(run.tokens_per_second)
+
+
+def _open(contestant: Contestant, checkpoint: Path, threads: int) -> InProcess:
+    return InProcess.open(
+        ModelSettings(
+            checkpoint=checkpoint,
+            device="cpu",
+            dtype="float32",
+            attention="eager" if contestant.attention == "eager" else "sdpa",
+            threads=threads,
+            max_num_running=STREAMS,
+        )
+    )
+
+
+def _submit(uid: str, prompt: tuple[int, ...]) -> Submit:
+    return Submit(
+        uid=uid,
+        attempt=0,
+        prompt_token_ids=prompt,
+        prior_token_ids=(),
+        params=SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True),
+        arrival_seconds=time.monotonic(),
+        deadline_seconds=None,
+    )
+
+
+def measure_kernels(rounds: int, lengths: Sequence[int] = KERNEL_LENGTHS) -> list[dict[str, Any]]:
+    """Causal attention alone over one sequence, written out and fused, at several lengths; milliseconds a call.
+
+    score_bytes: what the scores occupy where they are stored, heads x length² x 4 bytes; the fused kernel stores none.
+    """
+    points = []
+    for length in lengths:
+        q_THD, k_TKD, v_TKD = torch.randn(3, length, _KERNEL_HEADS, _KERNEL_HEAD_DIM).unbind()
+        calls = {name: _Call(name, (q_THD, k_TKD, v_TKD)) for name in ("eager", "sdpa")}
+        seconds: dict[str, list[float]] = {name: [] for name in calls}
+        for number in range(-1, rounds):
+            for name, call in calls.items():
+                took = call.seconds(_KERNEL_SECONDS / rounds)
+                if number >= 0:
+                    seconds[name].append(took)
+        points.append(
+            {
+                "length": length,
+                "score_bytes": _KERNEL_HEADS * length**2 * 4,
+                "eager_ms": Spread(tuple(1e3 * value for value in seconds["eager"])).to_dict(),
+                "fused_ms": Spread(tuple(1e3 * value for value in seconds["sdpa"])).to_dict(),
+                "ratio": Spread.of_ratios(seconds["eager"], seconds["sdpa"]).to_dict(),
+            }
+        )
+    return points
+
+
+class _Call:
+    """One backend's attention over one whole sequence."""
+
+    def __init__(self, attention: str, qkv: tuple[torch.Tensor, ...]) -> None:
+        self._backend = ATTENTION_BACKENDS[attention]
+        self._qkv = qkv
+        self._metadata = AttentionMetadata.uncached((len(qkv[0]),))
+        self._form = AttentionForm(layer=0, scale=_KERNEL_HEAD_DIM**-0.5, window=None, bias=None)
+
+    @torch.inference_mode()
+    def seconds(self, at_least: float) -> float:
+        """Mean seconds a call, over calls that take so long together."""
+        calls, began = 0, time.perf_counter()
+        while (elapsed := time.perf_counter() - began) < at_least or not calls:
+            self._backend.attend(*self._qkv, form=self._form, metadata=self._metadata, kv_cache=None)
+            calls += 1
+        return elapsed / calls
