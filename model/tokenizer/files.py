@@ -1,15 +1,48 @@
 """Which files of a checkpoint directory hold its tokenizer."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from model.tokenizer.interface import Tokenizer
-from model.tokenizer.native import load_native
+from model.tokenizer.interface import Tokenizer, TokenizerError
+from model.tokenizer.marks import read_object, read_tokenizer_config
+from model.tokenizer.native import RANKS_FILE, SPEC_FILE, load_native
+from model.tokenizer.tokenizer_json import TOKENIZER_FILE, tokenizer_from_json
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint directory.
+    """The tokenizer of a checkpoint directory, of our own format or one of Hugging Face's or OpenAI's.
 
     Raises:
-        TokenizerError: a file is missing or unusable.
+        TokenizerError: a file is missing, unusable or unknown; one line names it.
     """
-    return load_native(directory)
+    for name, load in _LOADERS.items():
+        if (directory / name).exists():
+            try:
+                return load(directory)
+            except TokenizerError as error:
+                raise TokenizerError(f"{directory}/{error}") from error
+    raise TokenizerError(f"{directory}: no tokenizer; expected one of {', '.join(_LOADERS)}")
+
+
+def check_fits(tokenizer: Tokenizer, num_embeddings: int) -> None:
+    """Refuse a tokenizer that knows ids for which a model has no embedding.
+
+    Raises:
+        TokenizerError: it does.
+    """
+    if tokenizer.vocab_size > num_embeddings:
+        raise TokenizerError(
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, the embedding only {num_embeddings} rows; "
+            "they are not of one model, or tokens were added without resizing the embedding"
+        )
+
+
+def _load_json(directory: Path) -> Tokenizer:
+    return tokenizer_from_json(directory, read_object(directory / TOKENIZER_FILE), read_tokenizer_config(directory))
+
+
+_LOADERS: Mapping[str, Callable[[Path], Tokenizer]] = {
+    SPEC_FILE: load_native,
+    RANKS_FILE: load_native,
+    TOKENIZER_FILE: _load_json,
+}

@@ -1,0 +1,111 @@
+"""Any tokenizer of the `tokenizers` library whose decoder is understood. Torch-free.
+
+It serves what tiktoken cannot: SentencePiece's BPE and unigram models with byte fallback (Llama 2, Mistral, Gemma),
+one token a character, and byte-level BPE that is not provably what tiktoken computes. Encoding is the library's own;
+decoding is ours, because the library's does not stream: what a token adds to a text that stands already is its bytes.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import tokenizers
+
+from model.tokenizer.added_tokens import without_surrogates
+from model.tokenizer.decoders import TokenDecoder
+from model.tokenizer.interface import TokenizerError
+
+
+class LibraryTokenizer:
+    """A tokenizer of the `tokenizers` library; see `interface.Tokenizer`.
+
+    Args:
+        text: a tokenizer.json.
+        decoder: what it says about decoding.
+        special_tokens: name and id of each control mark.
+        eos_token_ids, bos_token_id: the marks that end and begin a text.
+
+    Raises:
+        TokenizerError: the library refuses it, or a mark does not exist.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        decoder: TokenDecoder,
+        special_tokens: dict[str, int],
+        eos_token_ids: tuple[int, ...],
+        bos_token_id: int | None,
+    ) -> None:
+        self._library = _guarded(lambda: tokenizers.Tokenizer.from_str(text))
+        self._library.no_truncation()
+        self._library.no_padding()
+        self._decoder = decoder
+        self._special_tokens = special_tokens
+        self._special_names = {number: name for name, number in special_tokens.items()}
+        self._eos_token_ids = eos_token_ids
+        self._bos_token_id = bos_token_id
+        vocabulary: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
+        self._token_bytes = [b""] * (max(vocabulary.values(), default=-1) + 1)
+        for token, token_id in vocabulary.items():
+            if token_id not in self._special_names:
+                self._token_bytes[token_id] = decoder.token_bytes(token)
+        for mark in (*eos_token_ids, *([] if bos_token_id is None else [bos_token_id])):
+            if not 0 <= mark < len(self._token_bytes):
+                raise TokenizerError(f"the mark {mark} is not in the vocabulary of {len(self._token_bytes)} tokens")
+
+    @property
+    def vocab_size(self) -> int:
+        """See `interface.Tokenizer`."""
+        return len(self._token_bytes)
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """See `interface.Tokenizer`."""
+        return self._special_tokens
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """See `interface.Tokenizer`."""
+        return self._bos_token_id
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """See `interface.Tokenizer`."""
+        return self._eos_token_ids
+
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """See `interface.Tokenizer`.
+
+        Raises:
+            TokenizerError: the library cannot encode the text, such as a character that no token stands for.
+        """
+        self._library.encode_special_tokens = not parse_special
+        clean = without_surrogates(text)
+        token_ids: list[int] = _guarded(lambda: self._library.encode(clean, add_special_tokens=False)).ids
+        return token_ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """See `interface.Tokenizer`."""
+        if token_id < 0:
+            raise IndexError(token_id)
+        return self._token_bytes[token_id]
+
+    def token_name(self, token_id: int) -> str:
+        """See `interface.Tokenizer`."""
+        return self._special_names.get(token_id) or self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """See `interface.Tokenizer`. The space that such tokenizers put before a text is taken off again."""
+        names = self._special_names
+        parts = [names[i].encode() if i in names else self.token_bytes(i) for i in token_ids]
+        return self._decoder.strip_start(b"".join(parts)).decode("utf-8", "replace")
+
+
+def _guarded(call: Callable[[], Any]) -> Any:
+    """What the library gives; its errors, which have no type of their own, as ours."""
+    try:
+        return call()
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise TokenizerError(f"the tokenizers library refuses it: {reason}") from error

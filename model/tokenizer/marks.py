@@ -1,0 +1,167 @@
+"""Which marks begin and end a text, according to the files of a Hugging Face directory."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.generation_config import GenerationConfigError, read_generation_config, token_ids
+from model.tokenizer.interface import TokenizerError
+
+CONFIG_FILE = "config.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerConfig:
+    """What tokenizer_config.json and special_tokens_map.json say.
+
+    roles: bos_token and its like, as far as they are named.
+    special: names of all tokens that are control marks.
+    adds_bos, adds_eos: whether the mark is put before or after every text; None leaves it to tokenizer.json.
+    added_tokens: entries of `added_tokens_decoder`, by id.
+    tokenizer_class: the class in `transformers`, None if it is not named.
+    """
+
+    roles: Mapping[str, str]
+    special: frozenset[str]
+    adds_bos: bool | None
+    adds_eos: bool | None
+    added_tokens: Mapping[int, dict[str, Any]]
+    tokenizer_class: str | None
+
+
+def read_tokenizer_config(directory: Path) -> TokenizerConfig:
+    """Read both files, as far as they are there; the first one's word counts.
+
+    Raises:
+        TokenizerError: a file is not a JSON object, or an added token has no number.
+    """
+    config = read_object(directory / TOKENIZER_CONFIG_FILE, optional=True)
+    values = {**read_object(directory / SPECIAL_TOKENS_FILE, optional=True), **config}
+    roles = {role: name for role in _ROLES if (name := _content(values.get(role))) is not None}
+    more = [values.get("additional_special_tokens"), values.get("extra_special_tokens")]
+    lists = [
+        entry if isinstance(entry, list) else list(entry.values()) if isinstance(entry, dict) else [] for entry in more
+    ]
+    special = {name for entry in lists for item in entry if (name := _content(item)) is not None}
+    try:
+        added = {int(key): dict(entry) for key, entry in (config.get("added_tokens_decoder") or {}).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise TokenizerError(f"{TOKENIZER_CONFIG_FILE}: added_tokens_decoder is malformed") from error
+    return TokenizerConfig(
+        roles=roles,
+        special=frozenset(special | set(roles.values())),
+        adds_bos=_switch(config, "add_bos_token"),
+        adds_eos=_switch(config, "add_eos_token"),
+        added_tokens=added,
+        tokenizer_class=config.get("tokenizer_class"),
+    )
+
+
+def end_marks(directory: Path, config: TokenizerConfig, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
+    """Ids of which any ends a text: of generation_config.json, else of config.json, else tokenizer_config's eos_token.
+
+    Raises:
+        TokenizerError: a file is damaged, or names an end that is not in the vocabulary.
+    """
+    try:
+        ids = read_generation_config(directory).eos_token_ids
+    except GenerationConfigError as error:
+        raise TokenizerError(str(error).removeprefix(f"{directory}/")) from error
+    try:
+        ids = ids if ids else token_ids(read_object(directory / CONFIG_FILE, optional=True).get("eos_token_id"))
+    except ValueError as error:
+        raise TokenizerError(f"{CONFIG_FILE}: eos_token_id: {error}") from error
+    if not ids and (name := config.roles.get("eos_token")) is not None:
+        ids = (_id_of(name, "eos_token", vocabulary),)
+    known = set(vocabulary.values())
+    if wrong := [token_id for token_id in ids if token_id not in known]:
+        raise TokenizerError(
+            f"the end mark {wrong[0]} that generation_config.json or {CONFIG_FILE} names is not in the vocabulary; "
+            "correct eos_token_id"
+        )
+    return ids
+
+
+def begin_mark(
+    config: TokenizerConfig, post_processor: Mapping[str, Any] | None, vocabulary: Mapping[str, int]
+) -> int | None:
+    """The id that is put before a prompt, or None.
+
+    `add_bos_token` of tokenizer_config.json decides, as in `transformers`; without it the template of tokenizer.json.
+
+    Raises:
+        TokenizerError: more than one mark is put before a text, or one after it: nothing could be completed then.
+    """
+    begins, ends = _template(post_processor)
+    if config.adds_bos is not None or config.adds_eos is not None:
+        name = config.roles.get("bos_token")
+        begins = [name] if config.adds_bos and name is not None else []
+        ends = ["eos_token"] if config.adds_eos else []
+    if ends or len(begins) > 1:
+        raise TokenizerError(
+            f"every text would stand between {begins} and {ends}, but only one mark before a prompt can be served; "
+            f"set add_bos_token and add_eos_token in {TOKENIZER_CONFIG_FILE}"
+        )
+    return _id_of(begins[0], "bos_token", vocabulary) if begins else None
+
+
+def read_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    """A file's JSON object; an empty one if the file may be missing and is.
+
+    Raises:
+        TokenizerError: it cannot be read or is something else.
+    """
+    if optional and not path.exists():
+        return {}
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise TokenizerError(f"{path.name}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path.name}: not JSON: {error}; copy the file again") from error
+    if not isinstance(values, dict):
+        raise TokenizerError(f"{path.name}: a JSON object expected; copy the file again")
+    return values
+
+
+def _template(post_processor: Mapping[str, Any] | None) -> tuple[list[str], list[str]]:
+    """Names of the marks before and after a single text."""
+    if post_processor is None or post_processor.get("type") == "ByteLevel":
+        return [], []
+    match post_processor:
+        case {"type": "Sequence", "processors": list(steps)}:
+            found = [_template(step) for step in steps]
+            return [name for begins, _ in found for name in begins], [name for _, ends in found for name in ends]
+        case {"type": "TemplateProcessing", "single": list(items)}:
+            marks = [item.get("SpecialToken", {}).get("id") for item in items]
+            text = marks.index(None) if None in marks else len(marks)
+            return [str(m) for m in marks[:text]], [str(m) for m in marks[text + 1 :]]
+        case {"type": "RobertaProcessing" | "BertProcessing", "cls": [str(begin), *_], "sep": [str(end), *_]}:
+            return [begin], [end]
+    raise TokenizerError(
+        f"its post_processor {post_processor.get('type')!r} is not understood; known: TemplateProcessing"
+    )
+
+
+def _content(value: object) -> str | None:
+    """The name of a token, which Hugging Face writes as a string or as an object with `content`."""
+    name = value.get("content") if isinstance(value, dict) else value
+    return name if isinstance(name, str) and name else None
+
+
+def _switch(config: Mapping[str, Any], key: str) -> bool | None:
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise TokenizerError(f"{TOKENIZER_CONFIG_FILE}: {key} must be true or false, not {value!r}")
+    return value
+
+
+def _id_of(name: str, role: str, vocabulary: Mapping[str, int]) -> int:
+    if name not in vocabulary:
+        raise TokenizerError(f"{role} {name!r} is not in the vocabulary; correct {TOKENIZER_CONFIG_FILE}")
+    return vocabulary[name]

@@ -1,0 +1,217 @@
+"""A tokenizer.json of Hugging Face becomes a tokenizer: tiktoken's where that is the same, else the library's.
+
+The format is the serialization of the `tokenizers` library.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tokenizers import normalizers
+
+from model.tokenizer.added_tokens import AddedToken, Normalize, Preparation
+from model.tokenizer.alphabet import to_bytes
+from model.tokenizer.byte_level import ByteLevelTokenizer
+from model.tokenizer.decoders import TokenDecoder, read_decoder
+from model.tokenizer.interface import Tokenizer, TokenizerError
+from model.tokenizer.library import LibraryTokenizer
+from model.tokenizer.marks import TokenizerConfig, begin_mark, end_marks
+from model.tokenizer.merges import NotEquivalentError, canonical_merges, is_joined_by_ranks
+from model.tokenizer.split_pattern import GPT2_PATTERN, is_portable
+
+TOKENIZER_FILE = "tokenizer.json"
+_MODELS = ("BPE", "WordLevel", "Unigram")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Marks:
+    """See `ByteLevelTokenizer`."""
+
+    special_tokens: dict[str, int]
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+
+def tokenizer_from_json(
+    directory: Path, values: dict[str, Any], config: TokenizerConfig, *, file: str = TOKENIZER_FILE
+) -> Tokenizer:
+    """The tokenizer that the object of a tokenizer.json and its neighbours in the directory describe.
+
+    Args:
+        file: where the object comes from, for error messages.
+
+    Raises:
+        TokenizerError: something in it is malformed or not understood.
+    """
+    with _naming(file):
+        decoder, added = read_decoder(values.get("decoder")), _added_tokens(values, config)
+        vocabulary = {**_vocabulary(values["model"]), **{token.content: token.id for token in added}}
+        special = {token.content: token.id for token in added if token.special}
+        special |= {name: vocabulary[name] for name in config.special if name in vocabulary}
+        bos_token_id = begin_mark(config, values.get("post_processor"), vocabulary)
+    marks = _Marks(
+        special_tokens=special,
+        eos_token_ids=end_marks(directory, config, vocabulary),
+        bos_token_id=bos_token_id,
+    )
+    with _naming(file):
+        try:
+            return _byte_level(values, decoder, added, marks)
+        except NotEquivalentError:
+            return LibraryTokenizer(
+                json.dumps({**values, "added_tokens": [_described(token, values) for token in added]}),
+                decoder=decoder,
+                special_tokens=marks.special_tokens,
+                eos_token_ids=marks.eos_token_ids,
+                bos_token_id=marks.bos_token_id,
+            )
+
+
+@contextmanager
+def _naming(file: str) -> Iterator[None]:
+    """Errors name the file they come from, those of a malformed one too."""
+    try:
+        yield
+    except TokenizerError as error:
+        raise TokenizerError(f"{file}: {error}") from error
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise TokenizerError(f"{file}: malformed: {error!r}; copy the file again") from error
+
+
+def _vocabulary(model: Mapping[str, Any]) -> dict[str, int]:
+    kind = model.get("type", "BPE")
+    if kind not in _MODELS:
+        raise TokenizerError(f"its model is of type {kind!r}; one of {', '.join(_MODELS)} expected")
+    if kind == "Unigram":
+        return {token: index for index, (token, _) in enumerate(model["vocab"])}
+    vocabulary: dict[str, int] = model["vocab"]
+    if not vocabulary or not all(isinstance(token_id, int) and token_id >= 0 for token_id in vocabulary.values()):
+        raise TokenizerError("its vocabulary is empty, or has ids that are no numbers from 0 on")
+    return vocabulary
+
+
+def _added_tokens(values: Mapping[str, Any], config: TokenizerConfig) -> list[AddedToken]:
+    """Those of tokenizer.json, those that only tokenizer_config.json knows, and marks named there made special."""
+    tokens = {token.id: token for token in map(AddedToken.from_dict, values.get("added_tokens", []))}
+    for token_id, entry in config.added_tokens.items():
+        tokens.setdefault(token_id, AddedToken.from_dict(entry, token_id=token_id))
+    named = [replace(t, special=True) if t.content in config.special else t for t in tokens.values()]
+    return sorted(named, key=lambda token: token.id)
+
+
+def _described(token: AddedToken, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry of an added token, as the library reads it."""
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": token.normalized}
+    entries = {entry["id"]: entry for entry in values.get("added_tokens", [])}
+    return {**plain, **entries.get(token.id, {}), "id": token.id, "content": token.content, "special": token.special}
+
+
+def _byte_level(
+    values: Mapping[str, Any], decoder: TokenDecoder, added: Sequence[AddedToken], marks: _Marks
+) -> ByteLevelTokenizer:
+    """As a tiktoken encoding.
+
+    Raises:
+        NotEquivalentError: it could give other tokens.
+    """
+    model = values["model"]
+    if model.get("type", "BPE") != "BPE" or not decoder.byte_level or any(model.get(key) for key in _UNUSUAL):
+        raise NotEquivalentError("not a plain byte-level BPE")
+    if any(token.trimmed for token in added):
+        raise NotEquivalentError("an added token depends on what stands beside it")
+    pattern, add_prefix_space = _pattern(values.get("pre_tokenizer"))
+    preparation = Preparation(
+        added_tokens=tuple(added), normalize=_normalize(values.get("normalizer")), add_prefix_space=add_prefix_space
+    )
+    special_ids = set(marks.special_tokens.values())
+    words: dict[bytes, int] = {}
+    others = {token.id: _text_of(token.content) for token in added if token.id not in special_ids}
+    for token, token_id in model["vocab"].items():
+        found = to_bytes(token)
+        if found is None and token_id not in special_ids:
+            others[token_id] = token.encode("utf-8", "replace")
+        elif found is not None:
+            words[found] = token_id
+    tokens = _ranked(words, model, special_ids)
+    taken = {words[token] for token in tokens}
+    others |= {token_id: token for token, token_id in words.items() if token_id not in special_ids}
+    ids = [words[token] for token in tokens]
+    by_id = ids[256:] == sorted(ids[256:])
+    return ByteLevelTokenizer(
+        pattern=pattern,
+        ranks={token: words[token] if by_id else rank for rank, token in enumerate(tokens)},
+        special_tokens=marks.special_tokens,
+        eos_token_ids=marks.eos_token_ids,
+        bos_token_id=marks.bos_token_id,
+        ids=None if by_id else ids,
+        others={token_id: token for token_id, token in others.items() if token_id not in taken},
+        preparation=preparation,
+    )
+
+
+def _ranked(words: Mapping[bytes, int], model: Mapping[str, Any], special_ids: set[int]) -> list[bytes]:
+    """The tokens that text becomes, bytes first, then in the order in which they merge."""
+    pairs = ((_text_of(left), _text_of(right)) for left, right in map(_pair, model["merges"]))
+    merges = canonical_merges(words, pairs)
+    if any(words[token] in special_ids for token in merges.tokens):
+        raise NotEquivalentError("text can be merged into a control mark")
+    tokens = [*(bytes([byte]) for byte in range(256)), *merges.tokens]
+    if not model.get("ignore_merges"):
+        return tokens
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    whole = [token for token in merges.whole_pieces if words[token] not in special_ids]
+    if any(is_joined_by_ranks(ranks, token) for token in whole):
+        raise NotEquivalentError("tiktoken would merge a token that has no merge")
+    return [*tokens, *sorted(whole, key=words.__getitem__)]
+
+
+def _pair(merge: str | list[str]) -> tuple[str, str]:
+    """A merge: two strings, or in files of before 2024 one with a space between them."""
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return left, right
+
+
+def _text_of(token: str) -> bytes:
+    found = to_bytes(token)
+    return token.encode("utf-8", "replace") if found is None else found
+
+
+def _pattern(pre_tokenizer: Mapping[str, Any] | None) -> tuple[str, bool]:
+    """The pattern that splits a text, and whether a space is put before it."""
+    match pre_tokenizer:
+        case {"type": "ByteLevel", "add_prefix_space": bool(add_prefix_space), **rest}:
+            if rest.get("use_regex", True) is True:
+                return GPT2_PATTERN, add_prefix_space
+        case {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": behavior, "invert": invert},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+            ],
+        }:
+            if (behavior, invert) in (("Isolated", False), ("Removed", True)) and is_portable(pattern):
+                return pattern, False
+    raise NotEquivalentError("its way to split a text has no equal in tiktoken")
+
+
+def _normalize(normalizer: Mapping[str, Any] | None) -> Normalize | None:
+    steps = [] if normalizer is None else [normalizer]
+    if normalizer is not None and normalizer.get("type") == "Sequence":
+        steps = normalizer["normalizers"]
+    if not steps:
+        return None
+    if any(step != {"type": "NFC"} for step in steps):
+        raise NotEquivalentError("its normalizer is not NFC")
+    return _normalize_to_nfc
+
+
+def _normalize_to_nfc(text: str) -> str:
+    # The library's own, for Python's may know another version of Unicode.
+    return text if text.isascii() else str(_NFC.normalize_str(text))
+
+
+_NFC = normalizers.NFC()
+_UNUSUAL = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
