@@ -64,6 +64,7 @@ MUST_BE: Mapping[str, tuple[tuple[object, ...], str]] = {
     "final_logit_softcapping": ((), _NOT_COMPUTED),
     "partial_rotary_factor": ((1.0,), _NOT_COMPUTED),
     "clip_qkv": ((), _NOT_COMPUTED),
+    "use_mrope": ((False,), _NOT_COMPUTED),
     "pruned_heads": (({},), _NOT_COMPUTED),
     "per_layer_config": (({},), _NOT_COMPUTED),
     "chunk_size_feed_forward": ((0,), _NOT_COMPUTED),
@@ -116,7 +117,8 @@ class ConfigReader:
 
     def refuse(self, name: str, value: object, remedy: str) -> NoReturn:
         """Raises CheckpointError: one line with the file, the key, its value and the remedy."""
-        raise CheckpointError(f"{self.path}: {name}={_short(value)}: {remedy}")
+        shown = name if name.isprintable() and len(name) < 80 else _short(name)
+        raise CheckpointError(f"{self.path}: {shown}={_short(value)}: {remedy}")
 
     def finish(self) -> None:
         """Account for every key that nobody took.
@@ -144,7 +146,7 @@ class ConfigReader:
 
 def _short(value: object, *, quoted: bool = True) -> str:
     """A value for one line of an error, however large it is."""
-    return _REPR.repr(value) if quoted else str(value)[:200]
+    return (_REPR.repr(value) if quoted else str(value))[:200]
 
 
 _REPR = reprlib.Repr()

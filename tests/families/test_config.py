@@ -1,0 +1,183 @@
+"""config.json: the library's defaults, both spellings of positions, public files, and every refusal in one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.checkpoint_files import CheckpointError
+from model.config import ModelConfig
+from model.families.table import FAMILIES, read_family_config
+from model.kinds import RopeScaling, RopeScalingKind
+from tests.families.models import CASES, transformers
+from tests.families.public_configs import PUBLIC
+
+PATH = Path("some/where/config.json")
+_CLASSES = {"gpt2": "GPT2", "gpt_neox": "GPTNeoX"}
+
+
+def read(model_type: str, **values: Any) -> ModelConfig:
+    return read_family_config(PATH, {"model_type": model_type, **values})[1]
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_an_absent_key_means_what_the_library_means(model_type: str) -> None:
+    config = getattr(transformers, f"{_CLASSES.get(model_type, model_type.capitalize())}Config")()
+    assert read(model_type) == read_family_config(PATH, json.loads(config.to_json_string(use_diff=False)))[1]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_checkpoints_are_described_to_the_parameter(name: str) -> None:
+    num_parameters, values = PUBLIC[name]
+    assert read_family_config(PATH, values)[1].num_parameters == num_parameters
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# Old spelling, new spelling.
+SPELLINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "theta": ("llama", {"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}),
+    "linear": (
+        "llama",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 100},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 100.0}},
+    ),
+    "llama3": (
+        "llama",
+        {"rope_scaling": {"rope_type": "llama3", "original_max_position_embeddings": 256, **LLAMA3}},
+        {"rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": 256, **LLAMA3}},
+    ),
+    "llama3 without its original context": (
+        "llama",
+        {"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "max_position_embeddings": 512},
+        {
+            "rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": 512, **LLAMA3},
+            "max_position_embeddings": 512,
+        },
+    ),
+    "both, agreeing": (
+        "qwen2",
+        {"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
+        {"rope_theta": 1e6},
+    ),
+    "two words for one type": (
+        "llama",
+        {"rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    ),
+    "neox": (
+        "gpt_neox",
+        {"rotary_pct": 0.5, "rotary_emb_base": 100, "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 100}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_old_and_new_spelling_mean_the_same(name: str) -> None:
+    model_type, old, new = SPELLINGS[name]
+    assert read(model_type, **old) == read(model_type, **new) != read(model_type)
+
+
+def test_rope_scaling_arrives() -> None:
+    config = read("llama", rope_scaling={"rope_type": "llama3", "original_max_position_embeddings": 256, **LLAMA3})
+    assert config.rope_scaling == RopeScaling(
+        kind=RopeScalingKind.LLAMA3,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_context_length=256,
+    )
+
+
+def test_what_is_harmless_is_harmless() -> None:
+    noise = {"_name_or_path": "x", "temperature": 0.3, "use_cache": False, "torch_dtype": "float16", "new_key": None}
+    assert read("llama", **noise, layer_types=["full_attention"] * 32, auto_map=None) == read("llama")
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown model type": ({"model_type": "mamba"}, "model_type='mamba': supported are gpt2, llama, mistral, qwen2"),
+    "no model type": ({"model_type": None}, "model_type=None: supported are gpt2"),
+    "another head": ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM is served"),
+    "unknown key": ({"use_magic": True}, "use_magic=True: not a key known here; remove it if"),
+    "activation": ({"hidden_act": "relu2"}, "hidden_act='relu2': supported are silu"),
+    "activation of gpt2": (
+        {"model_type": "gpt2", "activation_function": "quick_gelu"},
+        "activation_function='quick_gelu': supported are gelu_new",
+    ),
+    "inverse layer index": (
+        {"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True},
+        "scale_attn_by_inverse_layer_idx=True: that is not computed here",
+    ),
+    "cross attention": ({"model_type": "gpt2", "add_cross_attention": True}, "only decoder-only models"),
+    "encoder": ({"is_encoder_decoder": True}, "is_encoder_decoder=True: only decoder-only models"),
+    "bidirectional": ({"model_type": "gemma", "use_bidirectional_attention": True}, "only causal models"),
+    "soft cap": ({"model_type": "gemma", "final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0: that is not"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantized weights are not read"),
+    "own code": ({"auto_map": {"AutoModel": "x.Y"}}, "code in a checkpoint is never run"),
+    "biases of mistral": ({"model_type": "mistral", "attention_bias": True}, "attention_bias=True: that is not"),
+    "biases of qwen2": ({"model_type": "qwen2", "attention_bias": False}, "Qwen2 has biases of q, k and v"),
+    "window of llama": ({"sliding_window": 128}, "sliding_window=128: that is not computed here"),
+    "layer types of llama": ({"layer_types": ["sliding_attention"]}, "layer_types=.'sliding_attention'.: not a key"),
+    "layer types too few": ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "32 of full_attention and"),
+    "layer types unknown": ({"model_type": "qwen3", "layer_types": [{}] * 32}, "32 of full_attention and"),
+    "a window nowhere given": (
+        {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 32},
+        "sliding_attention needs use_sliding_window",
+    ),
+    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_scaling.rope_type='yarn': supported are"),
+    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "rope_scaling.rope_type='dynamic': supported"),
+    "two types": ({"rope_scaling": {"type": "linear", "rope_type": "llama3"}}, "'linear and llama3': supported are"),
+    "rope key": ({"rope_scaling": {"type": "linear", "factor": 2, "mscale": 1}}, "rope_scaling.mscale=1: not a key of"),
+    "rope a layer": ({"rope_parameters": {"full_attention": {}}}, "rope_parameters.full_attention={}: not a key"),
+    "no factor": ({"rope_scaling": {"type": "linear"}}, "rope_scaling: rope_scaling factor must be a positive number"),
+    "no frequencies": ({"rope_scaling": {"type": "llama3", "factor": 2}}, "low_freq_factor must be a positive number"),
+    "rope is a word": ({"rope_scaling": "linear"}, "rope_scaling='linear': a JSON object or null expected"),
+    "two ropes": (
+        {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_theta": 5}},
+        "rope_parameters says otherwise",
+    ),
+    "two thetas": ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "rope_theta=5.0: rope_par.* says 6.0"),
+    "partial llama": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5: this family"),
+    "partial at the top": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: that is not computed"),
+    "more than a head": ({"model_type": "gpt_neox", "rotary_pct": 1.5}, "at most 1.0"),
+    "nothing rotated": ({"model_type": "gpt_neox", "rotary_pct": 0.001}, "rotary_dim must be a positive integer"),
+    "context beyond the positions": ({"model_type": "gpt2", "n_ctx": 2048}, "n_ctx=2048: n_positions is 1024"),
+    "uneven heads": ({"num_attention_heads": 31}, "num_attention_heads=31: the width of 4096 is no multiple"),
+    "uneven groups": ({"num_key_value_heads": 5}, "num_heads=32 is not a multiple of num_kv_heads=5; correct"),
+    "size is a word": ({"vocab_size": "many"}, "vocab_size must be a positive integer, not 'many'"),
+    "size is negative": ({"num_hidden_layers": -1}, "num_hidden_layers must be a positive integer"),
+    "size is null": ({"hidden_size": None}, "hidden_size must be a positive integer"),
+    "flag is a word": ({"attention_bias": "yes"}, "attention_bias='yes': true or false expected"),
+    "epsilon is infinite": ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be a positive number"),
+    "tanh and not": (
+        {"model_type": "gemma", "hidden_act": "silu", "hidden_activation": "gelu_pytorch_tanh"},
+        "hidden_act says otherwise",
+    ),
+    "first window": ({"model_type": "qwen2", "max_window_layers": -1}, "a count of layers expected"),
+    "a long value": ({"use_magic": ["x" * 1000] * 1000}, "use_magic="),
+    "a value of lines": ({"use_magic": "a\nb"}, r"use_magic='a\\nb'"),
+    "a key of lines": ({"use\nmagic": 1}, r"'use\\nmagic'=1: not a key"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_is_not_computed_is_refused_by_name(name: str) -> None:
+    values, message = REFUSALS[name]
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_family_config(PATH, {"model_type": "llama", **values})
+    assert str(caught.value).startswith(f"{PATH}: ")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_every_case_of_the_grid_keeps_its_config(tmp_path: Path) -> None:
+    """Written by the library and read by us, no two cases of a family are the same model."""
+    configs: dict[str, list[ModelConfig]] = {}
+    for case in CASES.values():
+        values = json.loads(case.build().config.to_json_string())
+        configs.setdefault(case.family, []).append(read_family_config(tmp_path / "config.json", values)[1])
+    for family, found in configs.items():
+        # Gemma's old word for its activation means the same model.
+        duplicates = len(found) - len(set(map(repr, found)))
+        assert duplicates == {"gemma": 1, "qwen2": 1}.get(family, 0), family
