@@ -22,8 +22,10 @@ checked along their border alone: undo the joins of x and y in reverse order, la
 the two tokens at the border had no earlier merge with each other.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from model.tokenizer.alphabet import CHARACTER_OF
 
 _NUM_BYTES = 256
 
@@ -37,11 +39,11 @@ class CanonicalMerges:
     """What a list of merges comes to.
 
     tokens: the multi-byte tokens that merging makes, in the order of their ranks.
-    whole_pieces: tokens that merging never makes.
+    whole_pieces: the rest of the vocabulary, which merging never makes.
     """
 
-    tokens: list[bytes]
-    whole_pieces: list[bytes]
+    tokens: list[str]
+    whole_pieces: list[str]
 
 
 class _Border:
@@ -75,21 +77,20 @@ class _Border:
                 return False
 
 
-def canonical_merges(vocabulary: Iterable[bytes], merges: Iterable[tuple[bytes, bytes]]) -> CanonicalMerges:
-    """The tokens that these merges make, ranked, and those they do not.
+def canonical_merges(vocabulary: Collection[str], merges: Iterable[tuple[str, str]]) -> CanonicalMerges:
+    """The tokens that these merges make, ranked, and those they do not; a character of the alphabet is a byte.
 
     Raises:
         NotEquivalentError: a single byte is no token, or merges come before those of their parts.
     """
-    words = set(vocabulary)
-    numbers = {bytes([byte]): byte for byte in range(_NUM_BYTES)}
-    if missing := sum(token not in words for token in numbers):
+    numbers = {character: byte for byte, character in CHARACTER_OF.items()}
+    if missing := sum(character not in vocabulary for character in numbers):
         raise NotEquivalentError(f"{missing} single bytes have no token")
     border = _Border()
-    early: list[tuple[bytes, bytes]] = []
+    early: list[tuple[str, str]] = []
     for left, right in merges:
         token = left + right
-        if token in numbers or token not in words:
+        if token in numbers or token not in vocabulary:
             continue
         x, y = numbers.get(left), numbers.get(right)
         if x is None or y is None:
@@ -101,7 +102,7 @@ def canonical_merges(vocabulary: Iterable[bytes], merges: Iterable[tuple[bytes, 
         if left in numbers and right in numbers and left + right not in numbers:
             raise NotEquivalentError(f"the merge of {left!r} and {right!r} comes before those of its parts")
     return CanonicalMerges(
-        tokens=list(numbers)[_NUM_BYTES:], whole_pieces=[token for token in words if token not in numbers]
+        tokens=list(numbers)[_NUM_BYTES:], whole_pieces=[token for token in vocabulary if token not in numbers]
     )
 
 

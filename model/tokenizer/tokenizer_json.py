@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import normalizers
 
 from model.tokenizer.added_tokens import AddedToken, Normalize, Preparation
-from model.tokenizer.alphabet import to_bytes
+from model.tokenizer.alphabet import BYTE_OF, to_bytes
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.decoders import TokenDecoder, read_decoder
 from model.tokenizer.interface import Tokenizer, TokenizerError
@@ -127,45 +127,41 @@ def _byte_level(
         added_tokens=tuple(added), normalize=_normalize(values.get("normalizer")), add_prefix_space=add_prefix_space
     )
     special_ids = set(marks.special_tokens.values())
-    words: dict[bytes, int] = {}
-    others = {token.id: _text_of(token.content) for token in added if token.id not in special_ids}
-    for token, token_id in model["vocab"].items():
-        found = to_bytes(token)
-        if found is None and token_id not in special_ids:
-            others[token_id] = token.encode("utf-8", "replace")
-        elif found is not None:
-            words[found] = token_id
-    tokens = _ranked(words, model, special_ids)
-    taken = {words[token] for token in tokens}
-    others |= {token_id: token for token, token_id in words.items() if token_id not in special_ids}
-    ids = [words[token] for token in tokens]
+    vocabulary: dict[str, int] = model["vocab"]
+    tokens = _ranked(vocabulary, model, special_ids)
+    ids = [vocabulary[token] for token in tokens]
     by_id = ids[256:] == sorted(ids[256:])
+    others = {token.id: _text_of(token.content) for token in added} | {
+        vocabulary[token]: _text_of(token) for token in vocabulary.keys() - set(tokens)
+    }
     return ByteLevelTokenizer(
         pattern=pattern,
-        ranks={token: words[token] if by_id else rank for rank, token in enumerate(tokens)},
+        ranks={
+            _text_of(token): token_id if by_id else rank
+            for rank, (token, token_id) in enumerate(zip(tokens, ids, strict=True))
+        },
         special_tokens=marks.special_tokens,
         eos_token_ids=marks.eos_token_ids,
         bos_token_id=marks.bos_token_id,
         ids=None if by_id else ids,
-        others={token_id: token for token_id, token in others.items() if token_id not in taken},
+        others={token_id: others[token_id] for token_id in others.keys() - special_ids - set(ids)},
         preparation=preparation,
     )
 
 
-def _ranked(words: Mapping[bytes, int], model: Mapping[str, Any], special_ids: set[int]) -> list[bytes]:
-    """The tokens that text becomes, bytes first, then in the order in which they merge."""
-    pairs = ((_text_of(left), _text_of(right)) for left, right in map(_pair, model["merges"]))
-    merges = canonical_merges(words, pairs)
-    if any(words[token] in special_ids for token in merges.tokens):
+def _ranked(vocabulary: Mapping[str, int], model: Mapping[str, Any], special_ids: set[int]) -> list[str]:
+    """The tokens that text becomes: bytes first, then in the order in which they merge, then those never merged."""
+    merges = canonical_merges(vocabulary, map(_pair, model["merges"]))
+    if any(vocabulary[token] in special_ids for token in merges.tokens):
         raise NotEquivalentError("text can be merged into a control mark")
-    tokens = [*(bytes([byte]) for byte in range(256)), *merges.tokens]
+    tokens = [*BYTE_OF, *merges.tokens]
     if not model.get("ignore_merges"):
         return tokens
-    ranks = {token: rank for rank, token in enumerate(tokens)}
-    whole = [token for token in merges.whole_pieces if words[token] not in special_ids]
-    if any(is_joined_by_ranks(ranks, token) for token in whole):
+    whole = [t for t in merges.whole_pieces if vocabulary[t] not in special_ids and to_bytes(t) is not None]
+    ranks = {_text_of(token): rank for rank, token in enumerate(tokens)} if whole else {}
+    if any(is_joined_by_ranks(ranks, _text_of(token)) for token in whole):
         raise NotEquivalentError("tiktoken would merge a token that has no merge")
-    return [*tokens, *sorted(whole, key=words.__getitem__)]
+    return [*tokens, *sorted(whole, key=vocabulary.__getitem__)]
 
 
 def _pair(merge: str | list[str]) -> tuple[str, str]:
