@@ -13,6 +13,7 @@ plan             a validated request becomes the sequences to compute
 admission        who may wait, and what the others are told
 journal          every unfinished request: what was submitted, what came back, who waits
 delivery         a stream of server-sent events, or one body
+inspection       what a prompt's tokens attend to: its routes, and the looks under way
 frontend         LitSpec: routes, tokenization, admission, SSE, cancel, replay
 lifecycle        what the processes must know of each other, in shared memory
 engine_builder   from settings and a checkpoint to an engine; what "auto" means here

@@ -169,7 +169,7 @@ class Journal:
         for event in events:
             if isinstance(event, Hello):
                 self._replay(event)
-            else:
+            elif isinstance(event, TokenDelta):
                 self._receive_delta(event)
 
     def fail_all(self, error: ApiError) -> None:

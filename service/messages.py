@@ -44,7 +44,16 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
     uid: str
 
 
-Command: TypeAlias = Submit | Cancel
+class Look(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """Tell what these tokens attend to in one layer: the weights of these heads. Not a sequence: draws nothing."""
+
+    uid: str
+    token_ids: tuple[int, ...]
+    layer: int
+    heads: tuple[int, ...]
+
+
+Command: TypeAlias = Submit | Cancel | Look
 
 # LitServe names the queue of commands by a route.
 API_PATH = "/v1/completions"
@@ -112,7 +121,19 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True
     startup_seconds: float
 
 
-Event: TypeAlias = TokenDelta | Hello
+class Looked(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """The answer to a `Look`.
+
+    `weights` are native float32: for each head the lower triangle, row by row; what is above it is 0. None where the
+    computation failed.
+    """
+
+    uid: str
+    weights: bytes | None
+    compute_seconds: float
+
+
+Event: TypeAlias = TokenDelta | Hello | Looked
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from types import FrameType
@@ -31,13 +31,15 @@ from service.messages import (
     Cancel,
     Event,
     Hello,
+    Look,
+    Looked,
     Submit,
     TokenDelta,
     decode_command,
     encode_events,
 )
 from service.metrics import Metrics
-from service.settings import ServeSettings
+from service.settings import ServeSettings, effective_values
 
 if TYPE_CHECKING:
     from service.engine.engine import Engine
@@ -56,13 +58,18 @@ Send: TypeAlias = Callable[[int, list[Event]], None]
 
 
 class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
-    """What LitServe carries to the worker process, and calls there to build the engine."""
+    """What LitServe carries to the worker process, and calls there to build the engine.
+
+    Args:
+        found: what main knows of the values in force, by name.
+    """
 
     def __init__(
         self,
         settings: ServeSettings,
         *,
         manifest: Manifest,
+        found: Mapping[str, object],
         lifecycle: Lifecycle,
         loop: "EngineLoop",
         spec: LitSpec,
@@ -70,6 +77,7 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
         super().__init__(loop=loop, spec=spec, api_path=API_PATH)
         self.settings = settings
         self.manifest = manifest
+        self.found = found
         self.lifecycle = lifecycle
 
     def __getstate__(self) -> dict[str, Any]:
@@ -97,6 +105,9 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
         try:
             self.engine, self.facts = build_engine(self.settings, self.manifest)
             self.engine.warm_up()
+            if self.lifecycle.epoch.value == 0:  # once, and when all of it is known
+                found = {**self.found, **self.facts.found()}
+                print("\n".join(effective_values(self.settings, found)), flush=True)
         except (ValueError, RuntimeError, MemoryError, OSError) as error:
             self._tell(error, is_memory=isinstance(error, (MemoryError, torch.OutOfMemoryError)))
             raise SystemExit(EXIT_TOLD) from None
@@ -104,7 +115,7 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
     def _tell(self, error: Exception, *, is_memory: bool) -> None:
         """Why the engine cannot be built, in one line."""
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        advice = "; lower --kv-cache-memory or take a smaller model" if is_memory else ""
+        advice = "; lower --kv-cache-memory or --max-context-length, or take a smaller model" if is_memory else ""
         print(f"kvasir serve: {first_line}{advice}", file=sys.stderr, flush=True)
 
 
@@ -188,15 +199,16 @@ class Driver:
         self._send = send
         self._metrics = metrics
         self._owners: dict[str, tuple[int, int]] = {}  # uid -> API process, attempt
+        self._looks: dict[str, tuple[int, Look]] = {}  # uid -> API process, in order of arrival
         self._num_failures = 0
 
     def turn(self) -> None:
-        """Wait for work if there is none, take all commands, compute one step, send its events.
+        """Wait for work if there is none, take all commands, compute one step and one look, send what they gave.
 
         Raises:
             RuntimeError: the engine failed again, right after it was cleared.
         """
-        if not self._engine.has_work:
+        if not self._engine.has_work and not self._looks:
             self._engine.check_integrity()
             self._metrics.observe_idle()
             self._take(self._inbox.get())
@@ -205,6 +217,19 @@ class Driver:
                 self._take(self._inbox.get_nowait())
         if self._engine.has_work:
             self._step()
+        if self._looks:
+            self._look()
+
+    def _look(self) -> None:
+        """Answer one look, the oldest: streams wait for it, so they get a step before the next."""
+        uid = next(iter(self._looks))
+        api_id, look = self._looks.pop(uid)
+        began, weights = time.perf_counter(), None
+        try:
+            weights = self._engine.attention_weights(look.token_ids, layer=look.layer, heads=look.heads)
+        except Exception:  # as in a step: whoever asked gets an answer, and the service goes on
+            logger.exception("the engine failed on a look at layer %d", look.layer)
+        self._send(api_id, [Looked(uid=uid, weights=weights, compute_seconds=time.perf_counter() - began)])
 
     def _step(self) -> None:
         try:
@@ -227,7 +252,10 @@ class Driver:
                 case Submit():
                     self._owners[command.uid] = (api_id, command.attempt)
                     self._engine.submit(command)
+                case Look():
+                    self._looks[command.uid] = (api_id, command)
                 case Cancel():
+                    self._looks.pop(command.uid, None)
                     if self._owners.pop(command.uid, None) is not None:
                         self._engine.cancel(command.uid)
 

@@ -146,6 +146,14 @@ class Engine:
         events = self._tell(plan, outputs)
         return StepResult(events, self._stats(plan, len(outputs.token_ids), time.perf_counter() - began))
 
+    def attention_weights(self, token_ids: tuple[int, ...], *, layer: int, heads: tuple[int, ...]) -> bytes:
+        """What a text's tokens attend to, see `service.messages.Looked`. Sequences and their cache are not touched.
+
+        Raises:
+            ValueError: there is no such layer, or the tokens are none, too many, or not of the vocabulary.
+        """
+        return self._runner.attention_weights(token_ids, layer=layer, heads=heads)
+
     def abort_all(self, error: str) -> list[TokenDelta]:
         """End everything with an error, free everything. For when a step failed.
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from model.attention.weights import weights_of_layer
 from model.kv_cache import KVCache
 from model.sampling import sample, top_logprobs
 from model.sampling_params import SamplingParams
@@ -33,6 +34,10 @@ class Runner(Protocol):
 
     def run(self, inputs: ModelInputs) -> StepOutputs:
         """Compute a step."""
+        ...
+
+    def attention_weights(self, token_ids: Sequence[int], *, layer: int, heads: Sequence[int]) -> bytes:
+        """What these tokens attend to, see `service.messages.Looked`."""
         ...
 
 
@@ -74,6 +79,17 @@ class ModelRunner:
                 for rows in inputs.prompt_rows
             },
         )
+
+
+    def attention_weights(self, token_ids: Sequence[int], *, layer: int, heads: Sequence[int]) -> bytes:
+        """What these tokens attend to: lower triangles of the `heads`, float32. Touches no cache.
+
+        Raises:
+            ValueError: see `weights_of_layer`.
+        """
+        weights_HTT = weights_of_layer(self._model, token_ids, layer=layer)[list(heads)]
+        rows, columns = torch.tril_indices(len(token_ids), len(token_ids))
+        return weights_HTT[:, rows, columns].numpy().tobytes()
 
 
 def _drawn_logprobs(

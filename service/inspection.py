@@ -1,0 +1,327 @@
+"""`/inspect/attention`: what a prompt's tokens attend to, computed by the worker between its steps.
+
+A look changes nothing and costs no KV-cache. What it costs the streams is bounded on three sides: tokens by
+`--max-inspect-tokens`, looks under way by `MAX_LOOKS`, and the worker takes one a step.
+
+Legend: H heads, T tokens of the prompt.
+"""
+
+import asyncio
+import contextlib
+import math
+import time
+import uuid
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import Field
+from starlette.types import Receive
+
+from model.config import ModelConfig
+from service.logprobs import token_name
+from service.messages import Cancel, Command, Event, Hello, Look, Looked
+from service.plan import Planner
+from service.requests import json_response, read_body
+from service.responses import Readiness
+from service.schemas import (
+    ApiError,
+    ClientGone,
+    ContextLengthExceeded,
+    Draining,
+    EngineFailed,
+    InvalidRequest,
+    Overloaded,
+    RequestModel,
+    TokenIds,
+    parse_body,
+)
+
+# Looks that may be under way: the worker computes one between two steps.
+MAX_LOOKS = 4
+# Digits behind the point of a weight on the wire: a row of 512 sums to 1 within 3e-4.
+_DIGITS = 6
+_WANTED = {
+    "prompt": "must be a string or a list of token ids, not empty",
+    "head": 'must be the number of a head, from 0, or "all"',
+}
+
+
+class SwitchedOff(ApiError):
+    """A route that this server does not offer."""
+
+    status, type, code = 403, "invalid_request_error", "switched_off"
+
+
+class NotReady(Overloaded):
+    """No worker to look with: it is being started, or it died meanwhile."""
+
+    status, type, code = 503, "server_error", "not_ready"
+
+
+class AttentionRequest(RequestModel):
+    """`POST /inspect/attention`."""
+
+    prompt: Annotated[str, Field(min_length=1)] | Annotated[TokenIds, Field(min_length=1)]
+    layer: Annotated[int, Field(ge=0, lt=2**31, description="from 0")]
+    head: Annotated[int, Field(ge=0, lt=2**31)] | Literal["all"] | None = "all"
+    model: str | None = None
+
+
+class AttentionLimits(msgspec.Struct, kw_only=True):
+    """`GET /inspect/attention`: what can be asked for."""
+
+    model: str
+    num_layers: int
+    num_heads: int
+    max_tokens: int
+
+
+class LookTimings(msgspec.Struct, kw_only=True):
+    """Milliseconds: from arrival to the answer, and of that the worker's computation."""
+
+    total_ms: float
+    compute_ms: float
+
+
+class Attention(msgspec.Struct, kw_only=True):
+    """Weights of one layer: `weights[i][t][s]` is how much token t attends to token s in head `heads[i]`."""
+
+    object: str = "attention"
+    model: str
+    layer: int
+    heads: list[int]
+    num_layers: int
+    num_heads: int
+    token_ids: list[int]
+    tokens: list[str]
+    weights: list[list[list[float]]]
+    timings: LookTimings
+
+
+class Inspection:
+    """The routes, and the looks that are under way. One thread: the API process' event loop.
+
+    Args:
+        planner: names the model and encodes prompts.
+        config: the model's layers and heads.
+        max_tokens: of a prompt; 0 switches looking off.
+        max_body_bytes: of a request.
+        readiness: whether a worker would look now.
+        send: puts commands on the worker's queue.
+        on_change: told when `num_looks` has changed.
+    """
+
+    def __init__(
+        self,
+        *,
+        planner: Planner,
+        config: ModelConfig,
+        max_tokens: int,
+        max_body_bytes: int,
+        readiness: Callable[[], Readiness],
+        send: Callable[[Sequence[Command]], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._planner = planner
+        self._config = config
+        self._max_tokens = min(max_tokens, planner.max_context_length)
+        self._max_body_bytes = max_body_bytes
+        self._readiness = readiness
+        self._send = send
+        self._on_change = on_change
+        self._looks: dict[str, asyncio.Future[Looked]] = {}
+
+    @property
+    def num_looks(self) -> int:
+        """Requests whose answer is not computed yet."""
+        return len(self._looks)
+
+    # Routes.
+
+    async def limits(self) -> Response:
+        """`GET /inspect/attention`."""
+        self._refuse_when_off()
+        limits = AttentionLimits(
+            model=self._planner.model_name,
+            num_layers=self._config.num_layers,
+            num_heads=self._config.num_heads,
+            max_tokens=self._max_tokens,
+        )
+        return json_response(limits)
+
+    async def attention(self, request: Request) -> Response:
+        """`POST /inspect/attention`."""
+        arrival_seconds = time.monotonic()
+        self._refuse_when_off()
+        body = await read_body(request, max_bytes=self._max_body_bytes)
+        look = self._plan(_parse(body))
+        self._refuse_when_not_ready()
+        looked = await self._answer(look, request.receive)
+        if looked.weights is None:
+            raise EngineFailed("the engine failed on this request", retry=True)
+        # In a thread: 8 heads of 128 tokens are 131,000 numbers.
+        answer = await asyncio.to_thread(self._attention, look, looked, arrival_seconds)
+        return answer
+
+    # What comes back.
+
+    def receive(self, events: Sequence[Event]) -> list[Event]:
+        """Take this message's answers to looks; returns the other events."""
+        others: list[Event] = []
+        for event in events:
+            if isinstance(event, Hello):  # a new worker knows of no look
+                self.end_lost(is_ready=False)
+            if not isinstance(event, Looked):
+                others.append(event)
+            elif (waiting := self._looks.get(event.uid)) is not None and not waiting.done():
+                waiting.set_result(event)
+        return others
+
+    def end_lost(self, *, is_ready: bool) -> None:
+        """Where no worker is up, nobody will answer: end every look."""
+        if not is_ready:
+            self.fail_all(NotReady("the worker was replaced while it looked", retry_after_seconds=1.0))
+
+    def fail_all(self, error: ApiError) -> None:
+        """End every look."""
+        for waiting in self._looks.values():
+            if not waiting.done():
+                waiting.set_exception(error)
+
+    def _refuse_when_off(self) -> None:
+        if self._max_tokens == 0:
+            raise SwitchedOff("looking at attention is switched off on this server (--max-inspect-tokens 0)")
+
+    def _refuse_when_not_ready(self) -> None:
+        readiness = self._readiness()
+        seconds = 1.0 if readiness.eta_s is None else readiness.eta_s
+        if readiness.state == "draining":
+            raise Draining("the server is shutting down", retry_after_seconds=seconds)
+        if readiness.state != "ready":
+            raise NotReady(f"no worker can look now: {readiness.phase}", retry_after_seconds=seconds)
+        if len(self._looks) >= MAX_LOOKS:
+            raise Overloaded(f"{MAX_LOOKS} looks are under way, try again later", retry_after_seconds=1.0)
+
+    def _plan(self, asked: AttentionRequest) -> Look:
+        """What the worker is asked for.
+
+        Raises:
+            ModelNotFound, InvalidRequest: see `Planner`; or there is no such layer or head.
+        """
+        self._planner.check_model(asked.model)
+        num_layers, num_heads = self._config.num_layers, self._config.num_heads
+        if asked.layer >= num_layers:
+            raise InvalidRequest(
+                f"layer {asked.layer} does not exist; this model has layers 0 to {num_layers - 1}", param="layer"
+            )
+        heads = tuple(range(num_heads)) if asked.head in ("all", None) else (int(asked.head),)
+        if heads[0] >= num_heads:
+            raise InvalidRequest(
+                f"head {asked.head} does not exist; this model has heads 0 to {num_heads - 1}", param="head"
+            )
+        token_ids = tuple(self._token_ids(asked.prompt))
+        return Look(uid=uuid.uuid4().hex, token_ids=token_ids, layer=asked.layer, heads=heads)
+
+    def _token_ids(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            # A text so long that no tokenization fits is refused before it costs one.
+            at_least = math.ceil(len(prompt.encode(errors="replace")) / self._planner.longest_token)
+            if at_least > self._max_tokens:
+                raise self._too_long(f"at least {at_least}")
+            token_ids = self._planner.encode(prompt)
+        else:
+            token_ids = prompt
+            self._planner.check_ids(token_ids, "prompt")
+        if len(token_ids) > self._max_tokens:
+            raise self._too_long(str(len(token_ids)))
+        return token_ids
+
+    def _too_long(self, num_tokens: str) -> ContextLengthExceeded:
+        return ContextLengthExceeded(
+            f"this server looks at prompts of at most {self._max_tokens} tokens, but this one has {num_tokens}",
+            param="prompt",
+        )
+
+    async def _answer(self, look: Look, receive: Receive) -> Looked:
+        """Ask the worker and wait. A client that leaves cancels.
+
+        Raises:
+            ClientGone: it left.
+            ApiError: what `fail_all` was told.
+        """
+        waiting: asyncio.Future[Looked] = asyncio.get_running_loop().create_future()
+        with self._under_way(look.uid, waiting):
+            self._send([look])
+            watch = asyncio.create_task(_disconnected(receive))
+            try:
+                await asyncio.wait((waiting, watch), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                watch.cancel()
+            if not waiting.done():
+                raise ClientGone("the client closed the connection")
+            return waiting.result()
+
+    @contextlib.contextmanager
+    def _under_way(self, uid: str, waiting: "asyncio.Future[Looked]") -> Iterator[None]:
+        """Count a look while it lasts; tell the worker if nobody waits for it any more."""
+        self._looks[uid] = waiting
+        self._on_change()
+        try:
+            yield
+        finally:
+            del self._looks[uid]
+            self._on_change()
+            if not waiting.done():
+                self._send([Cancel(uid=uid)])
+
+    def _attention(self, look: Look, looked: Looked, arrival_seconds: float) -> Response:
+        assert looked.weights is not None
+        tokenizer = self._planner.tokenizer
+        weights = array("f", looked.weights)
+        answer = Attention(
+            model=self._planner.model_name,
+            layer=look.layer,
+            heads=list(look.heads),
+            num_layers=self._config.num_layers,
+            num_heads=self._config.num_heads,
+            token_ids=list(look.token_ids),
+            tokens=[token_name(tokenizer, token_id) for token_id in look.token_ids],
+            weights=_squares(weights, len(look.heads), len(look.token_ids)),
+            timings=LookTimings(
+                total_ms=round(1000 * (time.monotonic() - arrival_seconds), 3),
+                compute_ms=round(1000 * looked.compute_seconds, 3),
+            ),
+        )
+        return json_response(answer)
+
+
+def _parse(body: bytes) -> AttentionRequest:
+    try:
+        return parse_body(AttentionRequest, body)
+    except InvalidRequest as error:
+        if error.param not in _WANTED:
+            raise
+        # Pydantic complains of one branch of a union.
+        raise InvalidRequest(f"{error.param} {_WANTED[error.param]}", param=error.param) from None
+
+
+def _squares(weights: Sequence[float], num_heads: int, num_tokens: int) -> list[list[list[float]]]:
+    """HTT, rounded, from the lower triangles one after the other."""
+    squares, start = [], 0
+    for _ in range(num_heads):
+        square = []
+        for length in range(1, num_tokens + 1):
+            row = [round(weight, _DIGITS) for weight in weights[start : start + length]]
+            square.append(row + [0.0] * (num_tokens - length))
+            start += length
+        squares.append(square)
+    return squares
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

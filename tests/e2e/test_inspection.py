@@ -1,0 +1,90 @@
+"""`/inspect/attention` on a real server: what it tells, beside streams, and when its worker dies."""
+
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from model.attention.interface import ATTENTION_BACKENDS
+from model.attention.weights import weights_of_layer
+from model.checkpoint import load_model
+from model.manifest import read_manifest
+from tests.e2e.process import Service, serving, wait_until
+
+pytestmark = pytest.mark.slow
+ROUTE = "/inspect/attention"
+PROMPT = "once in the theatre 😀"
+
+
+def test_tells_the_models_own_weights(service: Service, tiny_checkpoint: Path) -> None:
+    body = service.post(ROUTE, prompt=PROMPT, layer=1).json()
+    model = load_model(
+        read_manifest(tiny_checkpoint), device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["eager"]
+    )
+    told, wanted = torch.tensor(body["weights"]), weights_of_layer(model, body["token_ids"], layer=1)
+    torch.testing.assert_close(told, wanted, atol=2e-6, rtol=0)
+    assert told.triu(1).count_nonzero() == 0
+    torch.testing.assert_close(told.sum(-1), torch.ones(told.shape[:2]), atol=1e-4, rtol=0)
+    assert body["token_ids"] == service.post("/tokenize", prompt=PROMPT).json()["tokens"]
+    assert service.get(ROUTE).json() == {"model": "tiny", "num_layers": 2, "num_heads": 4, "max_tokens": 128}
+
+
+def test_refuses_and_goes_on(service: Service) -> None:
+    for fields, said in (
+        ({"prompt": "z" * 129, "layer": 0}, "at most 128 tokens"),
+        ({"prompt": "z" * 1_900_000, "layer": 0}, "at most 128 tokens"),
+        ({"prompt": "a", "layer": -1}, "layer must be"),
+        ({"prompt": "a", "layer": 0, "head": "x"}, "head must be"),
+    ):
+        response = service.post(ROUTE, **fields)
+        assert response.status_code == 400
+        assert said in response.json()["error"]["message"]
+    assert service.text("a", max_tokens=4, temperature=0)
+
+
+def test_streams_say_the_same_beside_looks(service: Service) -> None:
+    fields: dict[str, Any] = {"max_tokens": 120, "seed": 3, "ignore_eos": True}
+    alone = service.text(PROMPT, **fields)
+    over = threading.Event()
+    statuses: list[int] = []
+
+    def look() -> None:
+        while not over.is_set():
+            statuses.append(service.post(ROUTE, prompt="z" * 128, layer=1).status_code)
+
+    lookers = [threading.Thread(target=look) for _ in range(2)]
+    for looker in lookers:
+        looker.start()
+    try:
+        beside = [service.text(PROMPT, **fields) for _ in range(3)]
+    finally:
+        over.set()
+        for looker in lookers:
+            looker.join()
+    assert beside == [alone] * 3
+    assert set(statuses) == {200}
+
+
+def test_a_worker_that_dies_is_a_503_and_the_next_one_looks(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with serving(tiny_checkpoint, tmp_path) as service:
+        answers: list[httpx.Response] = []
+        service.worker.suspend()  # it can answer nobody, whenever the request comes
+        asker = threading.Thread(target=lambda: answers.append(service.post(ROUTE, prompt="a", layer=0)))
+        asker.start()
+        service.worker.send_signal(signal.SIGKILL)
+        asker.join(60)
+        (answer,) = answers
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+        assert int(answer.headers["retry-after"]) >= 1
+        wait_until(service.is_ready, seconds=120, what="a new worker")
+        assert service.post(ROUTE, prompt="a", layer=0).status_code == 200
+
+
+def test_switched_off(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with serving(tiny_checkpoint, tmp_path, "--max-inspect-tokens", "0") as service:
+        for response in (service.get(ROUTE), service.post(ROUTE, prompt="a", layer=0)):
+            assert (response.status_code, response.json()["error"]["code"]) == (403, "switched_off")

@@ -1,0 +1,268 @@
+"""`/inspect/attention` over a worker that answers at once, late or never: what is refused, what is asked, what ends."""
+
+import asyncio
+import json
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+from starlette.testclient import TestClient
+
+from model.tokenizer.interface import Tokenizer
+from service.inspection import MAX_LOOKS, Inspection, NotReady
+from service.messages import Cancel, Command, Look, Looked, decode_command, decode_events, encode_command, encode_events
+from service.plan import Planner
+from service.requests import install_error_handlers
+from service.responses import Readiness
+from service.schemas import ApiError, ClientGone, Overloaded
+from tests.service.sequences import make_delta, make_hello
+from tests.tiny_model import tiny_config
+
+ROUTE = "/inspect/attention"
+MAX_TOKENS = 32
+READY = Readiness(state="ready", phase="serving", elapsed_s=1.0, eta_s=0.0)
+
+
+def even_weights(look: Look) -> bytes:
+    """What average attention would answer."""
+    lengths = range(1, len(look.token_ids) + 1)
+    return array("f", [1 / length for _ in look.heads for length in lengths for _ in range(length)]).tobytes()
+
+
+class Bench:
+    """An Inspection, and a worker that takes what it sends; both directions pass through bytes, as in the service."""
+
+    def __init__(self, tokenizer: Tokenizer, max_tokens: int = MAX_TOKENS) -> None:
+        self.sent: list[Command] = []
+        self.counts: list[int] = []
+        self.readiness = READY
+        self.weights: Callable[[Look], bytes | None] = even_weights
+        self.answers = True
+        planner = Planner(
+            tokenizer=tokenizer, model_name="tiny", max_context_length=256, max_num_choices=4, longest_token=5
+        )
+        self.inspection = Inspection(
+            planner=planner,
+            config=tiny_config(274),
+            max_tokens=max_tokens,
+            max_body_bytes=100_000,
+            readiness=lambda: self.readiness,
+            send=self._take,
+            on_change=lambda: self.counts.append(self.inspection.num_looks),
+        )
+
+    def _take(self, commands: Sequence[Command]) -> None:
+        for command in (decode_command(encode_command(command)) for command in commands):
+            self.sent.append(command)
+            if isinstance(command, Look) and self.answers:
+                looked = Looked(uid=command.uid, weights=self.weights(command), compute_seconds=0.0125)
+                assert self.inspection.receive(decode_events(encode_events([looked]))) == []
+
+    def client(self) -> TestClient:
+        app = FastAPI()
+        install_error_handlers(app, lambda error: None)
+        app.add_api_route(ROUTE, self.inspection.limits, methods=["GET"])
+        app.add_api_route(ROUTE, self.inspection.attention, methods=["POST"])
+        return TestClient(app, raise_server_exceptions=False)
+
+
+@pytest.fixture
+def bench(tokenizer: Tokenizer) -> Bench:
+    return Bench(tokenizer)
+
+
+@pytest.fixture
+def client(bench: Bench) -> Iterator[TestClient]:
+    with bench.client() as client:
+        yield client
+
+
+def request_of(body: dict[str, Any], *, leaves: bool = False) -> Request:
+    """A request whose client stays, or leaves when its body is read."""
+    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        if not leaves:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    return Request({"type": "http", "headers": []}, receive)
+
+
+def test_all_heads(client: TestClient, bench: Bench) -> None:
+    body = client.post(ROUTE, json={"prompt": "the 😀", "layer": 1}).json()
+    assert body["object"] == "attention"
+    assert (body["layer"], body["heads"]) == (1, [0, 1, 2, 3])
+    assert (body["num_layers"], body["num_heads"]) == (2, 4)
+    assert len(body["tokens"]) == len(body["token_ids"]) > 2
+    assert any(token.startswith("bytes:") for token in body["tokens"])
+    assert body["timings"]["compute_ms"] == 12.5
+    assert len(body["weights"]) == 4
+    for square in body["weights"]:
+        for t, row in enumerate(square):
+            assert len(row) == len(body["tokens"])
+            assert sum(row) == pytest.approx(1, abs=1e-5)
+            assert row[t + 1 :] == [0.0] * (len(row) - t - 1)
+    (look,) = bench.sent
+    assert isinstance(look, Look)
+    assert (look.layer, look.heads, list(look.token_ids)) == (1, (0, 1, 2, 3), body["token_ids"])
+    assert bench.counts == [1, 0]
+
+
+@pytest.mark.parametrize("head", [2, "all", None])
+def test_one_head_or_all_of_ids(client: TestClient, head: object) -> None:
+    body = client.post(ROUTE, json={"prompt": [5, 6], "layer": 0, "head": head, "model": "tiny"}).json()
+    assert body["heads"] == ([2] if head == 2 else [0, 1, 2, 3])
+    assert body["weights"][0] == [[1.0, 0.0], [0.5, 0.5]]
+
+
+def test_limits(client: TestClient) -> None:
+    limits = {"model": "tiny", "num_layers": 2, "num_heads": 4, "max_tokens": MAX_TOKENS}
+    assert client.get(ROUTE).json() == limits
+
+
+def _with(**fields: Any) -> bytes:
+    return json.dumps({"prompt": "a", "layer": 0, **fields}).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        (b"", 400, "not valid JSON"),
+        (b"[]", 400, "must be a JSON object"),
+        (b'{"prompt": "a"}', 400, "layer is required"),
+        (b'{"layer": 0}', 400, "prompt must be a string or a list of token ids, not empty"),
+        (_with(layer=2), 400, "layer 2 does not exist; this model has layers 0 to 1"),
+        (_with(layer=-1), 400, "layer must be greater than or equal to 0"),
+        (_with(layer=1.5), 400, "layer must be a valid integer"),
+        (_with(layer="1"), 400, "layer must be a valid integer"),
+        (_with(layer=True), 400, "layer must be a valid integer"),
+        (_with(layer=None), 400, "layer must be a valid integer"),
+        (b'{"prompt": "a", "layer": NaN}', 400, ""),
+        (b'{"prompt": "a", "layer": 1e400}', 400, "layer"),
+        (b'{"prompt": "a", "layer": ' + b"9" * 5000 + b"}", 400, ""),
+        (_with(layer=2**40), 400, "layer must be less than"),
+        (_with(head=4), 400, "head 4 does not exist; this model has heads 0 to 3"),
+        (_with(head="x"), 400, 'head must be the number of a head, from 0, or "all"'),
+        (_with(head="0"), 400, "head must be the number of a head"),
+        (_with(head=-1), 400, "head must be the number of a head"),
+        (_with(head=0.0), 400, "head must be the number of a head"),
+        (_with(head=[0]), 400, "head must be the number of a head"),
+        (_with(head=False), 400, "head must be the number of a head"),
+        (_with(prompt=""), 400, "prompt must be a string or a list of token ids"),
+        (_with(prompt=[]), 400, "prompt must be a string or a list of token ids"),
+        (_with(prompt=["a"]), 400, "prompt must be a string or a list of token ids"),
+        (_with(prompt=[[1]]), 400, "prompt must be a string or a list of token ids"),
+        (_with(prompt=7), 400, "prompt must be a string or a list of token ids"),
+        (_with(prompt=[274]), 400, "out of vocabulary"),
+        (_with(prompt=[-1]), 400, "out of vocabulary"),
+        (_with(prompt=[1] * 33), 400, "prompts of at most 32 tokens, but this one has 33"),
+        (_with(prompt="z" * 33), 400, "prompts of at most 32 tokens, but this one has 33"),
+        (_with(prompt="z" * 90_000), 400, "prompts of at most 32 tokens, but this one has at least 18000"),
+        (_with(prompt="z" * 200_000), 413, "over the limit"),
+        (b'{"prompt": "\\ud83d", "layer": 0}', 400, "not valid JSON"),
+        (_with(colour="red"), 400, "unknown field: colour"),
+        (_with(model="gpt-4"), 404, "does not exist"),
+    ],
+    ids=range(35),
+)
+def test_what_cannot_be_looked_at(client: TestClient, bench: Bench, body: bytes, status: int, said: str) -> None:
+    response = client.post(ROUTE, content=body)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert said in error["message"]
+    assert len(error["message"]) < 300
+    assert bench.sent == []
+
+
+def test_switched_off(tokenizer: Tokenizer) -> None:
+    with Bench(tokenizer, max_tokens=0).client() as client:
+        for response in (client.get(ROUTE), client.post(ROUTE, json={"prompt": "a", "layer": 0})):
+            assert response.status_code == 403
+            assert response.json()["error"]["code"] == "switched_off"
+            assert "--max-inspect-tokens 0" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "code"),
+    [("draining", 503, "draining"), ("loading", 503, "not_ready"), ("stalled", 503, "not_ready")],
+)
+def test_no_worker(client: TestClient, bench: Bench, state: str, status: int, code: str) -> None:
+    bench.readiness = Readiness(state=state, phase="…", elapsed_s=1.0, eta_s=2.5)
+    response = client.post(ROUTE, json={"prompt": "a", "layer": 0})
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert response.headers["retry-after"] == "3"
+    assert bench.sent == []
+
+
+def test_a_failed_computation_is_a_500(client: TestClient, bench: Bench) -> None:
+    bench.weights = lambda look: None
+    response = client.post(ROUTE, json={"prompt": "a", "layer": 0})
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "engine_failed")
+    assert bench.counts == [1, 0]
+
+
+async def waiting(bench: Bench, count: int, *, leaves: bool = False) -> list["asyncio.Task[Any]"]:
+    """Looks that nobody answers, all of them sent."""
+    bench.answers = False
+    body = {"prompt": "a", "layer": 0}
+    tasks = [asyncio.create_task(bench.inspection.attention(request_of(body, leaves=leaves))) for _ in range(count)]
+    while len(bench.sent) < count and not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+    return tasks
+
+
+def test_only_a_few_at_a_time(bench: Bench) -> None:
+    async def crowd() -> None:
+        tasks = await waiting(bench, MAX_LOOKS)
+        with pytest.raises(Overloaded) as refused:
+            await bench.inspection.attention(request_of({"prompt": "a", "layer": 0}))
+        assert refused.value.status == 429
+        assert refused.value.headers()["retry-after"] == "1"
+        assert bench.inspection.num_looks == MAX_LOOKS
+        bench.inspection.fail_all(ApiError("enough"))
+        assert all(isinstance(ending, ApiError) for ending in await asyncio.gather(*tasks, return_exceptions=True))
+        assert bench.inspection.num_looks == 0
+
+    asyncio.run(crowd())
+
+
+def test_a_client_that_leaves_cancels(bench: Bench) -> None:
+    async def leave() -> None:
+        (task,) = await waiting(bench, 1, leaves=True)
+        with pytest.raises(ClientGone):
+            await task
+
+    asyncio.run(leave())
+    look, cancel = bench.sent
+    assert isinstance(look, Look)
+    assert cancel == Cancel(uid=look.uid)
+    assert bench.counts == [1, 0]
+
+
+@pytest.mark.parametrize("how", ["hello", "silence"])
+def test_a_worker_that_dies_ends_its_looks(bench: Bench, how: str) -> None:
+    async def die() -> None:
+        (task,) = await waiting(bench, 1)
+        if how == "hello":
+            hello = make_hello(epoch=1)
+            assert bench.inspection.receive([hello]) == [hello]
+        else:
+            bench.inspection.end_lost(is_ready=True)
+            bench.inspection.end_lost(is_ready=False)
+        with pytest.raises(NotReady, match="replaced"):
+            await task
+
+    asyncio.run(die())
+    assert bench.inspection.num_looks == 0
+
+
+def test_other_events_and_late_answers_pass_by(bench: Bench) -> None:
+    delta = make_delta("a", ids=(1,), text="x")
+    late = Looked(uid="unknown", weights=None, compute_seconds=0.0)
+    assert bench.inspection.receive([late, delta]) == [delta]

@@ -1,0 +1,126 @@
+"""Looks in the worker's loop: between steps, one at a time, and nobody's completion changes."""
+
+import time
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.attention.interface import ATTENTION_BACKENDS
+from model.attention.weights import weights_of_layer
+from model.checkpoint import load_model
+from model.manifest import read_manifest
+from model.sampling_params import SamplingParams
+from model.tokenizer.files import load_tokenizer
+from service.engine.config import EngineConfig
+from service.engine.engine import Engine
+from service.messages import Cancel, Look, Looked, Submit, TokenDelta
+from service.metrics import Metrics
+from tests.service.sequences import make_submit
+from tests.service.test_worker import Bench
+
+
+class LookingBench(Bench):
+    """The scripted engine, which also looks, and notes it."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        super().__init__(metrics)
+        engine: Any = self.engine
+        engine.attention_weights = self._attention_weights
+        self.fails = False
+
+    def _attention_weights(self, token_ids: tuple[int, ...], *, layer: int, heads: tuple[int, ...]) -> bytes:
+        self.engine.calls.append(("look", token_ids, layer, heads))
+        if self.fails:
+            raise RuntimeError("out of memory")
+        return b"weights"
+
+    def looked(self) -> list[tuple[int, str, bytes | None]]:
+        events = [(api, event) for api, events in self.sent for event in events]
+        return [(api, event.uid, event.weights) for api, event in events if isinstance(event, Looked)]
+
+
+@pytest.fixture
+def bench(metrics: Metrics) -> LookingBench:
+    return LookingBench(metrics)
+
+
+def look(uid: str) -> Look:
+    return Look(uid=uid, token_ids=(1, 2), layer=1, heads=(0, 3))
+
+
+def test_a_look_alone(bench: LookingBench) -> None:
+    bench.put(look("a"), api=2)
+    bench.driver.turn()
+    assert bench.engine.calls == ["check", ("look", (1, 2), 1, (0, 3))]
+    assert bench.looked() == [(2, "a", b"weights")]
+
+
+def test_streams_get_a_step_between_two_looks(bench: LookingBench) -> None:
+    bench.put(make_submit("s"), look("a"), look("b"))
+    for _ in range(3):
+        bench.driver.turn()
+    did = [call if isinstance(call, str) else call[0] for call in bench.engine.calls]
+    assert did == ["check", "submit", "step", "look", "step", "look", "step"]
+    assert [uid for _, uid, _ in bench.looked()] == ["a", "b"]
+
+
+def test_waiting_looks_need_no_further_command(bench: LookingBench) -> None:
+    bench.put(look("a"), look("b"))
+    bench.driver.turn()
+    bench.driver.turn()
+    assert [uid for _, uid, _ in bench.looked()] == ["a", "b"]
+
+
+def test_a_cancelled_look_is_not_computed(bench: LookingBench) -> None:
+    bench.put(look("a"), look("b"), Cancel(uid="a"))
+    bench.driver.turn()
+    assert [uid for _, uid, _ in bench.looked()] == ["b"]
+
+
+def test_a_look_that_fails_is_answered_and_streams_go_on(bench: LookingBench) -> None:
+    bench.fails = True
+    bench.put(make_submit("s"), look("a"))
+    bench.driver.turn()
+    bench.driver.turn()
+    assert bench.looked() == [(0, "a", None)]
+    assert bench.uids() == [["s"], [], ["s"]]
+
+
+def run(engine: Engine, *, looks: bool) -> list[int]:
+    """A completion's tokens, with a look after every step or none."""
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=7, ignore_eos=True)
+    engine.submit(
+        Submit(
+            uid="a",
+            attempt=0,
+            prompt_token_ids=(5, 6, 7),
+            prior_token_ids=(),
+            params=params,
+            arrival_seconds=time.monotonic(),
+            deadline_seconds=None,
+        )
+    )
+    tokens: list[int] = []
+    while engine.has_work:
+        for event in engine.step().events:
+            assert isinstance(event, TokenDelta)
+            tokens += event.token_ids
+        if looks:
+            engine.attention_weights((9, 8, 7, 6), layer=1, heads=(0,))
+    engine.check_integrity()
+    return tokens
+
+
+def test_looking_changes_no_completion_and_tells_the_models_weights(tiny_checkpoint: Path) -> None:
+    manifest = read_manifest(tiny_checkpoint)
+    model = load_model(manifest, device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["sdpa"])
+    config = EngineConfig(block_size=4, num_blocks=64, max_num_running=2, max_batched_tokens=8)
+    tokens = [run(Engine(model, load_tokenizer(tiny_checkpoint), config), looks=looks) for looks in (False, True)]
+    assert tokens[0] == tokens[1]
+    engine = Engine(model, load_tokenizer(tiny_checkpoint), config)
+    told = array("f", engine.attention_weights((9, 8, 7), layer=1, heads=(3, 1)))
+    wanted = weights_of_layer(model, (9, 8, 7), layer=1)
+    assert list(told) == [float(wanted[head, t, s]) for head in (3, 1) for t in range(3) for s in range(t + 1)]
