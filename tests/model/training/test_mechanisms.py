@@ -1,0 +1,116 @@
+"""Every mechanism learns in the real loop, comes out the same twice, and is served as it was trained."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from loadtest.attention_rows import ROWS
+from model.attention.interface import ATTENTION_BACKENDS
+from model.checkpoint import load_model
+from model.config import ModelConfig
+from model.generate import generate
+from model.manifest import read_manifest
+from model.tokenizer.native import load_native
+from model.training.config import TrainConfig
+from model.training.state import read_log
+from model.training.train import RunSettings, train
+from service.engine.config import EngineConfig
+from service.engine.engine import Engine
+from service.messages import TokenDelta
+from tests.engine.fakes import make_submit
+from tests.model.training.test_train import config as fables
+
+# What the recipes have, made small: the choices stay.
+SMALL = {"vocab_size": 320, "max_context_length": 64, "num_layers": 2, "hidden_size": 32, "mlp_size": 48}
+FEWER = {"sliding_window": 8, "rotary_dim": 4, "max_relative_distance": 20, "num_relative_buckets": 8}
+
+
+def small(recipe: TrainConfig) -> TrainConfig:
+    """The recipe's mechanism at a size that trains in a second, on fables."""
+    model = recipe.model
+    fewer = {name: value for name, value in FEWER.items() if getattr(model, name) is not None}
+    layers = {"global_layers": (1,)} if model.global_layers else {}
+    shrunk = dataclasses.replace(model, **SMALL, head_dim=model.head_dim // 4, **fewer, **layers)  # type: ignore[arg-type]
+    return fables(name=recipe.name, model=shrunk, steps=16, warmup_steps=2, decay_steps=4, sample_prompts=())
+
+
+def run(config: TrainConfig, directory: Path, **changes: object) -> list[float]:
+    settings = RunSettings(
+        run_directory=directory,
+        checkpoint=directory / "checkpoint",
+        device="cpu",
+        precision="float32",
+        compile=False,
+        stop_after=None,
+    )
+    train(config, dataclasses.replace(settings, **changes), lambda text: None)  # type: ignore[arg-type]
+    return [line["loss"] for line in read_log(directory / "log.jsonl")]
+
+
+@pytest.fixture(scope="module", params=[row.name for row in ROWS])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, Path]:
+    """A mechanism's small recipe and the directory of its run."""
+    config = small(next(row for row in ROWS if row.name == request.param).recipe())
+    directory = tmp_path_factory.mktemp(request.param)
+    run(config, directory)
+    return config, directory
+
+
+def test_it_learns_and_does_so_again(trained: tuple[TrainConfig, Path], tmp_path: Path) -> None:
+    config, directory = trained
+    losses = [line["loss"] for line in read_log(directory / "log.jsonl")]
+    assert sum(losses[-3:]) / 3 < 0.85 * losses[0]
+    assert run(config, tmp_path, stop_after=3) == losses[:3]
+
+
+def test_written_out_attention_learns_the_same(trained: tuple[TrainConfig, Path], tmp_path: Path) -> None:
+    """Gradients too: the second and third losses depend on those of the first steps."""
+    config, directory = trained
+    losses = [line["loss"] for line in read_log(directory / "log.jsonl")]
+    assert run(config, tmp_path, stop_after=4, attention="eager") == pytest.approx(losses[:4], rel=1e-4)
+
+
+def test_its_checkpoint_is_served_as_it_generates(trained: tuple[TrainConfig, Path]) -> None:
+    config, directory = trained
+    manifest = read_manifest(directory / "checkpoint")
+    assert manifest.config == config.model
+    model = load_model(manifest, device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["sdpa"])
+    tokenizer = load_native(manifest.directory)
+    engine = Engine(
+        model, tokenizer, EngineConfig(block_size=4, num_blocks=60, max_num_running=8, max_batched_tokens=9)
+    )
+    prompts = [tokenizer.encode(text) for text in ("The fox and the grapes", "A", "One winter day the ants were")]
+    # After so few steps the likeliest token is nearly always the same: draws tell more than greedy text.
+    submits = [
+        make_submit(f"{i}-{temperature}", ids, max_tokens=24, temperature=temperature, seed=i, ignore_eos=True)
+        for i, ids in enumerate(prompts)
+        for temperature in (0.0, 0.8)
+    ]
+    made: dict[str, list[int]] = {submit.uid: [] for submit in submits}
+    for submit in submits:
+        engine.submit(submit)
+    while engine.has_work:
+        for event in engine.step().events:
+            assert isinstance(event, TokenDelta)
+            made[event.uid] += event.token_ids
+    for submit in submits:
+        expected = generate(model, submit.prompt_token_ids, submit.params, eos_token_ids=tokenizer.eos_token_ids)
+        assert made[submit.uid] == expected
+        assert submit.params.greedy or len(set(expected)) > 8
+
+
+def test_no_two_mechanisms_are_the_same_model() -> None:
+    """Each row differs from the one it is compared with in choices of the model alone, and in one mechanism."""
+    recipes = {row.name: row.recipe() for row in ROWS}
+    together = ({"num_heads", "num_kv_heads", "head_dim"}, {"sliding_window", "global_layers"})
+    of_a_position = {"position", "num_relative_buckets", "max_relative_distance"}
+    for row in ROWS:
+        own, other = recipes[row.name], recipes[row.compared_with]
+        assert dataclasses.replace(own, name=other.name, model=other.model) == other
+        keys = set(row.changes())
+        assert len(keys) <= 1 or any(keys <= group for group in (*together, of_a_position)), row.name
+        assert bool(keys) == (row.compared_with != row.name)
+    assert len({str(recipe.model) for recipe in recipes.values()}) == len(ROWS)
+    assert all(isinstance(recipe.model, ModelConfig) for recipe in recipes.values())
