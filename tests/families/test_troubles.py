@@ -1,0 +1,249 @@
+"""A Hugging Face directory that cannot be served says so before anything is loaded: one line, file, tensor, remedy."""
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.checkpoint_files import CheckpointError
+from model.families.directory import INDEX_FILE, SINGLE_FILE
+from model.manifest import read_manifest
+from tests.families.models import CASES
+from tests.families.tokenizer_files import write_byte_level
+
+Damage = Callable[[Path], object]
+Tensors = dict[str, torch.Tensor]
+SHARD_1, SHARD_2 = "model-00001-of-00004.safetensors", "model-00002-of-00004.safetensors"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One directory a kind: llama (untied) and gpt2 (tied) in one file, shards of llama."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    CASES["llama mha"].build().save_pretrained(root / "llama")
+    CASES["gpt2"].build().save_pretrained(root / "gpt2")
+    CASES["llama mha"].build().save_pretrained(root / "shards", max_shard_size=60_000)
+    for directory in root.iterdir():
+        write_byte_level(directory, 300)
+        read_manifest(directory).verify()
+    assert (root / "shards" / SHARD_2).is_file()
+    return root
+
+
+def tensors(change: Callable[[Tensors], object], name: str = SINGLE_FILE) -> Damage:
+    def damage(directory: Path) -> None:
+        found = load_file(directory / name)
+        change(found)
+        save_file(found, directory / name)
+
+    return damage
+
+
+def put(name: str, tensor: torch.Tensor) -> Damage:
+    return tensors(lambda found: found.update({name: tensor}))
+
+
+def in_json(name: str, change: Callable[[dict[str, Any]], object]) -> Damage:
+    def damage(directory: Path) -> None:
+        values = json.loads((directory / name).read_text())
+        change(values)
+        (directory / name).write_text(json.dumps(values))
+
+    return damage
+
+
+def index(change: Callable[[dict[str, Any]], object]) -> Damage:
+    return in_json(INDEX_FILE, lambda values: change(values["weight_map"]))
+
+
+def only(name: str, content: bytes = b"") -> Damage:
+    def damage(directory: Path) -> None:
+        (directory / SINGLE_FILE).unlink()
+        (directory / name).write_bytes(content)
+
+    return damage
+
+
+def shorten(name: str, num_bytes: int) -> Damage:
+    return lambda directory: (directory / name).write_bytes((directory / name).read_bytes()[:-num_bytes])
+
+
+def declared(change: Callable[[dict[str, Any]], object]) -> Damage:
+    """Change a header, as no honest tool would."""
+
+    def damage(directory: Path) -> None:
+        data = (directory / SINGLE_FILE).read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        (directory / SINGLE_FILE).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+    return damage
+
+
+Q, NORM, HEAD = "model.layers.1.self_attn.q_proj.weight", "model.norm.weight", "lm_head.weight"
+DAMAGES: dict[str, tuple[str, Damage, str]] = {
+    "tensor missing": (
+        "llama",
+        tensors(lambda t: t.pop(Q)),
+        rf"llama: tensor {Q} is in no safetensors file \(1 missing\); copy all shards",
+    ),
+    "head missing": ("llama", tensors(lambda t: t.pop(HEAD)), "tensor lm_head.weight is in no safetensors file"),
+    "tensor extra": ("llama", put("model.layers.9.x", torch.ones(1)), r"tensor model.layers.9.x is not part.*1 extra"),
+    "bias extra": ("llama", put(Q.replace("weight", "bias"), torch.ones(32)), "q_proj.bias is not part of the model"),
+    "tensor misshapen": (
+        "llama",
+        put(Q, torch.ones(32, 31)),
+        r"model.safetensors: tensor model.layers.1.self_attn.q_proj.weight has shape \(32, 31\), config.json asks for "
+        r"\(32, 32\); use the config",
+    ),
+    "tensor transposed": ("gpt2", put("transformer.h.0.mlp.c_fc.weight", torch.ones(128, 32)), r"\(32, 128\)"),
+    "tensor of integers": ("llama", put(NORM, torch.ones(32, dtype=torch.int64)), f"tensor {NORM} is I64, one of F32"),
+    "tensor of doubles": ("llama", put(NORM, torch.ones(32).double()), f"tensor {NORM} is F64, one of F32, BF16, F16"),
+    "quantized tensor": ("llama", put(NORM, torch.ones(32).to(torch.float8_e4m3fn)), f"tensor {NORM} is F8_E4M3"),
+    "tensor with and without prefix": (
+        "llama",
+        put("norm.weight", torch.ones(32)),
+        r"norm.weight stands in model.safe",
+    ),
+    "tied head that differs": (
+        "gpt2",
+        put("lm_head.weight", torch.ones(300, 32)),
+        "tensor lm_head.weight differs from transformer.wte.weight, and tie_word_embeddings is true; if the head",
+    ),
+    "tied head of another dtype": ("gpt2", put("lm_head.weight", torch.ones(300, 32).half()), "lm_head.weight differs"),
+    "bytes that are not the shape's": (
+        "llama",
+        declared(lambda header: header[NORM].update(shape=[32], dtype="F16")),
+        f"tensor {NORM} has 128 bytes, not those of its shape",
+    ),
+    "truncated file": ("llama", shorten(SINGLE_FILE, 10), "model.safetensors: truncated or padded; copy it again"),
+    "truncated shard": ("shards", shorten(SHARD_2, 10), f"{SHARD_2}: truncated or padded; copy it again"),
+    "empty shard": ("shards", lambda d: (d / SHARD_2).write_bytes(b""), f"{SHARD_2}: not a safetensors file"),
+    "pointer of git-lfs": (
+        "llama",
+        lambda d: (d / SINGLE_FILE).write_text("version https://git-lfs.github.com/spec/v1\n"),
+        "model.safetensors: not a safetensors file",
+    ),
+    "nested header": ("llama", lambda d: _raw_header(d, b"[" * 100_000), "not a safetensors file"),
+    "shard missing": ("shards", lambda d: (d / SHARD_2).unlink(), f"{SHARD_2}: missing, and {INDEX_FILE} names it"),
+    "shards of another model": (
+        "shards",
+        lambda d: shutil.copy(d / SHARD_1, d / SHARD_2),
+        f"{SHARD_2}: tensor .* stands in {SHARD_1} too",
+    ),
+    "index of another model": (
+        "shards",
+        index(lambda m: m.update({Q: "model-00004-of-00004.safetensors"})),
+        f"model-00004-of-00004.safetensors: tensor {Q} is in model-0000.*, the index says it is here; download index",
+    ),
+    "tensor that only the index knows": (
+        "shards",
+        index(lambda m: m.update(ghost=SHARD_1)),
+        "tensor ghost is nowhere, the index says it is here",
+    ),
+    "path upwards": ("shards", index(lambda m: m.update({Q: "../model.safetensors"})), "'../model.*' is not a plain"),
+    "path from the root": ("shards", index(lambda m: m.update({Q: "/etc/x.safetensors"})), "is not a plain file name"),
+    "path downwards": ("shards", index(lambda m: m.update({Q: "a/b.safetensors"})), "is not a plain file name"),
+    "path of another system": ("shards", index(lambda m: m.update({Q: "..\\b.safetensors"})), "is not a plain file"),
+    "shard that is a pickle": ("shards", index(lambda m: m.update({Q: "x.bin"})), "'x.bin', which is no safetensors"),
+    "index of numbers": ("shards", index(lambda m: m.update({Q: 3})), "in 3, which is no safetensors file"),
+    "index without a map": ("shards", in_json(INDEX_FILE, lambda v: v.clear()), "index.json: no weight_map"),
+    "index not JSON": ("shards", lambda d: (d / INDEX_FILE).write_text("{"), f"{INDEX_FILE}: not JSON"),
+    "two sets of weights": ("shards", lambda d: shutil.copy(d / SHARD_1, d / SINGLE_FILE), "is there too; remove the"),
+    "no weights": (
+        "llama",
+        lambda d: (d / SINGLE_FILE).unlink(),
+        "neither model.safetensors nor model.safetensors.index",
+    ),
+    "pickle": ("llama", only("pytorch_model.bin", pickle.dumps({})), "pytorch_model.bin: a pickle can run code .* not"),
+    "nanoGPT's pickle": ("llama", only("ckpt.pt"), "ckpt.pt: .* convert it with `kvasir convert --nanogpt .*/ckpt.pt"),
+    "unknown architecture": (
+        "llama",
+        in_json("config.json", lambda v: v.update(model_type="falcon")),
+        "config.json: model_type='falcon': supported are gpt2, llama, mistral, qwen2, qwen3, gpt_neox, gemma, olmo2;",
+    ),
+    "activation": ("llama", in_json("config.json", lambda v: v.update(hidden_act="xielu")), "hidden_act='xielu': supp"),
+    "rope type": (
+        "llama",
+        in_json("config.json", lambda v: v["rope_parameters"].update(rope_type="longrope")),
+        "config.json: rope_parameters.rope_type='longrope': supported are default, linear, llama3",
+    ),
+    "config not JSON": ("llama", lambda d: (d / "config.json").write_text("{"), "config.json: not JSON"),
+    "context beyond the positions": (
+        "gpt2",
+        in_json("config.json", lambda v: v.update(n_positions=128)),
+        r"tensor transformer.wpe.weight has shape \(64, 32\), config.json asks for \(128, 32\)",
+    ),
+    "fewer layers than tensors": (
+        "llama",
+        in_json("config.json", lambda v: v.update(num_hidden_layers=2)),
+        r"tensor model.layers.2.* is not part of the model that config.json describes \(9 extra\)",
+    ),
+    "tokenizer missing": ("llama", lambda d: (d / "tokenizer.json").unlink(), "llama: no tokenizer; expected one of"),
+    "tokenizer damaged": ("llama", lambda d: (d / "tokenizer.json").write_text("{}"), "tokenizer.json: "),
+    "tokenizer of another model": (
+        "llama",
+        lambda d: write_byte_level(d, 320),
+        "llama: the tokenizer has 320 tokens, the model's vocab_size is 300, so some have no embedding; use the",
+    ),
+}
+
+
+def _raw_header(directory: Path, text: bytes) -> None:
+    (directory / SINGLE_FILE).write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_trouble_is_one_line_before_anything_is_loaded(checkpoints: Path, tmp_path: Path, name: str) -> None:
+    kind, damage, message = DAMAGES[name]
+    directory = tmp_path / kind
+    shutil.copytree(checkpoints / kind, directory)
+    damage(directory)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_manifest(directory).verify()
+    assert "\n" not in str(caught.value)
+    assert str(directory) in str(caught.value)
+
+
+HARMLESS: dict[str, tuple[str, Damage]] = {
+    "rotary frequencies": ("llama", put("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4))),
+    "masks": ("gpt2", put("transformer.h.0.attn.bias", torch.ones(1, 1, 64, 64, dtype=torch.bool))),
+    "masked values": ("gpt2", put("transformer.h.2.attn.masked_bias", torch.tensor(-1e4))),
+    "a tied head that was saved": (
+        "gpt2",
+        tensors(lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"].clone()})),
+    ),
+    "weights of another library beside them": ("llama", lambda d: (d / "consolidated.safetensors").write_bytes(b"x")),
+    "pickles beside them": ("llama", lambda d: (d / "pytorch_model.bin").write_bytes(b"x")),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_real_directories_carry_along_is_no_trouble(checkpoints: Path, tmp_path: Path, name: str) -> None:
+    kind, change = HARMLESS[name]
+    shutil.copytree(checkpoints / kind, tmp_path / kind)
+    before = read_manifest(tmp_path / kind).place_tensors().keys()
+    change(tmp_path / kind)
+    manifest = read_manifest(tmp_path / kind)
+    manifest.verify()
+    assert manifest.place_tensors().keys() == before
+
+
+def test_names_of_directories(checkpoints: Path, tmp_path: Path) -> None:
+    assert read_manifest(checkpoints / "llama").name == "llama"
+    cached = tmp_path / "models--owner--my-model" / "snapshots" / "0123abc"
+    cached.mkdir(parents=True)
+    for path in (checkpoints / "llama").iterdir():  # the hub's cache links to where the files are
+        (cached / path.name).symlink_to(path)
+    manifest = read_manifest(cached)
+    manifest.verify()
+    assert manifest.name == "my-model"
+    assert manifest.num_weight_bytes == (cached / SINGLE_FILE).stat().st_size
