@@ -200,7 +200,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = json.loads(arguments.results.read_text(encoding="utf-8"))
         old = arguments.page.read_text(encoding="utf-8")
         new = render(old, results)
-    except (OSError, KeyError, ValueError) as error:
+    except KeyError as error:
+        print(
+            f"{parser.prog}: {arguments.results} lacks {error}: run python -m loadtest.bench_attention", file=sys.stderr
+        )
+        return 2
+    except (OSError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     if arguments.check:

@@ -94,7 +94,7 @@ def measure(runs: Path, *, seed: int, rounds: int, threads: int, report: Callabl
             "serve_dtype": "float32",
         },
         "rows": {contestant.name: contestant.to_dict(baseline) for contestant in made},
-        "kernels": measure_kernels(rounds),
+        "kernels": measure_kernels(rounds, KERNEL_LENGTHS),
     }
 
 
@@ -184,7 +184,7 @@ def _submit(uid: str, prompt: tuple[int, ...]) -> Submit:
     )
 
 
-def measure_kernels(rounds: int, lengths: Sequence[int] = KERNEL_LENGTHS) -> list[dict[str, Any]]:
+def measure_kernels(rounds: int, lengths: Sequence[int]) -> list[dict[str, Any]]:
     """Causal attention alone over one sequence, written out and fused, at several lengths; milliseconds a call.
 
     score_bytes: what the scores occupy where they are stored, heads x length² x 4 bytes; the fused kernel stores none.

@@ -1,0 +1,123 @@
+"""docs/attention.md: measured parts from JSON alone, noise said to be noise, and equal to what the repository holds."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest import attention_page
+from loadtest.attention_noise import Difference, differences, seed_spread
+from loadtest.attention_rows import ROWS
+from tests.loadtest.attention_results import RESULTS, row
+
+EMPTY = "# By hand\n" + "".join(f"\n<!-- measured: {name} -->\nold\n<!-- end -->\n" for name in attention_page.PARTS)
+
+
+def test_measured_parts_are_replaced_and_prose_is_kept() -> None:
+    page = attention_page.render(EMPTY, RESULTS)
+    assert page.startswith("# By hand\n")
+    assert "\nold\n" not in page
+    assert attention_page.render(page, RESULTS) == page
+    assert "| the baseline | – | 1,000,000 | 3.010 | 10,000 | 1,000 | 4,096 |" in page
+    assert "| simple average | of learned: `attention=average` | 1,000,000 | 3.910 | 12,000 | 1,200 | 4,096 |" in page
+    assert "| the baseline, attention written out | 8,000 (7,200–8,800) | 0.80 (0.72–0.88) | 800 (720–880) |" in page
+    assert "| 2,048 | 64.0 MiB | 60.00 (54.00–66.00) | 20.00 (18.00–22.00) | 3.0 (2.7–3.3) |" in page
+    assert "600 steps of 8 x 256 tokens (1.2 million)" in page
+    assert "seeds 1, 2, bfloat16" in page
+    assert f"| `{RESULTS['train']['command']}` | 2026-01-02 03:04 UTC | `fedcba` |" in page
+
+
+def test_a_difference_counts_where_it_is_larger_than_its_error() -> None:
+    """Differences by seed: learned 0.2, 0.2; average 0.7, 0.7; alibi 0.01, -0.03, whose deviation the three share."""
+    found = differences(RESULTS["train"]["rows"])
+    error = 2 * (2 * 0.02**2 / 3) ** 0.5 / 2**0.5
+    assert {name: round(difference.mean, 6) for name, difference in found.items()} == {
+        "learned": 0.2,
+        "average": 0.7,
+        "alibi": -0.01,
+    }
+    assert all(difference.error == pytest.approx(error) for difference in found.values())
+    assert {name: difference.verdict for name, difference in found.items()} == {
+        "learned": "worse",
+        "average": "worse",
+        "alibi": "within the noise",
+    }
+    assert Difference(-0.3, 0.1).verdict == "better"
+    assert seed_spread(RESULTS["train"]["rows"]) == pytest.approx((4 * 2 * 0.01**2 / 4) ** 0.5)
+    page = attention_page.render(EMPTY, RESULTS)
+    assert f"| linear biases | 3.010 | 2.990 | the baseline | -0.010 ± {error:.3f} | within the noise |" in page
+
+
+def test_one_seed_tells_nothing_of_the_noise() -> None:
+    one: Any = copy.deepcopy(RESULTS)
+    one["train"]["settings"]["seeds"] = [1]
+    for name, loss in (("multi-head", 3.0), ("learned", 3.2), ("average", 3.9), ("alibi", 3.01)):
+        one["train"]["rows"][name]["runs"] = row("", [loss])["runs"]
+    page = attention_page.render(EMPTY, one)
+    assert "| the baseline | +0.200 | one seed: not known |" in page
+    assert "nothing is known of the noise" in page
+
+
+def test_writing_and_checking(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, page, picture = (tmp_path / name for name in ("attention.json", "page.md", "picture.png"))
+    given = ["--results", str(results), "--page", str(page), "--picture", str(picture)]
+    assert attention_page.main(given) == 2
+    results.write_text(json.dumps(RESULTS))
+    page.write_text("no parts")
+    assert attention_page.main(given) == 2
+    assert "must have each of these parts once" in capsys.readouterr().err
+    page.write_text(EMPTY)
+    assert attention_page.main([*given, "--check"]) == 1
+    assert attention_page.main(given) == 0
+    assert attention_page.main([*given, "--check"]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_old_picture_or_a_changed_figure_is_found_out(tmp_path: Path) -> None:
+    results, page, picture = (tmp_path / name for name in ("attention.json", "page.md", "picture.png"))
+    given = ["--results", str(results), "--page", str(page), "--picture", str(picture)]
+    results.write_text(json.dumps(RESULTS))
+    page.write_text(EMPTY)
+    assert attention_page.main(given) == 0
+    good, drawn = page.read_text(), picture.read_bytes()
+    page.write_text(good.replace("10,000", "99,000"))
+    assert attention_page.main([*given, "--check"]) == 1
+    page.write_text(good.replace("# By hand", "# By another hand"))
+    assert attention_page.main([*given, "--check"]) == 0
+    newer: Any = copy.deepcopy(RESULTS)
+    newer["train"]["rows"]["alibi"]["runs"][0]["curve"][0][1] = 9.0
+    results.write_text(json.dumps(newer))
+    assert attention_page.main(given) == 0
+    picture.write_bytes(drawn)
+    assert attention_page.main([*given, "--check"]) == 1
+
+
+def test_a_phase_that_has_not_run_is_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "attention.json").write_text(json.dumps({"kind": "attention", "train": RESULTS["train"]}))
+    (tmp_path / "page.md").write_text(EMPTY)
+    given = ["--results", str(tmp_path / "attention.json"), "--page", str(tmp_path / "page.md")]
+    assert attention_page.main(given) == 2
+    assert "attention.json lacks 'speed': run python -m loadtest.bench_attention" in capsys.readouterr().err
+
+
+def test_the_repository_s_page_is_what_its_results_say() -> None:
+    assert attention_page.main(["--check"]) == 0
+
+
+def test_the_repository_s_results_are_of_the_recipes_it_has() -> None:
+    results = json.loads(attention_page.RESULTS.read_text())["train"]
+    assert list(results["rows"]) == [row.name for row in ROWS]
+    for recipe_row in ROWS:
+        measured, config = results["rows"][recipe_row.name], recipe_row.recipe()
+        assert measured["changes"] == recipe_row.changes()
+        assert measured["parameters"] == config.model.num_parameters
+        assert measured["kv_bytes_per_token"] == config.model.kv_bytes_per_token(4)
+        assert results["settings"]["steps"] == config.steps
+
+
+def test_the_page_shows_every_recipe() -> None:
+    page = attention_page.PAGE.read_text()
+    for recipe_row in ROWS:
+        assert f"{recipe_row.name}.toml" in page or recipe_row.title in page

@@ -1,0 +1,106 @@
+"""`loadtest.bench_attention` on two tiny recipes: trained by the real command, measured in turn, told on a page."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from loadtest import attention_page, attention_rows, attention_speed, attention_training, bench_attention
+from loadtest.attention_rows import Row
+from tests.loadtest.test_attention_page import EMPTY
+
+FABLES = Path(__file__).parents[1] / "data" / "aesop.txt"
+ROWS = (Row("multi-head", "the baseline"), Row("alibi", "linear biases"))
+BASE = f"""
+name = "tiny"
+seed = 1
+vocab_size = 320
+sequence_length = 32
+batch_size = 4
+steps = 6
+warmup_steps = 1
+decay_steps = 2
+matrix_lr = 1e-2
+adam_lr = 6e-3
+weight_decay = 0.1
+grad_clip = 1.0
+checkpoint_minutes = 1
+evaluate_every = 2
+[model]
+max_context_length = 160
+num_layers = 1
+hidden_size = 16
+num_heads = 2
+num_kv_heads = 2
+head_dim = 8
+mlp_size = 32
+position = "rotary"
+rope_theta = 10000.0
+norm = "rms_norm"
+norm_eps = 1e-5
+mlp = "swiglu"
+attention_bias = false
+mlp_bias = false
+qk_norm = false
+tie_embeddings = true
+[[sources]]
+name = "fables"
+path = "{FABLES}"
+repeats = 1
+held_out = 0.1
+licence = "public domain"
+"""
+
+
+@pytest.fixture
+def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the two recipes, in the place of the repository's."""
+    (tmp_path / "multi-head.toml").write_text(BASE)
+    (tmp_path / "alibi.toml").write_text('extends = "multi-head.toml"\n[model]\nposition = "alibi"\n')
+    monkeypatch.setattr(attention_rows, "RECIPES", tmp_path)
+    monkeypatch.setattr(attention_training, "ROWS", ROWS)
+    contestants: Callable[..., object] = attention_speed.contestants
+    monkeypatch.setattr(attention_speed, "contestants", lambda: contestants(ROWS))
+    monkeypatch.setattr(attention_speed, "KERNEL_LENGTHS", (16,))
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_from_recipes_to_the_page(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, runs = recipes / "attention.json", recipes / "runs"
+    paths = ["--runs", str(runs), "--out", str(out)]
+    assert bench_attention.main(["speed", *paths]) == 1
+    assert "multi-head-1 is not finished: run kvasir train --config" in capsys.readouterr().err
+    assert bench_attention.main(["train", "--seeds", "1", "2", *paths]) == 0
+    logs = {path: path.read_bytes() for path in runs.glob("*/log.jsonl")}
+    assert len(logs) == 4
+    assert bench_attention.main(["speed", "--rounds", "2", *paths]) == 0
+
+    results = json.loads(out.read_text())
+    assert {"commit", "machine", "versions", "command", "date", "other_work_cores", "took_seconds"} <= set(
+        results["train"]
+    )
+    alibi = results["train"]["rows"]["alibi"]
+    assert alibi["changes"] == {"position": "alibi"}
+    assert [run["seed"] for run in alibi["runs"]] == [1, 2]
+    assert [step for step, _ in alibi["runs"][0]["curve"]] == [2, 4, 6]
+    assert alibi["runs"][0]["nats_per_token"] != alibi["runs"][1]["nats_per_token"]
+    speeds = results["speed"]["rows"]
+    assert list(speeds) == ["multi-head", "alibi", "eager"]
+    assert all(len(row[figure]["values"]) == 2 for row in speeds.values() for figure in row)
+    assert speeds["multi-head"]["trained_ratio"]["values"] == [1.0, 1.0]
+
+    page, picture = recipes / "page.md", recipes / "picture.png"
+    page.write_text(EMPTY)
+    given = ["--results", str(out), "--page", str(page), "--picture", str(picture)]
+    assert attention_page.main(given) == 0
+    assert "| linear biases | `position=alibi` |" in page.read_text()
+
+    # Finished runs are read, not trained again; one of another recipe is told of.
+    assert bench_attention.main(["train", "--seeds", "1", "2", *paths]) == 0
+    assert {path: path.read_bytes() for path in logs} == logs
+    assert json.loads(out.read_text())["speed"] == results["speed"]
+    (recipes / "multi-head.toml").write_text(BASE.replace("steps = 6", "steps = 8"))
+    assert bench_attention.main(["train", "--seeds", "1", *paths]) == 1
+    assert "was trained by another recipe" in capsys.readouterr().err
