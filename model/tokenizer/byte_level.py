@@ -47,10 +47,11 @@ class ByteLevelTokenizer:
         self._eos_token_ids = eos_token_ids
         self._bos_token_id = bos_token_id
         self._token_bytes = self._table({} if others is None else others)
-        marks = [AddedToken.mark(name, number) for name, number in special_tokens.items()]
         added = self.preparation.added_tokens
+        known = {token.id for token in added}
+        marks = [AddedToken.mark(name, number) for name, number in special_tokens.items() if number not in known]
         self._with_marks = TextSplitter([*marks, *added], self.preparation)
-        self._without_marks = TextSplitter(added, self.preparation)
+        self._without_marks = TextSplitter([token for token in added if not token.special], self.preparation)
         try:
             self._encoding = tiktoken.Encoding(name="kvasir", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
         except ValueError as error:

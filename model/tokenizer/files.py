@@ -1,27 +1,31 @@
 """Which files of a checkpoint directory hold its tokenizer."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from model.tokenizer.marks import read_object, read_tokenizer_config
 from model.tokenizer.native import RANKS_FILE, SPEC_FILE, load_native
+from model.tokenizer.openai_files import find_ranks_file, load_merges, load_published_ranks, load_tokenizer_model
 from model.tokenizer.tokenizer_json import TOKENIZER_FILE, tokenizer_from_json
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint directory, of our own format or one of Hugging Face's or OpenAI's.
+    """The tokenizer of a checkpoint directory, of our own format or one of Hugging Face's, OpenAI's or Meta's.
 
     Raises:
         TokenizerError: a file is missing, unusable or unknown; one line names it.
     """
-    for name, load in _LOADERS.items():
-        if (directory / name).exists():
-            try:
-                return load(directory)
-            except TokenizerError as error:
-                raise TokenizerError(f"{directory}/{error}") from error
-    raise TokenizerError(f"{directory}: no tokenizer; expected one of {', '.join(_LOADERS)}")
+    load = next((load for name, load in _LOADERS.items() if (directory / name).exists()), None)
+    try:
+        if load is not None:
+            return load(directory)
+        if (ranks := find_ranks_file(directory)) is not None:
+            return load_published_ranks(ranks)
+    except TokenizerError as error:
+        raise TokenizerError(f"{directory}/{error}") from error
+    raise TokenizerError(f"{directory}: no tokenizer; expected one of {', '.join(_LOADERS)} or one *.tiktoken")
 
 
 def check_fits(tokenizer: Tokenizer, num_embeddings: int) -> None:
@@ -45,4 +49,7 @@ _LOADERS: Mapping[str, Callable[[Path], Tokenizer]] = {
     SPEC_FILE: load_native,
     RANKS_FILE: load_native,
     TOKENIZER_FILE: _load_json,
+    "vocab.json": partial(load_merges, vocabulary_file="vocab.json", merges_file="merges.txt"),
+    "encoder.json": partial(load_merges, vocabulary_file="encoder.json", merges_file="vocab.bpe"),
+    "tokenizer.model": load_tokenizer_model,
 }

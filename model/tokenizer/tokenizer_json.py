@@ -131,7 +131,8 @@ def _byte_level(
     tokens = _ranked(vocabulary, model, special_ids)
     ids = [vocabulary[token] for token in tokens]
     by_id = ids[256:] == sorted(ids[256:])
-    others = {token.id: _text_of(token.content) for token in added} | {
+    normalize = preparation.normalize
+    others = {t.id: _text_of(normalize(t.content) if normalize and t.normalized else t.content) for t in added} | {
         vocabulary[token]: _text_of(token) for token in vocabulary.keys() - set(tokens)
     }
     return ByteLevelTokenizer(

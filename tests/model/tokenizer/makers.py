@@ -1,0 +1,200 @@
+"""Tokenizers made by the `tokenizers` library itself, as other people's checkpoints have them."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from model.tokenizer.openai_files import _LLAMA3_PATTERN, _O200K_PATTERN, _QWEN_PATTERN
+from tests.model.tokenizer.texts import ADVERSARIAL, stories
+
+VOCAB_SIZE = 700
+
+
+def _train(library: Tokenizer, trainer: Any) -> Tokenizer:
+    clean = [text.encode("utf-8", "replace").decode() for text in ADVERSARIAL]
+    library.train_from_iterator([*stories()[:60], *clean * 3], trainer)
+    return library
+
+
+def _byte_level(
+    pattern: str | None, *, special: list[str], add_prefix_space: bool = False, nfc: bool = False
+) -> Tokenizer:
+    library = Tokenizer(models.BPE())
+    if nfc:
+        library.normalizer = normalizers.NFC()
+    if pattern is None:
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    else:
+        split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        library.pre_tokenizer = pre_tokenizers.Sequence(
+            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    return _train(library, trainer)
+
+
+def gpt2() -> Tokenizer:
+    """GPT-2: ByteLevel with its own pattern."""
+    return _byte_level(None, special=["<|endoftext|>"])
+
+
+def gpt2_with_prefix_space() -> Tokenizer:
+    """A space before every text."""
+    return _byte_level(None, special=["<|endoftext|>"], add_prefix_space=True)
+
+
+def llama3() -> Tokenizer:
+    """Llama 3: its pattern, whole pieces looked up first, bos by a template, marks after the vocabulary."""
+    library = _byte_level(_LLAMA3_PATTERN, special=[])
+    values = json.loads(library.to_str())
+    values["model"]["ignore_merges"] = True
+    library = Tokenizer.from_str(json.dumps(values))
+    library.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"])
+    begin = library.token_to_id("<|begin_of_text|>")
+    template = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", begin)]
+    )
+    library.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    return library
+
+
+def qwen() -> Tokenizer:
+    """Qwen 2 and 3: NFC, digits alone."""
+    library = _byte_level(_QWEN_PATTERN, special=[], nfc=True)
+    library.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    library.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
+    return library
+
+
+def neox() -> Tokenizer:
+    """GPT-NeoX and Pythia: NFC, marks first, runs of spaces and a word with an accent added as ordinary tokens."""
+    library = _byte_level(None, special=["<|endoftext|>", "<|padding|>"], nfc=True)
+    library.add_tokens([AddedToken(" " * length, normalized=True) for length in range(24, 1, -1)])
+    library.add_tokens([AddedToken("e\u0301t\u00e9 ", normalized=True), AddedToken("\u00e9", normalized=False)])
+    return library
+
+
+def o200k_pattern() -> Tokenizer:
+    """GPT-4o's pattern."""
+    return _byte_level(_O200K_PATTERN, special=["<|endoftext|>"])
+
+
+def shuffled_ids() -> Tokenizer:
+    """Ids that are not in the order of merges, with gaps."""
+    values = json.loads(gpt2().to_str())
+    vocabulary = values["model"]["vocab"]
+    values["model"]["vocab"] = {
+        token: (token_id * 37) % 701 + token_id % 3 * 701 for token, token_id in vocabulary.items()
+    }
+    values["added_tokens"] = []
+    return Tokenizer.from_str(json.dumps(values))
+
+
+def merges_lost() -> Tokenizer:
+    """Tokens that no merge makes: every third merge is gone, and with it whatever stood on it."""
+    values = json.loads(gpt2().to_str())
+    values["model"]["merges"] = [merge for number, merge in enumerate(values["model"]["merges"]) if number % 3]
+    return Tokenizer.from_str(json.dumps(values))
+
+
+def merges_lost_whole_pieces() -> Tokenizer:
+    """The same, whole pieces looked up first."""
+    values = json.loads(merges_lost().to_str())
+    values["model"]["ignore_merges"] = True
+    return Tokenizer.from_str(json.dumps(values))
+
+
+def digits() -> Tokenizer:
+    """StarCoder and SmolLM: two pre-tokenizers one after the other, which no single pattern is."""
+    library = gpt2()
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    return library
+
+
+def trimmed_added_token() -> Tokenizer:
+    """An added token that swallows the spaces before it."""
+    library = gpt2()
+    library.add_tokens([AddedToken("<mask>", lstrip=True, normalized=False)])
+    return library
+
+
+def llama2() -> Tokenizer:
+    """Llama 2: a space before the text as ▁, bytes for what has no token."""
+    library = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    return _sentencepiece(library, decoders.Sequence(steps))
+
+
+def mistral() -> Tokenizer:
+    """Mistral 7B v0.3: the same by Metaspace."""
+    library = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    return _sentencepiece(library, decoders.Sequence(steps))
+
+
+def gemma() -> Tokenizer:
+    """Gemma: spaces as ▁ and none put before the text."""
+    library = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    library.normalizer = normalizers.Replace(" ", "▁")
+    library.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    return _sentencepiece(
+        library, decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    )
+
+
+def _sentencepiece(library: Tokenizer, decoder: Any) -> Tokenizer:
+    """A BPE with byte fallback: the 256 bytes after the marks, learned tokens after them."""
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))],
+        limit_alphabet=60,
+        max_token_length=12,
+        show_progress=False,
+    )
+    _train(library, trainer)
+    library.decoder = decoder
+    begin = library.token_to_id("<s>")
+    library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    values = json.loads(library.to_str())
+    values["added_tokens"] = values["added_tokens"][:3]  # bytes are ordinary tokens
+    return Tokenizer.from_str(json.dumps(values))
+
+
+def characters() -> Tokenizer:
+    """One token a character, as nanoGPT's shakespeare_char has them."""
+    letters = sorted({character for story in stories() for character in story})
+    library = Tokenizer(models.WordLevel({letter: index for index, letter in enumerate(letters)}, unk_token="<unk>"))
+    library.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    library.decoder = decoders.Fuse()
+    return library
+
+
+EXACT: Mapping[str, Callable[[], Tokenizer]] = {
+    maker.__name__: maker
+    for maker in (gpt2, gpt2_with_prefix_space, llama3, qwen, neox, o200k_pattern, shuffled_ids, merges_lost)
+}
+FALLEN_BACK: Mapping[str, Callable[[], Tokenizer]] = {
+    maker.__name__: maker for maker in (digits, trimmed_added_token, llama2, mistral, gemma)
+}
+
+
+def write(directory: Path, library: Tokenizer, **config: object) -> Path:
+    """A tokenizer directory: tokenizer.json, and tokenizer_config.json if anything is said in it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    library.save(str(directory / "tokenizer.json"))
+    if config:
+        (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory

@@ -1,0 +1,88 @@
+"""Our tokenizers give the ids of the `tokenizers` library, text for text."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+from hypothesis import given
+from tokenizers import Tokenizer as Library
+
+from model.tokenizer.byte_level import ByteLevelTokenizer
+from model.tokenizer.files import load_tokenizer
+from model.tokenizer.interface import Tokenizer
+from model.tokenizer.library import LibraryTokenizer
+from tests.model.tokenizer import makers
+from tests.model.tokenizer.texts import all_texts, any_text
+
+ALL = {**makers.EXACT, **makers.FALLEN_BACK, "merges_lost_whole_pieces": makers.merges_lost_whole_pieces}
+
+
+@cache
+def pair(name: str) -> tuple[Tokenizer, Library]:
+    """Ours and the library's, made once."""
+    library = ALL[name]()
+    return load_tokenizer(makers.write(Path(mkdtemp()), library)), library
+
+
+def expected(library: Library, text: str, *, parse_special: bool = False) -> list[int]:
+    clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    library.encode_special_tokens = not parse_special
+    ids: list[int] = library.encode(clean, add_special_tokens=False).ids
+    return ids
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("parse_special", [False, True])
+def test_every_text_has_the_librarys_ids(name: str, parse_special: bool) -> None:
+    ours, library = pair(name)
+    for text in all_texts():
+        assert ours.encode(text, parse_special=parse_special) == expected(library, text, parse_special=parse_special)
+
+
+@pytest.mark.parametrize("name", ALL)
+@given(text=any_text())
+def test_any_text_has_the_librarys_ids(name: str, text: str) -> None:
+    ours, library = pair(name)
+    assert ours.encode(text) == expected(library, text)
+    assert ours.encode(text, parse_special=True) == expected(library, text, parse_special=True)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_tiktoken_serves_what_is_provably_equal(name: str) -> None:
+    ours, library = pair(name)
+    assert isinstance(ours, ByteLevelTokenizer if name in makers.EXACT else LibraryTokenizer)
+    assert ours.vocab_size == max(library.get_vocab().values()) + 1
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_marks_in_text_are_text_unless_they_are_asked_for(name: str) -> None:
+    ours, _ = pair(name)
+    for mark, token_id in ours.special_tokens.items():
+        assert token_id not in ours.encode(f"a{mark}b")
+        assert token_id in ours.encode(f"a{mark}b", parse_special=True)
+        assert (ours.token_bytes(token_id), ours.token_name(token_id)) == (b"", mark)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_decoding_is_the_librarys(name: str) -> None:
+    """Of whatever a text became; of broken UTF-8 the library shows other numbers of U+FFFD."""
+    ours, library = pair(name)
+    for text in all_texts():
+        ids = ours.encode(text)
+        assert ours.decode(ids) == library.decode(ids, skip_special_tokens=False)
+    for token_id in range(ours.vocab_size):
+        shown, theirs = ours.decode([token_id]), library.decode([token_id], skip_special_tokens=False)
+        assert shown.replace("\ufffd", "") == theirs.replace("\ufffd", "")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_ids_outside_the_vocabulary_are_refused_and_gaps_are_empty(name: str) -> None:
+    ours, library = pair(name)
+    for unknown in (-1, ours.vocab_size):
+        with pytest.raises(IndexError):
+            ours.token_bytes(unknown)
+        with pytest.raises(IndexError):
+            ours.decode([unknown])
+    for gap in set(range(ours.vocab_size)) - set(library.get_vocab().values()):
+        assert (ours.token_bytes(gap), ours.token_name(gap), ours.decode([gap])) == (b"", "", "")
