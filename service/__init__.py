@@ -3,16 +3,22 @@
 messages         the contract between frontend and worker: frozen, torch-free values
 settings         the only reader of environment and arguments
 schemas          the OpenAI wire contract in pydantic; the error tree and its HTTP statuses
+chat_schemas     the same of requests that hold a conversation
 responses        the answers, in OpenAI's shape
+chat_responses   a conversation's answers, and how completions are worded as such
 logprobs         log-probabilities in that shape
 token_labels     tokens as labels: what cannot be seen gets a sign
 attention_picture  attention weights as labelled heat maps
 openapi          the document that describes it all
 requests         ids, body limits and error bodies around every request; pure ASGI
+serving          what is served: a checkpoint's facts, and what the settings make of them
+template_process a process that renders chat templates within bounds
+chat             a conversation becomes token ids
 plan             a validated request becomes the sequences to compute
 admission        who may wait, and what the others are told
 journal          every unfinished request: what was submitted, what came back, who waits
 delivery         a stream of server-sent events, or one body
+tokenizer_routes  the tokenizer and the chat template for those who count or compare
 inspection       what a prompt's tokens attend to: its routes, and the looks under way
 frontend         LitSpec: routes, tokenization, admission, SSE, cancel, replay
 lifecycle        what the processes must know of each other, in shared memory

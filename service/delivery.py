@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from model.tokenizer.interface import Tokenizer
+from service.chat_responses import Dialect
 from service.journal import Choice, LiveRequest
 from service.logprobs import LogprobWriter
 from service.messages import Finish, FinishReason, TokenDelta
@@ -45,6 +46,7 @@ class Answer:
     echo: bool
     logprobs: bool
     include_usage: bool
+    dialect: Dialect
 
 
 class Delivery(Response, ABC):
@@ -198,18 +200,18 @@ class CompletionStream(Delivery):
 
     def _events(self, arrived: list[tuple[Choice, TokenDelta]]) -> bytes:
         """The events of these deltas, and the stream's end after the last choice's."""
-        events = []
+        events: list[bytes] = []
         for choice, delta in arrived:
             if (piece := self._piece(choice, delta)) is not None:
                 completion = self._completion([piece])
                 if not self._num_unfinished:
                     completion.timings = timings(self._request)
-                events.append(encode_event(completion))
+                events += map(encode_event, self._answer.dialect.events(completion))
         if not self._num_unfinished:
             if self._answer.include_usage:
                 summary = self._completion([])
                 summary.usage, summary.timings = usage(self._request), timings(self._request)
-                events.append(encode_event(summary))
+                events += map(encode_event, self._answer.dialect.events(summary))
             events.append(DONE)
         return b"".join(events)
 
@@ -233,7 +235,7 @@ class CompletionBody(Delivery):
             self._observe(arrived)
         completion = self._completion([_whole(parts) for parts in pieces])
         completion.usage, completion.timings = usage(self._request), timings(self._request)
-        body = encode(completion)
+        body = encode(self._answer.dialect.body(completion))
         headers = [*self.raw_headers, (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})

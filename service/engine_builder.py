@@ -9,17 +9,18 @@ import torch
 
 from model.attention.interface import ATTENTION_BACKENDS
 from model.checkpoint import load_model
-from model.config import ModelConfig
 from model.manifest import Manifest
 from model.tokenizer.files import load_tokenizer
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
-from service.settings import ModelSettings, usable_cpus
+from service.settings import ModelSettings, context_length, model_threads
 
-_MB = 2**20
+_MIB = 2**20
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 # Room for prefixes of ended sequences, as a share of what the running ones can need.
 _PREFIX_CACHE_SHARE = 0.5
+# Of free memory, for one context that is too long for half of it.
+_MOST_OF_MEMORY = 0.8
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -30,15 +31,32 @@ class EngineFacts:
     device: str
     dtype: str
     threads: int
+    max_context_length: int
     num_blocks: int
     block_size: int
     kv_cache_bytes: int
 
     def __str__(self) -> str:
         return (
-            f"device {self.device}, {self.dtype}, {self.threads} threads, KV-cache of {self.num_blocks} blocks of "
-            f"{self.block_size} tokens ({self.kv_cache_bytes / _MB:.0f} MB)"
+            f"device {self.device}, {self.dtype}, {self.threads} {'thread' if self.threads == 1 else 'threads'}, "
+            f"context {self.max_context_length}, {self.kv_cache}"
         )
+
+    @property
+    def kv_cache(self) -> str:
+        """The KV-cache's size in words."""
+        size = f"{self.kv_cache_bytes / _MIB:.4g} MiB"
+        return f"KV-cache of {self.num_blocks} blocks of {self.block_size} tokens ({size})"
+
+    def found(self) -> dict[str, object]:
+        """What the settings' "auto" came to, by setting."""
+        return {
+            "device": self.device,
+            "dtype": self.dtype,
+            "threads": self.threads,
+            "max_context_length": self.max_context_length,
+            "kv_cache_memory": self.kv_cache,
+        }
 
 
 def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, EngineFacts]:
@@ -46,11 +64,13 @@ def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, E
 
     Raises:
         CheckpointError: the tensors cannot be read.
+        SettingsError: a longer context was asked for than the model has.
         ValueError: the device is not there, or the KV-cache is too small for one full context.
         torch.OutOfMemoryError, RuntimeError: the device cannot hold it.
     """
     _keep_freed_memory()
-    threads = _num_threads() if settings.threads == "auto" else settings.threads
+    max_context_length = context_length(settings, manifest.config)
+    threads = model_threads(settings)
     torch.set_num_threads(threads)
     device = _device(settings.device)
     dtype_name = settings.dtype
@@ -59,34 +79,27 @@ def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, E
         dtype_name = "bfloat16" if device == "cuda" else "float32"
     dtype = _DTYPES[dtype_name]
     model = load_model(manifest, device=device, dtype=dtype, attention=ATTENTION_BACKENDS[settings.attention])
-    num_blocks = _num_blocks(settings, manifest.config, dtype.itemsize, device)
+    block_bytes = settings.block_size * manifest.config.kv_bytes_per_token(dtype.itemsize)
+    num_blocks = _num_blocks(settings, max_context_length, block_bytes, device)
     config = EngineConfig(
         block_size=settings.block_size,
         num_blocks=num_blocks,
         max_num_running=settings.max_num_running,
         max_batched_tokens=settings.max_batched_tokens,
         enable_prefix_cache=settings.enable_prefix_cache,
+        max_context_length=max_context_length,
     )
     engine = Engine(model, load_tokenizer(manifest.directory), config)
     facts = EngineFacts(
         device=device,
         dtype=dtype_name,
         threads=threads,
+        max_context_length=max_context_length,
         num_blocks=num_blocks,
         block_size=settings.block_size,
-        kv_cache_bytes=num_blocks * settings.block_size * manifest.config.kv_bytes_per_token(dtype.itemsize),
+        kv_cache_bytes=num_blocks * block_bytes,
     )
     return engine, facts
-
-
-def _num_threads() -> int:
-    """One less than the CPUs we may use: the last one is for the API process and the neighbours.
-
-    OpenMP's threads spin while they wait for each other, so that one that shares its CPU stops all the others. On 2
-    CPUs, with the default model: 2 threads make 140, 1,620 and 2,490 tokens/s for 1, 16 and 64 streams on a quiet
-    machine and 2 to 50 for one beside a busy process; 1 thread makes 150, 1,480 and 1,960, and 180 to 230.
-    """
-    return max(1, usable_cpus() - 1)
 
 
 def _keep_freed_memory() -> None:
@@ -108,23 +121,40 @@ def _device(wanted: str) -> str:
     return "cuda" if wanted == "cuda" or (wanted == "auto" and has_cuda) else "cpu"
 
 
-def _num_blocks(settings: ModelSettings, config: ModelConfig, bytes_per_value: int, device: str) -> int:
-    """Blocks of the pool: what was asked for, or what can be of use, within half of what memory is free."""
-    block_bytes = settings.block_size * config.kv_bytes_per_token(bytes_per_value)
-    blocks_per_context = -(-config.max_context_length // settings.block_size)
+def _num_blocks(settings: ModelSettings, max_context_length: int, block_bytes: int, device: str) -> int:
+    """Blocks of the pool: what was asked for, or what can be of use, within half of what memory is free.
+
+    Raises:
+        ValueError: one sequence at full length does not fit; says what would.
+    """
+    blocks_per_context = -(-max_context_length // settings.block_size)
+    needed_mib = -(-blocks_per_context * block_bytes // _MIB)
+    free = _free_bytes(device)
     if settings.kv_cache_memory == "auto":
+        # Half is for everything else; one sequence may have nearly all, rather than none being served.
+        if blocks_per_context * block_bytes > free * _MOST_OF_MEMORY:
+            fitting = int(free * _MOST_OF_MEMORY) // block_bytes * settings.block_size
+            raise ValueError(
+                f"a context of {max_context_length} tokens needs {needed_mib} MiB of KV-cache, and {free // _MIB} MiB "
+                f"of memory are free: {_shorter(fitting)}"
+            )
         useful = round(settings.max_num_running * blocks_per_context * (1 + _PREFIX_CACHE_SHARE))
-        return max(blocks_per_context, min(useful, _free_bytes(device) // 2 // block_bytes))
-    num_blocks = settings.kv_cache_memory * _MB // block_bytes
+        return max(blocks_per_context, min(useful, free // 2 // block_bytes))
+    num_blocks = settings.kv_cache_memory * _MIB // block_bytes
+    if free < settings.kv_cache_memory * _MIB:
+        raise ValueError(f"--kv-cache-memory {settings.kv_cache_memory}: only {free // _MIB} MiB are free")
     if num_blocks < blocks_per_context:
-        needed = -(-blocks_per_context * block_bytes // _MB)
         raise ValueError(
             f"--kv-cache-memory {settings.kv_cache_memory} holds {num_blocks * settings.block_size} tokens, less "
-            f"than the context of {config.max_context_length}: at least {needed} is needed"
+            f"than the context of {max_context_length}: give it {needed_mib}, or "
+            f"{_shorter(num_blocks * settings.block_size)}"
         )
-    if (free := _free_bytes(device)) < settings.kv_cache_memory * _MB:
-        raise ValueError(f"--kv-cache-memory {settings.kv_cache_memory}: only {free // _MB} MB are free")
     return num_blocks
+
+
+def _shorter(fitting: int) -> str:
+    """What to do about a context that does not fit, where `fitting` tokens do."""
+    return f"serve --max-context-length {fitting}" if fitting else "take a smaller model or --block-size"
 
 
 def _free_bytes(device: str) -> int:

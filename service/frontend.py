@@ -1,4 +1,4 @@
-"""The API process: routes, tokenization, admission, delivery, cancellation, replay. Imports no torch.
+"""The API process: routes, admission, delivery, cancellation, replay. Imports no torch.
 
 LitServe gives this spec its request queue and runs one copy of it in each API process; one LitAPI, one queue and
 one worker serve all routes. What comes back arrives on a reserved uid, one message an engine step.
@@ -17,36 +17,35 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse, Response
 from litserve.specs.base import LitSpec
 
-from model.manifest import Manifest
-from model.tokenizer.interface import Tokenizer
 from service import responses
 from service.admission import Admission
+from service.chat import ChatPrompts
+from service.chat_responses import Chat, Dialect, Text
+from service.chat_schemas import ChatCompletionRequest
 from service.delivery import Answer, CompletionBody, CompletionStream
-from service.journal import Journal, LiveRequest
+from service.inspection import Inspection
+from service.journal import Choice, Journal, LiveRequest
 from service.lifecycle import Lifecycle, Phase
-from service.logprobs import token_name
 from service.messages import API_PATH, BUS, Command, Hello, decode_events, encode_command
 from service.metrics import EngineState, Metrics, render
-from service.plan import Planner
+from service.plan import LONG_TEXT, Planner
 from service.requests import json_response, read_body
 from service.schemas import (
     ApiError,
     CompletionRequest,
-    DetokenizeRequest,
     Draining,
+    GenerationRequest,
     Overloaded,
-    TokenizeRequest,
-    parse_body,
 )
+from service.serving import Serving
 from service.settings import ServeSettings
+from service.tokenizer_routes import TokenizerRoutes
 
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 15.0
 # An engine that has work and says nothing for so long makes no progress.
 STALL_SECONDS = 60.0
-# Longer texts are tokenized in a thread: tiktoken works at about 10 MB/s and releases the interpreter's lock.
-_LONG_TEXT = 50_000
 _PLAYGROUND = Path(__file__).parent / "playground" / "index.html"
 
 
@@ -57,8 +56,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self,
         settings: ServeSettings,
         *,
-        manifest: Manifest,
-        tokenizer: Tokenizer,
+        serving: Serving,
         lifecycle: Lifecycle,
         metrics: Metrics,
     ) -> None:
@@ -67,13 +65,13 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self._settings = settings
         self._lifecycle = lifecycle
         self._metrics = metrics
-        self._tokenizer = tokenizer
-        self.model_name = settings.model_name or manifest.name
+        self._tokenizer = tokenizer = serving.tokenizer
+        self.model_name = serving.model_name
         self._card = responses.ModelCard(
             id=self.model_name,
-            created=manifest.created_seconds,
+            created=serving.manifest.created_seconds,
             owned_by="kvasir",
-            max_model_len=manifest.config.max_context_length,
+            max_model_len=serving.max_context_length,
         )
         admission = Admission(
             max_num_running=settings.max_num_running,
@@ -83,12 +81,27 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self._planner = Planner(
             tokenizer=tokenizer,
             model_name=self.model_name,
-            max_context_length=manifest.config.max_context_length,
+            max_context_length=serving.max_context_length,
             max_num_choices=admission.max_num_sequences,
             longest_token=max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)),
+            defaults=serving.defaults,
+        )
+        self._chat = ChatPrompts(serving.template, tokenizer)
+        max_body_bytes = settings.max_body_mb * 2**20
+        self._tokenizer_routes = TokenizerRoutes(
+            serving, planner=self._planner, chat=self._chat, max_body_bytes=max_body_bytes
         )
         self._journal = Journal(
             send=self._send, admission=admission, on_hello=self._hear_hello, on_replay=metrics.count_replay
+        )
+        self._inspection = Inspection(
+            planner=self._planner,
+            config=serving.manifest.config,
+            max_tokens=settings.max_inspect_tokens,
+            max_body_bytes=max_body_bytes,
+            readiness=self.readiness,
+            send=self._send,
+            on_change=self._count_active,
         )
         self._hello: Hello | None = None
 
@@ -101,10 +114,14 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         """Name the routes."""
         for path, endpoint, methods in (
             ("/v1/completions", self.completions, ["POST"]),
+            ("/v1/chat/completions", self.chat_completions, ["POST"]),
             ("/v1/models", self.models, ["GET"]),
             ("/v1/models/{model_id:path}", self.model, ["GET"]),
-            ("/tokenize", self.tokenize, ["POST"]),
-            ("/detokenize", self.detokenize, ["POST"]),
+            ("/tokenize", self._tokenizer_routes.tokenize, ["POST"]),
+            ("/detokenize", self._tokenizer_routes.detokenize, ["POST"]),
+            ("/tokenizer_info", self._tokenizer_routes.info, ["GET"]),
+            ("/inspect/attention", self._inspection.limits, ["GET"]),
+            ("/inspect/attention", self._inspection.attention, ["POST"]),
             ("/health", self.health, ["GET", "HEAD"]),
             ("/ready", self.ready, ["GET", "HEAD"]),
             ("/version", self.version, ["GET"]),
@@ -130,18 +147,37 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         body = await self._body(request)
         self._refuse_when_draining()
         asked = CompletionRequest.parse(body)
-        if len(body) > _LONG_TEXT:
+        if len(body) > LONG_TEXT:
             choices = await asyncio.to_thread(self._planner.plan, asked, arrival_seconds=arrival_seconds)
         else:
             choices = self._planner.plan(asked, arrival_seconds=arrival_seconds)
+        return self._answer(asked, choices, Text(), arrival_seconds)
+
+    async def chat_completions(self, request: Request) -> Response:
+        """`POST /v1/chat/completions`."""
+        arrival_seconds = time.monotonic()
+        body = await self._body(request)
+        self._refuse_when_draining()
+        asked = ChatCompletionRequest.parse(body)
+        self._planner.check(asked)
+        token_ids = await self._chat.encode(asked.messages, add_generation_prompt=asked.value("add_generation_prompt"))
+        choices = self._planner.plan_chat(asked, token_ids, arrival_seconds=arrival_seconds)
+        return self._answer(asked, choices, Chat(), arrival_seconds)
+
+    def _answer(
+        self, asked: GenerationRequest, choices: list[Choice], dialect: Dialect, arrival_seconds: float
+    ) -> Response:
+        """Submit the choices; what comes of them is the response."""
         live = LiveRequest(choices=choices, arrival_seconds=arrival_seconds)
+        of_text = asked if isinstance(asked, CompletionRequest) else None
         answer = Answer(
-            id=f"cmpl-{choices[0].submit.uid}",
+            id=dialect.id_prefix + choices[0].submit.uid,
             created=int(time.time()),
             model=self.model_name,
-            echo=bool(asked.echo),
-            logprobs=asked.logprobs is not None,
+            echo=of_text is not None and bool(of_text.echo),
+            logprobs=of_text is not None and of_text.logprobs is not None,
             include_usage=asked.include_usage,
+            dialect=dialect,
         )
         self._journal.open(live)
         self._lifecycle.num_active.value = self._journal.num_requests
@@ -156,27 +192,6 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         """`GET /v1/models/{id}`."""
         self._planner.check_model(model_id)
         return json_response(self._card)
-
-    async def tokenize(self, request: Request) -> Response:
-        """`POST /tokenize`."""
-        asked = parse_body(TokenizeRequest, await self._body(request))
-        self._planner.check_model(asked.model)
-        encode = self._tokenizer.encode if asked.add_special_tokens is False else self._planner.encode
-        if len(asked.prompt) > _LONG_TEXT:
-            token_ids = await asyncio.to_thread(encode, asked.prompt)
-        else:
-            token_ids = encode(asked.prompt)
-        answer = responses.Tokenized(count=len(token_ids), max_model_len=self._card.max_model_len, tokens=token_ids)
-        if asked.return_token_strs:
-            answer.token_strs = [token_name(self._tokenizer, token_id) for token_id in token_ids]
-        return json_response(answer)
-
-    async def detokenize(self, request: Request) -> Response:
-        """`POST /detokenize`."""
-        asked = parse_body(DetokenizeRequest, await self._body(request))
-        self._planner.check_model(asked.model)
-        self._planner.check_ids(asked.tokens, "tokens")
-        return json_response(responses.Detokenized(prompt=self._tokenizer.decode(asked.tokens)))
 
     async def health(self) -> Response:
         """`GET /health`: this process answers."""
@@ -210,16 +225,23 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         while True:
             await asyncio.sleep(1.0)
             self._lifecycle.end_if_orphaned()
+            self._inspection.end_lost(is_ready=self._worker_is_up())
             self._journal.poke_silent(since_seconds=time.monotonic() - KEEP_ALIVE_SECONDS)
+
+    def close(self) -> None:
+        """End what this process started."""
+        self._chat.close()
 
     def end_all(self) -> None:
         """The time to finish is over: tell every client that is still here."""
-        self._journal.fail_all(Draining("the server is shutting down", retry_after_seconds=1.0))
+        over = Draining("the server is shutting down", retry_after_seconds=1.0)
+        self._journal.fail_all(over)
+        self._inspection.fail_all(over)
 
     def receive(self, message: bytes) -> None:
         """One message of a worker. Raises nothing: LitServe's reader task would end for good."""
         try:
-            self._journal.receive(decode_events(message))
+            self._journal.receive(self._inspection.receive(decode_events(message)))
         except Exception:
             logger.exception("a worker's message could not be read")
             self._journal.fail_all(ApiError("internal error"))
@@ -235,7 +257,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
                 elapsed_s=round(elapsed, 3),
                 eta_s=round(max(0.0, self._settings.drain_seconds - elapsed), 3),
             )
-        if self._hello is None or self._hello.epoch < lifecycle.epoch.value:
+        if not self._worker_is_up():
             elapsed = now - lifecycle.epoch_seconds.value
             usual = None if self._hello is None else round(max(0.0, self._hello.startup_seconds - elapsed), 3)
             return responses.Readiness(
@@ -250,6 +272,9 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             elapsed_s=round(now - lifecycle.epoch_seconds.value, 3),
             eta_s=0.0,
         )
+
+    def _worker_is_up(self) -> bool:
+        return self._hello is not None and self._hello.epoch >= self._lifecycle.epoch.value
 
     def count_error(self, error: ApiError) -> None:
         """Count a request that was refused or failed."""
@@ -268,7 +293,10 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
 
     def _close(self, live: LiveRequest) -> None:
         self._journal.close(live)
-        self._lifecycle.num_active.value = self._journal.num_requests
+        self._count_active()
+
+    def _count_active(self) -> None:
+        self._lifecycle.num_active.value = self._journal.num_requests + self._inspection.num_looks
 
     def _send(self, commands: Sequence[Command]) -> None:
         """Put commands on LitServe's queue: one trip through its manager, however many they are."""

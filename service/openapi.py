@@ -11,7 +11,7 @@ import msgspec
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from service import responses, schemas
+from service import chat_responses, chat_schemas, inspection, responses, schemas
 
 _REF = "#/components/schemas/{name}"
 _REFUSALS = (
@@ -22,11 +22,16 @@ _REFUSALS = (
 _FAILURES = (schemas.Overloaded, schemas.EngineFailed, schemas.Draining)
 _REQUESTS: tuple[type[BaseModel], ...] = (
     schemas.CompletionRequest,
-    schemas.TokenizeRequest,
+    chat_schemas.ChatCompletionRequest,
+    chat_schemas.TokenizeRequest,
     schemas.DetokenizeRequest,
+    inspection.AttentionRequest,
 )
 _ANSWERS = (
     responses.Completion,
+    chat_responses.ChatCompletion,
+    chat_responses.ChatCompletionChunk,
+    responses.TokenizerInfo,
     responses.ModelCard,
     responses.ModelList,
     responses.Tokenized,
@@ -35,6 +40,8 @@ _ANSWERS = (
     responses.Health,
     responses.Version,
     responses.ErrorBody,
+    inspection.Attention,
+    inspection.AttentionLimits,
 )
 
 
@@ -48,7 +55,7 @@ def openapi_document() -> dict[str, Any]:
         "info": {
             "title": "Kvasir",
             "version": importlib.metadata.version("kvasir"),
-            "description": "Text completion by a language model, in OpenAI's protocol.",
+            "description": "Completions and conversations by a language model, in OpenAI's protocol.",
         },
         "paths": _paths(),
         "components": {"schemas": {**requests["$defs"], **answers}},
@@ -60,7 +67,8 @@ _REF_PYDANTIC = _REF.replace("{name}", "{model}")
 
 def _paths() -> dict[str, Any]:
     completion = _json(responses.Completion)
-    stream = {"text/event-stream": {"schema": {"type": "string", "description": "one Completion an event"}}}
+    stream = _stream(responses.Completion)
+    chat = _json(chat_responses.ChatCompletion) | _stream(chat_responses.ChatCompletionChunk)
     text = {"text/plain": {"schema": {"type": "string"}}}
     page = {"text/html": {"schema": {"type": "string"}}}
     model_id = {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -68,12 +76,30 @@ def _paths() -> dict[str, Any]:
         "/v1/completions": _post(
             "Complete a prompt", schemas.CompletionRequest, completion | stream, (*_REFUSALS, *_FAILURES)
         ),
+        "/v1/chat/completions": _post(
+            "Answer a conversation", chat_schemas.ChatCompletionRequest, chat, (*_REFUSALS, *_FAILURES)
+        ),
         "/v1/models": _get("List the models", _json(responses.ModelList)),
         "/v1/models/{model_id}": _get(
             "Describe a model", _json(responses.ModelCard), (schemas.ModelNotFound,), parameters=[model_id]
         ),
-        "/tokenize": _post("Text to token ids", schemas.TokenizeRequest, _json(responses.Tokenized), _REFUSALS),
+        "/tokenize": _post(
+            "Text, or a conversation, to token ids",
+            chat_schemas.TokenizeRequest,
+            _json(responses.Tokenized),
+            (*_REFUSALS, schemas.EngineFailed),
+        ),
+        "/tokenizer_info": _get("The marks and the chat template", _json(responses.TokenizerInfo)),
         "/detokenize": _post("Token ids to text", schemas.DetokenizeRequest, _json(responses.Detokenized), _REFUSALS),
+        "/inspect/attention": {
+            **_get("What can be looked at", _json(inspection.AttentionLimits), (inspection.SwitchedOff,)),
+            **_post(
+                "What a prompt's tokens attend to in one layer",
+                inspection.AttentionRequest,
+                _json(inspection.Attention),
+                (*_REFUSALS, inspection.SwitchedOff, *_FAILURES),
+            ),
+        },
         "/health": _get("Is the process alive?", _json(responses.Health)),
         "/ready": _get("Would a request be served now?", _json(responses.Readiness), not_ready=True),
         "/version": _get("The version", _json(responses.Version)),
@@ -114,6 +140,11 @@ def _errors(errors: tuple[type[schemas.ApiError], ...]) -> dict[str, Any]:
     return {
         str(error.status): {"description": f"`{error.code}`", "content": _json(responses.ErrorBody)} for error in errors
     }
+
+
+def _stream(event: type[msgspec.Struct]) -> dict[str, Any]:
+    """Server-sent events, each with such an object as its data."""
+    return {"text/event-stream": {"schema": {"type": "string", "description": f"one {event.__name__} an event"}}}
 
 
 def _json(answer: type[msgspec.Struct]) -> dict[str, Any]:

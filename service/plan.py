@@ -4,14 +4,19 @@ import hashlib
 import secrets
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from model.sampling_params import SamplingParams
 from model.tokenizer.interface import Tokenizer, TokenizerError
+from service.chat_schemas import ChatCompletionRequest
 from service.journal import Choice
 from service.logprobs import prompt_text
 from service.messages import Submit
-from service.schemas import CompletionRequest, ContextLengthExceeded, InvalidRequest, ModelNotFound
+from service.schemas import CompletionRequest, ContextLengthExceeded, GenerationRequest, InvalidRequest, ModelNotFound
+from service.serving import Defaults
+
+# Longer texts are tokenized in a thread: tiktoken works at about 10 MB/s and releases the interpreter's lock.
+LONG_TEXT = 50_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +26,7 @@ class Planner:
     max_context_length: tokens of prompt and completion together.
     max_num_choices: choices that one request may ask for, over all its prompts.
     longest_token: bytes of the tokenizer's longest token.
+    defaults: what a request gets where it says nothing.
     """
 
     tokenizer: Tokenizer
@@ -28,6 +34,7 @@ class Planner:
     max_context_length: int
     max_num_choices: int
     longest_token: int
+    defaults: Defaults = field(default_factory=Defaults)
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not ours; none means ours.
@@ -36,7 +43,9 @@ class Planner:
             ModelNotFound: it is another one.
         """
         if name is not None and name != self.model_name:
-            raise ModelNotFound(f"the model {name[:100]!r} does not exist; this server has {self.model_name!r}")
+            raise ModelNotFound(
+                f"the model {name[:100]!r} does not exist; this server has {self.model_name!r}", param="model"
+            )
 
     def plan(self, request: CompletionRequest, *, arrival_seconds: float) -> list[Choice]:
         """The request's choices, prompt by prompt, sample by sample.
@@ -45,49 +54,69 @@ class Planner:
             ModelNotFound: see `check_model`.
             InvalidRequest: a prompt, id or limit does not fit.
         """
+        prompts = request.prompts
+        self.check(request, num_prompts=len(prompts))
+        standard: int = type(request).model_fields["max_tokens"].default
+        asked = request.max_tokens if "max_tokens" in request.model_fields_set else None
+        choices: list[Choice] = []
+        for prompt in prompts:
+            token_ids = self._prompt_ids(prompt, standard if asked is None else asked)
+            max_tokens = asked
+            if max_tokens is None:
+                max_tokens = standard if self.defaults.max_new_tokens is None else self._default_length(token_ids)
+            self._check_room(len(token_ids), max_tokens, "max_tokens")
+            text = ""
+            if request.echo:
+                text = prompt if isinstance(prompt, str) else prompt_text(self.tokenizer, prompt)
+            choices += self._choices(
+                request, token_ids, max_tokens, first=len(choices), text=text, arrival_seconds=arrival_seconds
+            )
+        return choices
+
+    def plan_chat(
+        self, request: ChatCompletionRequest, token_ids: list[int], *, arrival_seconds: float
+    ) -> list[Choice]:
+        """The request's choices, sample by sample; `token_ids` is its conversation. `check` comes before.
+
+        Raises:
+            InvalidRequest: an id or limit does not fit.
+        """
+        if not token_ids:
+            raise InvalidRequest("the messages are an empty prompt", param="messages")
+        max_tokens, param = request.most_tokens, "messages"
+        if max_tokens is None:
+            max_tokens = self._default_length(token_ids)
+        elif len(token_ids) < self.max_context_length:
+            param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        self._check_room(len(token_ids), max_tokens, param)
+        return self._choices(request, token_ids, max_tokens, first=0, text="", arrival_seconds=arrival_seconds)
+
+    def check(self, request: GenerationRequest, *, num_prompts: int = 1) -> None:
+        """Refuse what can be refused without a prompt.
+
+        Raises:
+            ModelNotFound: see `check_model`.
+            InvalidRequest: a stop token is none, or there are more choices than this server holds.
+        """
         self.check_model(request.model)
         num_samples: int = request.value("n")
-        prompts = request.prompts
-        if len(prompts) * num_samples > self.max_num_choices:
+        if num_prompts * num_samples > self.max_num_choices:
             raise InvalidRequest(
-                f"{len(prompts)} prompts times n={num_samples} are {len(prompts) * num_samples} completions, "
+                f"{num_prompts} prompts times n={num_samples} are {num_prompts * num_samples} completions, "
                 f"more than the {self.max_num_choices} this server holds at once",
                 param="n",
             )
         self.check_ids(request.stop_token_ids or [], "stop_token_ids")
-        choices = []
-        for prompt_index, prompt in enumerate(prompts):
-            token_ids = self._prompt_ids(prompt, request.value("max_tokens"))
-            text = prompt if isinstance(prompt, str) else prompt_text(self.tokenizer, prompt)
-            for sample in range(num_samples):
-                submit = Submit(
-                    uid=uuid.uuid4().hex,
-                    attempt=0,
-                    prompt_token_ids=tuple(token_ids),
-                    prior_token_ids=(),
-                    params=_sampling_params(request, sample),
-                    arrival_seconds=arrival_seconds,
-                    deadline_seconds=None,
-                )
-                choices.append(
-                    Choice(
-                        index=prompt_index * num_samples + sample,
-                        prompt_index=prompt_index,
-                        prompt_text=text if request.echo else "",
-                        submit=submit,
-                    )
-                )
-        return choices
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text prompt, after the mark that begins a text if the tokenizer has one.
+    def encode(self, text: str, *, begin: bool = True) -> list[int]:
+        """Token ids of a text prompt, after the mark that begins a text if the tokenizer has one and `begin` is set.
 
         Raises:
             InvalidRequest: the tokenizer cannot split it.
         """
-        begin = self.tokenizer.bos_token_id
+        mark = self.tokenizer.bos_token_id if begin else None
         try:
-            return [*([] if begin is None else [begin]), *self.tokenizer.encode(text)]
+            return [*([] if mark is None else [mark]), *self.tokenizer.encode(text)]
         except TokenizerError as error:
             raise InvalidRequest(str(error), param="prompt") from None
 
@@ -104,20 +133,77 @@ class Planner:
                 f"{param}: token id {wrong} is out of vocabulary; ids are 0 to {size - 1}", param=param
             )
 
+    def _default_length(self, token_ids: list[int]) -> int:
+        """The most tokens of an answer whose length nobody asked for: the checkpoint's, within the context."""
+        room = max(1, self.max_context_length - len(token_ids))
+        return room if self.defaults.max_new_tokens is None else min(room, self.defaults.max_new_tokens)
+
+    def _choices(
+        self,
+        request: GenerationRequest,
+        token_ids: list[int],
+        max_tokens: int,
+        *,
+        first: int,
+        text: str,
+        arrival_seconds: float,
+    ) -> list[Choice]:
+        """The samples of one prompt. `first`: the first one's index; `text`: what each echoes."""
+        num_samples: int = request.value("n")
+        return [
+            Choice(
+                index=first + sample,
+                prompt_index=first // num_samples,
+                prompt_text=text,
+                submit=Submit(
+                    uid=uuid.uuid4().hex,
+                    attempt=0,
+                    prompt_token_ids=tuple(token_ids),
+                    prior_token_ids=(),
+                    params=self._sampling_params(request, max_tokens, sample),
+                    arrival_seconds=arrival_seconds,
+                    deadline_seconds=None,
+                ),
+            )
+            for sample in range(num_samples)
+        ]
+
+    def _sampling_params(self, request: GenerationRequest, max_tokens: int, sample: int) -> SamplingParams:
+        defaults = self.defaults.sampling
+        logprobs = request.logprobs if isinstance(request, CompletionRequest) else None
+        try:
+            return SamplingParams(
+                max_tokens=max_tokens,
+                temperature=request.value("temperature", defaults),
+                top_k=max(0, request.value("top_k", defaults)),
+                top_p=request.value("top_p", defaults),
+                min_p=request.value("min_p", defaults),
+                seed=sample_seed(request.seed, sample),
+                min_tokens=request.value("min_tokens"),
+                stop=request.stops,
+                stop_token_ids=tuple(request.stop_token_ids or ()),
+                include_stop_str_in_output=request.value("include_stop_str_in_output"),
+                ignore_eos=request.value("ignore_eos"),
+                logprobs=logprobs,
+                prompt_logprobs=logprobs if isinstance(request, CompletionRequest) and request.echo else None,
+            )
+        except ValueError as error:  # more min_tokens than max_tokens; each field alone is in range by now
+            raise InvalidRequest(str(error), param="min_tokens") from None
+
     def _prompt_ids(self, prompt: str | list[int], max_tokens: int) -> list[int]:
         if isinstance(prompt, str):
             # A text so long that no tokenization fits is refused before it costs one.
             at_least = -(-len(prompt.encode()) // self.longest_token)
             if at_least > self.max_context_length:
                 raise self._over_context(f"at least {at_least}", max_tokens, "prompt")
-            token_ids = self.encode(prompt)
-        else:
-            token_ids = prompt
-            self.check_ids(token_ids, "prompt")
-        if len(token_ids) + max_tokens > self.max_context_length:
-            param = "max_tokens" if len(token_ids) < self.max_context_length else "prompt"
-            raise self._over_context(str(len(token_ids)), max_tokens, param)
-        return token_ids
+            return self.encode(prompt)
+        self.check_ids(prompt, "prompt")
+        return prompt
+
+    def _check_room(self, num_prompt_tokens: int, max_tokens: int, param: str) -> None:
+        if num_prompt_tokens + max_tokens > self.max_context_length:
+            fits = param != "max_tokens" or num_prompt_tokens < self.max_context_length
+            raise self._over_context(str(num_prompt_tokens), max_tokens, param if fits else "prompt")
 
     def _over_context(self, num_prompt_tokens: str, max_tokens: int, param: str) -> ContextLengthExceeded:
         return ContextLengthExceeded(
@@ -139,24 +225,3 @@ def sample_seed(seed: int | None, sample: int) -> int:
     if sample == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest(), "big")
-
-
-def _sampling_params(request: CompletionRequest, sample: int) -> SamplingParams:
-    try:
-        return SamplingParams(
-            max_tokens=request.value("max_tokens"),
-            temperature=request.value("temperature"),
-            top_k=max(0, request.value("top_k")),
-            top_p=request.value("top_p"),
-            min_p=request.value("min_p"),
-            seed=sample_seed(request.seed, sample),
-            min_tokens=request.value("min_tokens"),
-            stop=request.stops,
-            stop_token_ids=tuple(request.stop_token_ids or ()),
-            include_stop_str_in_output=request.value("include_stop_str_in_output"),
-            ignore_eos=request.value("ignore_eos"),
-            logprobs=request.logprobs,
-            prompt_logprobs=request.logprobs if request.echo else None,
-        )
-    except ValueError as error:  # what two fields say together; each alone is in range by now
-        raise InvalidRequest(str(error)) from None

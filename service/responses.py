@@ -95,6 +95,15 @@ class Tokenized(msgspec.Struct, kw_only=True):
     token_strs: list[str] | UnsetType = UNSET
 
 
+class TokenizerInfo(msgspec.Struct, kw_only=True):
+    """The marks' texts, and the Jinja template of conversations; null for what the model has not."""
+
+    eos_token: str | None
+    bos_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+
+
 class Detokenized(msgspec.Struct, kw_only=True):
     """Text, special tokens by name."""
 

@@ -8,7 +8,9 @@
     ├── MethodNotAllowed            405  method_not_allowed
     ├── BodyTooLarge                413  body_too_large
     ├── ClientGone                  499  (nobody is left to read it)
+    ├── SwitchedOff                 403  switched_off; see service.inspection
     ├── Overloaded                  429  queue_full, with Retry-After
+    │   └── NotReady                503  not_ready, with Retry-After; see service.inspection
     ├── EngineFailed                500  engine_failed
     └── Draining                    503  draining, with Retry-After
 
@@ -18,14 +20,15 @@ field may be null, which means its default.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from model.sampling_params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 
-Model = TypeVar("Model", bound=BaseModel)
+Model = TypeVar("Model", bound="RequestModel")
 
 
 class ApiError(Exception):
@@ -117,7 +120,9 @@ class Draining(_ComeBackLater):
         return {**super().headers(), "connection": "close"}
 
 
-class _Request(BaseModel):
+class RequestModel(BaseModel):
+    """What every request is: strict, frozen, and nothing unknown in it."""
+
     # `parse_body` refuses unknown fields: pydantic's own refusal lists them all, which takes 0.7 s for 2 MB.
     model_config = ConfigDict(
         strict=True,
@@ -126,6 +131,10 @@ class _Request(BaseModel):
         allow_inf_nan=False,
         json_schema_extra={"additionalProperties": False},
     )
+
+    def parts(self) -> Iterator[tuple[str, "RequestModel"]]:
+        """This object and those within it, each with what stands before the names of its fields."""
+        yield "", self
 
 
 # fail_fast: a million wrong items make one error, not a million. Who knows the vocabulary checks its bounds.
@@ -139,22 +148,40 @@ MAX_CHOICES = 128
 SEED_RANGE = (-(2**63), 2**64 - 1)
 
 
-class StreamOptions(_Request):
+class StreamOptions(RequestModel):
     """`stream_options`: what a stream says beside the text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class CompletionRequest(_Request):
-    """`POST /v1/completions`. Read values through the properties, which put the default where a null was."""
+class GenerationRequest(RequestModel):
+    """What `POST /v1/completions` and `/v1/chat/completions` have in common.
 
-    prompt: Annotated[
-        str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)],
-        Field(description="a string, a list of strings, token ids, or a list of token-id lists"),
-    ]
+    Read values through `value` and the properties, which put the default where a null was.
+    """
+
+    # Part of the contract, not built: accepted only with a value that changes nothing.
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "presence_penalty": (0.0,),
+        "frequency_penalty": (0.0,),
+        "repetition_penalty": (1.0,),
+        "logit_bias": ({},),
+        "allowed_token_ids": (),
+        "bad_words": ([],),
+        "prompt_logprobs": (),
+        "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "response_format": ({"type": "text"},),
+        "structured_outputs": (),
+        "truncate_prompt_tokens": (),
+        "truncation_side": (),
+        "priority": (0,),
+        "cache_salt": (),
+    }
+
     model: str | None = None
-    max_tokens: Count | None = 16
+    max_tokens: Count | None = None
     min_tokens: Count | None = 0
     ignore_eos: bool | None = False
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
@@ -166,13 +193,9 @@ class CompletionRequest(_Request):
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = False
-    echo: bool | None = False
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    # Part of the contract, not built: accepted only with the value that changes nothing, see `NEUTRAL`.
-    best_of: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -182,13 +205,18 @@ class CompletionRequest(_Request):
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    suffix: str | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
+
+    def parts(self) -> Iterator[tuple[str, RequestModel]]:
+        """See `RequestModel`."""
+        yield "", self
+        if self.stream_options is not None:
+            yield "stream_options.", self.stream_options
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
@@ -198,7 +226,7 @@ class CompletionRequest(_Request):
             InvalidRequest: malformed JSON, wrong type, value out of range, unknown or unsupported field.
         """
         request = parse_body(cls, body)
-        for name, neutral in NEUTRAL.items():
+        for name, neutral in cls.NEUTRAL.items():
             if (value := getattr(request, name)) is not None and value not in neutral:
                 raise InvalidRequest(f"{name} is not supported by this server; leave it out", param=name)
         if request.stream_options is not None:
@@ -211,10 +239,39 @@ class CompletionRequest(_Request):
                 )
         return request
 
-    def value(self, name: str) -> Any:
-        """The field's value, its default where the client sent null."""
-        given = getattr(self, name)
-        return type(self).model_fields[name].default if given is None else given
+    def value(self, name: str, defaults: Mapping[str, Any] = MappingProxyType({})) -> Any:
+        """The field's value; where the client sent none or null, that of `defaults`, else the field's own default."""
+        if name in self.model_fields_set and (given := getattr(self, name)) is not None:
+            return given
+        return defaults.get(name, type(self).model_fields[name].default)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class CompletionRequest(GenerationRequest):
+    """`POST /v1/completions`."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **GenerationRequest.NEUTRAL,
+        "best_of": (1,),
+        "suffix": ("",),
+    }
+
+    prompt: Annotated[
+        str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)],
+        Field(description="a string, a list of strings, token ids, or a list of token-id lists"),
+    ]
+    max_tokens: Count | None = 16
+    echo: bool | None = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: int | None = None
+    suffix: str | None = None
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
@@ -232,46 +289,8 @@ class CompletionRequest(_Request):
             raise InvalidRequest("prompt must not be empty", param="prompt")
         return prompts
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
-    "logit_bias": ({},),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "prompt_logprobs": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "suffix": ("",),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
-    "priority": (0,),
-    "cache_salt": (),
-}
-
-
-class TokenizeRequest(_Request):
-    """`POST /tokenize`."""
-
-    prompt: str
-    model: str | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-
-
-class DetokenizeRequest(_Request):
+class DetokenizeRequest(RequestModel):
     """`POST /detokenize`."""
 
     tokens: TokenIds
@@ -288,8 +307,8 @@ def parse_body(model: type[Model], body: bytes) -> Model:
         request = model.model_validate_json(body)
     except ValidationError as error:
         raise _explain(error) from None
-    for place, part in (("", request), ("stream_options.", getattr(request, "stream_options", None))):
-        if part is not None and part.model_extra:
+    for place, part in request.parts():
+        if part.model_extra:
             name = place + next(iter(part.model_extra))[:100]
             raise InvalidRequest(f"unknown field: {name}", param=name)
     return request
@@ -297,9 +316,19 @@ def parse_body(model: type[Model], body: bytes) -> Model:
 
 # What a union wants, which pydantic can only say branch by branch.
 _UNIONS = {
-    "prompt": "prompt must be a string, a list of strings, token ids, or a list of token-id lists",
-    "stop": f"stop must be a non-empty string, or a list of at most {MAX_STOPS} of them",
+    "prompt": "must be a string, a list of strings, token ids, or a list of token-id lists",
+    "stop": f"must be a non-empty string, or a list of at most {MAX_STOPS} of them",
+    "content": 'must be a string, or a list of parts {"type": "text", "text": …}; this server reads text only',
 }
+
+
+def _name(place: tuple[int | str, ...]) -> str:
+    """The field a complaint is about, without a union's branch ("stop.list[...].3")."""
+    if place[0] == "stream_options":
+        return ".".join(map(str, place[:2]))
+    if place[0] == "messages" and len(place) > 1:
+        return f"messages[{place[1]}]" + "".join(f".{part}" for part in place[2:3])
+    return str(place[0])
 
 
 def _explain(error: ValidationError) -> InvalidRequest:
@@ -310,10 +339,9 @@ def _explain(error: ValidationError) -> InvalidRequest:
         return InvalidRequest(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     if not place:
         return InvalidRequest("the body must be a JSON object")
-    # A union's complaint is located in one of its branches ("stop.list[...].3"): the field suffices.
-    name = ".".join(str(part) for part in place[: 2 if place[0] == "stream_options" else 1])
+    name = _name(place)
     if kind == "missing":
         return InvalidRequest(f"{name} is required", param=name)
     problem = re.sub(r"^\w+ should", "must", first["msg"]).replace(" after validation", "")
-    complaint = f"{name} {problem}"
-    return InvalidRequest(_UNIONS.get(name, complaint), param=name)
+    wanted = _UNIONS.get(str(place[0]) if len(place) < 3 or place[0] != "messages" else str(place[2]))
+    return InvalidRequest(f"{name} {problem if wanted is None else wanted}", param=name)

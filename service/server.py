@@ -24,13 +24,13 @@ from litserve import LitServer
 from litserve.utils import WorkerSetupStatus
 
 from model.manifest import read_manifest
-from model.tokenizer.files import load_tokenizer
 from service.frontend import Frontend, Sink
 from service.lifecycle import Lifecycle, Phase
 from service.messages import BUS
 from service.metrics import EngineState, Metrics, mark_dead, prepare_directory
 from service.openapi import openapi_document
 from service.requests import RequestId, install_error_handlers
+from service.serving import read_serving
 from service.settings import ServeSettings
 from service.worker import EXIT_TOLD, EngineAPI, EngineLoop
 
@@ -175,6 +175,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
             logger.info("ready: http://%s:%d", self._settings.host, self._settings.port)
             yield
             task.cancel()
+            self._frontend.close()
 
     # Supervision.
 
@@ -226,12 +227,12 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
             threading.Thread(target=self._drain, name="drain", daemon=True).start()
 
     def _drain(self) -> None:
-        logger.info("draining: %d requests are running", self._lifecycle.num_active.value)
+        logger.info("draining: %s", _requests(self._lifecycle.num_active.value, "running"))
         self._metrics.set_engine_state(EngineState.DRAINING)
         deadline = time.monotonic() + self._settings.drain_seconds
         while self._lifecycle.num_active.value and time.monotonic() < deadline and not self._hurry.wait(0.02):
             pass
-        logger.info("stopping: %d requests are cut off", self._lifecycle.num_active.value)
+        logger.info("stopping: %s", _requests(self._lifecycle.num_active.value, "cut off"))
         self._stop()
 
     def _stop(self) -> None:
@@ -249,18 +250,29 @@ def build_server(settings: ServeSettings) -> KvasirServer:
     """Everything wired, nothing started.
 
     Raises:
-        CheckpointError, TokenizerError: the checkpoint cannot be used; one line says why.
+        CheckpointError, TokenizerError, ChatTemplateError, GenerationConfigError: the checkpoint cannot be used; one
+            line says why.
+        SettingsError: a longer context was asked for than the model has.
         StartError: the port is taken.
     """
     _check_port(settings.host, settings.port)
     manifest = read_manifest(settings.checkpoint)
     manifest.verify()
-    tokenizer = load_tokenizer(manifest.directory)
+    serving = read_serving(settings, manifest)
+    for warning in serving.warnings():
+        logger.warning("%s", warning)
     prepare_directory()
-    metrics = Metrics(settings.model_name or manifest.name)
+    metrics = Metrics(serving.model_name)
     lifecycle = Lifecycle(main_pid=os.getpid())
-    frontend = Frontend(settings, manifest=manifest, tokenizer=tokenizer, lifecycle=lifecycle, metrics=metrics)
-    api = EngineAPI(settings, manifest=manifest, lifecycle=lifecycle, loop=EngineLoop(), spec=frontend)
+    frontend = Frontend(settings, serving=serving, lifecycle=lifecycle, metrics=metrics)
+    api = EngineAPI(
+        settings,
+        manifest=manifest,
+        found=serving.found(settings),
+        lifecycle=lifecycle,
+        loop=EngineLoop(),
+        spec=frontend,
+    )
     return KvasirServer(api, frontend=frontend, settings=settings, lifecycle=lifecycle, metrics=metrics)
 
 
@@ -278,6 +290,12 @@ def _check_port(host: str, port: int) -> None:
         except OSError as error:
             reason = "is in use; choose another with --port" if error.errno == errno.EADDRINUSE else error.strerror
             raise StartError(f"port {port} on {host} {reason}") from None
+
+
+def _requests(number: int, state: str) -> str:
+    if number == 0:
+        return f"no request is {state}"
+    return f"1 request is {state}" if number == 1 else f"{number} requests are {state}"
 
 
 def _cause_of_death(process: BaseProcess) -> str:

@@ -9,12 +9,14 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from model.config import ModelConfig
 
 PREFIX = "KVASIR_"
 AutoOrCount = Literal["auto"] | Annotated[int, Field(ge=1)]
@@ -25,8 +27,8 @@ class SettingsError(ValueError):
     """A flag or variable that cannot be used, named in one line."""
 
 
-def _option(group: str, help_: str, default: Any = ..., **bounds: Any) -> Any:
-    return Field(default, description=help_, json_schema_extra={"group": group}, **bounds)
+def _option(group: str, help_: str, default: Any = ..., *, metavar: str | None = None, **bounds: Any) -> Any:
+    return Field(default, description=help_, json_schema_extra={"group": group, "metavar": metavar}, **bounds)
 
 
 class ModelSettings(BaseSettings):
@@ -41,12 +43,19 @@ class ModelSettings(BaseSettings):
     )
     attention: Literal["sdpa", "eager"] = _option("model", "attention backend", "sdpa")
     threads: AutoOrCount = _option("model", "CPU threads of the model; auto: one less than the CPUs we may use", "auto")
+    generation_config: bool = _option(
+        "model", "take the defaults of requests from the checkpoint's generation_config.json", True
+    )
+    max_context_length: AutoOrCount = _option(
+        "engine", "tokens of prompt and completion together; auto: as many as the model has positions", "auto"
+    )
     max_num_running: int = _option("engine", "sequences that compute in one step", 64, ge=1, le=4096)
     max_batched_tokens: int = _option("engine", "tokens computed in one step", 512, ge=1)
     block_size: int = _option("engine", "tokens a KV-cache block holds", 16, ge=1, le=1024)
     kv_cache_memory: AutoOrCount = _option(
         "engine",
-        "KV-cache size in MB; auto: every running sequence at full length, at most half of free memory",
+        "KV-cache size in MiB; auto: every running sequence at full length and half again for shared prefixes, "
+        "at most half of free memory, at least one sequence",
         "auto",
     )
     enable_prefix_cache: bool = _option("engine", "share the KV blocks of equal prefixes", True)
@@ -67,12 +76,23 @@ class ServeSettings(ModelSettings):
     host: Literal["127.0.0.1", "0.0.0.0", "::"] = _option("http", "address to listen on", "127.0.0.1")
     port: int = _option("http", "port to listen on", 8000, ge=1024, le=65535)
     model_name: str | None = _option("http", "name clients use (default: the checkpoint's)", None, min_length=1)
-    max_body_mb: int = _option("http", "largest request body, in MB", 2, ge=1, le=1024)
+    chat_template: str = _option(
+        "http",
+        "how messages become a prompt: auto (the checkpoint's template, else plain), plain (their texts alone), "
+        "none (chat is refused), or a Jinja file",
+        "auto",
+        metavar="auto|plain|none|FILE",
+        min_length=1,
+    )
+    max_body_mb: int = _option("http", "largest request body, in MiB", 2, ge=1, le=1024)
     max_waiting_requests: int = _option(
         "admission", "sequences that may wait for a place in the batch; more get a 429", 256, ge=0
     )
     max_waiting_tokens: int = _option(
         "admission", "prompt and completion tokens that may wait; more get a 429", 200_000, ge=1
+    )
+    max_inspect_tokens: int = _option(
+        "admission", "tokens of a prompt whose attention may be looked at; 0 switches that off", 128, ge=0, le=512
     )
     drain_seconds: float = _option(
         "operation", "after SIGTERM, how long running requests may take to finish", 30.0, ge=0, le=3600
@@ -107,16 +127,7 @@ class InspectAttentionSettings(CheckpointSettings):
     prompt: str = _option("text", "text whose tokens are looked at", min_length=1)
     layer: int = _option("look", "which layer, from 0", ge=0)
     head: str = _option("look", "which head, from 0, or all", "all")
-    out: Path | None = _option("look", "picture to write: .png, .svg or .pdf (default: none)", None)
-
-
-class InspectAttentionSettings(CheckpointSettings):
-    """`kvasir inspect attention`."""
-
-    prompt: str = _option("text", "text whose tokens are looked at", min_length=1)
-    layer: int = _option("look", "which layer, from 0", ge=0)
-    head: str = _option("look", "which head, from 0, or all", "all")
-    out: Path | None = _option("look", "picture to write: .png, .svg or .pdf (default: none)", None)
+    out: Path | None = _option("look", "picture to write: .png, .svg or .pdf (default: none)", None, metavar="FILE")
 
 
 class TokenizeSettings(CheckpointSettings):
@@ -131,7 +142,7 @@ class TrainSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
 
-    config: Path = _option("run", "recipe: a TOML file, see docs/training.md")
+    config: Path = _option("run", "recipe: a TOML file, see docs/training.md", metavar="FILE")
     out: Path = _option("run", "directory of the finished checkpoint")
     run_directory: Path | None = _option("run", "where to save and resume (default: runs/ and the recipe's name)", None)
     steps: int | None = _option("run", "optimizer steps (default: the recipe's)", None, ge=1)
@@ -176,11 +187,43 @@ def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, su
         raise SettingsError(f"{source}: {problem}, not {first['input']!r}") from None
 
 
-def effective_values(settings: BaseSettings) -> Iterable[str]:
-    """One line a setting: its name and the value in force."""
-    values = settings.model_dump()
+def effective_values(settings: BaseSettings, found: Mapping[str, object]) -> Iterable[str]:
+    """One line a setting: its name and the value in force.
+
+    Args:
+        found: what "auto" and None came to, and further facts, by name.
+    """
+    values = {**settings.model_dump(), **found}
     width = max(map(len, values))
     return (f"{name:<{width}}  {value}" for name, value in values.items())
+
+
+def context_length(settings: ModelSettings, config: ModelConfig) -> int:
+    """Tokens of prompt and completion together: what was asked for, or all the model has positions for.
+
+    Raises:
+        SettingsError: more was asked for than the model has.
+    """
+    wanted, available = settings.max_context_length, config.max_context_length
+    if wanted == "auto":
+        return available
+    if wanted > available:
+        raise SettingsError(
+            f"--max-context-length {wanted} is over the {available} positions of the model; "
+            f"ask for at most {available}, or leave it at auto"
+        )
+    return wanted
+
+
+def model_threads(settings: ModelSettings) -> int:
+    """CPU threads of the model: what was asked for, or one less than the CPUs we may use.
+
+    The last CPU is for the API process and the neighbours. OpenMP's threads spin while they wait for each other, so
+    that one that shares its CPU stops all the others. On 2 CPUs, with the default model: 2 threads make 140, 1,620 and
+    2,490 tokens/s for 1, 16 and 64 streams on a quiet machine and 2 to 50 for one beside a busy process; 1 thread makes
+    150, 1,480 and 1,960, and 180 to 230.
+    """
+    return max(1, usable_cpus() - 1) if settings.threads == "auto" else settings.threads
 
 
 def usable_cpus() -> int:
@@ -226,7 +269,11 @@ def _parser(kind: type[BaseSettings], command: str, summary: str) -> _Parser:
             dest=name,
             default=argparse.SUPPRESS,
             help=f"{field.description}{default}{' (needed)' if required else ''}".replace("%", "%%"),
-            **({"action": argparse.BooleanOptionalAction} if is_switch else {"metavar": _metavar(field.annotation)}),
+            **(
+                {"action": argparse.BooleanOptionalAction}
+                if is_switch
+                else {"metavar": extra["metavar"] or _metavar(field.annotation)}
+            ),
         )
     return parser
 

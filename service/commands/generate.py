@@ -5,13 +5,15 @@ import sys
 import time
 from collections.abc import Sequence
 
-from model.manifest import CheckpointError, read_manifest
+from model.generation_config import GENERATION_CONFIG_FILE
+from model.manifest import read_manifest
 from model.sampling_params import SamplingParams
 from model.tokenizer.files import load_tokenizer
-from model.tokenizer.interface import Tokenizer, TokenizerError
+from model.tokenizer.interface import Tokenizer
 from service.engine_builder import build_engine
 from service.messages import Finish, Submit
-from service.settings import GenerateSettings, SettingsError, read_settings
+from service.serving import Defaults, read_defaults
+from service.settings import GenerateSettings, SettingsError, context_length, read_settings
 
 _SUMMARY = "Continue a text: the completion goes to stdout as it is made, its figures to stderr."
 
@@ -23,18 +25,18 @@ def main(argv: Sequence[str]) -> int:
         manifest = read_manifest(settings.checkpoint)
         manifest.verify()
         tokenizer = load_tokenizer(manifest.directory)
-        submit = _submit(settings, tokenizer)
-        room = manifest.config.max_context_length - len(submit.prompt_token_ids)
-        if submit.params.max_tokens > room:
-            raise SettingsError(
-                f"--max-tokens {submit.params.max_tokens} and a prompt of {len(submit.prompt_token_ids)} tokens "
-                f"are over the context of {manifest.config.max_context_length}"
+        defaults = read_defaults(settings, manifest.directory)
+        if defaults.ignored:
+            names = ", ".join(defaults.ignored)
+            print(
+                f"kvasir generate: warning: {GENERATION_CONFIG_FILE}: {names}: not supported, ignored", file=sys.stderr
             )
+        submit = _submit(settings, tokenizer, defaults, context_length(settings, manifest.config))
         engine, facts = build_engine(settings, manifest)
     except SettingsError as error:
         print(f"kvasir generate: {error}", file=sys.stderr)
         return 2
-    except (CheckpointError, TokenizerError, ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError) as error:  # CheckpointError, TokenizerError, GenerationConfigError are the first
         print(f"kvasir generate: {error}", file=sys.stderr)
         return 1
     begun = time.monotonic()
@@ -49,21 +51,39 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _submit(settings: GenerateSettings, tokenizer: Tokenizer) -> Submit:
+def _submit(settings: GenerateSettings, tokenizer: Tokenizer, defaults: Defaults, max_context_length: int) -> Submit:
+    """The completion to compute. A flag wins over the checkpoint's default, which wins over the flag's own.
+
+    Raises:
+        SettingsError: prompt and completion are over the context.
+    """
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    prompt_ids = (*begin, *tokenizer.encode(settings.prompt))
+    room = max_context_length - len(prompt_ids)
+    max_tokens = settings.max_tokens
+    if defaults.max_new_tokens is not None and "max_tokens" not in settings.model_fields_set:
+        max_tokens = min(defaults.max_new_tokens, max(1, room))
+    if max_tokens > room:
+        raise SettingsError(
+            f"--max-tokens {max_tokens} and a prompt of {len(prompt_ids)} tokens "
+            f"are over the context of {max_context_length}"
+        )
+    sampling = {
+        name: defaults.sampling[name]
+        if name in defaults.sampling and name not in settings.model_fields_set
+        else getattr(settings, name)
+        for name in ("temperature", "top_k", "top_p", "min_p")
+    }
     params = SamplingParams(
-        max_tokens=settings.max_tokens,
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        min_p=settings.min_p,
+        max_tokens=max_tokens,
+        **sampling,
         seed=secrets.randbits(64) if settings.seed is None else settings.seed,
         stop=() if settings.stop is None else (settings.stop,),
     )
     return Submit(
         uid="generate",
         attempt=0,
-        prompt_token_ids=(*begin, *tokenizer.encode(settings.prompt)),
+        prompt_token_ids=prompt_ids,
         prior_token_ids=(),
         params=params,
         arrival_seconds=time.monotonic(),

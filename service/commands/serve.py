@@ -3,11 +3,13 @@
 import sys
 from collections.abc import Sequence
 
+from model.chat_template import ChatTemplateError
+from model.generation_config import GenerationConfigError
 from model.manifest import CheckpointError
 from model.tokenizer.interface import TokenizerError
 from service import logs
 from service.server import StartError, build_server
-from service.settings import ServeSettings, SettingsError, effective_values, read_settings
+from service.settings import ServeSettings, SettingsError, read_settings
 
 _SUMMARY = "Serve a checkpoint over HTTP, in OpenAI's protocol. SIGTERM or Ctrl-C drains, a second one ends at once."
 
@@ -18,12 +20,11 @@ def main(argv: Sequence[str]) -> int:
         settings = read_settings(ServeSettings, argv, command="serve", summary=_SUMMARY)
         logs.configure(settings.log_level)
         server = build_server(settings)
-        print("\n".join(effective_values(settings)), flush=True)
         return server.serve()
     except SettingsError as error:
         print(f"kvasir serve: {error}", file=sys.stderr)
         return 2
-    except (StartError, CheckpointError, TokenizerError) as error:
+    except (StartError, CheckpointError, TokenizerError, ChatTemplateError, GenerationConfigError) as error:
         if str(error):
             print(f"kvasir serve: {error}", file=sys.stderr)
         return 1

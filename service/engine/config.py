@@ -12,6 +12,7 @@ class EngineConfig:
     max_num_running: sequences that compute in one step.
     max_batched_tokens: tokens computed in one step, decodes first, the rest on prompt chunks.
     enable_prefix_cache: share the blocks of equal prefixes.
+    max_context_length: tokens at which every sequence ends; None for as many as the model has positions.
 
     Raises:
         ValueError: a size is not positive, or the budget cannot serve every running sequence.
@@ -22,11 +23,13 @@ class EngineConfig:
     max_num_running: int = 64
     max_batched_tokens: int = 512
     enable_prefix_cache: bool = True
+    max_context_length: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "num_blocks", "max_num_running", "max_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        for name in ("block_size", "num_blocks", "max_num_running", "max_batched_tokens", "max_context_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be positive, not {value}")
         if self.max_batched_tokens < self.max_num_running:
             raise ValueError(
                 f"max_batched_tokens={self.max_batched_tokens} must be at least "

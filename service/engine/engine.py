@@ -53,7 +53,8 @@ class Engine:
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._max_context_length = model.config.max_context_length
+        positions, asked = model.config.max_context_length, config.max_context_length
+        self._max_context_length = positions if asked is None else min(asked, positions)
         self._scheduler = Scheduler(
             config, max_context_length=self._max_context_length, eos_token_ids=tokenizer.eos_token_ids
         )

@@ -1,11 +1,22 @@
 """What unit tests of the service share."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
 
+from model.manifest import read_manifest
 from model.tokenizer.byte_level import ByteLevelTokenizer
+from service.frontend import Frontend
+from service.lifecycle import Lifecycle, Phase
 from service.metrics import Metrics
+from service.requests import RequestId, install_error_handlers
+from service.serving import read_serving
+from service.settings import ServeSettings
+from tests.service.echo import EchoQueue
 from tests.tiny_model import tiny_tokenizer
 
 
@@ -19,3 +30,43 @@ def metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Metrics:
     """Metrics of a directory of their own; `service.metrics.render()` reads it."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     return Metrics("tiny")
+
+
+@pytest.fixture
+def queue() -> EchoQueue:
+    return EchoQueue()
+
+
+@pytest.fixture
+def lifecycle() -> Lifecycle:
+    lifecycle = Lifecycle(main_pid=os.getppid())
+    lifecycle.enter(Phase.SERVING)
+    return lifecycle
+
+
+@pytest.fixture
+def settings(tiny_checkpoint: Path) -> ServeSettings:
+    """Tests of a module with other wishes override this."""
+    return ServeSettings(checkpoint=tiny_checkpoint, max_num_running=2, max_waiting_requests=2)
+
+
+@pytest.fixture
+def frontend(settings: ServeSettings, metrics: Metrics, lifecycle: Lifecycle, queue: EchoQueue) -> Iterator[Frontend]:
+    serving = read_serving(settings, read_manifest(settings.checkpoint))
+    frontend = Frontend(settings, serving=serving, lifecycle=lifecycle, metrics=metrics)
+    frontend.request_queue, frontend.response_queue_id = queue, 0
+    frontend.pre_setup(None)
+    queue.frontend = frontend
+    yield frontend
+    frontend.close()
+
+
+@pytest.fixture
+def client(frontend: Frontend) -> Iterator[TestClient]:
+    app = FastAPI()
+    app.add_middleware(RequestId)
+    install_error_handlers(app, frontend.count_error)
+    for path, endpoint, methods in frontend.endpoints:
+        app.add_api_route(path, endpoint, methods=methods)
+    with TestClient(app, raise_server_exceptions=False) as client:
+        yield client

@@ -10,6 +10,7 @@ import pytest
 
 from model.tokenizer.interface import Tokenizer
 from service import metrics as exposition
+from service.chat_responses import Text
 from service.delivery import Answer, CompletionBody, CompletionStream
 from service.journal import LiveRequest
 from service.messages import FinishReason, TokenLogprob
@@ -62,7 +63,7 @@ class Exchange:
         self, kind: type[CompletionBody | CompletionStream], request: LiveRequest, tools: Any, **wants: Any
     ) -> None:
         tokenizer, metrics = tools
-        answer = {"echo": False, "logprobs": False, "include_usage": False, **wants}
+        answer = {"echo": False, "logprobs": False, "include_usage": False, "dialect": Text(), **wants}
         self.request = request
         self.closed: list[LiveRequest] = []
         self.client = Client()

@@ -8,9 +8,11 @@ import torch
 
 from model.manifest import Manifest, read_manifest
 from service import engine_builder
+from service import settings as settings_module
 from service.engine.config import EngineConfig
 from service.engine_builder import build_engine
-from service.settings import ModelSettings
+from service.settings import ModelSettings, SettingsError
+from tests.service.sequences import make_submit
 
 BYTES_PER_TOKEN = 256  # float32 keys and values of the tiny model
 CONTEXT = 256
@@ -47,7 +49,7 @@ def test_auto_on_a_cpu_is_float32_and_room_for_every_running_sequence(
 def test_auto_leaves_a_cpu_to_the_api_process(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, cpus: int, threads: int
 ) -> None:
-    monkeypatch.setattr(engine_builder, "usable_cpus", lambda: cpus)
+    monkeypatch.setattr(settings_module, "usable_cpus", lambda: cpus)
     _, facts = build_engine(settings(tiny_checkpoint, threads="auto"), manifest)
     assert facts.threads == torch.get_num_threads() == threads
 
@@ -55,11 +57,48 @@ def test_auto_leaves_a_cpu_to_the_api_process(
 def test_auto_takes_at_most_half_of_free_memory_and_at_least_one_context(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for free_contexts, contexts in ((10, 5), (1, 1), (0, 1)):
-        free = free_contexts * CONTEXT * BYTES_PER_TOKEN
-        monkeypatch.setattr(engine_builder, "_free_bytes", lambda device, free=free: free)
+    for free_contexts, contexts in ((10, 5), (2, 1), (1.25, 1)):
+        has_free(monkeypatch, round(free_contexts * CONTEXT * BYTES_PER_TOKEN))
         _, facts = build_engine(settings(tiny_checkpoint), manifest)
         assert facts.num_blocks == contexts * CONTEXT / 16
+
+
+def has_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr(engine_builder, "_free_bytes", lambda device: num_bytes)
+
+
+def test_a_context_that_does_not_fit_is_refused_with_one_that_does(
+    manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_builder, "_MIB", 1024)
+    has_free(monkeypatch, CONTEXT * BYTES_PER_TOKEN)
+    remedy = "needs 64 MiB of KV-cache, and 64 MiB of memory are free: serve --max-context-length 192"
+    with pytest.raises(ValueError, match=f"a context of 256 tokens {remedy}"):
+        build_engine(settings(tiny_checkpoint), manifest)
+    _, facts = build_engine(settings(tiny_checkpoint, max_context_length=192), manifest)
+    assert (facts.num_blocks, facts.max_context_length) == (12, 192)
+    has_free(monkeypatch, 0)
+    with pytest.raises(ValueError, match="0 MiB of memory are free: take a smaller model or --block-size"):
+        build_engine(settings(tiny_checkpoint), manifest)
+
+
+def test_a_shorter_context_sizes_the_cache_and_ends_sequences(manifest: Manifest, tiny_checkpoint: Path) -> None:
+    engine, facts = build_engine(settings(tiny_checkpoint, max_context_length=40, max_num_running=2), manifest)
+    assert facts.num_blocks == 2 * 3 * 1.5
+    engine.submit(make_submit("a", prompt=(1,) * 30, max_tokens=50, ignore_eos=True))
+    engine.submit(make_submit("b", prompt=(1,) * 41, max_tokens=1))
+    finishes = {}
+    while engine.has_work:
+        finishes |= {event.uid: event.finish for event in engine.step().events if event.finish}
+    assert finishes["a"].num_completion_tokens == 10
+    assert "the context holds 1 to 40" in str(finishes["b"].error)
+
+
+def test_a_longer_context_than_the_models_is_refused_with_both_numbers(
+    manifest: Manifest, tiny_checkpoint: Path
+) -> None:
+    with pytest.raises(SettingsError, match="--max-context-length 257 is over the 256 positions of the model"):
+        build_engine(settings(tiny_checkpoint, max_context_length=257), manifest)
 
 
 def test_what_was_asked_for_is_what_is_built(
@@ -87,16 +126,18 @@ def test_what_was_asked_for_is_what_is_built(
             max_num_running=3,
             max_batched_tokens=99,
             enable_prefix_cache=False,
+            max_context_length=CONTEXT,
         )
     ]
-    assert "2 MB" in str(facts)
+    assert "2 MiB" in str(facts)
+    assert "1 thread," in str(facts)
 
 
 def test_a_cache_too_small_for_one_context_is_refused_with_what_is_needed(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_builder, "_MB", 1024)  # so that one "MB" is less than the tiny model's context
-    with pytest.raises(ValueError, match=r"--kv-cache-memory 63 holds 240 tokens.* at least 64 is needed"):
+    monkeypatch.setattr(engine_builder, "_MIB", 1024)  # so that one "MiB" is less than the tiny model's context
+    with pytest.raises(ValueError, match=r"63 holds 240 tokens.*: give it 64, or serve --max-context-length 240"):
         build_engine(settings(tiny_checkpoint, kv_cache_memory=63), manifest)
     assert build_engine(settings(tiny_checkpoint, kv_cache_memory=64), manifest)[1].num_blocks == 16
 
@@ -105,7 +146,7 @@ def test_a_cache_larger_than_the_memory_is_refused_before_it_is_made(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_builder, "_free_bytes", lambda device: 100 * 2**20)
-    with pytest.raises(ValueError, match="--kv-cache-memory 101: only 100 MB are free"):
+    with pytest.raises(ValueError, match="--kv-cache-memory 101: only 100 MiB are free"):
         build_engine(settings(tiny_checkpoint, kv_cache_memory=101), manifest)
 
 

@@ -1,86 +1,18 @@
 """The routes over an engine that answers at once: what is refused, what is submitted, what `/ready` says when."""
 
 import json
-import os
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from model.manifest import read_manifest
-from model.tokenizer.files import load_tokenizer
 from service.frontend import STALL_SECONDS, Frontend, Sink
 from service.lifecycle import Lifecycle, Phase
-from service.messages import Hello, Submit, decode_command, encode_events
-from service.metrics import Metrics, render
-from service.requests import RequestId, install_error_handlers
-from service.settings import ServeSettings
+from service.messages import Hello, encode_events
+from service.metrics import render
 from tests.service.bad_requests import BAD_REQUESTS
-from tests.service.sequences import make_choice, make_delta, make_finish, make_hello, make_request
-
-
-class EchoQueue:
-    """LitServe's queue with a worker behind it that completes every prompt with itself, at once."""
-
-    def __init__(self) -> None:
-        self.frontend: Any = None
-        self.submits: list[Submit] = []
-        self.answers = True
-
-    def put(self, item: Any) -> None:
-        api_id, _, _, payload = item
-        assert api_id == 0
-        for command in map(decode_command, payload):
-            if isinstance(command, Submit):
-                self.submits.append(command)
-                ids = command.prompt_token_ids
-                text = bytes(i for i in ids if i < 256).decode("utf-8", "replace")
-                event = make_delta(command.uid, ids=ids, text=text, finish=make_finish())
-                if self.answers:
-                    Sink(self.frontend).append((encode_events([event]), "OK"))
-
-
-@pytest.fixture
-def queue() -> EchoQueue:
-    return EchoQueue()
-
-
-@pytest.fixture
-def lifecycle() -> Lifecycle:
-    lifecycle = Lifecycle(main_pid=os.getppid())
-    lifecycle.enter(Phase.SERVING)
-    return lifecycle
-
-
-@pytest.fixture
-def frontend(tiny_checkpoint: Path, metrics: Metrics, lifecycle: Lifecycle, queue: EchoQueue) -> Frontend:
-    manifest = read_manifest(tiny_checkpoint)
-    frontend = Frontend(
-        ServeSettings(checkpoint=tiny_checkpoint, max_num_running=2, max_waiting_requests=2),
-        manifest=manifest,
-        tokenizer=load_tokenizer(tiny_checkpoint),
-        lifecycle=lifecycle,
-        metrics=metrics,
-    )
-    frontend.request_queue, frontend.response_queue_id = queue, 0
-    frontend.pre_setup(None)
-    queue.frontend = frontend
-    return frontend
-
-
-@pytest.fixture
-def client(frontend: Frontend) -> Iterator[TestClient]:
-    app = FastAPI()
-    app.add_middleware(RequestId)
-    install_error_handlers(app, frontend.count_error)
-    for path, endpoint, methods in frontend.endpoints:
-        app.add_api_route(path, endpoint, methods=methods)
-    with TestClient(app, raise_server_exceptions=False) as client:
-        yield client
+from tests.service.echo import EchoQueue
+from tests.service.sequences import make_choice, make_hello, make_request
 
 
 @pytest.mark.parametrize(("body", "status", "said"), BAD_REQUESTS, ids=range(len(BAD_REQUESTS)))

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service import schemas
+from service.chat_schemas import ChatCompletionRequest, TokenizeRequest
 from service.schemas import (
     ApiError,
     CompletionRequest,
@@ -16,7 +17,6 @@ from service.schemas import (
     EngineFailed,
     InvalidRequest,
     Overloaded,
-    TokenizeRequest,
     parse_body,
 )
 
@@ -189,7 +189,7 @@ def test_any_json_object_is_a_request_or_an_error_with_a_message(fields: dict[st
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_request_or_an_error(body: bytes) -> None:
-    for kind in (CompletionRequest, TokenizeRequest, DetokenizeRequest):
+    for kind in (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest):
         with pytest.raises(InvalidRequest):
             parse_body(kind, b"\x00" + body)
 

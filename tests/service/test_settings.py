@@ -5,10 +5,13 @@ from pathlib import Path
 import pytest
 
 from model.attention.interface import ATTENTION_BACKENDS
+from model.manifest import read_manifest
 from service.settings import (
     GenerateSettings,
     ServeSettings,
     SettingsError,
+    TrainSettings,
+    context_length,
     effective_values,
     read_settings,
     usable_cpus,
@@ -43,6 +46,7 @@ def test_every_flag_of_the_contract_is_read() -> None:
         *("--threads", "3", "--max-num-running", "5", "--max-batched-tokens", "77", "--kv-cache-memory", "12"),
         *("--block-size", "32", "--max-waiting-requests", "9", "--drain-seconds", "1.5", "--model-name", "m"),
         *("--no-enable-prefix-cache", "--max-body-mb", "4", "--log-level", "debug", "--attention", "eager"),
+        *("--max-context-length", "99", "--chat-template", "plain", "--no-generation-config"),
         *("--max-waiting-tokens", "11"),
     )
     assert settings.model_dump() == {
@@ -50,6 +54,10 @@ def test_every_flag_of_the_contract_is_read() -> None:
         "device": "cpu",
         "dtype": "bfloat16",
         "attention": "eager",
+        "generation_config": False,
+        "max_context_length": 99,
+        "chat_template": "plain",
+        "max_inspect_tokens": 128,
         "threads": 3,
         "max_num_running": 5,
         "max_batched_tokens": 77,
@@ -122,9 +130,24 @@ def test_the_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixtur
 
 
 def test_effective_values_have_a_line_each() -> None:
-    lines = list(effective_values(read("--checkpoint", "c", "--port", "9000")))
-    assert len(lines) == len(ServeSettings.model_fields)
-    assert any(line.split() == ["port", "9000"] for line in lines)
+    lines = list(effective_values(read("--checkpoint", "c", "--port", "9000"), {"threads": 7, "end_of_text": "</s>"}))
+    assert len(lines) == len(ServeSettings.model_fields) + 1
+    for words in (["port", "9000"], ["threads", "7"], ["end_of_text", "</s>"]):
+        assert [line.split() for line in lines].count(words) == 1
+
+
+def test_a_context_is_the_models_or_shorter(tiny_checkpoint: Path) -> None:
+    config = read_manifest(tiny_checkpoint).config
+    for asked, length in (("auto", 256), ("256", 256), ("10", 10)):
+        assert context_length(read("--checkpoint", "c", "--max-context-length", asked), config) == length
+    with pytest.raises(SettingsError, match="--max-context-length 257 is over the 256 positions of the model; ask for"):
+        context_length(read("--checkpoint", "c", "--max-context-length", "257"), config)
+
+
+def test_the_help_of_a_recipe_asks_for_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_settings(TrainSettings, ["--help"], command="train", summary="Train.")
+    assert "--config FILE" in capsys.readouterr().out
 
 
 def test_the_choice_of_attention_is_the_table_of_backends() -> None:

@@ -1,0 +1,73 @@
+"""From a conversation to the token ids of a prompt: template, control marks, tokenizer."""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from model.chat_template import ChatTemplate
+from model.control_marks import ControlMarks, ForbiddenText
+from model.template_sandbox import TemplateFailure
+from model.tokenizer.interface import Tokenizer, TokenizerError
+from service.chat_schemas import Message
+from service.schemas import EngineFailed, InvalidRequest
+from service.template_process import TemplateProcess
+
+
+class ChatPrompts:
+    """Makes prompts of conversations, one at a time, in a thread.
+
+    Args:
+        template: None where this server serves no conversations.
+    """
+
+    def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer) -> None:
+        self.template = template
+        self._tokenizer = tokenizer
+        self._marks = ControlMarks(tokenizer)
+        self._process = None if template is None else TemplateProcess(template.source)
+        # One: the template's process does one at a time, and a slow template must not hold every thread there is.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="chat")
+
+    async def encode(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, add_special_tokens: bool = False
+    ) -> list[int]:
+        """Token ids of a conversation.
+
+        Args:
+            add_generation_prompt: end with what begins an assistant's message.
+            add_special_tokens: begin with the mark that begins a text, where the template has not.
+
+        Raises:
+            InvalidRequest: no conversations are served, the template refused, or the text is beyond the tokenizer.
+            EngineFailed: the template failed.
+        """
+        if self.template is None:
+            raise InvalidRequest(
+                "this server has no chat template (--chat-template none); use /v1/completions", param="messages"
+            )
+        loop = asyncio.get_running_loop()
+        ids = await loop.run_in_executor(self._thread, self._encode, messages, add_generation_prompt)
+        begin = self._tokenizer.bos_token_id
+        if add_special_tokens and begin is not None and ids[:1] != [begin]:
+            ids.insert(0, begin)
+        return ids
+
+    def close(self) -> None:
+        """End thread and process."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._process is not None:
+            self._process.close()
+
+    def _encode(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
+        assert self.template is not None
+        assert self._process is not None
+        try:
+            shielded, breaker = self._marks.shield([message.for_template() for message in messages])
+            text = self._process.render(self.template.variables(shielded, add_generation_prompt=add_generation_prompt))
+            return self._marks.encode(text, breaker)
+        except TemplateFailure as failure:
+            if failure.by_template:
+                raise InvalidRequest(f"the chat template refuses: {failure}", param="messages") from None
+            raise EngineFailed(f"the model's chat template failed: {failure}", retry=False) from None
+        except (ForbiddenText, TokenizerError) as error:
+            raise InvalidRequest(str(error), param="messages") from None

@@ -1,0 +1,159 @@
+"""The wire contract of requests that hold a conversation: `/v1/chat/completions`, and `/tokenize`, which may."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from service.schemas import Count, GenerationRequest, InvalidRequest, RequestModel
+
+# Between the text parts of one message: templates want one string.
+_BETWEEN_PARTS = "\n"
+
+
+class TextPart(RequestModel):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(RequestModel):
+    """One message. `developer` is OpenAI's newer word for `system`, and templates are given that."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
+    name: str | None = None
+    # What the clients send back with an answer of ours; accepted where it is empty.
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """What a chat template is given."""
+        parts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content]
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": _BETWEEN_PARTS.join(parts), "name": self.name}
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+
+
+def message_parts(messages: Sequence[Message]) -> Iterator[tuple[str, RequestModel]]:
+    """Every message, and every part of one, with what stands before the names of its fields."""
+    for number, message in enumerate(messages):
+        yield f"messages[{number}].", message
+        if not isinstance(message.content, str):
+            for part_number, part in enumerate(message.content):
+                yield f"messages[{number}].content[{part_number}].", part
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """`POST /v1/chat/completions`. `max_tokens` is the older name of `max_completion_tokens`."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **GenerationRequest.NEUTRAL,
+        "logprobs": (False,),
+        "top_logprobs": (0,),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "reasoning_effort": (),
+        "verbosity": (),
+        "web_search_options": (),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "metadata": ({},),
+        "echo": (False,),
+        "continue_final_message": (False,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+    }
+
+    messages: Messages
+    max_completion_tokens: Count | None = None
+    add_generation_prompt: bool | None = True
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    modalities: list[Any] | None = None
+    audio: Any = None
+    prediction: Any = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    web_search_options: Any = None
+    service_tier: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    echo: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def parts(self) -> Iterator[tuple[str, RequestModel]]:
+        """See `RequestModel`."""
+        yield from super().parts()
+        yield from message_parts(self.messages)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most tokens the answer may have, where the client said so.
+
+        Raises:
+            InvalidRequest: it said two numbers.
+        """
+        new, old = self.max_completion_tokens, self.max_tokens
+        if new is not None and old is not None and new != old:
+            raise InvalidRequest(
+                f"max_completion_tokens={new} and max_tokens={old}: give one of them", param="max_completion_tokens"
+            )
+        return old if new is None else new
+
+
+class TokenizeRequest(RequestModel):
+    """`POST /tokenize`: a text, or a conversation as the model would be given it.
+
+    `add_special_tokens` puts the mark that begins a text before it; a text has it by default, a conversation has those
+    that its template writes.
+    """
+
+    prompt: str | None = None
+    messages: Messages | None = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+    def parts(self) -> Iterator[tuple[str, RequestModel]]:
+        """See `RequestModel`."""
+        yield "", self
+        yield from message_parts([] if self.messages is None else self.messages)
+
+    def subject(self) -> str | list[Message]:
+        """What is to be tokenized.
+
+        Raises:
+            InvalidRequest: neither or both of prompt and messages, or a field of messages without any.
+        """
+        if self.messages is not None:
+            if self.prompt is not None:
+                raise InvalidRequest("give prompt or messages, not both", param="messages")
+            return self.messages
+        if self.prompt is None:
+            raise InvalidRequest("prompt is required, or messages", param="prompt")
+        if self.add_generation_prompt is not None:
+            raise InvalidRequest("add_generation_prompt needs messages", param="add_generation_prompt")
+        return self.prompt

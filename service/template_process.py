@@ -1,0 +1,118 @@
+"""A process that renders chat templates, bounded by the operating system; see `model.template_sandbox`.
+
+It is started when the first conversation comes, lives as long as its parent keeps the pipe open, and is replaced when
+a limit has ended it. One conversation at a time: whoever renders does so in a thread of its own.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from model import template_sandbox
+from model.chat_template import MAX_CHARACTERS
+from model.template_sandbox import TemplateFailure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Of one rendering: processor seconds, characters of text; and the memory of the process."""
+
+    cpu_seconds: float = 5.0
+    memory_bytes: int = 512 * 2**20
+    max_characters: int = MAX_CHARACTERS
+
+
+class TemplateProcess:
+    """Renders one template.
+
+    Args:
+        source: the template.
+    """
+
+    def __init__(self, source: str, limits: Limits | None = None) -> None:
+        self._source = source
+        self._limits = Limits() if limits is None else limits
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def check(self) -> None:
+        """Compile the template, if that has not been done.
+
+        Raises:
+            TemplateFailure: it is no template, or takes too much.
+        """
+        if self._process is not None:
+            return
+        # -P: the script's own directory must not lend its modules' names to what Jinja imports.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", template_sandbox.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+        )
+        self._ask(
+            {
+                "source": self._source,
+                "max_characters": self._limits.max_characters,
+                "memory_bytes": self._limits.memory_bytes,
+                "cpu_seconds": self._limits.cpu_seconds,
+            }
+        )
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """The template's text.
+
+        Raises:
+            TemplateFailure: it refused, failed, or took too much; one line.
+        """
+        self.check()
+        return self._ask(variables)
+
+    def close(self) -> None:
+        """End the process. The next rendering starts another."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                with suppress(OSError):  # what was not sent to a process that is gone
+                    pipe.close()
+
+    def _ask(self, order: Mapping[str, Any]) -> str:
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except OSError:  # it ended before it had read everything
+            line = ""
+        if not line.endswith("\n"):
+            self.close()
+            raise TemplateFailure(
+                f"it took over {self._limits.cpu_seconds:g} s of processor time or "
+                f"{self._limits.memory_bytes // 2**20} MiB of memory"
+            )
+        answer = json.loads(line)
+        if "error" in answer:
+            if not answer["by_template"]:
+                self.close()  # what failed may have left it short of memory
+            raise TemplateFailure(answer["error"], by_template=answer["by_template"])
+        return str(answer["text"])
