@@ -31,10 +31,10 @@ _DATA = """
 |---|---:|---:|---:|---|---|
 {sources}
 
-{epoch_tokens:,} tokens an epoch.{split} The weights are a result computed from these texts and contain none of the
-files.
+{facts}
 """
-_SPLIT = " No held-out text stands in training (compared by letters and digits)."
+_SPLIT = "No held-out text stands in training (compared by letters and digits)."
+_RESULT = "The weights are a result computed from these texts and contain none of the files."
 _HELD_OUT = """
 ## Held-out bits per byte
 
@@ -153,8 +153,10 @@ def _data(training: Mapping[str, Any]) -> str:
         f" `{s['sha256'][:16]}` |"
         for s in training["sources"]
     )
-    split = _SPLIT if any(source["held_out_documents"] for source in training["sources"]) else ""
-    return _DATA.format(sources=sources, epoch_tokens=training["epoch_tokens"], split=split)
+    facts = [f"{training['epoch_tokens']:,} tokens an epoch."]
+    if any(source["held_out_documents"] for source in training["sources"]):
+        facts.append(_SPLIT)
+    return _DATA.format(sources=sources, facts=textwrap.fill(" ".join([*facts, _RESULT]), 120))
 
 
 def _recipe(config: TrainConfig, training: Mapping[str, Any]) -> str:

@@ -299,7 +299,8 @@ def _hardware(device: str) -> str:
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
-    return f"{torch.get_num_threads()} threads of {os.cpu_count()} CPUs, {model}"
+    threads = torch.get_num_threads()
+    return f"{threads} thread{'s' if threads > 1 else ''} of {os.cpu_count()} CPUs, {model}"
 
 
 def _commit() -> str:
