@@ -157,9 +157,9 @@ def _where(results: Mapping[str, Any]) -> str:
     head = ["command", "measured", "commit", "machine", "other work just before", "versions"]
     training = results["train"]
     commits = sorted({run["commit"] for row in training["rows"].values() for run in row["runs"]})
-    minutes, hardware = training["settings"]["train_minutes"], " and ".join(training["settings"]["hardware"])
+    minutes, count = training["settings"]["train_minutes"], sum(len(row["runs"]) for row in training["rows"].values())
     return (
-        _table(head, rows, numbers=0) + f"\nThe runs themselves took {minutes} minutes on {hardware}, at commits "
+        _table(head, rows, numbers=0) + f"\nThe {count} runs themselves took {minutes} minutes together, at commits "
         f"{', '.join(f'`{commit}`' for commit in commits)}.\n"
     )
 
