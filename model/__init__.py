@@ -18,6 +18,7 @@ checkpoint_files  JSON, safetensors headers, hashes; CheckpointError
 families/      other people's checkpoints: config map and name map of each Hugging Face family, torch-free
 weights        tensors from files into their final place, never a second copy
 checkpoint     a directory as a model, a model as a directory
+conversion/    checkpoints of one kind made into another: nanoGPT, pickles, to Hugging Face; no code in a file is run
 formula        closed formulas that know their value
 parameter_counts  parameters of each part, by formula and from the tensors' shapes, torch-free
 chat_template  a conversation as a prompt: a checkpoint's Jinja template, torch-free

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,15 @@ def save_checkpoint(
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}")
     check_writable(directory)
+    write_weights(directory, config, tensors, dtype=dtype)
+    save_native(tokenizer, directory)
+    write_manifest(directory, name=name, training=training)
+
+
+def write_weights(
+    directory: Path, config: ModelConfig, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None
+) -> None:
+    """Write config.json and the shards; `dtype` None keeps each tensor's own."""
     for stale in directory.glob("model-*-of-*.safetensors"):
         stale.unlink()
     shards: list[dict[str, torch.Tensor]] = [{}]
@@ -85,12 +94,14 @@ def save_checkpoint(
             shards.append({})
         shards[-1][key] = stored
     for number, shard in enumerate(shards, start=1):
-        path = directory / f"model-{number:05}-of-{len(shards):05}.safetensors"
-        save_file(shard, path)
-        path.chmod(0o644)  # safetensors makes them 0600; whoever serves them may be another user
+        save_shard(shard, directory / f"model-{number:05}-of-{len(shards):05}.safetensors")
     (directory / CONFIG_FILE).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
-    save_native(tokenizer, directory)
-    write_manifest(directory, name=name, training=training)
+
+
+def save_shard(tensors: dict[str, torch.Tensor], path: Path, *, metadata: dict[str, str] | None = None) -> None:
+    """One safetensors file that everybody may read: the library makes them 0600, and another user may serve them."""
+    save_file(tensors, path, metadata=metadata)
+    path.chmod(0o644)
 
 
 def check_writable(directory: Path) -> None:

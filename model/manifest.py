@@ -155,6 +155,8 @@ def _read_native(directory: Path) -> Manifest:
         check_plain_name(directory / MANIFEST_FILE, file_name)
     if CONFIG_FILE not in files:
         raise CheckpointError(f"{directory / MANIFEST_FILE}: {CONFIG_FILE} is not listed")
+    if all(file_name == CONFIG_FILE or file_name.endswith(".safetensors") for file_name in files):
+        raise CheckpointError(f"{directory / MANIFEST_FILE}: no tokenizer is listed")
     try:
         config = ModelConfig.from_dict(read_json(directory / CONFIG_FILE))
     except CheckpointError:

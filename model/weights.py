@@ -8,7 +8,7 @@ Legend: H heads, D head dimension, E hidden size.
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -37,7 +37,7 @@ def read_weights(
     tensors = {name: torch.empty(place.shape, dtype=dtype, device=device) for name, place in placements.items()}
     copies: dict[Path, list[tuple[str, Tensor]]] = {}
     for name, place in placements.items():
-        targets = _targets(tensors[name], place, config)
+        targets = part_views(tensors[name], place.layout, (header.shape[0] for header in place.parts), config)
         for header, target in zip(place.parts, targets, strict=True):
             copies.setdefault(header.path, []).append((header.name, target))
     for path, wanted in copies.items():
@@ -48,17 +48,21 @@ def read_weights(
     return tensors
 
 
-def _targets(tensor: Tensor, place: Placement, config: ModelConfig) -> Iterator[Tensor]:
-    """For each part, the view of our tensor that it fills: row for row, or rows grouped by head."""
-    match place.layout:
+def part_views(tensor: Tensor, layout: Layout, rows: Iterable[int], config: ModelConfig) -> tuple[Tensor, ...]:
+    """The views of one of our tensors that are a checkpoint's tensors: row for row, or rows grouped by head (H3DE).
+
+    Args:
+        rows: rows of each part, for a concatenation.
+    """
+    match layout:
         case Layout.AS_IS:
-            yield tensor
+            return (tensor,)
         case Layout.TRANSPOSED:
-            yield tensor.t()
+            return (tensor.t(),)
         case Layout.CONCATENATED:
-            yield from tensor.split([header.shape[0] for header in place.parts])
+            return tuple(torch.split(tensor, list(rows)))
         case Layout.INTERLEAVED_HEADS:  # ours is q of all heads, then k, then v; a file's is head by head
-            yield tensor.view(3, config.num_heads, config.head_dim, *tensor.shape[1:]).transpose(0, 1)
+            return (tensor.view(3, config.num_heads, config.head_dim, *tensor.shape[1:]).transpose(0, 1),)
 
 
 def _copy_file(path: Path, wanted: list[tuple[str, Tensor]]) -> None:

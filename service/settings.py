@@ -157,8 +157,30 @@ class TrainSettings(BaseSettings):
     compile: bool = _option("hardware", "compile the model where a compiler is found; faster after a minute", True)
 
 
+class ConvertSettings(BaseSettings):
+    """`kvasir convert`: one source, one directory to write."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
+
+    nanogpt: Path | None = _option("source", "nanoGPT's ckpt.pt, to make a checkpoint of ours", None, metavar="FILE")
+    tokenizer: Path | None = _option(
+        "source", "of --nanogpt: its meta.pkl, or the files of GPT-2's tokenizer", None, metavar="FILE|DIR"
+    )
+    pickle: Path | None = _option("source", "Hugging Face directory with pytorch_model.bin, for safetensors", None)
+    export: Path | None = _option("source", "checkpoint of ours, to make a Hugging Face directory", None)
+    out: Path = _option("result", "new directory to write")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if sum(source is not None for source in (self.nanogpt, self.pickle, self.export)) != 1:
+            raise ValueError("give one of --nanogpt, --pickle and --export")
+        if (self.nanogpt is None) != (self.tokenizer is None):
+            raise ValueError("--nanogpt and --tokenizer need each other")
+        return self
+
+
 _COMMANDS: tuple[type[BaseSettings], ...] = (
-    *(ServeSettings, GenerateSettings, TokenizeSettings, TrainSettings, InspectAttentionSettings),
+    *(ServeSettings, GenerateSettings, TokenizeSettings, TrainSettings, InspectAttentionSettings, ConvertSettings),
 )
 
 

@@ -17,5 +17,6 @@ qwen2          Qwen2 and 2.5: biases of q, k and v; windows in the upper layers
 qwen3          Qwen3: q and k normed per head
 gpt_neox       GPT-NeoX and Pythia: parallel residual, partial rotary, q, k and v interleaved by head
 gemma          Gemma 1: scaled embedding, GeGLU, norms of 1 + weight
+nanogpt        nanoGPT's ckpt.pt, for `model.conversion`
 olmo2          OLMo 2: norms behind attention and MLP, q and k normed over the projection
 """

@@ -32,10 +32,12 @@ def find_weight_files(directory: Path) -> WeightFiles:
         return WeightFiles(names=(SINGLE_FILE,), index={})
     if index.is_file():
         return _read_index(index)
-    if pickles := sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern)):
+    if pickles := sorted(path for pattern in _PICKLES for path in directory.glob(pattern)):
+        of_nanogpt = pickles[0].name == "ckpt.pt"
+        flags = f"--nanogpt {pickles[0]} --tokenizer FILE" if of_nanogpt else f"--pickle {directory}"
         raise CheckpointError(
-            f"{directory / pickles[0]}: a pickle can run code when it is read, and is not; convert it with "
-            f"`kvasir convert --{'nanogpt' if pickles[0] == 'ckpt.pt' else 'pickle'} {directory / pickles[0]}`"
+            f"{pickles[0]}: a pickle can run code when it is read, so it is not; make safetensors of it with "
+            f"`kvasir convert {flags} --out NEW_DIRECTORY`"
         )
     raise CheckpointError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE}; download the weights too")
 

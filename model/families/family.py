@@ -102,3 +102,10 @@ def _rows(config: ModelConfig, module: str) -> tuple[int, ...]:
     """Rows of the parts that a joined matrix of ours consists of."""
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return {"attention.qkv": (query, key, key), "mlp.gate_up": (config.mlp_size, config.mlp_size)}[module]
+
+
+def full_name(family: Family | None, name: str) -> str:
+    """A tensor's name as complete files have it: the head stands beside the bare model, all else in it."""
+    if family is None or name.startswith(family.names["lm_head"].modules[0] + "."):
+        return name
+    return family.prefix + name

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from model.checkpoint_files import CheckpointError, TensorHeader, read_headers
 from model.config import ModelConfig
-from model.families.family import Family, Layout, Part, sources
+from model.families.family import Family, Layout, Part, full_name, sources
 
 _CHUNK_BYTES = 2**24
 
@@ -50,7 +50,7 @@ def place_tensors(
         )
     if missing:
         raise CheckpointError(
-            f"{directory}: tensor {_full_name(family, missing[0])} is in no safetensors file "
+            f"{directory}: tensor {full_name(family, missing[0])} is in no safetensors file "
             f"({len(missing)} missing); copy all shards, or use the config they were saved with"
         )
     return placements
@@ -84,13 +84,6 @@ def _short_name(family: Family | None, name: str) -> str:
         return name
     short = name.removeprefix(family.prefix)
     return family.aliases.get(short, short)
-
-
-def _full_name(family: Family | None, name: str) -> str:
-    """As files have it: the head stands beside the bare model, all else in it."""
-    if family is None or name.startswith(family.names["lm_head"].modules[0] + "."):
-        return name
-    return family.prefix + name
 
 
 def _is_ignored(family: Family | None, name: str) -> bool:

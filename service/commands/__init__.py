@@ -4,6 +4,7 @@ serve     HTTP service
 generate  a completion without a server
 train     model.training.train
 bench     loadtest.bench_engine
+convert   nanoGPT's ckpt.pt or pickles to safetensors, a checkpoint of ours to a Hugging Face directory
 tokenize  text to ids, torch-free
 inspect   a checkpoint's facts, torch-free
 inspect_params     its parameters by formula and by tensor, torch-free

@@ -163,8 +163,12 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
         lambda d: (d / SINGLE_FILE).unlink(),
         "neither model.safetensors nor model.safetensors.index",
     ),
-    "pickle": ("llama", only("pytorch_model.bin", pickle.dumps({})), "pytorch_model.bin: a pickle can run code .* not"),
-    "nanoGPT's pickle": ("llama", only("ckpt.pt"), "ckpt.pt: .* convert it with `kvasir convert --nanogpt .*/ckpt.pt"),
+    "pickle": (
+        "llama",
+        only("pytorch_model.bin", pickle.dumps({})),
+        "pytorch_model.bin: a pickle .* --pickle .*/llama --out",
+    ),
+    "nanoGPT's pickle": ("llama", only("ckpt.pt"), "ckpt.pt: .* `kvasir convert --nanogpt .*/ckpt.pt --tok"),
     "unknown architecture": (
         "llama",
         in_json("config.json", lambda v: v.update(model_type="falcon")),

@@ -1,0 +1,134 @@
+"""nanoGPT's ckpt.pt as one of our checkpoints. The file is never unpickled in full, see `model.conversion.pickles`."""
+
+import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.checkpoint import check_writable, write_weights
+from model.checkpoint_files import CheckpointError
+from model.config import ModelConfig
+from model.conversion.characters import read_characters, tokenizer_json
+from model.conversion.pickles import read_torch_file
+from model.families.family import sources
+from model.families.nanogpt import NANOGPT
+from model.families.reader import ConfigReader
+from model.manifest import Manifest, read_manifest, write_manifest
+from model.tokenizer.files import load_tokenizer
+from model.tokenizer.interface import TokenizerError
+
+_COMPILED = "_orig_mod."  # torch.compile's prefix of every name
+# What a tokenizer may consist of, in all formats `load_tokenizer` knows; *.tiktoken too.
+_TOKENIZER_FILES = (
+    *("tokenizer_spec.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("vocab.json", "merges.txt", "vocab.bpe", "encoder.json", "added_tokens.json", "tokenizer.model"),
+)
+_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NanoGpt:
+    """A ckpt.pt: the architecture, the tensors under our names, and what is known of its training."""
+
+    config: ModelConfig
+    tensors: dict[str, Tensor]
+    training: dict[str, Any]
+
+
+def convert_nanogpt(path: Path, tokenizer: Path, out: Path) -> Manifest:
+    """Write a checkpoint directory of ours from a ckpt.pt and the tokenizer it was trained with; verified.
+
+    Args:
+        tokenizer: a directory or file that `load_tokenizer` knows (GPT-2's), or nanoGPT's meta.pkl of characters.
+
+    Raises:
+        CheckpointError: a file is damaged or asks for code, tensors or tokenizer do not fit, or `out` is taken.
+    """
+    source = read_nanogpt(path)
+    check_writable(out)
+    files = _write_tokenizer(tokenizer, out)
+    write_weights(out, source.config, source.tensors)
+    training = {**source.training, "source": path.name}
+    write_manifest(out, name=out.absolute().name, training=training, tokenizer_files=files)
+    manifest = read_manifest(out)
+    manifest.verify()
+    return manifest
+
+
+def read_nanogpt(path: Path) -> NanoGpt:
+    """Raises CheckpointError: the file is damaged, asks for code, or its tensors are not those of its model_args."""
+    values = read_torch_file(path)
+    arguments, state = values.get("model_args"), values.get("model")
+    if not isinstance(arguments, Mapping) or not isinstance(state, Mapping):
+        raise CheckpointError(f"{path}: no model and model_args; give the ckpt.pt that nanoGPT's train.py wrote")
+    reader = ConfigReader(path, arguments)
+    try:
+        config = NANOGPT.read_config(reader)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{path}: model_args: {error}") from error
+    reader.finish()
+    found = {_short_name(str(name)): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    head, embedding = found.get("lm_head.weight"), found.get("wte.weight")
+    if head is not None and embedding is not None:
+        tied = head.shape == embedding.shape and torch.equal(head, embedding)
+        config = dataclasses.replace(config, tie_embeddings=tied)
+    facts = {"steps": values.get("iter_num"), "best_val_loss": values.get("best_val_loss")}
+    training = {name: fact.item() if isinstance(fact, Tensor) else fact for name, fact in facts.items()}
+    plain = {name: fact for name, fact in training.items() if isinstance(fact, (int, float))}
+    return NanoGpt(config=config, tensors=_place(path, config, found), training=plain)
+
+
+def _short_name(name: str) -> str:
+    return name.removeprefix(_COMPILED).removeprefix(NANOGPT.prefix)
+
+
+def _place(path: Path, config: ModelConfig, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under our names; none is missing, none is left."""
+    tensors = {}
+    for name, source in sources(config, NANOGPT).items():
+        (part,) = source.parts
+        tensor = found.pop(part.name, None)
+        if tensor is None:
+            raise CheckpointError(f"{path}: tensor {part.name} is missing; its model_args are of another model")
+        if tuple(tensor.shape) != part.shape or tensor.dtype not in _DTYPES:
+            shape = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            raise CheckpointError(f"{path}: tensor {part.name} is {shape}, model_args ask for floats of {part.shape}")
+        tensors[name] = tensor
+    found.pop("lm_head.weight", None)  # tied, and compared
+    ignored = [name for name in found if any(re.fullmatch(pattern, name) for pattern in NANOGPT.ignored_tensors)]
+    if extra := sorted(found.keys() - set(ignored)):
+        raise CheckpointError(f"{path}: tensor {extra[0]} is not part of nanoGPT's model ({len(extra)} extra)")
+    return tensors
+
+
+def _write_tokenizer(source: Path, out: Path) -> tuple[str, ...]:
+    """Put the tokenizer's files into the directory; returns their names."""
+    if source.suffix == ".pkl":
+        (out / "tokenizer.json").write_text(json.dumps(tokenizer_json(read_characters(source)), ensure_ascii=False))
+        return ("tokenizer.json",)
+    if not source.exists():
+        raise CheckpointError(f"{source}: no such file or directory; --tokenizer wants meta.pkl or a tokenizer's files")
+    directory = source if source.is_dir() else source.parent
+    names = [path.name for path in sorted(directory.glob("*.tiktoken"))] + list(_TOKENIZER_FILES)
+    names = [name for name in names if (directory / name).is_file()] if source.is_dir() else [source.name]
+    try:
+        for name in names:
+            shutil.copyfile(directory / name, out / name)
+        if source.is_dir() and (ends := load_tokenizer(source).eos_token_ids) != load_tokenizer(out).eos_token_ids:
+            # The end mark stood in a file that belongs to another model.
+            (out / "generation_config.json").write_text(json.dumps({"eos_token_id": list(ends)}) + "\n")
+            names.append("generation_config.json")
+    except TokenizerError as error:
+        raise CheckpointError(str(error)) from error
+    except OSError as error:
+        raise CheckpointError(f"{source}: {error}; give the tokenizer in a directory of its own") from error
+    return tuple(names)

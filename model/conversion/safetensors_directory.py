@@ -1,0 +1,81 @@
+"""A Hugging Face directory of pickles as one of safetensors: same names, same dtypes, one file for each."""
+
+import json
+import shutil
+from pathlib import Path
+
+from torch import Tensor
+
+from model.checkpoint import save_shard
+from model.checkpoint_files import CheckpointError, check_plain_name, read_json
+from model.conversion.pickles import read_torch_file
+from model.families.directory import INDEX_FILE, SINGLE_FILE
+from model.manifest import Manifest, read_manifest
+
+_PICKLE, _PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_KEPT = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.bpe")
+METADATA = {"format": "pt"}  # the transformers library wants to know
+
+
+def convert_pickles(directory: Path, out: Path) -> Manifest:
+    """Write a directory like the given one, with pytorch_model.bin or its shards as safetensors; verified.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or asks for code, the model is none of our families, or `out` is
+            taken.
+    """
+    names = _pickle_names(directory)
+    make_empty(out)
+    for pattern in _KEPT:
+        for path in directory.glob(pattern):
+            if path.name not in (_PICKLE_INDEX, INDEX_FILE):
+                shutil.copyfile(path, out / path.name)
+    weight_map: dict[str, str] = {}
+    for name in names:
+        values = read_torch_file(directory / name)
+        tensors = {key: tensor for key, tensor in values.items() if isinstance(tensor, Tensor)}
+        new_name = SINGLE_FILE if len(names) == 1 else f"{name.removesuffix('.bin')}.safetensors"
+        save_shard(_unshared(tensors), out / new_name, metadata=METADATA)
+        weight_map |= dict.fromkeys(tensors, new_name)
+    if len(names) > 1:
+        (out / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}, indent=2) + "\n")
+    manifest = read_manifest(out)
+    manifest.verify()
+    return manifest
+
+
+def make_empty(directory: Path) -> None:
+    """Make a directory, or take an empty one. Raises CheckpointError: it holds something, or cannot be made."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        taken = any(directory.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"{directory}: {error.strerror}; choose another directory") from error
+    if taken:
+        raise CheckpointError(f"{directory}: holds files; choose an empty or a new directory")
+
+
+def _pickle_names(directory: Path) -> list[str]:
+    index = directory / _PICKLE_INDEX
+    if not index.is_file():
+        if not (directory / _PICKLE).is_file():
+            raise CheckpointError(f"{directory}: neither {_PICKLE} nor {_PICKLE_INDEX}; download the weights too")
+        return [_PICKLE]
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index}: no weight_map of tensors and their files; download the file again")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        check_plain_name(index, name)
+    return names
+
+
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each with memory of its own, as safetensors wants: a tied head shares its embedding's."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        shares = tensor.untyped_storage().data_ptr() in seen
+        result[name] = tensor.clone() if shares else tensor.contiguous()
+        seen.add(tensor.untyped_storage().data_ptr())
+    return result
