@@ -22,7 +22,7 @@ checked along their border alone: undo the joins of x and y in reverse order, la
 the two tokens at the border had no earlier merge with each other.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from model.tokenizer.alphabet import CHARACTER_OF
@@ -77,15 +77,17 @@ class _Border:
                 return False
 
 
-def canonical_merges(vocabulary: Collection[str], merges: Iterable[tuple[str, str]]) -> CanonicalMerges:
+def canonical_merges(vocabulary: Collection[str], merges: Collection[tuple[str, str]]) -> CanonicalMerges:
     """The tokens that these merges make, ranked, and those they do not; a character of the alphabet is a byte.
 
     Raises:
-        NotEquivalentError: a single byte is no token, or merges come before those of their parts.
+        NotEquivalentError: a single byte is no token, a merge stands twice, or before those of its parts.
     """
     numbers = {character: byte for byte, character in CHARACTER_OF.items()}
     if missing := sum(character not in vocabulary for character in numbers):
         raise NotEquivalentError(f"{missing} single bytes have no token")
+    if len(set(merges)) != len(merges):  # the last one counts there
+        raise NotEquivalentError("a merge stands twice")
     border = _Border()
     early: list[tuple[str, str]] = []
     for left, right in merges:

@@ -15,13 +15,14 @@ import regex
 # Of tokenizers' `ByteLevel` pre-tokenizer with `use_regex`: GPT-2's.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-_CLASS = r"\\[pP]\{(?:L|N|M|P|S|Z|Lu|Ll|Lt|Lm|Lo|Mn|Mc|Nd|Nl|No)\}|\\[sSrnt]"
+CATEGORIES = ("L", "N", "M", "P", "S", "Lu", "Ll", "Lt", "Lm", "Lo")  # all that any pattern of today asks for
+_CLASS = rf"\\[pP]\{{(?:{'|'.join(CATEGORIES)})\}}|\\[sSrnt]"
 _PLAIN = r"[A-Za-z0-9 '\"/_=<>,;:@#%!`]|\\[.\-/\\\[\](){}|?*+^$'\"]"
 _SAFE = regex.compile(
     rf"""(?:
         \(\?i:'s\|'t\|'re\|'ve\|'m\|'ll\|'d\)       # contractions, ignoring case: only these exact ones
       | \(\?i:\[sdmt\]\|ll\|ve\|re\)
-      | \(\?:  |  \(\?!\\S\)  |  \(  |  \)  |  \|  |  \\z
+      | \(\?:  |  \(\?!\\S\)  |  \((?!\?)  |  \)  |  \|  |  \\z
       | (?:{_CLASS}|{_PLAIN})
       | \[\^?(?:{_CLASS}|[A-Za-z0-9]-[A-Za-z0-9]|{_PLAIN})+\]
       | [?*+][?+]?(?![?*+{{])                        # greedy, lazy or possessive

@@ -152,7 +152,7 @@ def _byte_level(
 
 def _ranked(vocabulary: Mapping[str, int], model: Mapping[str, Any], special_ids: set[int]) -> list[str]:
     """The tokens that text becomes: bytes first, then in the order in which they merge, then those never merged."""
-    merges = canonical_merges(vocabulary, map(_pair, model["merges"]))
+    merges = canonical_merges(vocabulary, [_pair(merge) for merge in model["merges"]])
     if any(vocabulary[token] in special_ids for token in merges.tokens):
         raise NotEquivalentError("text can be merged into a control mark")
     tokens = [*BYTE_OF, *merges.tokens]

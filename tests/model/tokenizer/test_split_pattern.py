@@ -1,0 +1,89 @@
+"""Both engines split alike: they agree on what every character is, and patterns that could differ are left out."""
+
+import pytest
+import tiktoken
+from hypothesis import given
+from tokenizers import Regex, pre_tokenizers
+
+from model.tokenizer.openai_files import _CL100K_PATTERN, _LLAMA3_PATTERN, _O200K_PATTERN, _QWEN_PATTERN
+from model.tokenizer.split_pattern import CATEGORIES, GPT2_PATTERN, for_oniguruma, is_portable
+from model.training.bpe import SPLIT_PATTERN
+from tests.model.tokenizer.texts import all_texts, any_text
+
+KINDS = [r"\s", r"(?i:[sdmt])", r"(?i:ll|ve|re)", *(rf"\p{{{name}}}" for name in CATEGORIES)]
+BYTES = {bytes([byte]): byte for byte in range(256)}
+# All planes in which anything is assigned, and of the others every 97th code point.
+CODES = [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xE1000), *range(0x40000, 0x110000, 97)]
+EVERY_CHARACTER = "".join(map(chr, CODES))
+GPT2_BY_TIKTOKEN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+MERGING = {**BYTES, **{bytes([a, b]): 256 + a * 256 + b for a in range(256) for b in range(256)}}
+PORTABLE = [GPT2_PATTERN, _LLAMA3_PATTERN, _QWEN_PATTERN, _O200K_PATTERN]
+TRANSLATED = [_CL100K_PATTERN, SPLIT_PATTERN, GPT2_BY_TIKTOKEN]
+
+
+def kept_by_tiktoken(pattern: str, text: str) -> str:
+    """What the pattern matches, all matches joined."""
+    encoding = tiktoken.Encoding("test", pat_str=pattern, mergeable_ranks=BYTES, special_tokens={})
+    return bytes(encoding.encode_ordinary(text)).decode()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_character_is_of_the_same_kind(kind: str) -> None:
+    split = pre_tokenizers.Split(Regex(f"(?:{kind})+"), "removed")
+    rest: set[str] = set()
+    for begin in range(0, len(EVERY_CHARACTER), 1000):  # Oniguruma's wrapper is slow on long texts
+        rest.update(*(piece for piece, _ in split.pre_tokenize_str(EVERY_CHARACTER[begin : begin + 1000])))
+    assert set(kept_by_tiktoken(f"(?:{kind})+", EVERY_CHARACTER)) == set(EVERY_CHARACTER) - rest
+
+
+@pytest.mark.parametrize("pattern", PORTABLE)
+def test_patterns_of_today_are_portable(pattern: str) -> None:
+    assert is_portable(pattern)
+    assert for_oniguruma(pattern) == pattern
+
+
+@pytest.mark.parametrize("pattern", TRANSLATED)
+def test_patterns_of_tiktoken_are_translated(pattern: str) -> None:
+    """The translation splits as the original does, in tiktoken itself; the rest is the test of agreement."""
+    translated = for_oniguruma(pattern)
+    assert translated is not None
+    assert not is_portable(pattern)
+    original, other = (
+        tiktoken.Encoding("test", pat_str=p, mergeable_ranks=MERGING, special_tokens={}) for p in (pattern, translated)
+    )
+    for text in all_texts():
+        assert original.encode_ordinary(text) == other.encode_ordinary(text)
+
+
+@given(text=any_text())
+def test_nothing_is_left_out(text: str) -> None:
+    for pattern in (*PORTABLE, *TRANSLATED):
+        clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        assert kept_by_tiktoken(pattern, text) == clean
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\p{L}+",  # leaves out what is no letter
+        r"\s+(?!\S)|\S+",  # leaves out the last space before a word
+        r"\p{L}*|\s|\S",  # matches nothing at all
+        r"\p{N}{1,3}+|\s|\S",  # possessive here, repeated there
+        r"\s+$|\s|\S",  # the end of the text here, of a line there
+        r"(?i)a|\s|\S",  # other reach of |
+        r"(?i:ss)|\s|\S",  # matches a sharp s there
+        r"[a&&b]|\s|\S",
+        r".|\n",
+        r"\w+|\s|\S",
+        r"\h|\s|\S",
+        r"(?<=a)b|\s|\S",
+        r"\p{Han}|\s|\S",
+        r"(\s|\S",
+    ],
+)
+def test_what_the_engines_may_read_differently_is_not_portable(pattern: str) -> None:
+    assert not is_portable(pattern)
+
+
+def test_a_pattern_without_portable_form_has_none() -> None:
+    assert for_oniguruma(r"\p{Han}+|\s|\S") is None
