@@ -147,7 +147,17 @@ def test_everything_public_says_what_it_is(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["model", "model/families", "model/tokenizer", "model/training", "service", "service/engine", "loadtest"]
+    "package",
+    [
+        "model",
+        "model/families",
+        "model/conversion",
+        "model/tokenizer",
+        "model/training",
+        "service",
+        "service/engine",
+        "loadtest",
+    ],
 )
 def test_the_map_names_every_file(package: str) -> None:
     text = (ROOT / package / "__init__.py").read_text()
