@@ -68,7 +68,8 @@ class Service:
     @property
     def api(self) -> psutil.Process:
         """The younger of the two processes that were forked; the other one holds LitServe's queues."""
-        forked = [c for c in self.children if not {"spawn_main", "resource_tracker"} & set(_words(c))]
+        started = {"spawn_main", "resource_tracker", "template_sandbox"}
+        forked = [c for c in self.children if not started & set(_words(c))]
         assert len(forked) == 2
         return max(forked, key=psutil.Process.create_time)
 

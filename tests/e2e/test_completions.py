@@ -238,7 +238,8 @@ def test_a_bad_request_is_refused(service: Service, body: bytes, status: int, sa
 def test_what_is_no_route_is_refused_in_the_same_shape(service: Service) -> None:
     for method, path, status in (
         ("GET", "/v1/completions", 405),
-        ("POST", "/v1/chat/completions", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("POST", "/v1/responses", 404),
         ("POST", "/shutdown", 404),
         ("GET", "/info", 404),
         ("POST", "/health", 405),

@@ -8,7 +8,8 @@ import pytest
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from service.journal import Choice
 from service.plan import Planner, sample_seed
-from service.schemas import CompletionRequest, ContextLengthExceeded, InvalidRequest, ModelNotFound
+from service.schemas import ApiError, CompletionRequest, ContextLengthExceeded, InvalidRequest, ModelNotFound
+from service.serving import Defaults
 
 
 @pytest.fixture
@@ -131,3 +132,44 @@ def test_a_text_begins_with_the_mark_that_begins_texts(tokenizer: ByteLevelToken
     assert plan(planner, prompt="ab")[0].submit.prompt_token_ids == (256, 97, 98)
     assert plan(planner, prompt=[97])[0].submit.prompt_token_ids == (97,)
     assert plan(planner, prompt="<end>")[0].submit.prompt_token_ids[1:] == tuple(b"<end>")
+
+
+@pytest.fixture
+def mild(tokenizer: ByteLevelTokenizer) -> Planner:
+    """A planner for a checkpoint that says how it wants to be sampled."""
+    defaults = Defaults(sampling={"temperature": 0.0, "top_k": 7, "top_p": 0.5, "min_p": 0.25}, max_new_tokens=50)
+    return Planner(
+        tokenizer=tokenizer,
+        model_name="tiny",
+        max_context_length=64,
+        max_num_choices=12,
+        longest_token=5,
+        defaults=defaults,
+    )
+
+
+def test_the_checkpoints_defaults_are_the_requests(mild: Planner) -> None:
+    for fields in ({}, dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "max_tokens"), None)):
+        params = plan(mild, **fields)[0].submit.params
+        assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.0, 7, 0.5, 0.25)
+        assert params.max_tokens == 50
+
+
+def test_what_a_request_says_wins_even_where_it_says_the_usual(mild: Planner) -> None:
+    params = plan(mild, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=16)[0].submit.params
+    assert (params.temperature, params.top_k, params.top_p, params.min_p, params.max_tokens) == (1.0, 0, 1.0, 0.0, 16)
+
+
+def test_a_default_length_fits_the_context_and_an_asked_one_must(mild: Planner) -> None:
+    assert plan(mild, prompt="a" * 40)[0].submit.params.max_tokens == 24
+    with pytest.raises(ContextLengthExceeded, match="the prompt has 64 and max_tokens is 1"):
+        plan(mild, prompt=[97] * 64)
+    with pytest.raises(ContextLengthExceeded, match="the prompt has 40 and max_tokens is 50"):
+        plan(mild, prompt=[97] * 40, max_tokens=50)
+
+
+def test_errors_of_two_fields_and_of_the_model_name_a_field(planner: Planner) -> None:
+    for fields, param in (({"min_tokens": 5, "max_tokens": 4}, "min_tokens"), ({"model": "gpt-4"}, "model")):
+        with pytest.raises(ApiError) as caught:
+            plan(planner, **fields)
+        assert caught.value.param == param
