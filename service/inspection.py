@@ -42,8 +42,8 @@ from service.schemas import (
 
 # Looks that may be under way: the worker computes one between two steps.
 MAX_LOOKS = 4
-# Digits behind the point of a weight on the wire: a row of 512 sums to 1 within 3e-4.
-_DIGITS = 6
+# Weights on the wire are whole millionths: a row of 512 sums to 1 within 3e-4.
+_MILLION = 1_000_000
 _WANTED = {
     "prompt": "must be a string or a list of token ids, not empty",
     "head": 'must be the number of a head, from 0, or "all"',
@@ -315,7 +315,8 @@ def _squares(weights: Sequence[float], num_heads: int, num_tokens: int) -> list[
     for _ in range(num_heads):
         square = []
         for length in range(1, num_tokens + 1):
-            row = [round(weight, _DIGITS) for weight in weights[start : start + length]]
+            # As round(weight, 6), which takes six times as long: 60 ms for 8 heads of 128 tokens.
+            row = [int(weight * _MILLION + 0.5) / _MILLION for weight in weights[start : start + length]]
             square.append(row + [0.0] * (num_tokens - length))
             start += length
         squares.append(square)

@@ -6,6 +6,7 @@ each step, and leaves one message a step for each API process in an outbox, whic
 """
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -50,6 +51,8 @@ logger = logging.getLogger(__name__)
 EXIT_TOLD = 3
 # What a client is told of an exception in here.
 _FAILED = "the engine failed on this request"
+# Looks get a quarter of the time while anything streams, at most: after one of x seconds, 3x are for steps.
+_STEPS_PER_LOOK = 3.0
 # An engine that fails twice in a row is replaced: its state, or the device's, can't be trusted.
 _MAX_FAILURES_IN_A_ROW = 2
 
@@ -191,15 +194,26 @@ class Driver:
     Args:
         inbox: commands, from the pump thread.
         send: delivers events to an API process.
+        clock: seconds, for sharing the time between steps and looks.
     """
 
-    def __init__(self, engine: "Engine", *, inbox: SimpleQueue[Parcel], send: Send, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        engine: "Engine",
+        *,
+        inbox: SimpleQueue[Parcel],
+        send: Send,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._engine = engine
         self._inbox = inbox
         self._send = send
         self._metrics = metrics
         self._owners: dict[str, tuple[int, int]] = {}  # uid -> API process, attempt
         self._looks: dict[str, tuple[int, Look]] = {}  # uid -> API process, in order of arrival
+        self._clock = clock
+        self._next_look_seconds = -math.inf  # by the clock, while there are steps to compute
         self._num_failures = 0
 
     def turn(self) -> None:
@@ -217,19 +231,21 @@ class Driver:
                 self._take(self._inbox.get_nowait())
         if self._engine.has_work:
             self._step()
-        if self._looks:
+        if self._looks and (not self._engine.has_work or self._clock() >= self._next_look_seconds):
             self._look()
 
     def _look(self) -> None:
-        """Answer one look, the oldest: streams wait for it, so they get a step before the next."""
+        """Answer one look, the oldest. Streams wait for it, so they get their share of time before the next."""
         uid = next(iter(self._looks))
         api_id, look = self._looks.pop(uid)
-        began, weights = time.perf_counter(), None
+        began, weights = self._clock(), None
         try:
             weights = self._engine.attention_weights(look.token_ids, layer=look.layer, heads=look.heads)
         except Exception:  # as in a step: whoever asked gets an answer, and the service goes on
             logger.exception("the engine failed on a look at layer %d", look.layer)
-        self._send(api_id, [Looked(uid=uid, weights=weights, compute_seconds=time.perf_counter() - began)])
+        ended = self._clock()
+        self._next_look_seconds = ended + _STEPS_PER_LOOK * (ended - began)
+        self._send(api_id, [Looked(uid=uid, weights=weights, compute_seconds=ended - began)])
 
     def _step(self) -> None:
         try:

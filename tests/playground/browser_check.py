@@ -2,7 +2,7 @@
 
     python -m tests.playground.browser_check                                # against a stub server that also misbehaves
     python -m tests.playground.browser_check --url http://127.0.0.1:8000    # against a running service
-    … --screenshots DIR                                                     # and write playground.png, -dark, -phone
+    … --screenshots DIR                                  # and write playground.png, inside.png, and each -dark, -phone
 
 Needs Chromium on the PATH and, to run what the copy buttons give, curl and the `openai` package. Prints a line a check;
 the exit status is 1 if one failed. Not collected by pytest: a bare machine has no browser.
@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from service.schemas import CompletionRequest
 from tests.playground import event_stream
 from tests.playground.chromium import Chromium
+from tests.playground.inside_check import INSIDE_CHECKS, INSIDE_STUB_CHECKS, choose, look
 from tests.playground.playground import Playground
 from tests.playground.stub_server import HOSTILE, STORY, Record, StubServer
 
@@ -29,6 +30,8 @@ DESK = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844, "phone": True}
 SHOT_STATE = "#seed=11&max_tokens=120&logprobs=on"
 SHOT_TOKEN = 40
+SHOT_LOOK = {"layer": "3", "head": "7"}  # of the shipped model: the head whose " it" looks at " dog"
+SHOT_WORD = " it"
 
 # Spans that show another text than their token's; a token that is not whole characters has no text of its own.
 MISPLACED_TOKENS = """[...document.querySelectorAll('.token')].slice(0, -1).filter(span => {
@@ -249,9 +252,9 @@ def check_no_server(page: Playground) -> None:
 
 CHECKS: tuple[Callable[[Playground], None], ...] = (
     check_parser, check_stream, check_nothing_moves, check_stop, check_tokens, check_copies, check_link, check_limits,
-    check_markup_stays_text, check_screens,
+    check_markup_stays_text, check_screens, *INSIDE_CHECKS,
 )  # fmt: skip
-STUB_CHECKS = (check_scrolling, check_errors, check_busy, check_line_ends, check_no_server)
+STUB_CHECKS = (check_scrolling, check_errors, check_busy, check_line_ends, check_no_server, *INSIDE_STUB_CHECKS)
 
 
 def check_quiet(browser: Chromium, url: str) -> None:
@@ -283,6 +286,12 @@ def take_screenshots(page: Playground, folder: Path) -> None:
             page.browser.run(f"document.querySelectorAll('.token')[{SHOT_TOKEN}].id = 'shot'")
             page.browser.point_at("#shot")
         page.browser.screenshot(folder / f"{name}.png")
+        look(page)
+        for kind, value in SHOT_LOOK.items():
+            choose(page, kind, value)
+            page.browser.until_script(f"inside.look.layer === {SHOT_LOOK['layer']}")
+        page.browser.run(f"lookAt(inside.look.tokens.indexOf({SHOT_WORD!r}))")
+        page.browser.screenshot(folder / f"{name.replace('playground', 'inside')}.png")
     page.browser.set_screen(**DESK)
 
 
@@ -315,7 +324,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="a running service; default: a stub server, which also misbehaves")
     parser.add_argument(
-        "--screenshots", type=Path, help="folder for playground.png, playground-dark.png and playground-phone.png"
+        "--screenshots", type=Path, help="folder for playground.png and inside.png, light, dark and on a phone"
     )
     arguments = parser.parse_args()
     with Chromium() as browser, stub() as (stub_url, record):

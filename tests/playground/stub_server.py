@@ -9,11 +9,14 @@ import json
 import math
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar
+
+from tests.playground import attention
 
 PAGE = Path(__file__).parents[2] / "service" / "playground" / "index.html"
 MODEL = "stub-stories"
@@ -43,9 +46,9 @@ class Record:
 class StubServer:
     """Serves on a free port of 127.0.0.1 from `start` to `stop`."""
 
-    def __init__(self, *, token_seconds: float = 0.01, line_end: str = "\n") -> None:
+    def __init__(self, *, token_seconds: float = 0.01, line_end: str = "\n", looks: bool = True) -> None:
         self.record = Record()
-        attributes = {"record": self.record, "token_seconds": token_seconds, "line_end": line_end}
+        attributes = {"record": self.record, "token_seconds": token_seconds, "line_end": line_end, "looks": looks}
         handler = type("Handler", (_Handler,), attributes)
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._http.daemon_threads = True
@@ -76,6 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
     record: ClassVar[Record]
     token_seconds: ClassVar[float]
     line_end: ClassVar[str]
+    looks: ClassVar[bool]
 
     def log_message(self, format: str, *args: Any) -> None:
         """Quiet: the check prints what matters."""
@@ -89,6 +93,8 @@ class _Handler(BaseHTTPRequestHandler):
         }
         if self.path in ("/", "/playground"):
             self._answer(200, PAGE.read_bytes(), {"Content-Type": "text/html; charset=utf-8"})
+        elif self.path == "/inspect/attention":
+            self._answer_look(lambda: attention.limits(MODEL))
         elif self.path in routes:
             self._answer_json(200, routes[self.path])
         else:
@@ -98,11 +104,22 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/tokenize":
             self._answer_json(200, {"count": len(split_tokens(body["prompt"])), "max_model_len": CONTEXT_LENGTH})
+        elif self.path == "/inspect/attention":
+            if "<429>" in body["prompt"]:
+                self._answer_error(429, "4 looks are under way, try again later", "queue_full")
+            else:
+                self._answer_look(lambda: attention.answer(MODEL, split_tokens(body["prompt"]), body["layer"]))
         elif self.path == "/v1/completions":
             self.record.bodies.append(body)
             self._complete(body)
         else:
             self._answer_error(404, "no such route", "not_found")
+
+    def _answer_look(self, answer: Callable[[], dict[str, Any]]) -> None:
+        if self.looks:
+            self._answer_json(200, answer())
+        else:
+            self._answer_error(403, "looking at attention is switched off on this server", "switched_off")
 
     def _complete(self, body: dict[str, Any]) -> None:
         fault = next((fault for fault in FAULTS if fault in body["prompt"]), "")

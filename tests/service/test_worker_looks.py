@@ -18,6 +18,7 @@ from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.messages import Cancel, Look, Looked, Submit, TokenDelta
 from service.metrics import Metrics
+from service.worker import Driver
 from tests.service.sequences import make_submit
 from tests.service.test_worker import Bench
 
@@ -29,10 +30,24 @@ class LookingBench(Bench):
         super().__init__(metrics)
         engine: Any = self.engine
         engine.attention_weights = self._attention_weights
+        engine.before_step = lambda: self._spend(self.step_seconds)
+        self.driver = Driver(
+            engine,
+            inbox=self.inbox,
+            send=lambda api, events: self.sent.append((api, events)),
+            metrics=metrics,
+            clock=lambda: self.now,
+        )
         self.fails = False
+        self.now = 0.0
+        self.step_seconds, self.look_seconds = 3.0, 1.0
+
+    def _spend(self, seconds: float) -> None:
+        self.now += seconds
 
     def _attention_weights(self, token_ids: tuple[int, ...], *, layer: int, heads: tuple[int, ...]) -> bytes:
         self.engine.calls.append(("look", token_ids, layer, heads))
+        self._spend(self.look_seconds)
         if self.fails:
             raise RuntimeError("out of memory")
         return b"weights"
@@ -65,6 +80,24 @@ def test_streams_get_a_step_between_two_looks(bench: LookingBench) -> None:
     did = [call if isinstance(call, str) else call[0] for call in bench.engine.calls]
     assert did == ["check", "submit", "step", "look", "step", "look", "step"]
     assert [uid for _, uid, _ in bench.looked()] == ["a", "b"]
+
+
+def test_looks_get_a_quarter_of_the_time_beside_streams(bench: LookingBench) -> None:
+    bench.step_seconds, bench.look_seconds = 0.5, 2.0
+    bench.put(make_submit("s", max_tokens=100), *(look(uid) for uid in "abc"))
+    for _ in range(30):
+        bench.driver.turn()
+    did = [call if isinstance(call, str) else call[0] for call in bench.engine.calls]
+    looks = [place for place, call in enumerate(did) if call == "look"]
+    assert did[looks[0] + 1 : looks[1]] == did[looks[1] + 1 : looks[2]] == ["step"] * 12
+
+
+def test_looks_have_all_the_time_when_nothing_streams(bench: LookingBench) -> None:
+    bench.look_seconds = 5.0
+    bench.put(*(look(uid) for uid in "abc"))
+    for _ in range(3):
+        bench.driver.turn()
+    assert [uid for _, uid, _ in bench.looked()] == ["a", "b", "c"]
 
 
 def test_waiting_looks_need_no_further_command(bench: LookingBench) -> None:
