@@ -1,0 +1,211 @@
+"""The files that GPT-2, GPT-3.5 and GPT-4o tokenizers were published in, and those that look like GPT-2's.
+
+A bare `*.tiktoken` file holds ranks alone; which pattern splits a text and which ids are marks is known by its SHA-256.
+Hashes, patterns and marks are those of tiktoken's `openai_public.py` (MIT). Llama 3's `tokenizer.model` has the same
+format; its pattern and marks are those of Meta's `llama3/tokenizer.py`, to the extent that a mark has a name.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from model.tokenizer.byte_level import ByteLevelTokenizer
+from model.tokenizer.interface import Tokenizer, TokenizerError
+from model.tokenizer.marks import TokenizerConfig, end_marks, read_object, read_tokenizer_config
+from model.tokenizer.native import read_ranks
+from model.tokenizer.split_pattern import GPT2_PATTERN
+from model.tokenizer.tokenizer_json import tokenizer_from_json
+
+_END_OF_TEXT = "<|endoftext|>"
+_CL100K_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+_O200K_PATTERN = "|".join(
+    [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+_LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Published:
+    """What belongs to a file of ranks."""
+
+    name: str
+    pattern: str
+    special_tokens: Mapping[str, int]
+
+
+_PUBLISHED: Mapping[str, _Published] = {
+    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930": _Published(
+        name="r50k_base", pattern=GPT2_PATTERN, special_tokens={_END_OF_TEXT: 50256}
+    ),
+    "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069": _Published(
+        name="p50k_base", pattern=GPT2_PATTERN, special_tokens={_END_OF_TEXT: 50256}
+    ),
+    "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7": _Published(
+        name="cl100k_base",
+        pattern=_CL100K_PATTERN,
+        special_tokens={
+            _END_OF_TEXT: 100257,
+            "<|fim_prefix|>": 100258,
+            "<|fim_middle|>": 100259,
+            "<|fim_suffix|>": 100260,
+            "<|endofprompt|>": 100276,
+        },
+    ),
+    "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d": _Published(
+        name="o200k_base", pattern=_O200K_PATTERN, special_tokens={_END_OF_TEXT: 199999, "<|endofprompt|>": 200018}
+    ),
+}
+_KNOWN = ", ".join(published.name for published in _PUBLISHED.values())
+# The tokenizer classes of `transformers` whose vocab.json and merges.txt say nothing of how a text is split.
+_QWEN_PATTERN = _LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+_SPLITS: Mapping[str, tuple[str, dict[str, str] | None]] = {
+    "GPT2Tokenizer": (GPT2_PATTERN, None),
+    "Qwen2Tokenizer": (_QWEN_PATTERN, {"type": "NFC"}),
+}
+
+
+def find_ranks_file(directory: Path) -> Path | None:
+    """The one `*.tiktoken` file of a directory; None if there are none or several."""
+    found = sorted(directory.glob("*.tiktoken"))
+    return found[0] if len(found) == 1 else None
+
+
+def load_published_ranks(path: Path) -> Tokenizer:
+    """The tokenizer of a published file of ranks.
+
+    Raises:
+        TokenizerError: its SHA-256 is none of those known, or it cannot be read.
+    """
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise TokenizerError(f"{path.name}: {error.strerror}") from error
+    published = _PUBLISHED.get(digest)
+    if published is None:
+        raise TokenizerError(
+            f"{path.name}: its SHA-256 {digest[:16]}… is none of {_KNOWN}, so how it splits a text is not known; "
+            "copy it again, or add a tokenizer.json"
+        )
+    return _with_marks(path, published)
+
+
+def load_tokenizer_model(directory: Path) -> Tokenizer:
+    """The tokenizer of a `tokenizer.model` in tiktoken's format, Llama 3's.
+
+    Raises:
+        TokenizerError: it is a SentencePiece model, or another vocabulary.
+    """
+    path = directory / "tokenizer.model"
+    try:
+        ranks = read_ranks(path)
+    except TokenizerError as error:
+        raise TokenizerError(
+            f"{path.name}: a SentencePiece model, which is not read here; save the fast tokenizer beside it: "
+            "transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+        ) from error
+    if len(ranks) != 128_000:
+        raise TokenizerError(f"{path.name}: {len(ranks)} ranks, 128000 expected of Llama 3; add a tokenizer.json")
+    return _with_marks(path, _Published(name="llama3", pattern=_LLAMA3_PATTERN, special_tokens=_llama3_marks()))
+
+
+def load_merges(directory: Path, *, vocabulary_file: str, merges_file: str) -> Tokenizer:
+    """The tokenizer of vocab.json and merges.txt, which OpenAI called encoder.json and vocab.bpe.
+
+    Raises:
+        TokenizerError: a file is damaged, or the way to split a text is not known.
+    """
+    config = read_tokenizer_config(directory)
+    name = ("GPT2Tokenizer" if config.tokenizer_class is None else config.tokenizer_class).removesuffix("Fast")
+    if name not in _SPLITS:
+        raise TokenizerError(
+            f"{vocabulary_file}: how {name} splits a text does not stand in it; save the fast tokenizer beside it: "
+            "transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+        )
+    pattern, normalizer = _SPLITS[name]
+    vocabulary = read_object(directory / vocabulary_file)
+    if _END_OF_TEXT in vocabulary:  # GPT-2's files alone name no end
+        config = replace(config, roles={"eos_token": _END_OF_TEXT, **config.roles})
+    values = {
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": _read_merges(directory / merges_file)},
+        "normalizer": normalizer,
+        "pre_tokenizer": _splitting_by(pattern),
+        "decoder": {"type": "ByteLevel"},
+        "added_tokens": _marks_in(directory, vocabulary, config),
+    }
+    return tokenizer_from_json(directory, values, config, file=vocabulary_file)
+
+
+def _read_merges(path: Path) -> list[str]:
+    """One merge a line, after a line with a version."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path.name}: {error}") from error
+    merges = [line for line in lines if line and not line.startswith("#version")]
+    if wrong := next((line for line in merges if line.count(" ") != 1), None):
+        raise TokenizerError(f"{path.name}: expected two tokens a line, not {wrong!r}; copy the file again")
+    return merges
+
+
+def _marks_in(directory: Path, vocabulary: Mapping[str, int], config: TokenizerConfig) -> list[dict[str, Any]]:
+    """GPT-2's mark and those that other files name, as entries of `added_tokens`."""
+    ids = {**vocabulary, **read_object(directory / "added_tokens.json", optional=True)}
+    names = {_END_OF_TEXT, *config.special, *(ids.keys() - vocabulary.keys())} & ids.keys()
+    return [{"id": ids[name], "content": name, "special": True, "normalized": False} for name in sorted(names)]
+
+
+def _splitting_by(pattern: str) -> dict[str, Any]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    to_characters = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    return {"type": "Sequence", "pretokenizers": [split, to_characters]}
+
+
+def _with_marks(path: Path, published: _Published) -> Tokenizer:
+    directory, marks = path.parent, published.special_tokens
+    config = read_tokenizer_config(directory)
+    ranks = read_ranks(path)
+    ends = end_marks(directory, config, {**{str(rank): rank for rank in ranks.values()}, **marks})
+    begin = marks.get("<|begin_of_text|>")
+    default = tuple(marks[name] for name in (_END_OF_TEXT, "<|end_of_text|>", "<|eot_id|>") if name in marks)
+    return ByteLevelTokenizer(
+        pattern=published.pattern,
+        ranks=ranks,
+        special_tokens=dict(marks),
+        eos_token_ids=ends if ends else default,
+        bos_token_id=begin,
+    )
+
+
+def _llama3_marks() -> dict[str, int]:
+    """256 marks from 128000 on. The later ones have no text in any prompt; their names only show them."""
+    named = {
+        0: "<|begin_of_text|>",
+        1: "<|end_of_text|>",
+        4: "<|finetune_right_pad_id|>",
+        6: "<|start_header_id|>",
+        7: "<|end_header_id|>",
+        8: "<|eom_id|>",
+        9: "<|eot_id|>",
+        10: "<|python_tag|>",
+    }
+    others = iter(range(256))
+    return {
+        named[index] if index in named else f"<|reserved_special_token_{next(others)}|>": 128_000 + index
+        for index in range(256)
+    }
