@@ -187,7 +187,9 @@ def _command(result: dict[str, Any]) -> str:
 def _model(result: dict[str, Any]) -> str:
     model = result["model"]
     size = f"{model['parameters'] / 1e6:.1f} million parameters"
-    threads = f", {model['threads']} threads" if model["device"] == "cpu" else ""
+    threads = ""
+    if model["device"] == "cpu":
+        threads = f", {model['threads']} thread{'' if model['threads'] == 1 else 's'}"
     return f"Model `{model['name']}`, {size}, {model['dtype']} on {model['device']}{threads}."
 
 

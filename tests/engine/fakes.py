@@ -5,14 +5,23 @@ A wrong slot, a wrong table or a stale block changes the history it sees, and so
 
 import zlib
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 from model.sampling_params import SamplingParams
+from model.training.bpe import train_bpe
+from service.engine.config import EngineConfig
+from service.engine.engine import Engine
 from service.engine.inputs import ModelInputs
 from service.engine.runner import StepOutputs
 from service.messages import Submit
 
 VOCAB_SIZE = 257
 EOS = 256
+# The longest any sequence of `make_engine` gets.
+CONTEXT = 24
+_TOKENIZER = train_bpe([], 257)
+_MODEL: Any = SimpleNamespace(config=SimpleNamespace(max_context_length=CONTEXT))
 
 
 def next_token(history: Sequence[int], seed: int, forbidden: Sequence[int]) -> int:
@@ -96,3 +105,10 @@ def make_submit(
         arrival_seconds=0.0,
         deadline_seconds=deadline,
     )
+
+
+def make_engine(**changes: Any) -> tuple[Engine, FakeRunner]:
+    """A small engine over a fake runner, with `EngineConfig` values changed at will."""
+    values = {"block_size": 2, "num_blocks": 14, "max_num_running": 4, "max_batched_tokens": 7, **changes}
+    runner = FakeRunner(values["num_blocks"], values["block_size"], values.pop("fail_at", None))
+    return Engine(_MODEL, _TOKENIZER, EngineConfig(**values), runner=runner), runner

@@ -1,0 +1,142 @@
+"""The engine's bookkeeping as a state machine.
+
+It drives the whole engine over a runner that stores token ids in place of keys and values, so that every sequence's
+tokens show whether it ever read another's block.
+"""
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from service.engine.engine import StepResult
+from service.messages import Finish, FinishReason, Submit
+from tests.engine.fakes import CONTEXT, EOS, expected_tokens, make_engine, make_submit
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Requests arrive, are cancelled and resubmitted while steps go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine, self.runner = make_engine()
+        self.live: dict[str, Submit] = {}
+        self.drawn: dict[str, list[int]] = {}
+        self.waited: dict[str, int] = {}
+        self.count = 0
+
+    @rule(
+        prompt=st.one_of(
+            st.lists(st.integers(0, 255), min_size=1, max_size=CONTEXT),
+            # Common beginnings, for the prefix cache.
+            st.tuples(st.integers(0, 12), st.integers(0, 3)).map(lambda pair: [7] * pair[0] + [pair[1]]),
+        ),
+        max_tokens=st.integers(0, 20),
+        seed=st.integers(0, 3),
+        ignore_eos=st.booleans(),
+        min_tokens=st.integers(0, 3),
+        stop_token_ids=st.lists(st.integers(0, 255), max_size=20),
+    )
+    def submit(self, prompt: list[int], max_tokens: int, min_tokens: int, **params: Any) -> None:
+        self.count += 1
+        uid = f"s{self.count}"
+        params["stop_token_ids"] = tuple(params["stop_token_ids"])
+        submit = make_submit(uid, prompt, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), **params)
+        self.engine.submit(submit)
+        self.live[uid], self.drawn[uid], self.waited[uid] = submit, [], 0
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        uid = data.draw(st.sampled_from(sorted(self.live)))
+        self.engine.cancel(uid)
+        del self.live[uid]
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def resubmit(self, data: st.DataObject) -> None:
+        """As after a crash: the tokens so far, in a newer attempt."""
+        uid = data.draw(st.sampled_from(sorted(self.live)))
+        old = self.live[uid]
+        self.live[uid] = Submit(
+            uid=uid,
+            attempt=old.attempt + 1,
+            prompt_token_ids=old.prompt_token_ids,
+            prior_token_ids=tuple(self.drawn[uid]),
+            params=old.params,
+            arrival_seconds=0.0,
+            deadline_seconds=None,
+        )
+        self.engine.submit(self.live[uid])
+        self.engine.submit(old)  # late, and to be ignored
+        self.waited[uid] = 0
+
+    @precondition(lambda self: self.live)
+    @rule()
+    def fail(self) -> None:
+        """The runner raises: everybody gets an ending, once."""
+        self.runner.fail_at = len(self.runner.batches) + 1
+        try:
+            result = self.engine.step()
+        except RuntimeError:
+            events = self.engine.abort_all("it broke")
+            assert sorted(event.uid for event in events) == sorted(self.live)
+            for event in events:
+                submit = self.live.pop(event.uid)
+                assert event.attempt == submit.attempt
+                assert event.finish is not None
+                if event.finish.error == "it broke":
+                    assert event.finish.reason is FinishReason.ERROR
+        else:  # nothing was to be computed
+            self._take(result)
+        self.runner.fail_at = None
+
+    @rule()
+    def step(self) -> None:
+        num_batches = len(self.runner.batches)
+        result = self.engine.step()
+        for batch in self.runner.batches[num_batches:]:
+            assert sum(batch) <= 7
+        self._take(result)
+        for uid in self.live:
+            self.waited[uid] += 1
+            # No starvation: everyone ahead needs at most a context of single-token steps.
+            assert self.waited[uid] < 40 * (1 + self.count)
+
+    def _take(self, result: StepResult) -> None:
+        for event in result.events:
+            submit = self.live[event.uid]  # KeyError: an event after the end, or of a stranger
+            assert event.attempt == submit.attempt
+            assert event.index == len(self.drawn[event.uid])
+            self.drawn[event.uid] += event.token_ids
+            if event.finish is not None:
+                del self.live[event.uid]
+                self._check_end(submit, event.finish)
+
+    def _check_end(self, submit: Submit, finish: Finish) -> None:
+        wanted = expected_tokens(submit, CONTEXT)
+        assert self.drawn[submit.uid] == wanted
+        assert finish.num_completion_tokens == len(wanted)
+        stopped = wanted and (
+            (wanted[-1] == EOS and not submit.params.ignore_eos) or wanted[-1] in submit.params.stop_token_ids
+        )
+        assert finish.reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+
+    @invariant()
+    def whole(self) -> None:
+        self.engine.check_integrity()
+
+    def teardown(self) -> None:
+        for _ in range(40 * (1 + self.count)):
+            if not self.engine.has_work:
+                break
+            self.step()
+        assert not self.engine.has_work
+        assert not self.live
+        stats = self.engine.step().stats
+        assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, 14)
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
