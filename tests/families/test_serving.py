@@ -1,0 +1,85 @@
+"""64 greedy tokens of each family, through the whole HTTP service, are those of the library's `generate`.
+
+What a client is told is compared: the tokens' names, and their log-probabilities, which differ between any two tokens
+that share a name. The models are such that the library's own choices are clear ones.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.tokenizer.files import load_tokenizer
+from service.logprobs import token_name
+from tests.e2e.process import serving
+from tests.families.models import WINDOW, Case, read_by_library
+from tests.families.tokenizer_files import write_byte_level, write_sentence_piece
+
+PROMPT = "The dog did not cross the road as it was too tired. "
+NUM_TOKENS = 64
+CLEAR = 1e-3  # the likeliest token leads by at least this much in log-probability, float32 rounding is 1e-5
+VOCAB_SIZE, CONTEXT = 512, 160
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+# Each with the kind of tokenizer its checkpoints have, and the mechanism it is known for.
+SERVED: dict[str, tuple[Case, Any]] = {
+    "gpt2": (Case("gpt2"), write_byte_level),
+    "llama": (Case("llama", {"num_key_value_heads": 2}), write_sentence_piece),
+    "llama3": (Case("llama", {"num_key_value_heads": 2, "rope_parameters": _LLAMA3}), write_byte_level),
+    "mistral": (Case("mistral", {"sliding_window": WINDOW}), write_sentence_piece),
+    "qwen2": (
+        Case("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+        write_byte_level,
+    ),
+    "qwen3": (Case("qwen3", {"tie_word_embeddings": True}), write_byte_level),
+    "gpt_neox": (Case("gpt_neox"), write_byte_level),
+    "gemma": (Case("gemma"), write_sentence_piece),
+    "olmo2": (Case("olmo2"), write_byte_level),
+}
+
+
+def expected(model: Any, prompt_ids: list[int]) -> tuple[list[int], Tensor]:
+    """The library's tokens, and the log-probabilities of the best and second-best token at each step."""
+    ids = torch.tensor([prompt_ids])
+    whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False)
+    with torch.no_grad():
+        logprobs = model(whole, use_cache=False).logits[0, len(prompt_ids) - 1 : -1].log_softmax(-1)
+    return whole[0, len(prompt_ids) :].tolist(), logprobs.topk(2).values
+
+
+def save_decided_model(case: Case, directory: Path, prompt_ids: list[int]) -> None:
+    """The first random model whose every choice is a clear one, and whose text is not a few tokens over and over."""
+    positions = "n_positions" if case.family == "gpt2" else "max_position_embeddings"
+    for seed in range(30):
+        model = case.build(seed, vocab_size=VOCAB_SIZE, **{positions: CONTEXT})
+        tokens, best = expected(model, prompt_ids)
+        if len(set(tokens)) >= 15 and float((best[:, 0] - best[:, 1]).min()) > CLEAR:
+            model.save_pretrained(directory)
+            return
+    raise AssertionError("no random model of this family is decided enough")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SERVED)
+def test_greedy_tokens_over_http_are_those_of_the_library(tmp_path: Path, name: str) -> None:
+    case, write_tokenizer = SERVED[name]
+    directory = tmp_path / name
+    prompt_ids = write_tokenizer(directory, VOCAB_SIZE).encode(PROMPT).ids
+    save_decided_model(case, directory, prompt_ids)
+    tokens, best = expected(read_by_library(directory), prompt_ids)
+    tokenizer = load_tokenizer(directory)
+    with serving(directory, tmp_path, "--dtype", "float32") as service:
+        body = service.complete(PROMPT, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
+        assert service.get("/v1/models").json()["data"][0]["id"] == name
+    assert body["usage"]["prompt_tokens"] == len(prompt_ids)
+    (choice,) = body["choices"]
+    assert choice["logprobs"]["tokens"] == [token_name(tokenizer, token) for token in tokens]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(best[:, 0].tolist(), abs=1e-4)
