@@ -5,8 +5,10 @@ import importlib
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from model.chat_template import ChatTemplateError, load_chat_template
 from model.config import ModelConfig
 from model.generation_config import GenerationConfigError, read_generation_config
 from model.manifest import CheckpointError, Manifest, read_manifest
@@ -42,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
             ),
             "training": list(_flat(manifest.training)),
         }
-    except (SettingsError, CheckpointError, TokenizerError, GenerationConfigError) as error:
+    except (SettingsError, CheckpointError, TokenizerError, GenerationConfigError, ChatTemplateError) as error:
         print(f"kvasir inspect: {error}", file=sys.stderr)
         return 2 if isinstance(error, SettingsError) else 1
     for title, rows in sections.items():
@@ -105,6 +107,9 @@ def _token_rows(manifest: Manifest) -> Rows:
     yield "generation defaults", defaults if defaults else "none of its own"
     if wanted.ignored:
         yield "ignored defaults", ", ".join(wanted.ignored)
+    template = load_chat_template(manifest.directory)
+    told = "none" if template is None else f"{len(template.source):,} characters, from {Path(template.origin).name}"
+    yield "chat template", told
 
 
 def _file_rows(manifest: Manifest) -> Rows:

@@ -60,6 +60,15 @@ def test_generation_defaults_are_shown(tmp_path: Path, run: Run) -> None:
     assert code == 0
     assert "temperature 0.6, top_k 5" in out
     assert "ignored defaults     repetition_penalty" in out
+    assert "chat template        none" in out
+
+
+def test_a_chat_template_is_shown(tmp_path: Path, run: Run) -> None:
+    directory = save_tiny_checkpoint(tmp_path / "tiny")
+    (directory / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    code, out, _ = run("--checkpoint", directory)
+    assert code == 0
+    assert "chat template        25 characters, from chat_template.jinja" in out
 
 
 def test_a_look_that_does_not_exist(run: Run) -> None:
