@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,23 +14,41 @@ from model.conversion.safetensors_directory import METADATA, make_empty
 from model.families.directory import INDEX_FILE, SINGLE_FILE
 from model.families.export import describe
 from model.families.family import Family, full_name, sources
+from model.generation_config import GENERATION_CONFIG_FILE
 from model.manifest import CONFIG_FILE, Manifest, read_manifest
+from model.tokenizer.export import export_tokenizer
+from model.tokenizer.files import load_tokenizer
 from model.weights import part_views, read_weights
 
 MAX_SHARD_BYTES = 2**30
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-def export_weights(manifest: Manifest, out: Path) -> Family:
-    """Write config.json and the weights under the names of the family that computes this model.
-
-    They keep the dtype they are stored in, and are float32 where they have several.
+def export_checkpoint(directory: Path, out: Path) -> Manifest:
+    """Make a Hugging Face directory of a checkpoint of ours: config, weights, tokenizer, end marks; verified.
 
     Raises:
-        CheckpointError: no family does, or `out` is taken.
+        CheckpointError: the checkpoint is damaged, no family computes its model, or `out` is taken.
+        TokenizerError: the tokenizer has no equal in Hugging Face's format.
     """
+    manifest = read_manifest(directory)
+    manifest.verify()
     family, values = describe(manifest.config)
+    tokenizer = load_tokenizer(directory)
     make_empty(out)
+    export_tokenizer(tokenizer, directory, out)
+    dtype = _export_weights(manifest, family, out)
+    ends = list(tokenizer.eos_token_ids)
+    marks = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+    _write_json(out / CONFIG_FILE, {**values, **marks, "dtype": str(dtype).removeprefix("torch.")})
+    _write_json(out / GENERATION_CONFIG_FILE, {key: value for key, value in marks.items() if value is not None})
+    exported = read_manifest(out)
+    exported.verify()
+    return exported
+
+
+def _export_weights(manifest: Manifest, family: Family, out: Path) -> torch.dtype:
+    """Write the weights under the family's names, in the dtype they are stored in; float32 where they have several."""
     placements = manifest.place_tensors()
     stored = {header.dtype for place in placements.values() for header in place.parts}
     dtype = _DTYPES[stored.pop()] if len(stored) == 1 else torch.float32
@@ -45,9 +64,12 @@ def export_weights(manifest: Manifest, out: Path) -> Family:
         save_shard(shard, out / name, metadata=METADATA)
         weight_map |= dict.fromkeys(shard, name)
     if len(shards) > 1:
-        (out / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}, indent=2) + "\n")
-    (out / CONFIG_FILE).write_text(json.dumps({**values, "dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n")
-    return family
+        _write_json(out / INDEX_FILE, {"weight_map": weight_map})
+    return dtype
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def _renamed(tensors: Mapping[str, Tensor], config: ModelConfig, family: Family) -> Iterator[tuple[str, Tensor]]:
@@ -56,15 +78,3 @@ def _renamed(tensors: Mapping[str, Tensor], config: ModelConfig, family: Family)
         views = part_views(tensors[name], source.layout, (part.shape[0] for part in source.parts), config)
         for part, view in zip(source.parts, views, strict=True):
             yield full_name(family, part.name), view.reshape(part.shape).contiguous()
-
-
-def export_checkpoint(directory: Path, out: Path) -> Manifest:
-    """Make a Hugging Face directory of a checkpoint of ours.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, no family computes its model, or `out` is taken.
-    """
-    manifest = read_manifest(directory)
-    manifest.verify()
-    export_weights(manifest, out)
-    return read_manifest(out)

@@ -45,7 +45,8 @@ def _candidates(family: Family, config: ModelConfig) -> Iterator[dict[str, Any]]
     if family.model_type == "gpt2":
         gpt2 = {"n_positions": config.max_context_length, "n_embd": config.hidden_size, "n_layer": config.num_layers}
         inner = {"n_head": config.num_heads, "n_inner": config.mlp_size, "activation_function": activation}
-        yield {**sizes, **gpt2, **inner, "layer_norm_epsilon": config.norm_eps}
+        scaled = {"scale_attn_weights": config.score_scale is None}
+        yield {**sizes, **gpt2, **inner, **scaled, "layer_norm_epsilon": config.norm_eps}
         return
     sizes |= {
         "max_position_embeddings": config.max_context_length,
