@@ -32,15 +32,23 @@ logger = logging.getLogger(__name__)
 # A request that is there when a worker dies, twice without a token between, may be what kills it.
 MAX_DEATHS_WITHOUT_PROGRESS = 2
 
+# What an answer of no asked length counts as while it waits. It may fill the context, but where that is 131,072 tokens
+# two such requests would be a full queue.
+UNASKED_TOKENS = 1024
+
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One completion of a request. `index` is its place in the answer, `prompt_index` its prompt's."""
+    """One completion of a request. `index` is its place in the answer, `prompt_index` its prompt's.
+
+    has_asked_length: the client said how long it may get; else `max_tokens` is what the context leaves.
+    """
 
     index: int
     prompt_index: int
     prompt_text: str
     submit: Submit
+    has_asked_length: bool = True
     token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
@@ -54,9 +62,10 @@ class Choice:
         return len(self.submit.prompt_token_ids)
 
     @property
-    def max_num_tokens(self) -> int:
-        """The most this sequence can come to: what admission counts."""
-        return self.num_prompt_tokens + self.submit.params.max_tokens
+    def num_counted_tokens(self) -> int:
+        """What admission counts: the most this sequence can come to, or is likely to where nobody asked for more."""
+        max_tokens = self.submit.params.max_tokens
+        return self.num_prompt_tokens + (max_tokens if self.has_asked_length else min(max_tokens, UNASKED_TOKENS))
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +154,7 @@ class Journal:
         Raises:
             Overloaded: there is no room.
         """
-        self._admission.admit([choice.max_num_tokens for choice in request.choices])
+        self._admission.admit([choice.num_counted_tokens for choice in request.choices])
         if not self._choices:
             self.last_event_seconds = time.monotonic()
         self._requests[request] = None
@@ -196,7 +205,7 @@ class Journal:
             return
         if not choice.has_started:
             choice.has_started = True
-            self._admission.started(choice.max_num_tokens)
+            self._admission.started(choice.num_counted_tokens)
         choice.token_ids.extend(delta.token_ids)
         choice.prompt_logprobs.extend(delta.prompt_logprobs or ())
         choice.num_deaths = 0
@@ -235,7 +244,7 @@ class Journal:
         del self._choices[choice.submit.uid]
         if not choice.has_started:
             choice.has_started = True
-            self._admission.started(choice.max_num_tokens)
+            self._admission.started(choice.num_counted_tokens)
         self._admission.ended()
 
 

@@ -89,7 +89,10 @@ class Planner:
         elif len(token_ids) < self.max_context_length:
             param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         self._check_room(len(token_ids), max_tokens, param)
-        return self._choices(request, token_ids, max_tokens, first=0, text="", arrival_seconds=arrival_seconds)
+        choices = self._choices(request, token_ids, max_tokens, first=0, text="", arrival_seconds=arrival_seconds)
+        for choice in choices:
+            choice.has_asked_length = request.most_tokens is not None
+        return choices
 
     def check(self, request: GenerationRequest, *, num_prompts: int = 1) -> None:
         """Refuse what can be refused without a prompt.

@@ -1,5 +1,6 @@
 """Conversations over an engine that answers at once: prompts, refusals, the shape of answers, and what is tokenized."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from service.chat_schemas import ChatCompletionRequest
 from service.frontend import Frontend
+from service.journal import UNASKED_TOKENS
 from service.settings import ServeSettings
 from tests.model.chat_templates import CHATML
 from tests.service.echo import EchoQueue
@@ -126,6 +129,21 @@ def test_without_a_length_an_answer_may_fill_the_context(client: TestClient, que
     assert queue.submits[-1].params.max_tokens == 3
     ask(client, "a", max_tokens=None, max_completion_tokens=4)
     assert queue.submits[-1].params.max_tokens == 4
+
+
+def test_an_answer_of_any_length_does_not_fill_the_queue_alone(frontend: Frontend) -> None:
+    """Admission counts what was asked for, or what is likely."""
+    token_ids = list(range(10))
+    for fields, counted in (({}, 10 + 246), ({"max_tokens": 7}, 17)):
+        body = {"messages": [{"role": "user", "content": "a"}], **fields}
+        asked = ChatCompletionRequest.parse(json.dumps(body).encode())
+        (choice,) = frontend._planner.plan_chat(asked, token_ids, arrival_seconds=0.0)
+        assert choice.num_counted_tokens == counted
+    long = dataclasses.replace(frontend._planner, max_context_length=131_072)
+    asked = ChatCompletionRequest.parse(b'{"messages": [{"role": "user", "content": "a"}]}')
+    (choice,) = long.plan_chat(asked, token_ids, arrival_seconds=0.0)
+    assert choice.submit.params.max_tokens == 131_062
+    assert choice.num_counted_tokens == 10 + UNASKED_TOKENS
 
 
 def _one(**message: Any) -> dict[str, Any]:

@@ -10,8 +10,10 @@ import pytest
 from model.chat_template import PLAIN_SOURCE, ChatTemplateError
 from model.generation_config import GenerationConfigError
 from model.manifest import read_manifest
+from service.cli import main
 from service.serving import Defaults, Serving, read_defaults, read_serving
 from service.settings import ServeSettings, SettingsError
+from tests.e2e.process import free_port
 from tests.tiny_model import EOS
 
 
@@ -150,3 +152,29 @@ def test_a_missing_template_file_is_named(checkpoint: Path) -> None:
 def test_defaults_need_no_tokenizer(checkpoint: Path) -> None:
     write(checkpoint / "generation_config.json", {"top_p": 0.5})
     assert read_defaults(ServeSettings(checkpoint=checkpoint), checkpoint).sampling == {"top_p": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("flags", "files", "code", "said"),
+    [
+        (("--max-context-length", "257"), {}, 2, "257 is over the 256 positions of the model; ask for at most 256"),
+        (("--chat-template", "nowhere"), {}, 1, "nowhere: No such file or directory"),
+        ((), {"chat_template.jinja": "{% if %}"}, 1, "chat_template.jinja: line 1"),
+        ((), {"generation_config.json": {"top_p": 7}}, 1, "top_p must be"),
+    ],
+)
+def test_a_service_that_cannot_be_is_one_line_and_no_start(
+    checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    files: dict[str, Any],
+    code: int,
+    said: str,
+) -> None:
+    for name, value in files.items():
+        write(checkpoint / name, value)
+    assert main(["serve", "--checkpoint", str(checkpoint), "--port", str(free_port()), *flags]) == code
+    told = capsys.readouterr().err
+    assert told.startswith("kvasir serve: ")
+    assert said in told
+    assert told.count("\n") == 1
