@@ -12,6 +12,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("service.commands.train", "train a model and write its checkpoint"),
     "bench": ("service.commands.bench", "measure the engine in this process"),
     "tokenize": ("service.commands.tokenize", "show how a text becomes token ids"),
+    "export-tokenizer": ("service.commands.export_tokenizer", "write the tokenizer for other tools to count with"),
     "convert": ("service.commands.convert", "make a checkpoint of one kind from another"),
     "inspect": ("service.commands.inspect", "show what is in a checkpoint"),
 }

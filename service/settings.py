@@ -135,6 +135,13 @@ class TokenizeSettings(CheckpointSettings):
 
     text: str | None = _option("text", "text to tokenize (default: standard input)", None)
     ids_only: bool = _option("text", "print the ids alone, on one line", False)
+    no_begin: bool = _option("text", "without the mark that begins a prompt", False)
+
+
+class ExportTokenizerSettings(CheckpointSettings):
+    """`kvasir export-tokenizer`."""
+
+    out: Path = _option("result", "directory to write: a new or an empty one, or an earlier export")
 
 
 class TrainSettings(BaseSettings):
@@ -181,6 +188,7 @@ class ConvertSettings(BaseSettings):
 
 _COMMANDS: tuple[type[BaseSettings], ...] = (
     *(ServeSettings, GenerateSettings, TokenizeSettings, TrainSettings, InspectAttentionSettings, ConvertSettings),
+    ExportTokenizerSettings,
 )
 
 
@@ -285,19 +293,20 @@ def _parser(kind: type[BaseSettings], command: str, summary: str) -> _Parser:
         title = str(extra["group"])
         group = groups[title] if title in groups else groups.setdefault(title, parser.add_argument_group(title))
         required, is_switch = field.is_required(), field.annotation is bool
-        default = "" if required or field.default is None else f" (default: {field.default})"
+        default = "" if required or field.default in (None, False) else f" (default: {field.default})"
         group.add_argument(
             _flag(name),
             dest=name,
             default=argparse.SUPPRESS,
             help=f"{field.description}{default}{' (needed)' if required else ''}".replace("%", "%%"),
-            **(
-                {"action": argparse.BooleanOptionalAction}
-                if is_switch
-                else {"metavar": extra["metavar"] or _metavar(field.annotation)}
-            ),
+            **(_switch(field.default) if is_switch else {"metavar": extra["metavar"] or _metavar(field.annotation)}),
         )
     return parser
+
+
+def _switch(default: bool) -> dict[str, Any]:
+    """What is off is switched on by its name; what is on has a --no- form as well."""
+    return {"action": argparse.BooleanOptionalAction} if default else {"action": "store_const", "const": "true"}
 
 
 def _metavar(annotation: Any) -> str:

@@ -28,19 +28,6 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     raise TokenizerError(f"{directory}: no tokenizer; expected one of {', '.join(_LOADERS)} or one *.tiktoken")
 
 
-def check_fits(tokenizer: Tokenizer, num_embeddings: int) -> None:
-    """Refuse a tokenizer that knows ids for which a model has no embedding.
-
-    Raises:
-        TokenizerError: it does.
-    """
-    if tokenizer.vocab_size > num_embeddings:
-        raise TokenizerError(
-            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, the embedding only {num_embeddings} rows; "
-            "they are not of one model, or tokens were added without resizing the embedding"
-        )
-
-
 def _load_json(directory: Path) -> Tokenizer:
     return tokenizer_from_json(directory, read_object(directory / TOKENIZER_FILE), read_tokenizer_config(directory))
 

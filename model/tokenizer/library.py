@@ -85,6 +85,10 @@ class LibraryTokenizer:
         token_ids: list[int] = _guarded(lambda: self._library.encode(clean, add_special_tokens=False)).ids
         return token_ids
 
+    def to_json(self) -> str:
+        """The tokenizer.json that the library writes."""
+        return str(self._library.to_str())
+
     def token_bytes(self, token_id: int) -> bytes:
         """See `interface.Tokenizer`."""
         if token_id < 0:

@@ -38,12 +38,17 @@ class NotEquivalentError(ValueError):
 class CanonicalMerges:
     """What a list of merges comes to.
 
-    tokens: the multi-byte tokens that merging makes, in the order of their ranks.
+    pairs: p(t) of every token that merging makes, in the order of their ranks.
     whole_pieces: the rest of the vocabulary, which merging never makes.
     """
 
-    tokens: list[str]
+    pairs: list[tuple[str, str]]
     whole_pieces: list[str]
+
+    @property
+    def tokens(self) -> list[str]:
+        """The multi-byte tokens that merging makes, in the order of their ranks."""
+        return [left + right for left, right in self.pairs]
 
 
 class _Border:
@@ -90,6 +95,7 @@ def canonical_merges(vocabulary: Collection[str], merges: Collection[tuple[str, 
         raise NotEquivalentError("a merge stands twice")
     border = _Border()
     early: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     for left, right in merges:
         token = left + right
         if token in numbers or token not in vocabulary:
@@ -100,12 +106,24 @@ def canonical_merges(vocabulary: Collection[str], merges: Collection[tuple[str, 
         elif border.holds(x, y):
             numbers[token] = len(border.left)
             border.add(x, y)
+            pairs.append((left, right))
     for left, right in early:
         if left in numbers and right in numbers and left + right not in numbers:
             raise NotEquivalentError(f"the merge of {left!r} and {right!r} comes before those of its parts")
-    return CanonicalMerges(
-        tokens=list(numbers)[_NUM_BYTES:], whole_pieces=[token for token in vocabulary if token not in numbers]
-    )
+    return CanonicalMerges(pairs=pairs, whole_pieces=[token for token in vocabulary if token not in numbers])
+
+
+def merges_of_ranks(tokens: Sequence[str]) -> CanonicalMerges:
+    """The merges that give what tiktoken gives, of tokens in the order of their ranks.
+
+    Of all the ways to split a token in two, the one that happens is found as above.
+
+    Raises:
+        NotEquivalentError: no list of merges gives that.
+    """
+    known = set(tokens)
+    splits = ((token[:cut], token[cut:]) for token in tokens for cut in range(1, len(token)))
+    return canonical_merges(known, [(left, right) for left, right in splits if left in known and right in known])
 
 
 def is_joined_by_ranks(ranks: Mapping[bytes, int], token: bytes) -> bool:

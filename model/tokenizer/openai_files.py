@@ -15,7 +15,7 @@ from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from model.tokenizer.marks import TokenizerConfig, end_marks, read_object, read_tokenizer_config
 from model.tokenizer.native import read_ranks
-from model.tokenizer.split_pattern import GPT2_PATTERN
+from model.tokenizer.split_pattern import GPT2_PATTERN, splitting_by
 from model.tokenizer.tokenizer_json import tokenizer_from_json
 
 _END_OF_TEXT = "<|endoftext|>"
@@ -144,7 +144,7 @@ def load_merges(directory: Path, *, vocabulary_file: str, merges_file: str) -> T
     values = {
         "model": {"type": "BPE", "vocab": vocabulary, "merges": _read_merges(directory / merges_file)},
         "normalizer": normalizer,
-        "pre_tokenizer": _splitting_by(pattern),
+        "pre_tokenizer": splitting_by(pattern),
         "decoder": {"type": "ByteLevel"},
         "added_tokens": _marks_in(directory, vocabulary, config),
     }
@@ -168,12 +168,6 @@ def _marks_in(directory: Path, vocabulary: Mapping[str, int], config: TokenizerC
     ids = {**vocabulary, **read_object(directory / "added_tokens.json", optional=True)}
     names = {_END_OF_TEXT, *config.special, *(ids.keys() - vocabulary.keys())} & ids.keys()
     return [{"id": ids[name], "content": name, "special": True, "normalized": False} for name in sorted(names)]
-
-
-def _splitting_by(pattern: str) -> dict[str, Any]:
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    to_characters = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-    return {"type": "Sequence", "pretokenizers": [split, to_characters]}
 
 
 def _with_marks(path: Path, published: _Published) -> Tokenizer:

@@ -9,6 +9,7 @@ That both engines put the same characters into the same classes is shown by a te
 
 import unicodedata
 from functools import cache
+from typing import Any
 
 import regex
 
@@ -54,6 +55,13 @@ def for_oniguruma(pattern: str) -> str | None:
     greedy = regex.sub(r"(\{\d+(?:,\d*)?\})\+(?=\||\)|$)", r"\1", pattern)
     translated = regex.sub(r"(?<!\\)\$(?=\||\)|$)", r"\\z", greedy)
     return translated if is_portable(translated) else None
+
+
+def splitting_by(pattern: str) -> dict[str, Any]:
+    """The `pre_tokenizer` of a tokenizer.json that splits by a pattern and writes bytes as characters."""
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    to_characters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {"type": "Sequence", "pretokenizers": [split, to_characters]}
 
 
 @cache

@@ -46,23 +46,24 @@ def tokenizer_from_json(
     Raises:
         TokenizerError: something in it is malformed or not understood.
     """
-    with _naming(file):
+    with naming(file):
         decoder, added = read_decoder(values.get("decoder")), _added_tokens(values, config)
         vocabulary = {**_vocabulary(values["model"]), **{token.content: token.id for token in added}}
         special = {token.content: token.id for token in added if token.special}
         special |= {name: vocabulary[name] for name in config.special if name in vocabulary}
         bos_token_id = begin_mark(config, values.get("post_processor"), vocabulary)
+        special |= {name: token_id for name, token_id in vocabulary.items() if token_id == bos_token_id}
     marks = _Marks(
         special_tokens=special,
         eos_token_ids=end_marks(directory, config, vocabulary),
         bos_token_id=bos_token_id,
     )
-    with _naming(file):
+    with naming(file):
         try:
             return _byte_level(values, decoder, added, marks)
         except NotEquivalentError:
             return LibraryTokenizer(
-                json.dumps({**values, "added_tokens": [_described(token, values) for token in added]}),
+                json.dumps(with_all_added_tokens(values, config)),
                 decoder=decoder,
                 special_tokens=marks.special_tokens,
                 eos_token_ids=marks.eos_token_ids,
@@ -71,7 +72,7 @@ def tokenizer_from_json(
 
 
 @contextmanager
-def _naming(file: str) -> Iterator[None]:
+def naming(file: str) -> Iterator[None]:
     """Errors name the file they come from, those of a malformed one too."""
     try:
         yield
@@ -100,6 +101,11 @@ def _added_tokens(values: Mapping[str, Any], config: TokenizerConfig) -> list[Ad
         tokens.setdefault(token_id, AddedToken.from_dict(entry, token_id=token_id))
     named = [replace(t, special=True) if t.content in config.special else t for t in tokens.values()]
     return sorted(named, key=lambda token: token.id)
+
+
+def with_all_added_tokens(values: Mapping[str, Any], config: TokenizerConfig) -> dict[str, Any]:
+    """The object of a tokenizer.json with the added tokens that only tokenizer_config.json knows."""
+    return {**values, "added_tokens": [_described(token, values) for token in _added_tokens(values, config)]}
 
 
 def _described(token: AddedToken, values: Mapping[str, Any]) -> dict[str, Any]:

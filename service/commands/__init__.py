@@ -6,6 +6,7 @@ train     model.training.train
 bench     loadtest.bench_engine
 convert   nanoGPT's ckpt.pt or pickles to safetensors, a checkpoint of ours to a Hugging Face directory
 tokenize  text to ids, torch-free
+export_tokenizer  a tokenizer as a Hugging Face directory, torch-free
 inspect   a checkpoint's facts, torch-free
 inspect_params     its parameters by formula and by tensor, torch-free
 inspect_attention  where a prompt's tokens look, as a picture

@@ -9,7 +9,10 @@ from model.tokenizer.interface import TokenizerError
 from service.logprobs import token_name
 from service.settings import SettingsError, TokenizeSettings, read_settings
 
-_SUMMARY = "Show how a text becomes token ids: one line a token, or with --ids-only the ids alone."
+_SUMMARY = (
+    "Show how a prompt becomes token ids: one line a token, or with --ids-only the ids alone. The mark that begins a "
+    "prompt is shown and counted, as POST /tokenize does; --no-begin leaves it out."
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,9 +23,10 @@ def main(argv: Sequence[str]) -> int:
     except (SettingsError, CheckpointError, TokenizerError) as error:
         print(f"kvasir tokenize: {error}", file=sys.stderr)
         return 2 if isinstance(error, SettingsError) else 1
+    begin = [] if settings.no_begin or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     try:
         text = sys.stdin.buffer.read().decode() if settings.text is None else settings.text
-        token_ids = tokenizer.encode(text)
+        token_ids = [*begin, *tokenizer.encode(text)]
     except (UnicodeDecodeError, TokenizerError) as error:
         print(f"kvasir tokenize: {error}", file=sys.stderr)
         return 1
@@ -31,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     for token_id in token_ids:
         print(f"{token_id:>8}  {token_name(tokenizer, token_id)!r}")
-    size = len(text.encode())
-    print(f"{len(token_ids)} tokens, {size} bytes, {size / max(1, len(token_ids)):.2f} bytes a token")
+    size, num_text = len(text.encode("utf-8", "surrogateescape")), len(token_ids) - len(begin)
+    mark = " (1 begins every prompt)" if begin else ""
+    print(f"{len(token_ids)} tokens{mark}, {size} bytes, {size / max(1, num_text):.2f} bytes a token of text")
     return 0

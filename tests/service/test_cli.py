@@ -11,6 +11,8 @@ import pytest
 
 from service.cli import COMMANDS, main
 
+SHIPPED = Path(__file__).parents[2] / "checkpoints/stories-7m"
+
 
 def test_the_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["--help"], ["-h"]):
@@ -59,6 +61,25 @@ def test_tokenize_prints_tokens_or_ids(tiny_checkpoint: Path, capsys: pytest.Cap
     assert lines[-1].startswith(f"{len(ids)} tokens, 6 bytes")
 
 
+def test_tokenize_counts_what_the_service_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    """The mark that begins a prompt is among the tokens, unless it is left out."""
+    shipped = ["tokenize", "--checkpoint", str(SHIPPED), "--text", "The dog"]
+    assert main([*shipped, "--ids-only"]) == main([*shipped, "--ids-only", "--no-begin"]) == 0
+    begun, plain = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert begun == ["8191", *plain]
+    assert main(shipped) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{len(begun)} tokens (1 begins every prompt), 7 bytes")
+
+
+def test_what_is_off_has_no_second_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["tokenize", "--help"])
+    shown = capsys.readouterr().out
+    assert "--ids-only" in shown
+    assert "--no-ids-only" not in shown
+    assert "False" not in shown
+
+
 def test_tokenize_refuses_bytes_that_are_no_text(
     tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +104,7 @@ def test_waiting_threads_sleep_unless_told_otherwise(
     [
         "service.cli",
         "service.commands.tokenize",
+        "service.commands.export_tokenizer",
         "service.commands.inspect",
         "service.commands.serve",
         "service.frontend",
