@@ -29,8 +29,11 @@ def commands() -> list[str]:
     return re.findall(r"^\$ (.*)", joined, re.M)
 
 
-RUNNABLE = [command for command in commands() if command.startswith(("curl", ".venv/bin/kvasir generate"))]
-TEXT_ONLY = [c for c in commands() if c.startswith((".venv/bin/kvasir tokenize", ".venv/bin/kvasir inspect"))]
+# One tells of the next: they are run in order, and what they write goes elsewhere.
+BRING_YOUR_OWN = [command for command in commands() if " runs/" in command]
+ALONE = [command for command in commands() if command not in BRING_YOUR_OWN]
+RUNNABLE = [command for command in ALONE if command.startswith(("curl", ".venv/bin/kvasir generate"))]
+TEXT_ONLY = [c for c in ALONE if c.startswith((".venv/bin/kvasir tokenize", ".venv/bin/kvasir inspect"))]
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +63,18 @@ def test_commands_that_only_read(command: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_model_of_ones_own(tmp_path: Path) -> None:
+    *made, served = [command.replace(" runs/", f" {shlex.quote(str(tmp_path))}/") for command in BRING_YOUR_OWN]
+    assert made[0].startswith(".venv/bin/kvasir convert")
+    for command in made:
+        assert shell(command).strip()
+    words = shlex.split(served)
+    assert words[1:3] == ["serve", "--checkpoint"]
+    with serving(Path(words[3]), tmp_path, *words[4:]) as running:
+        assert running.text("The king had three sons.", max_tokens=5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_examples(service: Service, code: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(code.replace(URL, service.url), "README.md", "exec"), {})
@@ -69,6 +84,7 @@ def test_python_examples(service: Service, code: str, capsys: pytest.CaptureFixt
 def test_there_is_something_to_run() -> None:
     assert len(RUNNABLE) >= 3
     assert len(TEXT_ONLY) >= 1
+    assert len(BRING_YOUR_OWN) >= 3
     assert blocks("python")
 
 
