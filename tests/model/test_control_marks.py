@@ -88,6 +88,12 @@ def test_what_cannot_be_shielded_is_refused() -> None:
     assert bytes(encoded(CONTENT_ONLY, every[1:] + "<s>")).decode() == every[1:] + "<s>"
 
 
+def test_of_marks_that_begin_alike_the_longest_counts() -> None:
+    control = ControlMarks(make_tokenizer("<a>", "<a><b>", "<a><b><c>", "<x", "<x>"))
+    text = "<a><b><c><a><b><a><x><xy"
+    assert control.encode(text + "\ufdd0", "\ufdd0") == [258, 257, 256, 260, 259, ord("y")]
+
+
 def test_a_tokenizer_without_marks_has_nothing_to_shield() -> None:
     control = ControlMarks(make_tokenizer())
     assert encoded(CONTENT_ONLY, "<s>", control=control) == list(b"<s>")
