@@ -95,8 +95,8 @@ class ControlMarks:
 def _one_of(texts: Iterable[str]) -> str:
     """A pattern of the longest of these texts that stands somewhere, as a tree: hundreds of marks are one look a place.
 
-    Nothing else in the process runs while a pattern is searched for: in 2 MB, 700 marks as a plain alternation took 5 to
-    9 s, as a tree they take under 0.1 s.
+    Nothing else in the process runs while a pattern is searched for: in 2 MB, 700 marks as a plain alternation took 5
+    to 9 s, as a tree they take under 0.1 s.
     """
     tails: dict[str, set[str]] = {}
     for text in texts:
