@@ -11,6 +11,7 @@ from typing import Any
 import tokenizers
 
 from model.tokenizer.added_tokens import without_surrogates
+from model.tokenizer.alphabet import to_characters
 from model.tokenizer.decoders import TokenDecoder
 from model.tokenizer.interface import TokenizerError
 
@@ -23,6 +24,8 @@ class LibraryTokenizer:
         decoder: what it says about decoding.
         special_tokens: name and id of each control mark.
         eos_token_ids, bos_token_id: the marks that end and begin a text.
+        alphabet: the only characters of which the library makes tokens, where it would drop others in silence; of a
+            byte-level vocabulary those that stand for bytes. None where nothing is dropped.
 
     Raises:
         TokenizerError: the library refuses it, or a mark does not exist.
@@ -36,11 +39,13 @@ class LibraryTokenizer:
         special_tokens: dict[str, int],
         eos_token_ids: tuple[int, ...],
         bos_token_id: int | None,
+        alphabet: frozenset[str] | None = None,
     ) -> None:
         self._library = _guarded(lambda: tokenizers.Tokenizer.from_str(text))
         self._library.no_truncation()
         self._library.no_padding()
         self._decoder = decoder
+        self._alphabet = alphabet
         self._special_tokens = special_tokens
         self._special_names = {number: name for name, number in special_tokens.items()}
         self._eos_token_ids = eos_token_ids
@@ -82,6 +87,8 @@ class LibraryTokenizer:
         """
         self._library.encode_special_tokens = not parse_special
         clean = without_surrogates(text)
+        if self._alphabet is not None:
+            self._check_nothing_is_dropped(clean, self._alphabet)
         token_ids: list[int] = _guarded(lambda: self._library.encode(clean, add_special_tokens=False)).ids
         return token_ids
 
@@ -104,6 +111,14 @@ class LibraryTokenizer:
         names = self._special_names
         parts = [names[i].encode() if i in names else self.token_bytes(i) for i in token_ids]
         return self._decoder.strip_start(b"".join(parts)).decode("utf-8", "replace")
+
+    def _check_nothing_is_dropped(self, text: str, alphabet: frozenset[str]) -> None:
+        normalizer = self._library.normalizer
+        normal: str = text if normalizer is None else normalizer.normalize_str(text)
+        for character in dict.fromkeys(normal):
+            symbols = to_characters(character.encode()) if self._decoder.byte_level else character
+            if not alphabet.issuperset(symbols) and (self._decoder.byte_level or not character.isspace()):
+                raise TokenizerError(f"no token stands for {character!r} in the text, and it would be dropped")
 
 
 def _guarded(call: Callable[[], Any]) -> Any:

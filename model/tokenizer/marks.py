@@ -92,20 +92,22 @@ def begin_mark(
 ) -> int | None:
     """The id that is put before a prompt, or None.
 
-    `add_bos_token` of tokenizer_config.json decides, as in `transformers`; without it the template of tokenizer.json.
+    The template of tokenizer.json puts it there, or `add_bos_token` of tokenizer_config.json where no template does.
+    (transformers 4 heeds that key for some classes and 5 for none; models that have it were trained with the mark.)
 
     Raises:
         TokenizerError: more than one mark is put before a text, or one after it: nothing could be completed then.
     """
     begins, ends = _template(post_processor)
-    if config.adds_bos is not None or config.adds_eos is not None:
-        name = config.roles.get("bos_token")
-        begins = [name] if config.adds_bos and name is not None else []
-        ends = ["eos_token"] if config.adds_eos else []
+    name = config.roles.get("bos_token")
+    if not begins and config.adds_bos and name is not None:
+        begins = [name]
+    if config.adds_eos:
+        ends = ["eos_token"]
     if ends or len(begins) > 1:
         raise TokenizerError(
             f"every text would stand between {begins} and {ends}, but only one mark before a prompt can be served; "
-            f"set add_bos_token and add_eos_token in {TOKENIZER_CONFIG_FILE}"
+            f"correct post_processor, or add_eos_token in {TOKENIZER_CONFIG_FILE}"
         )
     return _id_of(begins[0], "bos_token", vocabulary) if begins else None
 

@@ -68,6 +68,7 @@ def tokenizer_from_json(
                 special_tokens=marks.special_tokens,
                 eos_token_ids=marks.eos_token_ids,
                 bos_token_id=marks.bos_token_id,
+                alphabet=_alphabet(values["model"]),
             )
 
 
@@ -106,6 +107,13 @@ def _added_tokens(values: Mapping[str, Any], config: TokenizerConfig) -> list[Ad
 def with_all_added_tokens(values: Mapping[str, Any], config: TokenizerConfig) -> dict[str, Any]:
     """The object of a tokenizer.json with the added tokens that only tokenizer_config.json knows."""
     return {**values, "added_tokens": [_described(token, values) for token in _added_tokens(values, config)]}
+
+
+def _alphabet(model: Mapping[str, Any]) -> frozenset[str] | None:
+    """The characters a BPE begins with, if it drops all others without a word; None if it does not."""
+    if model.get("type", "BPE") != "BPE" or model.get("unk_token") is not None or model.get("byte_fallback"):
+        return None
+    return frozenset(token for token in model["vocab"] if len(token) == 1)
 
 
 def _described(token: AddedToken, values: Mapping[str, Any]) -> dict[str, Any]:

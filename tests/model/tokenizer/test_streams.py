@@ -1,0 +1,94 @@
+"""Streams of every kind of tokenizer: what is shown is what the ids add to the text before them."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.tokenizer.files import load_tokenizer
+from model.tokenizer.interface import Tokenizer
+from model.tokenizer.stream import StreamDecoder
+from tests.model.tokenizer import makers
+from tests.model.tokenizer.texts import ADVERSARIAL, any_text, stories
+
+MAKERS = {**makers.EXACT, **makers.FALLEN_BACK}
+
+
+@cache
+def tokenizer(name: str) -> Tokenizer:
+    return load_tokenizer(makers.write(Path(mkdtemp()), MAKERS[name]()))
+
+
+def streamed(ours: Tokenizer, token_ids: list[int]) -> list[str]:
+    decoder = StreamDecoder(ours)
+    return [*(decoder.push([token_id]) for token_id in token_ids), decoder.flush()]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("text", [*ADVERSARIAL[1:], stories()[0]], ids=str.__len__)
+def test_deltas_after_a_prompt_are_what_the_completion_adds(name: str, text: str) -> None:
+    """Wherever the ids of a text are cut in two; cuts inside a character are of the next test."""
+    ours = tokenizer(name)
+    token_ids = ours.encode(text)
+    whole = ours.decode(token_ids)
+    for cut in range(1, min(len(token_ids), 60)):
+        prompt = ours.decode(token_ids[:cut])
+        if not prompt.endswith("\ufffd"):
+            assert prompt + "".join(streamed(ours, token_ids[cut:])) == whole
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@given(data=st.data())
+def test_any_ids_stream_to_their_bytes(name: str, data: st.DataObject) -> None:
+    """Valid UTF-8 or not: bytes of no character become U+FFFD, and nothing shown is taken back."""
+    ours = tokenizer(name)
+    token_ids = data.draw(st.lists(st.integers(0, ours.vocab_size - 1), max_size=30))
+    plain = b"".join(map(ours.token_bytes, token_ids))
+    deltas = streamed(ours, token_ids)
+    assert "".join(deltas) == plain.decode("utf-8", "replace")
+    shown = "".join(deltas[:-1])
+    assert not shown or plain.decode("utf-8", "replace").startswith(shown)
+
+
+@pytest.mark.parametrize("name", ["llama2", "mistral", "gemma"])
+@given(text=any_text())
+def test_bytes_stand_in_for_what_has_no_token(name: str, text: str) -> None:
+    """Every text survives, but for what the normalizer changes: here nothing, lone surrogates apart."""
+    ours = tokenizer(name)
+    clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if "▁" not in clean:  # reads as a space
+        assert ours.decode(ours.encode(text)) == clean
+
+
+def test_half_a_character_of_byte_tokens_waits() -> None:
+    ours = tokenizer("llama2")
+    smile = [ours.encode("a😀b", parse_special=False)][0]
+    pieces = streamed(ours, smile)
+    assert "".join(pieces).removeprefix(" ") == "a😀b"
+    assert "\ufffd" not in "".join(pieces)
+    byte_ids = [token_id for token_id in smile if ours.token_bytes(token_id)[0] >= 0x80]
+    assert [ours.token_bytes(token_id) for token_id in byte_ids] == [b"\xf0", b"\x9f", b"\x98", b"\x80"]
+    assert streamed(ours, byte_ids) == ["", "", "", "😀", ""]
+    assert streamed(ours, byte_ids[:2]) == ["", "", "\ufffd"]
+
+
+def test_a_word_keeps_its_space_after_a_prompt_and_loses_it_at_the_start() -> None:
+    ours = tokenizer("llama2")
+    ids = ours.encode("the cat")
+    assert ours.decode(ids) == "the cat"
+    assert "".join(streamed(ours, ids)) == " the cat"
+    begun = [ours.special_tokens["<s>"], *ids]
+    assert ours.decode(begun) == "<s> the cat"
+    assert "".join(streamed(ours, begun)) == " the cat"
+
+
+def test_one_token_a_character(tmp_path: Path) -> None:
+    ours = load_tokenizer(makers.write(tmp_path, makers.characters()))
+    text = stories()[0]
+    ids = ours.encode(text)
+    assert len(ids) == len(text)
+    assert ours.decode(ids) == text == "".join(streamed(ours, ids))
+    assert (ours.bos_token_id, ours.eos_token_ids, dict(ours.special_tokens)) == (None, (), {})
