@@ -62,8 +62,11 @@ class Case:
     family: str
     changes: dict[str, Any] = field(default_factory=dict)
 
-    def build(self, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
-        """The library's model in float32: no weight is zero, no norm is one, and attention is far from uniform."""
+    def build(self, seed: int = 0, *, spread: float = 0.2, **changes: Any) -> transformers.PreTrainedModel:
+        """The library's model in float32: no weight is zero, no norm is one, and attention is far from uniform.
+
+        The wider the spread of the weights, the surer the model of its tokens, and the more it amplifies rounding.
+        """
         name, sizes = _CLASSES[self.family]
         config = getattr(transformers, f"{name}Config")(**(_NO_IDS | sizes | self.changes | changes))
         head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
@@ -73,7 +76,7 @@ class Case:
         offset = 0.0 if self.family == "gemma" else 1.0
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
-                parameter.normal_(0.0, 0.3, generator=generator)
+                parameter.normal_(0.0, spread, generator=generator)
                 if parameter.dim() == 1 and not parameter_name.endswith("bias"):
                     parameter += offset
         return model

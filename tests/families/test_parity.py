@@ -94,7 +94,7 @@ def test_the_grid_would_notice(tmp_path: Path, name: str) -> None:
     altered.load_state_dict(model.state_dict())
     altered.requires_grad_(False)
     ours = altered(texts()[0], AttentionMetadata.uncached(LENGTHS[:1]), None)
-    assert difference(ours, theirs[0]) > 30 * TOLERANCE
+    assert difference(ours, theirs[0]) > 20 * TOLERANCE
 
 
 def test_float16_files_load_too(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def save_decided_model(case: Case, directory: Path, prompt_ids: list[int]) -> No
     """The first random model whose every choice is a clear one, and whose text is not a few tokens over and over."""
     positions = "n_positions" if case.family == "gpt2" else "max_position_embeddings"
     for seed in range(30):
-        model = case.build(seed, vocab_size=VOCAB_SIZE, **{positions: CONTEXT})
+        model = case.build(seed, spread=0.3, vocab_size=VOCAB_SIZE, **{positions: CONTEXT})
         tokens, best = expected(model, prompt_ids)
         if len(set(tokens)) >= 15 and float((best[:, 0] - best[:, 1]).min()) > CLEAR:
             model.save_pretrained(directory)
