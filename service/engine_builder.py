@@ -19,6 +19,8 @@ _MIB = 2**20
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 # Room for prefixes of ended sequences, as a share of what the running ones can need.
 _PREFIX_CACHE_SHARE = 0.5
+# Tokens beyond which not every running sequence gets: 64 contexts of 131,072 tokens are room that nothing ever fills.
+_USUAL_LENGTH = 8192
 # Of free memory, for one context that is too long for half of it.
 _MOST_OF_MEMORY = 0.8
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -138,7 +140,8 @@ def _num_blocks(settings: ModelSettings, max_context_length: int, block_bytes: i
                 f"a context of {max_context_length} tokens needs {needed_mib} MiB of KV-cache, and {free // _MIB} MiB "
                 f"of memory are free: {_shorter(fitting)}"
             )
-        useful = round(settings.max_num_running * blocks_per_context * (1 + _PREFIX_CACHE_SHARE))
+        usual = min(blocks_per_context, -(-_USUAL_LENGTH // settings.block_size))
+        useful = round(settings.max_num_running * usual * (1 + _PREFIX_CACHE_SHARE))
         return max(blocks_per_context, min(useful, free // 2 // block_bytes))
     num_blocks = settings.kv_cache_memory * _MIB // block_bytes
     if free < settings.kv_cache_memory * _MIB:

@@ -54,8 +54,8 @@ class ModelSettings(BaseSettings):
     block_size: int = _option("engine", "tokens a KV-cache block holds", 16, ge=1, le=1024)
     kv_cache_memory: AutoOrCount = _option(
         "engine",
-        "KV-cache size in MiB; auto: every running sequence at full length and half again for shared prefixes, "
-        "at most half of free memory, at least one sequence",
+        "KV-cache size in MiB; auto: every running sequence at full length, or 8192 tokens of each if that is less, "
+        "and half again for shared prefixes, within half of free memory; at least one sequence at full length",
         "auto",
     )
     enable_prefix_cache: bool = _option("engine", "share the KV blocks of equal prefixes", True)

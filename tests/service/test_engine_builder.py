@@ -63,6 +63,19 @@ def test_auto_takes_at_most_half_of_free_memory_and_at_least_one_context(
         assert facts.num_blocks == contexts * CONTEXT / 16
 
 
+@pytest.mark.parametrize(
+    ("context", "running", "tokens"),
+    [(8192, 2, 2 * 8192 * 1.5), (131_072, 64, 64 * 8192 * 1.5), (131_072, 2, 131_072), (131_072, 11, 11 * 8192 * 1.5)],
+)
+def test_auto_of_a_long_context_is_what_can_be_of_use(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, context: int, running: int, tokens: float
+) -> None:
+    has_free(monkeypatch, 2**40)
+    asked = settings(tiny_checkpoint, max_num_running=running)
+    num_blocks = engine_builder._num_blocks(asked, context, 16 * BYTES_PER_TOKEN, "cpu")
+    assert num_blocks * 16 == tokens
+
+
 def has_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr(engine_builder, "_free_bytes", lambda device: num_bytes)
 
