@@ -117,13 +117,15 @@ def read_manifest(directory: Path | str) -> Manifest:
     directory = Path(directory)
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory; --checkpoint wants a checkpoint directory")
-    if not (directory / MANIFEST_FILE).exists() and (directory / CONFIG_FILE).is_file():
-        values = read_json(directory / CONFIG_FILE)
-        if "model_type" in values or "architectures" in values:
-            return _read_hugging_face(directory, values)
-    elif not (directory / MANIFEST_FILE).exists():
+    if (directory / MANIFEST_FILE).exists():
+        return _read_native(directory)
+    if not (directory / CONFIG_FILE).exists():
         find_weight_files(directory)  # a pickle alone has its own message
-    return _read_native(directory)
+        raise CheckpointError(f"{directory / CONFIG_FILE}: missing; it describes the model, download it too")
+    values = read_json(directory / CONFIG_FILE)
+    if "model_type" not in values and "architectures" not in values:
+        return _read_native(directory)  # which misses its manifest.json
+    return _read_hugging_face(directory, values)
 
 
 def _read_hugging_face(directory: Path, values: dict[str, Any]) -> Manifest:

@@ -26,12 +26,13 @@ def find_weight_files(directory: Path) -> WeightFiles:
         CheckpointError: there are none, there are two sets, there are only pickles, or the index is unusable.
     """
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
-    if single.is_file() and index.is_file():
-        raise CheckpointError(f"{index}: {SINGLE_FILE} is there too; remove the one that is out of date")
+    if index.is_file():
+        indexed = _read_index(index)
+        if single.is_file() and indexed.names != (SINGLE_FILE,):
+            raise CheckpointError(f"{index}: {SINGLE_FILE} is there too; remove the one that is out of date")
+        return indexed
     if single.is_file():
         return WeightFiles(names=(SINGLE_FILE,), index={})
-    if index.is_file():
-        return _read_index(index)
     if pickles := sorted(path for pattern in _PICKLES for path in directory.glob(pattern)):
         of_nanogpt = pickles[0].name == "ckpt.pt"
         flags = f"--nanogpt {pickles[0]} --tokenizer FILE" if of_nanogpt else f"--pickle {directory}"

@@ -180,6 +180,7 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
         in_json("config.json", lambda v: v["rope_parameters"].update(rope_type="longrope")),
         "config.json: rope_parameters.rope_type='longrope': supported are default, linear, llama3",
     ),
+    "no config": ("llama", lambda d: (d / "config.json").unlink(), "config.json: missing; it describes the model"),
     "config not JSON": ("llama", lambda d: (d / "config.json").write_text("{"), "config.json: not JSON"),
     "context beyond the positions": (
         "gpt2",
@@ -226,6 +227,10 @@ HARMLESS: dict[str, tuple[str, Damage]] = {
         tensors(lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"].clone()})),
     ),
     "weights of another library beside them": ("llama", lambda d: (d / "consolidated.safetensors").write_bytes(b"x")),
+    "an index of one file": (
+        "llama",
+        lambda d: (d / INDEX_FILE).write_text(json.dumps({"weight_map": {NORM: SINGLE_FILE}})),
+    ),
     "pickles beside them": ("llama", lambda d: (d / "pytorch_model.bin").write_bytes(b"x")),
 }
 
