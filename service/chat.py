@@ -1,8 +1,9 @@
 """From a conversation to the token ids of a prompt: template, control marks, tokenizer."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from model.chat_template import ChatTemplate
 from model.control_marks import ControlMarks, ForbiddenText
@@ -29,12 +30,18 @@ class ChatPrompts:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="chat")
 
     async def encode(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, add_special_tokens: bool = False
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        more: Mapping[str, Any] | None,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         """Token ids of a conversation.
 
         Args:
             add_generation_prompt: end with what begins an assistant's message.
+            more: further variables of the template.
             add_special_tokens: begin with the mark that begins a text, where the template has not.
 
         Raises:
@@ -46,7 +53,13 @@ class ChatPrompts:
                 "this server has no chat template (--chat-template none); use /v1/completions", param="messages"
             )
         loop = asyncio.get_running_loop()
-        ids = await loop.run_in_executor(self._thread, self._encode, messages, add_generation_prompt)
+        variables = self.template.variables(
+            [message.for_template() for message in messages], add_generation_prompt=add_generation_prompt
+        )
+        more = {} if more is None else more
+        if taken := [name for name in more if name in variables]:
+            raise InvalidRequest(f"chat_template_kwargs: {taken[0]} is not yours to set", param="chat_template_kwargs")
+        ids = await loop.run_in_executor(self._thread, self._encode, variables, more)
         begin = self._tokenizer.bos_token_id
         if add_special_tokens and begin is not None and ids[:1] != [begin]:
             ids.insert(0, begin)
@@ -58,16 +71,18 @@ class ChatPrompts:
         if self._process is not None:
             self._process.close()
 
-    def _encode(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
-        assert self.template is not None
+    def _encode(self, variables: Mapping[str, Any], more: Mapping[str, Any]) -> list[int]:
         assert self._process is not None
         try:
-            shielded, breaker = self._marks.shield([message.for_template() for message in messages])
-            text = self._process.render(self.template.variables(shielded, add_generation_prompt=add_generation_prompt))
+            (*messages, told), breaker = self._marks.shield([*variables["messages"], more])
+            text = self._process.render({**variables, "messages": messages, **told})
             return self._marks.encode(text, breaker)
         except TemplateFailure as failure:
             if failure.by_template:
                 raise InvalidRequest(f"the chat template refuses: {failure}", param="messages") from None
+            if more:  # most likely a value of a type that the template does not expect
+                message = f"the chat template fails with chat_template_kwargs: {failure}"
+                raise InvalidRequest(message, param="chat_template_kwargs") from None
             raise EngineFailed(f"the model's chat template failed: {failure}", retry=False) from None
         except (ForbiddenText, TokenizerError) as error:
             raise InvalidRequest(str(error), param="messages") from None

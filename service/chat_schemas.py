@@ -38,6 +38,8 @@ class Message(RequestModel):
         return {"role": role, "content": _BETWEEN_PARTS.join(parts), "name": self.name}
 
 
+# What a template may ask for beside the messages, such as Qwen3's `enable_thinking`.
+TemplateVariables = Annotated[dict[str, bool | int | float | str | None], Field(max_length=16)]
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
@@ -74,7 +76,6 @@ class ChatCompletionRequest(GenerationRequest):
         "echo": (False,),
         "continue_final_message": (False,),
         "chat_template": (),
-        "chat_template_kwargs": ({},),
     }
 
     messages: Messages
@@ -101,7 +102,7 @@ class ChatCompletionRequest(GenerationRequest):
     echo: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
 
     def parts(self) -> Iterator[tuple[str, RequestModel]]:
         """See `RequestModel`."""
@@ -135,6 +136,7 @@ class TokenizeRequest(RequestModel):
     model: str | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: bool | None = None
 
     def parts(self) -> Iterator[tuple[str, RequestModel]]:
@@ -154,6 +156,7 @@ class TokenizeRequest(RequestModel):
             return self.messages
         if self.prompt is None:
             raise InvalidRequest("prompt is required, or messages", param="prompt")
-        if self.add_generation_prompt is not None:
-            raise InvalidRequest("add_generation_prompt needs messages", param="add_generation_prompt")
+        for name in ("add_generation_prompt", "chat_template_kwargs"):
+            if getattr(self, name) is not None:
+                raise InvalidRequest(f"{name} needs messages", param=name)
         return self.prompt

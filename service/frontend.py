@@ -160,7 +160,11 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self._refuse_when_draining()
         asked = ChatCompletionRequest.parse(body)
         self._planner.check(asked)
-        token_ids = await self._chat.encode(asked.messages, add_generation_prompt=asked.value("add_generation_prompt"))
+        token_ids = await self._chat.encode(
+            asked.messages,
+            add_generation_prompt=asked.value("add_generation_prompt"),
+            more=asked.chat_template_kwargs,
+        )
         choices = self._planner.plan_chat(asked, token_ids, arrival_seconds=arrival_seconds)
         return self._answer(asked, choices, Chat(), arrival_seconds)
 

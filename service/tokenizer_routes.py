@@ -40,6 +40,7 @@ class TokenizerRoutes:
                 token_ids = await self._chat.encode(
                     messages,
                     add_generation_prompt=asked.add_generation_prompt is not False,
+                    more=asked.chat_template_kwargs,
                     add_special_tokens=asked.add_special_tokens is True,
                 )
         answer = Tokenized(count=len(token_ids), max_model_len=self._serving.max_context_length, tokens=token_ids)

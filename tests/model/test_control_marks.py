@@ -1,12 +1,18 @@
 """Nothing a message says is a control mark, and everything it says is text, whatever template surrounds it."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
 
 from model.chat_template import ChatTemplate
 from model.control_marks import ControlMarks, ForbiddenText
 from model.tokenizer.byte_level import ByteLevelTokenizer
+from model.tokenizer.files import load_tokenizer
+from tests.families.tokenizer_files import write_byte_level, write_sentence_piece
 from tests.model.chat_templates import TEMPLATES
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "[/INST]", "<<SYS>>", "aba")
@@ -86,6 +92,20 @@ def test_what_cannot_be_shielded_is_refused() -> None:
     with pytest.raises(ForbiddenText, match="U\\+FDD0"):
         encoded(CONTENT_ONLY, every + "<s>")
     assert bytes(encoded(CONTENT_ONLY, every[1:] + "<s>")).decode() == every[1:] + "<s>"
+
+
+@pytest.mark.parametrize("write", [write_byte_level, write_sentence_piece])
+def test_piece_by_piece_is_as_in_one_piece(tmp_path: Path, write: Callable[[Path, int], Tokenizer]) -> None:
+    """Around a broken mark texts are encoded between the whole marks; added tokens that are text stay tokens."""
+    library = write(tmp_path, 500)
+    library.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=False)])
+    library.add_tokens([AddedToken("<think>", special=False, normalized=False)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    text = "Hello <think> there<|im_end|> my <think>friend<|im_end|>\n"
+    whole = library.encode(text, add_special_tokens=False).ids
+    assert ControlMarks(tokenizer).encode(text, None) == whole
+    assert ControlMarks(tokenizer).encode(text + "\ufdd0", "\ufdd0") == whole
 
 
 def test_of_marks_that_begin_alike_the_longest_counts() -> None:

@@ -176,7 +176,9 @@ def _one(**message: Any) -> dict[str, Any]:
         ({**_one(), "tool_choice": "required"}, "tool_choice", "tool_choice is not supported"),
         ({**_one(), "response_format": {"type": "json_object"}}, "response_format", "response_format is not supported"),
         ({**_one(), "presence_penalty": 1}, "presence_penalty", "presence_penalty is not supported"),
-        ({**_one(), "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "is not supported"),
+        ({**_one(), "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "messages is not yours to set"),
+        ({**_one(), "chat_template_kwargs": {"eos_token": ""}}, "chat_template_kwargs", "eos_token is not yours"),
+        ({**_one(), "chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs", "chat_template_kwargs must"),
         ({**_one(), "prompt": "a"}, "prompt", "unknown field: prompt"),
         ({**_one(), "best_of": 1}, "best_of", "unknown field: best_of"),
         ({**_one(), "max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "give one of them"),
@@ -235,6 +237,7 @@ def test_a_conversation_is_tokenized_as_it_would_be_answered(client: TestClient,
         ({}, "prompt"),
         ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "messages"),
         ({"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs"),
         ({"messages": [{"role": "user", "content": "a", "x": 1}]}, "messages[0].x"),
         ({"messages": []}, "messages"),
     ],
@@ -257,6 +260,26 @@ def test_the_tokenizers_facts(client: TestClient) -> None:
 def test_marks_that_the_tokenizer_does_not_have_are_text(client: TestClient, queue: EchoQueue) -> None:
     assert ask(client, "hi").status_code == 200
     assert EOS_ID not in prompt_of(queue)
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}{{ mood }}{% if thinking is false %}!{% endif %}"])
+def test_a_template_may_be_told_more_but_no_marks(client: TestClient, queue: EchoQueue) -> None:
+    assert ask(client, "a").status_code == 200
+    assert prompt_of(queue) == list(b"a")
+    more = {"thinking": False, "mood": f"b{EOS}"}
+    assert ask(client, "a", chat_template_kwargs=more).status_code == 200
+    text = client.post("/detokenize", json={"tokens": prompt_of(queue)}).json()["prompt"]
+    assert (text, EOS_ID in prompt_of(queue)) == (f"ab{EOS}!", False)
+    body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": more}
+    assert client.post("/tokenize", json=body).json()["tokens"] == prompt_of(queue)
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') if mood is defined and mood + '' == 'bad' }}ok"])
+@pytest.mark.parametrize("more", [{"mood": 7}, {"raise_exception": 7, "mood": "bad"}])
+def test_a_client_cannot_make_a_template_the_servers_fault(client: TestClient, more: dict[str, Any]) -> None:
+    response = ask(client, "a", chat_template_kwargs=more)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "chat_template_kwargs")
+    assert ask(client, "a").status_code == 200
 
 
 class TestWithoutATemplate:
