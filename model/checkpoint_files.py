@@ -30,9 +30,9 @@ class TensorHeader:
     def check_is_weight(self) -> None:
         """Raises CheckpointError unless the dtype is one we load, and the bytes are as many as the shape asks for."""
         if self.dtype not in WEIGHT_BYTES:
-            known = ", ".join(WEIGHT_BYTES)
+            known, dtype = ", ".join(WEIGHT_BYTES), _word(self.dtype)
             raise CheckpointError(
-                f"{self.path}: tensor {self.name} is {self.dtype}, one of {known} expected; save the weights as one"
+                f"{self.path}: tensor {self.name} is {dtype}, one of {known} expected; save the weights as one"
             )
         if self.end - self.begin != math.prod(self.shape) * WEIGHT_BYTES[self.dtype]:
             actual = self.end - self.begin
@@ -57,11 +57,16 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
         header.pop("__metadata__", None)
         headers = {}
         for name, entry in header.items():
-            begin, end = (int(offset) for offset in entry["data_offsets"])
-            shape = tuple(int(number) for number in entry["shape"])
-            start = 8 + length
+            if not name.isprintable():
+                raise CheckpointError(f"{path}: the tensor name {name!r} cannot be shown; save the weights again")
+            begin, end = _sizes(entry["data_offsets"])
             headers[name] = TensorHeader(
-                path=path, name=name, dtype=str(entry["dtype"]), shape=shape, begin=start + begin, end=start + end
+                path=path,
+                name=name,
+                dtype=str(entry["dtype"]),
+                shape=_sizes(entry["shape"]),
+                begin=8 + length + begin,
+                end=8 + length + end,
             )
     except CheckpointError:
         raise
@@ -74,6 +79,18 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
     if size != max((header.end for header in headers.values()), default=8 + length):
         raise CheckpointError(f"{path}: truncated or padded; copy it again")
     return headers
+
+
+def _sizes(numbers: object) -> tuple[int, ...]:
+    """A list of whole numbers from 0 on. Raises ValueError for anything else."""
+    if not isinstance(numbers, list) or not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError("whole numbers expected")
+    return tuple(numbers)
+
+
+def _word(text: str) -> str:
+    """A dtype's name, however it is made."""
+    return text if text.isalnum() or text.replace("_", "").isalnum() else repr(text)[:80]
 
 
 def file_digest(path: Path) -> str:

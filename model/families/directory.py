@@ -49,9 +49,9 @@ def _read_index(path: Path) -> WeightFiles:
         raise CheckpointError(f"{path}: no weight_map of tensors and their files; download the file again")
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not name.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{path}: tensor {tensor} is in {name!r}, which is no safetensors file; save it again"
-            )
+            raise CheckpointError(f"{path}: tensor {tensor!r} is in {name!r}, no safetensors file; save it again")
+        if not tensor.isprintable():
+            raise CheckpointError(f"{path}: the tensor name {tensor!r} cannot be shown; save it again")
         check_plain_name(path, name)
     names = tuple(sorted(set(weight_map.values())))
     for name in names:

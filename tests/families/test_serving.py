@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.conversion.nanogpt import convert_nanogpt
 from model.tokenizer.files import load_tokenizer
 from service.logprobs import token_name
 from tests.e2e.process import serving
 from tests.families.models import WINDOW, Case, read_by_library
+from tests.families.nanogpt import ARGUMENTS, logits, random_state, write_checkpoint
+from tests.families.test_nanogpt import CHARACTERS, meta
 from tests.families.tokenizer_files import write_byte_level, write_sentence_piece
 
 PROMPT = "The dog did not cross the road as it was too tired. "
@@ -83,3 +86,26 @@ def test_greedy_tokens_over_http_are_those_of_the_library(tmp_path: Path, name: 
     (choice,) = body["choices"]
     assert choice["logprobs"]["tokens"] == [token_name(tokenizer, token) for token in tokens]
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(best[:, 0].tolist(), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_converted_nanogpt_speaks_its_characters_over_http(tmp_path: Path) -> None:
+    arguments = ARGUMENTS | {"vocab_size": len(CHARACTERS), "block_size": CONTEXT, "bias": False}
+    state = random_state(arguments, seed=4)
+    path = write_checkpoint(tmp_path / "ckpt.pt", arguments, state)
+    convert_nanogpt(path, meta(tmp_path / "meta.pkl"), tmp_path / "bard")
+    prompt = "First Citizen:\nBefore we proceed"
+    ids = [CHARACTERS.index(character) for character in prompt]
+    leads = []
+    for _ in range(NUM_TOKENS):
+        best = logits(arguments, state, torch.tensor(ids))[-1].log_softmax(-1).topk(2)
+        leads.append(float(best.values[0] - best.values[1]))
+        ids.append(int(best.indices[0]))
+    assert min(leads) > CLEAR
+    text = "".join(CHARACTERS[token] for token in ids[len(prompt) :])
+    assert len(set(text)) >= 15
+    with serving(tmp_path / "bard", tmp_path, "--dtype", "float32") as service:
+        assert service.text(prompt, temperature=0, max_tokens=NUM_TOKENS) == text
+        refused = service.post(prompt="\u00e9", max_tokens=1)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "prompt"

@@ -1,0 +1,77 @@
+"""Whatever stands in config.json, an index or a header: it is read or refused in one line, and never a crash."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from model.checkpoint_files import CheckpointError, read_headers
+from model.families.directory import INDEX_FILE, find_weight_files
+from model.families.table import FAMILIES, read_family_config
+from tests.families.models import CASES
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = sorted({key for case in CASES.values() for key in json.loads(case.build().config.to_json_string())})
+ROPE_KEYS = ["rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "low_freq_factor"]
+ROPES = st.dictionaries(st.sampled_from(ROPE_KEYS), JSON, max_size=4)
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """What a call is refused with; nothing if it is not."""
+    try:
+        call()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    model_type=st.sampled_from(sorted(FAMILIES)),
+    values=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=3),
+    rope=st.none() | ROPES,
+)
+def test_any_config(model_type: str, values: dict[str, Any], rope: dict[str, Any] | None) -> None:
+    named = {"rope_scaling": rope, **values, "model_type": model_type}
+    assert "\n" not in refusal(lambda: read_family_config(Path("config.json"), named))
+
+
+@settings(
+    max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(weight_map=st.dictionaries(st.text(max_size=5), st.text(max_size=12) | JSON, max_size=3) | JSON)
+def test_any_index(tmp_path: Path, weight_map: Any) -> None:
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError) as caught:
+        find_weight_files(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+
+
+@settings(
+    max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    entry=st.dictionaries(st.sampled_from(sorted(ENTRY)), JSON), name=st.text(max_size=4), tail=st.binary(max_size=9)
+)
+def test_any_header(tmp_path: Path, entry: dict[str, Any], name: str, tail: bytes) -> None:
+    text = json.dumps({name: {**ENTRY, **entry}}).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + tail)
+
+    def read() -> None:
+        for header in read_headers(path).values():
+            header.check_is_weight()
+            assert header.end <= path.stat().st_size
+
+    assert "\n" not in refusal(read)
