@@ -22,7 +22,7 @@ checked along their border alone: undo the joins of x and y in reverse order, la
 the two tokens at the border had no earlier merge with each other.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from model.tokenizer.alphabet import CHARACTER_OF
@@ -59,56 +59,59 @@ class _Border:
         self.right = [0] * _NUM_BYTES
         self.joined: dict[tuple[int, int], int] = {}
 
-    def add(self, left: int, right: int) -> None:
+    def add(self, x: int, y: int) -> int:
         """Give the next number to the token that is made of this pair."""
-        self.joined[left, right] = len(self.left)
-        self.left.append(left)
-        self.right.append(right)
+        number = len(self.left)
+        self.joined[x, y] = number
+        self.left.append(x)
+        self.right.append(y)
+        return number
 
     def holds(self, x: int, y: int) -> bool:
         """Whether the bytes of x and y, merged together, become x and y before anything crosses their border."""
         left, right, joined = self.left, self.right, self.joined
-        while True:
+        while x >= _NUM_BYTES or y >= _NUM_BYTES:
             y_was_last = y >= x  # of equals the left one is joined first
-            last = y if y_was_last else x
-            if last < _NUM_BYTES:
-                return True
             if y_was_last:
-                y = left[y]
+                last, y = y, left[y]
             else:
-                x = right[x]
+                last, x = x, right[x]
             crossing = joined.get((x, y))
             if crossing is not None and (crossing < last or (crossing == last and y_was_last)):
                 return False
+        return True
 
 
-def canonical_merges(vocabulary: Collection[str], merges: Collection[tuple[str, str]]) -> CanonicalMerges:
+def canonical_merges(vocabulary: Collection[str], merges: Iterable[tuple[str, str]]) -> CanonicalMerges:
     """The tokens that these merges make, ranked, and those they do not; a character of the alphabet is a byte.
 
     Raises:
-        NotEquivalentError: a single byte is no token, a merge stands twice, or before those of its parts.
+        NotEquivalentError: a single byte is no token, or a merge stands twice or before those of its parts.
     """
     numbers = {character: byte for byte, character in CHARACTER_OF.items()}
     if missing := sum(character not in vocabulary for character in numbers):
         raise NotEquivalentError(f"{missing} single bytes have no token")
-    if len(set(merges)) != len(merges):  # the last one counts there
-        raise NotEquivalentError("a merge stands twice")
     border = _Border()
     early: list[tuple[str, str]] = []
     pairs: list[tuple[str, str]] = []
-    for left, right in merges:
+    for merge in merges:
+        left, right = merge
         token = left + right
-        if token in numbers or token not in vocabulary:
+        number = numbers.get(token)
+        if number is not None:
+            if (
+                number >= _NUM_BYTES and pairs[number - _NUM_BYTES] == merge
+            ):  # of two that are equal the last one counts
+                raise NotEquivalentError(f"the merge of {left!r} and {right!r} stands twice")
             continue
         x, y = numbers.get(left), numbers.get(right)
         if x is None or y is None:
-            early.append((left, right))
-        elif border.holds(x, y):
-            numbers[token] = len(border.left)
-            border.add(x, y)
-            pairs.append((left, right))
+            early.append(merge)
+        elif token in vocabulary and border.holds(x, y):
+            numbers[token] = border.add(x, y)
+            pairs.append(merge)
     for left, right in early:
-        if left in numbers and right in numbers and left + right not in numbers:
+        if left in numbers and right in numbers and left + right in vocabulary and left + right not in numbers:
             raise NotEquivalentError(f"the merge of {left!r} and {right!r} comes before those of its parts")
     return CanonicalMerges(pairs=pairs, whole_pieces=[token for token in vocabulary if token not in numbers])
 

@@ -52,7 +52,8 @@ def tokenizer_from_json(
         special = {token.content: token.id for token in added if token.special}
         special |= {name: vocabulary[name] for name in config.special if name in vocabulary}
         bos_token_id = begin_mark(config, values.get("post_processor"), vocabulary)
-        special |= {name: token_id for name, token_id in vocabulary.items() if token_id == bos_token_id}
+        if bos_token_id is not None:
+            special |= {name: token_id for name, token_id in vocabulary.items() if token_id == bos_token_id}
     marks = _Marks(
         special_tokens=special,
         eos_token_ids=end_marks(directory, config, vocabulary),
@@ -166,7 +167,7 @@ def _byte_level(
 
 def _ranked(vocabulary: Mapping[str, int], model: Mapping[str, Any], special_ids: set[int]) -> list[str]:
     """The tokens that text becomes: bytes first, then in the order in which they merge, then those never merged."""
-    merges = canonical_merges(vocabulary, [_pair(merge) for merge in model["merges"]])
+    merges = canonical_merges(vocabulary, map(_pair, model["merges"]))
     if any(vocabulary[token] in special_ids for token in merges.tokens):
         raise NotEquivalentError("text can be merged into a control mark")
     tokens = [*BYTE_OF, *merges.tokens]
