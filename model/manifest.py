@@ -104,7 +104,9 @@ class Manifest:
         Raises:
             CheckpointError: a file is damaged, or the tensors are not those of the config.
         """
-        return place_tensors(self.config, self.family, self.weight_files, self.index)
+        return place_tensors(
+            self.directory, config=self.config, family=self.family, files=self.weight_files, index=self.index
+        )
 
 
 def read_manifest(directory: Path | str) -> Manifest:

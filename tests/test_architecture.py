@@ -39,6 +39,8 @@ TORCH_FREE = [
     "service.cli",
     "service.commands.tokenize",
     "service.commands.inspect",
+    "model.families.export",
+    "model.families.nanogpt",
 ]
 
 

@@ -1,7 +1,7 @@
 """Which tensor of which file fills which of ours: found from headers alone, and refused before anything is loaded."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ class Placement:
 
 
 def place_tensors(
-    config: ModelConfig, family: Family | None, files: Iterable[Path], index: Mapping[str, str]
+    directory: Path, *, config: ModelConfig, family: Family | None, files: Sequence[Path], index: Mapping[str, str]
 ) -> dict[str, Placement]:
     """Find every tensor that the config asks for, and nothing else; `family` None is our own format.
 
@@ -30,16 +30,25 @@ def place_tensors(
         CheckpointError: a tensor is missing, misshapen, of a dtype that is no weight's, extra or there twice; a file is
             damaged; the index is not of these files; a tied head differs from its embedding.
     """
-    found = _find(family, files, index)
-    directory = next((header.path.parent for header in found.values()), Path())
+    found = _find(family, files)
+    _check_index(directory, index, found.values())
+    if config.num_layers > len(found):
+        raise CheckpointError(
+            f"{directory / 'config.json'}: {config.num_layers} layers, and only {len(found)} tensors in all files; "
+            "use the config they were saved with"
+        )
     placements: dict[str, Placement] = {}
-    wanted = sources(config, family)
-    missing = [part.name for source in wanted.values() for part in source.parts if part.name not in found]
+    missing: list[str] = []
     shapes = config.parameter_shapes()
-    for name, source in wanted.items():
-        parts = [found.pop(part.name) for part in source.parts if part.name in found]
-        for part, header in zip([p for p in source.parts if p.name not in missing], parts, strict=True):
+    for name, source in sources(config, family).items():
+        parts = []
+        for part in source.parts:
+            header = found.pop(part.name, None)
+            if header is None:
+                missing.append(part.name)
+                continue
             _check(part, header)
+            parts.append(header)
         placements[name] = Placement(shape=shapes[name], layout=source.layout, parts=tuple(parts))
     if family is not None and config.tie_embeddings:
         _drop_tied_head(family, found, placements["token_embedding.weight"])
@@ -56,10 +65,9 @@ def place_tensors(
     return placements
 
 
-def _find(family: Family | None, files: Iterable[Path], index: Mapping[str, str]) -> dict[str, TensorHeader]:
+def _find(family: Family | None, files: Sequence[Path]) -> dict[str, TensorHeader]:
     """All tensors of all files, under their names without the family's prefix."""
     found: dict[str, TensorHeader] = {}
-    in_files: dict[str, str] = {}
     for path in files:
         for name, header in read_headers(path).items():
             short = _short_name(family, name)
@@ -68,15 +76,19 @@ def _find(family: Family | None, files: Iterable[Path], index: Mapping[str, str]
                     f"{path}: tensor {name} stands in {found[short].path.name} too; remove the file that is out of date"
                 )
             found[short] = header
-            in_files[name] = path.name
+    return found
+
+
+def _check_index(directory: Path, index: Mapping[str, str], found: Iterable[TensorHeader]) -> None:
+    """Each tensor has to be where the index says it is."""
+    files = {header.name: header.path.name for header in found}
     for name, file_name in index.items():
-        if in_files.get(name) != file_name:
-            where = f"in {in_files[name]}" if name in in_files else "nowhere"
+        if files.get(name) != file_name:
+            where = f"in {files[name]}" if name in files else "nowhere"
             raise CheckpointError(
-                f"{next(iter(files)).parent / file_name}: tensor {name} is {where}, the index says it is here; "
+                f"{directory / file_name}: tensor {name} is {where}, the index says it is here; "
                 "download index and shards together"
             )
-    return found
 
 
 def _short_name(family: Family | None, name: str) -> str:

@@ -192,6 +192,11 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
         in_json("config.json", lambda v: v.update(num_hidden_layers=2)),
         r"tensor model.layers.2.* is not part of the model that config.json describes \(9 extra\)",
     ),
+    "more layers than anybody has": (
+        "llama",
+        in_json("config.json", lambda v: v.update(num_hidden_layers=10**12)),
+        "config.json: 1000000000000 layers, and only 30 tensors in all files; use the config",
+    ),
     "tokenizer missing": ("llama", lambda d: (d / "tokenizer.json").unlink(), "llama: no tokenizer; expected one of"),
     "tokenizer damaged": ("llama", lambda d: (d / "tokenizer.json").write_text("{}"), "tokenizer.json: "),
     "tokenizer of another model": (
