@@ -87,15 +87,16 @@ class Manifest:
         """
         for name, (size, digest) in self.files.items():
             _check_file(self.directory / name, size, digest)
-        self.place_tensors()
+        placements = self.place_tensors()
         try:
             vocab_size = load_tokenizer(self.directory).vocab_size
         except TokenizerError as error:
             raise CheckpointError(str(error)) from error
         if vocab_size > self.config.vocab_size:
+            embedding = placements["token_embedding.weight"].parts[0]
             raise CheckpointError(
-                f"{self.directory}: the tokenizer has {vocab_size} tokens, the model's vocab_size is "
-                f"{self.config.vocab_size}, so some have no embedding; use the tokenizer the model was trained with"
+                f"{embedding.path}: tensor {embedding.name} has {self.config.vocab_size} rows, the tokenizer beside it "
+                f"{vocab_size} tokens, so some have no embedding; use the tokenizer the model was trained with"
             )
 
     def place_tensors(self) -> dict[str, Placement]:

@@ -43,7 +43,7 @@ _LLAMA3 = {
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
 _TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
-_CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
+CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", _GPT2),
     "llama": ("Llama", _SIZES),
     "mistral": ("Mistral", _SIZES | _GQA),
@@ -67,7 +67,7 @@ class Case:
 
         The wider the spread of the weights, the surer the model of its tokens, and the more it amplifies rounding.
         """
-        name, sizes = _CLASSES[self.family]
+        name, sizes = CLASSES[self.family]
         config = getattr(transformers, f"{name}Config")(**(_NO_IDS | sizes | self.changes | changes))
         head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
         config._attn_implementation = "eager"

@@ -177,7 +177,7 @@ TROUBLES: dict[str, tuple[Callable[[Path], object], str]] = {
     "holes": (lambda d: meta(d / "meta.pkl", stoi={"a": 0, "b": 2}), "ids are not 0 to 1"),
     "too many characters": (
         lambda d: meta(d / "meta.pkl", stoi={chr(256 + i): i for i in range(400)}),
-        "the tokenizer has 400 tokens, the model's vocab_size is 300",
+        "has 300 rows, the tokenizer beside it 400 tokens",
     ),
     "no tokenizer": (lambda d: (d / "meta.pkl").unlink(), "meta.pkl: No such file"),
     "taken": (lambda d: (d / "out").mkdir() or (d / "out" / "thesis.txt").write_text("x"), "out: holds files and no"),

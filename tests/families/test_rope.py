@@ -1,0 +1,37 @@
+"""Rotary frequencies of public checkpoints: the library's to the bit, so that the last position turns as it should.
+
+One ulp of a frequency is an angle of 0.01 at position 131,071; small models and short texts would not show it.
+"""
+
+import copy
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.families.table import read_family_config
+from model.kinds import PositionKind
+from model.positions import RotaryPositions
+from tests.families.models import CLASSES, transformers
+from tests.families.public_configs import PUBLIC
+
+ROTARY = [name for name, (_, values) in PUBLIC.items() if values["model_type"] != "gpt2"]
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_frequencies_are_the_librarys_to_the_bit(name: str) -> None:
+    _, values = PUBLIC[name]
+    _, config = read_family_config(Path("config.json"), values)
+    assert config.position is PositionKind.ROTARY
+    model_type = values["model_type"]
+    class_name, _ = CLASSES[model_type]
+    own = {key: value for key, value in values.items() if key not in ("model_type", "architectures")}
+    library_config = getattr(transformers, f"{class_name}Config")(**copy.deepcopy(own))
+    module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    theirs = getattr(module, f"{class_name}RotaryEmbedding")(library_config)
+    ours = RotaryPositions(config.rotary_size, config.rope_theta, config.rope_scaling)
+    assert torch.equal(ours.frequencies, theirs.inv_freq)
+    last = torch.tensor([config.max_context_length - 1])
+    for mine, reference in zip(ours(last), theirs(torch.zeros(1), last[None]), strict=True):
+        assert torch.equal(mine.flatten(), reference.flatten())
