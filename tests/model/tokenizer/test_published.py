@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from model.tokenizer.alphabet import to_bytes
 from model.tokenizer.byte_level import ByteLevelTokenizer
+from model.tokenizer.export import export_tokenizer
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import TokenizerError
 from tests.model.tokenizer import makers, real_files
@@ -86,6 +87,26 @@ def test_published_ranks_give_tiktokens_tokens(name: str, tmp_path: Path, monkey
     for text in all_texts():
         assert ours.encode(text) == theirs.encode_ordinary(text)
         assert ours.encode(text, parse_special=True) == theirs.encode(text, allowed_special="all")
+
+
+def test_a_file_that_lists_every_split_of_a_token_gives_the_same_tokens(tmp_path: Path) -> None:
+    """As Llama 3's tokenizer.json does: twice as many merges, of which half never happen."""
+    ours = load_tokenizer(real_files.unpack("cl100k_base.tiktoken", tmp_path / "bare"))
+    export_tokenizer(ours, tmp_path / "bare", tmp_path / "out")
+    values = json.loads((tmp_path / "out" / "tokenizer.json").read_text())
+    vocabulary, listed = values["model"]["vocab"], len(values["model"]["merges"])
+    values["model"]["merges"] = [
+        (token[:cut], token[cut:])
+        for token in vocabulary
+        for cut in range(1, len(token))
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
+    ]
+    assert len(values["model"]["merges"]) > 2 * listed
+    (tmp_path / "out" / "tokenizer.json").write_text(json.dumps(values))
+    again = load_tokenizer(tmp_path / "out")
+    assert isinstance(again, ByteLevelTokenizer)
+    for text in all_texts():
+        assert again.encode(text) == ours.encode(text)
 
 
 def test_an_unknown_file_of_ranks_is_refused(tmp_path: Path) -> None:

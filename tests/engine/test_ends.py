@@ -1,0 +1,47 @@
+"""Several marks may end a text, or none: checkpoints of other people have two or three."""
+
+import pytest
+
+from service.engine.config import EngineConfig
+from service.engine.scheduler import Scheduler
+from service.engine.sequence import Sequence
+from service.messages import FinishReason
+from tests.engine.fakes import make_submit
+
+ENDS = (7, 9)
+CONFIG = EngineConfig(block_size=2, num_blocks=16, max_num_running=2, max_batched_tokens=16)
+
+
+def run(scheduler: Scheduler, sequence: Sequence, drawn: list[int]) -> None:
+    """Commit these tokens one by one; the last one ends the sequence."""
+    scheduler.add(sequence)
+    for index, token_id in enumerate(drawn):
+        finished = scheduler.commit(scheduler.schedule(), [token_id])
+        assert finished == ([sequence] if index == len(drawn) - 1 else [])
+    scheduler.check_integrity()
+
+
+def make(ends: tuple[int, ...], **params: object) -> tuple[Scheduler, Sequence]:
+    submit = make_submit("a", [1, 2], **{"max_tokens": 6, **params})
+    sequence = Sequence.from_submit(submit, arrival_number=1, max_context_length=24)
+    return Scheduler(CONFIG, max_context_length=24, eos_token_ids=ends), sequence
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_any_of_them_ends_a_text_without_a_stop_reason(end: int) -> None:
+    scheduler, sequence = make(ENDS)
+    run(scheduler, sequence, [3, 4, end])
+    assert (sequence.finish_reason, sequence.stop_reason) == (FinishReason.STOP, None)
+
+
+def test_all_of_them_are_forbidden_before_min_tokens() -> None:
+    scheduler, sequence = make(ENDS, min_tokens=2, stop_token_ids=(5,))
+    assert scheduler.forbidden_token_ids(sequence) == (5, *ENDS)
+    scheduler, sequence = make(ENDS, min_tokens=2, stop_token_ids=(5,), ignore_eos=True)
+    assert scheduler.forbidden_token_ids(sequence) == (5,)
+
+
+def test_none_ends_a_text_that_ignores_them_or_where_there_are_none() -> None:
+    for scheduler, sequence in (make(ENDS, ignore_eos=True), make(())):
+        run(scheduler, sequence, [7, 9, 7, 9, 7, 9])
+        assert sequence.finish_reason is FinishReason.LENGTH
