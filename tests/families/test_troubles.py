@@ -202,7 +202,7 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "tokenizer of another model": (
         "llama",
         lambda d: write_byte_level(d, 320),
-        "tensor model.embed_tokens.weight has 300 rows, the tokenizer beside it 320 tokens, so some have no embedding; use",
+        "tensor model.embed_tokens.weight has 300 rows, the tokenizer beside it 320 tokens, so some have no embedding",
     ),
 }
 
