@@ -97,7 +97,7 @@ def test_make_targets_exist() -> None:
 
 def test_kvasir_commands_exist() -> None:
     for page in PAGES:
-        named = set(re.findall(r"(?:^\$ (?:\.venv/bin/)?|`)kvasir ([a-z]+)", page.read_text(), re.M))
+        named = set(re.findall(r"(?:^\$ (?:\.venv/bin/)?|`)kvasir ([a-z]+(?:-[a-z]+)*)", page.read_text(), re.M))
         assert named <= set(COMMANDS), f"{page.name}: {named - set(COMMANDS)}"
 
 
