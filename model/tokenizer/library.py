@@ -6,6 +6,7 @@ decoding is ours, because the library's does not stream: what a token adds to a 
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import tokenizers
@@ -42,6 +43,7 @@ class LibraryTokenizer:
         alphabet: frozenset[str] | None = None,
     ) -> None:
         self._library = _guarded(lambda: tokenizers.Tokenizer.from_str(text))
+        self._library.encode_special_tokens = True  # marks in a text are text
         self._library.no_truncation()
         self._library.no_padding()
         self._decoder = decoder
@@ -85,12 +87,19 @@ class LibraryTokenizer:
         Raises:
             TokenizerError: the library cannot encode the text, such as a character that no token stands for.
         """
-        self._library.encode_special_tokens = not parse_special
         clean = without_surrogates(text)
         if self._alphabet is not None:
             self._check_nothing_is_dropped(clean, self._alphabet)
-        token_ids: list[int] = _guarded(lambda: self._library.encode(clean, add_special_tokens=False)).ids
+        library = self._with_marks if parse_special else self._library
+        token_ids: list[int] = _guarded(lambda: library.encode(clean, add_special_tokens=False)).ids
         return token_ids
+
+    @cached_property
+    def _with_marks(self) -> tokenizers.Tokenizer:
+        """A second one that finds marks in a text. Threads share both, so neither is switched back and forth."""
+        library = tokenizers.Tokenizer.from_str(self.to_json())
+        library.encode_special_tokens = False
+        return library
 
     def to_json(self) -> str:
         """The tokenizer.json that the library writes."""

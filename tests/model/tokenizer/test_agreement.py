@@ -1,5 +1,6 @@
 """Our tokenizers give the ids of the `tokenizers` library, text for text."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -46,6 +47,21 @@ def test_any_text_has_the_librarys_ids(name: str, text: str) -> None:
     ours, library = pair(name)
     assert ours.encode(text) == expected(library, text)
     assert ours.encode(text, parse_special=True) == expected(library, text, parse_special=True)
+
+
+@pytest.mark.parametrize("name", ["llama2", "qwen"])
+def test_threads_may_share_a_tokenizer(name: str) -> None:
+    """Long and short texts at once, with marks and without."""
+    ours, _ = pair(name)
+    text = f"{''.join(all_texts()[:40])}</s><|im_end|>"
+    expected_ids = {parse_special: ours.encode(text, parse_special=parse_special) for parse_special in (False, True)}
+    assert expected_ids[False] != expected_ids[True]
+
+    def encode(number: int) -> bool:
+        return ours.encode(text, parse_special=number % 2 == 0) == expected_ids[number % 2 == 0]
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(encode, range(40)))
 
 
 @pytest.mark.parametrize("name", ALL)

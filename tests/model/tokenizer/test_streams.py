@@ -56,11 +56,12 @@ def test_any_ids_stream_to_their_bytes(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", ["llama2", "mistral", "gemma"])
 @given(text=any_text())
 def test_bytes_stand_in_for_what_has_no_token(name: str, text: str) -> None:
-    """Every text survives, but for what the normalizer changes: here nothing, lone surrogates apart."""
+    """Every text survives, but for lone surrogates, a ▁, and for Metaspace a first space: it stands for the one that
+    would have been put there, and is taken off with it.
+    """
     ours = tokenizer(name)
-    clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if "▁" not in clean:  # reads as a space
-        assert ours.decode(ours.encode(text)) == clean
+    clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").replace("▁", "_")
+    assert ours.decode(ours.encode(clean)) == (clean.removeprefix(" ") if name == "mistral" else clean)
 
 
 def test_half_a_character_of_byte_tokens_waits() -> None:
