@@ -108,9 +108,7 @@ def _token_rows(manifest: Manifest) -> Rows:
     if wanted.ignored:
         yield "ignored defaults", ", ".join(wanted.ignored)
     template = load_chat_template(manifest.directory)
-    yield "chat template", "none of its own" if template is None else Path(template.origin).name
-    template = load_chat_template(manifest.directory)
-    told = "none" if template is None else f"{len(template.source):,} characters, from {Path(template.origin).name}"
+    told = "none of its own" if template is None else f"{len(template.source):,} characters, from {Path(template.origin).name}"
     yield "chat template", told
 
 
