@@ -28,7 +28,7 @@ from model.families.family import Family
 from model.families.placement import Placement, place_tensors
 from model.families.table import read_family_config
 from model.tokenizer.files import load_tokenizer
-from model.tokenizer.interface import TokenizerError
+from model.tokenizer.interface import Tokenizer, TokenizerError
 from model.tokenizer.native import RANKS_FILE, SPEC_FILE
 
 __all__ = [
@@ -79,8 +79,10 @@ class Manifest:
         path = self.directory / (MANIFEST_FILE if self.family is None else CONFIG_FILE)
         return int(path.stat().st_mtime)
 
-    def verify(self) -> None:
+    def verify(self) -> Tokenizer:
         """Check every file's presence, size and hash, the tokenizer, and every tensor's name, shape and dtype.
+
+        Returns the tokenizer, which had to be read for it.
 
         Raises:
             CheckpointError: the first thing that is wrong.
@@ -89,15 +91,16 @@ class Manifest:
             _check_file(self.directory / name, size, digest)
         placements = self.place_tensors()
         try:
-            vocab_size = load_tokenizer(self.directory).vocab_size
+            tokenizer = load_tokenizer(self.directory)
         except TokenizerError as error:
             raise CheckpointError(str(error)) from error
-        if vocab_size > self.config.vocab_size:
+        if tokenizer.vocab_size > self.config.vocab_size:
             embedding = placements["token_embedding.weight"].parts[0]
             raise CheckpointError(
                 f"{embedding.path}: tensor {embedding.name} has {self.config.vocab_size} rows, the tokenizer beside it "
-                f"{vocab_size} tokens, so some have no embedding; use the tokenizer the model was trained with"
+                f"{tokenizer.vocab_size} tokens, so some have no embedding; use the tokenizer of its training"
             )
+        return tokenizer
 
     def place_tensors(self) -> dict[str, Placement]:
         """For each tensor of the model, what fills it, from the files' headers.

@@ -257,8 +257,7 @@ def build_server(settings: ServeSettings) -> KvasirServer:
     """
     _check_port(settings.host, settings.port)
     manifest = read_manifest(settings.checkpoint)
-    manifest.verify()
-    serving = read_serving(settings, manifest)
+    serving = read_serving(settings, manifest, manifest.verify())
     for warning in serving.warnings():
         logger.warning("%s", warning)
     prepare_directory()

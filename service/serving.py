@@ -19,7 +19,6 @@ from model.generation_config import read_generation_config as read_file
 from model.manifest import Manifest
 from model.sampling_params import SamplingParams
 from model.template_sandbox import TemplateFailure
-from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import Tokenizer
 from service.settings import ModelSettings, ServeSettings, context_length, model_threads
 from service.template_process import TemplateProcess
@@ -91,14 +90,13 @@ class Serving:
         return told
 
 
-def read_serving(settings: ServeSettings, manifest: Manifest) -> Serving:
+def read_serving(settings: ServeSettings, manifest: Manifest, tokenizer: Tokenizer) -> Serving:
     """Read what stands beside the weights, and check that it can be used.
 
     Raises:
         SettingsError: a longer context was asked for than the model has.
-        TokenizerError, ChatTemplateError, GenerationConfigError: a file cannot be used; one line says why.
+        ChatTemplateError, GenerationConfigError: a file cannot be used; one line says why.
     """
-    tokenizer = load_tokenizer(manifest.directory)
     marks = _marks(tokenizer, read_special_tokens(manifest.directory))
     return Serving(
         manifest=manifest,

@@ -17,7 +17,6 @@ from model.families.family import Family, full_name, sources
 from model.generation_config import GENERATION_CONFIG_FILE
 from model.manifest import CONFIG_FILE, Manifest, read_manifest
 from model.tokenizer.export import export_tokenizer
-from model.tokenizer.files import load_tokenizer
 from model.weights import part_views, read_weights
 
 MAX_SHARD_BYTES = 2**30
@@ -32,9 +31,8 @@ def export_checkpoint(directory: Path, out: Path) -> Manifest:
         TokenizerError: the tokenizer has no equal in Hugging Face's format.
     """
     manifest = read_manifest(directory)
-    manifest.verify()
+    tokenizer = manifest.verify()
     family, values = describe(manifest.config)
-    tokenizer = load_tokenizer(directory)
     make_empty(out)
     export_tokenizer(tokenizer, directory, out)
     dtype = _export_weights(manifest, family, out)

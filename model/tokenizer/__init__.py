@@ -8,6 +8,7 @@ tokenizer_json those of Hugging Face, by tiktoken where that is the same, else b
 openai_files   those of GPT-2 and its successors, and Llama 3's, known by their hashes
 marks          which marks begin and end a text, by the neighbouring files
 export       any of them as a Hugging Face directory
+vocabulary   ids back to text, the same for every tokenizer
 byte_level   byte-level BPE as a tiktoken.Encoding
 library      any other tokenizer, by the tokenizers library
 merges       when a list of merges and a table of ranks are the same encoding

@@ -1,14 +1,16 @@
 """Byte-level BPE as a `tiktoken.Encoding`. Torch-free."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
 import tiktoken
 
 from model.tokenizer.added_tokens import AddedToken, Preparation, TextSplitter
 from model.tokenizer.interface import TokenizerError
+from model.tokenizer.vocabulary import Vocabulary
 
 
-class ByteLevelTokenizer:
+class ByteLevelTokenizer(Vocabulary):
     """A byte-level BPE. Every byte is a token, so every text can be encoded; see `interface.Tokenizer`.
 
     Args:
@@ -42,11 +44,8 @@ class ByteLevelTokenizer:
         self.ranks: Mapping[bytes, int] = ranks
         self.preparation = Preparation() if preparation is None else preparation
         self._ids = ids
-        self._special_tokens = special_tokens
-        self._special_names = {number: name for name, number in special_tokens.items()}
-        self._eos_token_ids = eos_token_ids
-        self._bos_token_id = bos_token_id
-        self._token_bytes = self._table({} if others is None else others)
+        table = self._table(special_tokens, {} if others is None else others)
+        super().__init__(table, special_tokens, eos_token_ids=eos_token_ids, bos_token_id=bos_token_id)
         added = self.preparation.added_tokens
         known = {token.id for token in added}
         marks = [AddedToken.mark(name, number) for name, number in special_tokens.items() if number not in known]
@@ -56,26 +55,6 @@ class ByteLevelTokenizer:
             self._encoding = tiktoken.Encoding(name="kvasir", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
         except ValueError as error:
             raise TokenizerError(f"the split pattern cannot be used: {error}") from error
-
-    @property
-    def vocab_size(self) -> int:
-        """See `interface.Tokenizer`."""
-        return len(self._token_bytes)
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """See `interface.Tokenizer`."""
-        return self._special_tokens
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """See `interface.Tokenizer`."""
-        return self._bos_token_id
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """See `interface.Tokenizer`."""
-        return self._eos_token_ids
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """See `interface.Tokenizer`.
@@ -94,22 +73,6 @@ class ByteLevelTokenizer:
                 token_ids += self._encode_plain(part)
         return token_ids
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """See `interface.Tokenizer`."""
-        if token_id < 0:
-            raise IndexError(token_id)
-        return self._token_bytes[token_id]
-
-    def token_name(self, token_id: int) -> str:
-        """See `interface.Tokenizer`."""
-        return self._special_names.get(token_id) or self.token_bytes(token_id).decode("utf-8", "replace")
-
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """See `interface.Tokenizer`."""
-        names = self._special_names
-        parts = (names[i].encode() if i in names else self.token_bytes(i) for i in token_ids)
-        return b"".join(parts).decode("utf-8", "replace")
-
     def _encode_plain(self, text: str) -> list[int]:
         try:
             ranks = self._encoding.encode_ordinary(text)
@@ -122,20 +85,14 @@ class ByteLevelTokenizer:
             ) from None
         return ranks if self._ids is None else [self._ids[rank] for rank in ranks]
 
-    def _table(self, others: Mapping[int, bytes]) -> list[bytes]:
+    def _table(self, special_tokens: Mapping[str, int], others: Mapping[int, bytes]) -> list[bytes]:
         """The bytes of every id, gaps without."""
+        ids = self._ids
+        of_ranks = ((rank if ids is None else ids[rank], token) for token, rank in self.ranks.items())
+        of_marks = ((token_id, b"") for token_id in special_tokens.values())
         table: dict[int, bytes] = {}
-        for token_id, token in self._all_tokens(others):
+        for token_id, token in itertools.chain(of_ranks, others.items(), of_marks):
             if token_id < 0 or token_id in table:
                 raise TokenizerError(f"token ids must be 0 or more, each for one token alone; {token_id} is not")
             table[token_id] = token
-        for mark in (*self._eos_token_ids, *([] if self._bos_token_id is None else [self._bos_token_id])):
-            if mark not in table:
-                raise TokenizerError(f"the mark {mark} is not in the vocabulary")
         return [table.get(token_id, b"") for token_id in range(max(table) + 1)]
-
-    def _all_tokens(self, others: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
-        ids = self._ids
-        yield from ((rank if ids is None else ids[rank], token) for token, rank in self.ranks.items())
-        yield from others.items()
-        yield from ((token_id, b"") for token_id in self._special_tokens.values())

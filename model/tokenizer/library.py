@@ -5,7 +5,7 @@ one token a character, and byte-level BPE that is not provably what tiktoken com
 decoding is ours, because the library's does not stream: what a token adds to a text that stands already is its bytes.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
@@ -15,9 +15,10 @@ from model.tokenizer.added_tokens import without_surrogates
 from model.tokenizer.alphabet import to_characters
 from model.tokenizer.decoders import TokenDecoder
 from model.tokenizer.interface import TokenizerError
+from model.tokenizer.vocabulary import Vocabulary
 
 
-class LibraryTokenizer:
+class LibraryTokenizer(Vocabulary):
     """A tokenizer of the `tokenizers` library; see `interface.Tokenizer`.
 
     Args:
@@ -48,38 +49,13 @@ class LibraryTokenizer:
         self._library.no_padding()
         self._decoder = decoder
         self._alphabet = alphabet
-        self._special_tokens = special_tokens
-        self._special_names = {number: name for name, number in special_tokens.items()}
-        self._eos_token_ids = eos_token_ids
-        self._bos_token_id = bos_token_id
         vocabulary: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
-        self._token_bytes = [b""] * (max(vocabulary.values(), default=-1) + 1)
+        marks = set(special_tokens.values())
+        token_bytes = [b""] * (max(vocabulary.values(), default=-1) + 1)
         for token, token_id in vocabulary.items():
-            if token_id not in self._special_names:
-                self._token_bytes[token_id] = decoder.token_bytes(token)
-        for mark in (*eos_token_ids, *([] if bos_token_id is None else [bos_token_id])):
-            if not 0 <= mark < len(self._token_bytes):
-                raise TokenizerError(f"the mark {mark} is not in the vocabulary of {len(self._token_bytes)} tokens")
-
-    @property
-    def vocab_size(self) -> int:
-        """See `interface.Tokenizer`."""
-        return len(self._token_bytes)
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """See `interface.Tokenizer`."""
-        return self._special_tokens
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """See `interface.Tokenizer`."""
-        return self._bos_token_id
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """See `interface.Tokenizer`."""
-        return self._eos_token_ids
+            if token_id not in marks:
+                token_bytes[token_id] = decoder.token_bytes(token)
+        super().__init__(token_bytes, special_tokens, eos_token_ids=eos_token_ids, bos_token_id=bos_token_id)
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """See `interface.Tokenizer`.
@@ -105,21 +81,9 @@ class LibraryTokenizer:
         """The tokenizer.json that the library writes."""
         return str(self._library.to_str())
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """See `interface.Tokenizer`."""
-        if token_id < 0:
-            raise IndexError(token_id)
-        return self._token_bytes[token_id]
-
-    def token_name(self, token_id: int) -> str:
-        """See `interface.Tokenizer`."""
-        return self._special_names.get(token_id) or self.token_bytes(token_id).decode("utf-8", "replace")
-
     def decode(self, token_ids: Iterable[int]) -> str:
         """See `interface.Tokenizer`. The space that such tokenizers put before a text is taken off again."""
-        names = self._special_names
-        parts = [names[i].encode() if i in names else self.token_bytes(i) for i in token_ids]
-        return self._decoder.strip_start(b"".join(parts)).decode("utf-8", "replace")
+        return self._decoder.strip_start(self.bytes_of(token_ids)).decode("utf-8", "replace")
 
     def _check_nothing_is_dropped(self, text: str, alphabet: frozenset[str]) -> None:
         normalizer = self._library.normalizer

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from model.generation_config import GENERATION_CONFIG_FILE
 from model.manifest import read_manifest
 from model.sampling_params import SamplingParams
-from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import Tokenizer
 from service.engine_builder import build_engine
 from service.messages import Finish, Submit
@@ -23,8 +22,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         settings = read_settings(GenerateSettings, argv, command="generate", summary=_SUMMARY)
         manifest = read_manifest(settings.checkpoint)
-        manifest.verify()
-        tokenizer = load_tokenizer(manifest.directory)
+        tokenizer = manifest.verify()
         defaults = read_defaults(settings, manifest.directory)
         if defaults.ignored:
             names = ", ".join(defaults.ignored)

@@ -13,8 +13,7 @@ from model.config import ModelConfig
 from model.generation_config import GenerationConfigError, read_generation_config
 from model.manifest import CheckpointError, Manifest, read_manifest
 from model.parameter_counts import count_parameters, kv_cache_formula
-from model.tokenizer.files import load_tokenizer
-from model.tokenizer.interface import TokenizerError
+from model.tokenizer.interface import Tokenizer, TokenizerError
 from service.settings import CheckpointSettings, SettingsError, read_settings
 
 _SUMMARY = (
@@ -33,12 +32,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         settings = read_settings(CheckpointSettings, argv, command="inspect", summary=_SUMMARY)
         manifest = read_manifest(settings.checkpoint)
-        manifest.verify()
+        tokenizer = manifest.verify()
         sections: dict[str, list[tuple[str, object]]] = {
             f"{manifest.name} ({manifest.directory})": list(_choices(manifest.config)),
             "parameters": list(_parameter_rows(manifest.config)),
             "memory": list(_memory_rows(manifest.config)),
-            "tokens": list(_token_rows(manifest)),
+            "tokens": list(_token_rows(manifest, tokenizer)),
             "files, all hashes correct" if manifest.family is None else "files, no hashes known": list(
                 _file_rows(manifest)
             ),
@@ -87,9 +86,9 @@ def _memory_rows(config: ModelConfig) -> Rows:
         )
 
 
-def _token_rows(manifest: Manifest) -> Rows:
+def _token_rows(manifest: Manifest, tokenizer: Tokenizer) -> Rows:
     """What begins and ends a text, and how the checkpoint wants to be sampled."""
-    tokenizer, wanted = load_tokenizer(manifest.directory), read_generation_config(manifest.directory)
+    wanted = read_generation_config(manifest.directory)
 
     def named(ids: Sequence[int]) -> str:
         return ", ".join(f"{token_id} {tokenizer.token_name(token_id)!r}" for token_id in ids) if ids else "none"
@@ -108,7 +107,11 @@ def _token_rows(manifest: Manifest) -> Rows:
     if wanted.ignored:
         yield "ignored defaults", ", ".join(wanted.ignored)
     template = load_chat_template(manifest.directory)
-    told = "none of its own" if template is None else f"{len(template.source):,} characters, from {Path(template.origin).name}"
+    told = (
+        "none of its own"
+        if template is None
+        else f"{len(template.source):,} characters, from {Path(template.origin).name}"
+    )
     yield "chat template", told
 
 

@@ -14,7 +14,6 @@ from model.attention.weights import weights_of_layer
 from model.checkpoint import load_model
 from model.config import ModelConfig
 from model.manifest import CheckpointError, Manifest, read_manifest
-from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from service.attention_picture import MAX_TOKENS, SUFFIXES, draw_attention
 from service.logprobs import token_name
@@ -38,8 +37,7 @@ def main(argv: Sequence[str]) -> int:
             _check_out(settings.out)
         manifest = read_manifest(settings.checkpoint)
         heads = _heads(settings, manifest.config)
-        manifest.verify()
-        tokenizer = load_tokenizer(manifest.directory)
+        tokenizer = manifest.verify()
         token_ids = _token_ids(settings, manifest, tokenizer)
         model = load_model(manifest, device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["sdpa"])
         weights_HTT = weights_of_layer(model, token_ids, layer=settings.layer)[heads]

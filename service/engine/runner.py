@@ -80,7 +80,6 @@ class ModelRunner:
             },
         )
 
-
     def attention_weights(self, token_ids: Sequence[int], *, layer: int, heads: Sequence[int]) -> bytes:
         """What these tokens attend to: lower triangles of the `heads`, float32. Touches no cache.
 

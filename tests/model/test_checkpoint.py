@@ -151,7 +151,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "final_norm.weight is I64",
     ),
     "not safetensors": (lambda d: (d / SHARD).write_bytes(b"PK" * 20), f"{SHARD}: .* bytes, .* expected"),
-    "tokenizer of another model": (_larger_tokenizer, "token_embedding.weight has 300 rows, the tokenizer beside it 400 tokens"),
+    "tokenizer of another model": (
+        _larger_tokenizer,
+        "token_embedding.weight has 300 rows, the tokenizer beside it 400 tokens",
+    ),
     "config nested too deeply": (_config("[" * 100_000), "config.json: not JSON"),
     "config with a number beyond all bounds": (
         lambda d: _config((d / "config.json").read_text().replace("1e-05", "1" + "0" * 400))(d),

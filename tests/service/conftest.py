@@ -10,6 +10,7 @@ from starlette.testclient import TestClient
 
 from model.manifest import read_manifest
 from model.tokenizer.byte_level import ByteLevelTokenizer
+from model.tokenizer.files import load_tokenizer
 from service.frontend import Frontend
 from service.lifecycle import Lifecycle, Phase
 from service.metrics import Metrics
@@ -52,7 +53,7 @@ def settings(tiny_checkpoint: Path) -> ServeSettings:
 
 @pytest.fixture
 def frontend(settings: ServeSettings, metrics: Metrics, lifecycle: Lifecycle, queue: EchoQueue) -> Iterator[Frontend]:
-    serving = read_serving(settings, read_manifest(settings.checkpoint))
+    serving = read_serving(settings, read_manifest(settings.checkpoint), load_tokenizer(settings.checkpoint))
     frontend = Frontend(settings, serving=serving, lifecycle=lifecycle, metrics=metrics)
     frontend.request_queue, frontend.response_queue_id = queue, 0
     frontend.pre_setup(None)

@@ -10,6 +10,7 @@ import pytest
 from model.chat_template import PLAIN_SOURCE, ChatTemplateError
 from model.generation_config import GenerationConfigError
 from model.manifest import read_manifest
+from model.tokenizer.files import load_tokenizer
 from service.cli import main
 from service.serving import Defaults, Serving, read_defaults, read_serving
 from service.settings import ServeSettings, SettingsError
@@ -24,7 +25,11 @@ def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
 
 
 def serving(checkpoint: Path, **settings: Any) -> Serving:
-    return read_serving(ServeSettings(checkpoint=checkpoint, threads=1, **settings), read_manifest(checkpoint))
+    return read_serving(
+        ServeSettings(checkpoint=checkpoint, threads=1, **settings),
+        read_manifest(checkpoint),
+        load_tokenizer(checkpoint),
+    )
 
 
 def write(path: Path, value: Any) -> None:
@@ -101,7 +106,7 @@ def test_the_longest_answer_is_the_checkpoints(checkpoint: Path) -> None:
 def test_everything_is_shown(checkpoint: Path) -> None:
     write(checkpoint / "generation_config.json", {"temperature": 0.5})
     settings = ServeSettings(checkpoint=checkpoint, threads=3, max_context_length=100)
-    found = read_serving(settings, read_manifest(checkpoint)).found(settings)
+    found = read_serving(settings, read_manifest(checkpoint), load_tokenizer(checkpoint)).found(settings)
     assert found == {
         "model_name": "tiny",
         "max_context_length": 100,
