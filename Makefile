@@ -43,7 +43,7 @@ performance: bench ## measure engine and service, write docs/performance.md
 	$(BIN)/python -m loadtest.performance_page
 
 attention: install ## train and measure every mechanism of docs/attention.md (hours; may be interrupted)
-	$(BIN)/python -m loadtest.bench_attention train --seeds 1 2 3
+	$(BIN)/python -m loadtest.bench_attention train --seeds 1 2
 	$(BIN)/python -m loadtest.bench_attention speed
 	$(BIN)/python -m loadtest.attention_page
 

@@ -41,14 +41,15 @@ def draw(path: Path, training: Mapping[str, Any]) -> None:
 
 
 def _draw_curves(axes: Axes, rows: Mapping[str, Any], ordered: list[str], colours: Mapping[str, Any]) -> None:
-    for name in reversed(ordered):  # the legend from the highest curve to the lowest
+    for place, name in enumerate(reversed(ordered)):  # the legend from the highest curve to the lowest
         runs = [dict(map(tuple, run["curve"])) for run in rows[name]["runs"]]
         steps = [step for step in runs[0] if step >= _FROM_STEP and all(step in run for run in runs)]
         means = [statistics.fmean(run[step] for run in runs) for step in steps]
         width = 2.6 if name == BASELINE else 1.2
-        axes.plot(steps, means, color=colours[name], linewidth=width, label=rows[name]["title"])
+        style = "-" if place % 2 else "--"
+        axes.plot(steps, means, style, color=colours[name], linewidth=width, label=rows[name]["title"])
     axes.set_xlabel("steps")
-    axes.set_ylabel("held-out loss on 64 stories (nats a token), mean of the seeds")
+    axes.set_ylabel("held-out loss on some stories (nats a token), mean of the seeds")
     axes.grid(visible=True, alpha=0.3)
     axes.legend(fontsize=7)
 
@@ -60,11 +61,11 @@ def _draw_finals(axes: Axes, rows: Mapping[str, Any], ordered: list[str], colour
         axes.axvspan(
             baseline - spread, baseline + spread, color="grey", alpha=0.2, label="one standard deviation of seeds"
         )
-        axes.legend(fontsize=7, loc="lower right")
+        axes.legend(fontsize=7, loc="upper right")
     for place, name in enumerate(reversed(ordered)):
         values = list(losses(rows[name]).values())
         axes.plot(values, [place] * len(values), "o", color=colours[name], markersize=4)
         axes.plot([mean_loss(rows[name])], [place], "|", color="black", markersize=12)
     axes.set_yticks(range(len(ordered)), [rows[name]["title"] for name in reversed(ordered)], fontsize=8)
-    axes.set_xlabel("held-out loss at the end, all stories (nats a token); a dot is a seed")
+    axes.set_xlabel("held-out loss at the end (nats a token); a dot is a seed")
     axes.grid(visible=True, axis="x", alpha=0.3)

@@ -49,6 +49,7 @@ ROWS = (
     Row("learned", "learned positions"),
     Row("sinusoidal", "sinusoidal positions"),
     Row("sinusoidal-scaled", "sinusoidal, token embeddings x sqrt(width)", "sinusoidal"),
+    Row("scaled-embeddings", "rotary, token embeddings x sqrt(width)"),
     Row("partial-rotary", "partial rotary, 8 of 32"),
     Row("relative-bias", "relative bias (T5)"),
     Row("alibi", "linear biases (ALiBi)"),

@@ -2,16 +2,17 @@
 
 All contestants take turns in rounds: a round trains each for a few steps of the real training loop, then serves from
 each checkpoint through the engine. A ratio is taken within a round, so that a slow minute of the machine touches both
-sides.
+sides, and between tokens per second of CPU time: what neighbours take away meanwhile is nobody's speed.
 """
 
+import functools
 import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -40,24 +41,49 @@ _KERNEL_SECONDS = 0.5
 _KERNEL_HEADS, _KERNEL_HEAD_DIM = 4, 32
 
 
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Tokens, and the seconds they took: on the clock, and of CPU time in all our threads."""
+
+    tokens: int
+    seconds: float
+    cpu_seconds: float
+
+    @classmethod
+    def of(cls, work: Callable[[], int]) -> Self:
+        """Time a piece of work that returns its number of tokens."""
+        began, cpu_began = time.perf_counter(), time.process_time()
+        tokens = work()
+        return cls(tokens, time.perf_counter() - began, time.process_time() - cpu_began)
+
+
 @dataclass(slots=True)
 class Contestant:
-    """A mechanism on an attention backend, and tokens/s round by round."""
+    """A mechanism on an attention backend, and what it took round by round."""
 
     name: str
     row: Row
     attention: str
-    trained: list[float] = field(default_factory=list)
-    served: list[float] = field(default_factory=list)
+    trained: list[Timing] = field(default_factory=list)
+    served: list[Timing] = field(default_factory=list)
 
     def to_dict(self, baseline: "Contestant") -> dict[str, Any]:
         """JSON-ready, with ratios to the baseline of the same round."""
         return {
-            "trained_tokens_per_second": Spread(tuple(self.trained)).to_dict(),
-            "trained_ratio": Spread.of_ratios(self.trained, baseline.trained).to_dict(),
-            "served_tokens_per_second": Spread(tuple(self.served)).to_dict(),
-            "served_ratio": Spread.of_ratios(self.served, baseline.served).to_dict(),
+            "trained_tokens_per_second": _per_second(self.trained),
+            "trained_ratio": _ratio(self.trained, baseline.trained),
+            "served_tokens_per_second": _per_second(self.served),
+            "served_ratio": _ratio(self.served, baseline.served),
         }
+
+
+def _per_second(timings: Sequence[Timing]) -> dict[str, Any]:
+    return Spread(tuple(round(timing.tokens / timing.seconds, 1) for timing in timings)).to_dict()
+
+
+def _ratio(own: Sequence[Timing], baseline: Sequence[Timing]) -> dict[str, Any]:
+    speeds = ([timing.tokens / timing.cpu_seconds for timing in timings] for timings in (own, baseline))
+    return Spread(tuple(round(ratio, 4) for ratio in Spread.of_ratios(*speeds).values)).to_dict()
 
 
 def contestants(rows: Sequence[Row] = ROWS) -> list[Contestant]:
@@ -125,17 +151,16 @@ def measure_training(
         for number in range(-1, rounds):  # round -1 is slow and nobody's steady state
             report(f"training, round {number + 1} of {rounds}")
             for contestant, trainer in trainers:
-                speed = _train(trainer, STEPS if number >= 0 else 2)
+                timing = Timing.of(functools.partial(_train, trainer, STEPS if number >= 0 else 2))
                 if number >= 0:
-                    contestant.trained.append(speed)
+                    contestant.trained.append(timing)
     torch.use_deterministic_algorithms(mode=False)
 
 
-def _train(trainer: Trainer, steps: int) -> float:
-    began = time.perf_counter()
+def _train(trainer: Trainer, steps: int) -> int:
     for _ in range(steps):
         trainer.train_step()
-    return steps * trainer.config.tokens_per_step / (time.perf_counter() - began)
+    return steps * trainer.config.tokens_per_step
 
 
 def measure_serving(
@@ -153,10 +178,10 @@ def measure_serving(
     for number in range(-1, rounds):
         report(f"serving, round {number + 1} of {rounds}")
         for contestant, served in opened:
-            waves = [_submit(next(uids), prompts.next(PROMPT_TOKENS)) for _ in range(STREAMS)]
-            run = run_closed(served.engine, waves, num_streams=STREAMS)
+            wave = [_submit(next(uids), prompts.next(PROMPT_TOKENS)) for _ in range(STREAMS)]
+            timing = Timing.of(functools.partial(_serve, served, wave))
             if number >= 0:
-                contestant.served.append(run.tokens_per_second)
+                contestant.served.append(timing)
 
 
 def _open(contestant: Contestant, checkpoint: Path, threads: int) -> InProcess:
@@ -172,6 +197,10 @@ def _open(contestant: Contestant, checkpoint: Path, threads: int) -> InProcess:
     )
 
 
+def _serve(served: InProcess, wave: Sequence[Submit]) -> int:
+    return run_closed(served.engine, wave, num_streams=STREAMS).num_completion_tokens
+
+
 def _submit(uid: str, prompt: tuple[int, ...]) -> Submit:
     return Submit(
         uid=uid,
@@ -185,7 +214,7 @@ def _submit(uid: str, prompt: tuple[int, ...]) -> Submit:
 
 
 def measure_kernels(rounds: int, lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """Causal attention alone over one sequence, written out and fused, at several lengths; milliseconds a call.
+    """Causal attention alone over one sequence, written out and fused, at several lengths; CPU milliseconds a call.
 
     score_bytes: what the scores occupy where they are stored, heads x length² x 4 bytes; the fused kernel stores none.
     """
@@ -203,8 +232,8 @@ def measure_kernels(rounds: int, lengths: Sequence[int]) -> list[dict[str, Any]]
             {
                 "length": length,
                 "score_bytes": _KERNEL_HEADS * length**2 * 4,
-                "eager_ms": Spread(tuple(1e3 * value for value in seconds["eager"])).to_dict(),
-                "fused_ms": Spread(tuple(1e3 * value for value in seconds["sdpa"])).to_dict(),
+                "eager_ms": Spread(tuple(round(1e3 * value, 4) for value in seconds["eager"])).to_dict(),
+                "fused_ms": Spread(tuple(round(1e3 * value, 4) for value in seconds["sdpa"])).to_dict(),
                 "ratio": Spread.of_ratios(seconds["eager"], seconds["sdpa"]).to_dict(),
             }
         )
@@ -222,9 +251,9 @@ class _Call:
 
     @torch.inference_mode()
     def seconds(self, at_least: float) -> float:
-        """Mean seconds a call, over calls that take so long together."""
-        calls, began = 0, time.perf_counter()
-        while (elapsed := time.perf_counter() - began) < at_least or not calls:
+        """Mean CPU seconds a call, over calls that take so long together."""
+        calls, began = 0, time.process_time()
+        while (elapsed := time.process_time() - began) < at_least or not calls:
             self._backend.attend(*self._qkv, form=self._form, metadata=self._metadata, kv_cache=None)
             calls += 1
         return elapsed / calls
