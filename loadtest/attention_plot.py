@@ -67,5 +67,5 @@ def _draw_finals(axes: Axes, rows: Mapping[str, Any], ordered: list[str], colour
         axes.plot(values, [place] * len(values), "o", color=colours[name], markersize=4)
         axes.plot([mean_loss(rows[name])], [place], "|", color="black", markersize=12)
     axes.set_yticks(range(len(ordered)), [rows[name]["title"] for name in reversed(ordered)], fontsize=8)
-    axes.set_xlabel("held-out loss at the end (nats a token); a dot is a seed")
+    axes.set_xlabel("held-out loss at the end (nats a token)\na dot is a seed, a line their mean")
     axes.grid(visible=True, axis="x", alpha=0.3)

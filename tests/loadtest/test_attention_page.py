@@ -2,14 +2,17 @@
 
 import copy
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loadtest import attention_page
-from loadtest.attention_noise import Difference, differences, seed_spread
+from loadtest.attention_noise import Difference, differences, mean_loss, seed_spread
 from loadtest.attention_rows import ROWS
+from service import cli
 from tests.loadtest.attention_results import RESULTS, row
 
 EMPTY = "# By hand\n" + "".join(f"\n<!-- measured: {name} -->\nold\n<!-- end -->\n" for name in attention_page.PARTS)
@@ -121,3 +124,98 @@ def test_the_page_shows_every_recipe() -> None:
     page = attention_page.PAGE.read_text()
     for recipe_row in ROWS:
         assert f"{recipe_row.name}.toml" in page or recipe_row.title in page
+
+
+def page_commands() -> list[str]:
+    """The page's `kvasir inspect` commands, continuation lines joined."""
+    joined = attention_page.PAGE.read_text().replace("\\\n", "")
+    return re.findall(r"^\$ \.venv/bin/kvasir (inspect .*)", joined, re.M)
+
+
+@pytest.mark.parametrize("command", page_commands())
+def test_its_commands_run(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(attention_page.ROOT)
+    assert cli.main(shlex.split(command)) == 0
+    assert len(capsys.readouterr().out.splitlines()) > 5
+
+
+def test_its_argument_for_the_scale_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", attention_page.PAGE.read_text(), re.M | re.S)
+    exec(compile(code, "attention.md", "exec"), {})
+    printed = capsys.readouterr().out.splitlines()
+    figures = [tuple(map(float, re.findall(r"(\d+\.\d+)", line))) for line in printed]
+    assert len(figures) == 8
+    assert figures[0] == pytest.approx((8, 0.43), rel=0.1)
+    assert figures[6] == pytest.approx((500, 0.93), rel=0.03)
+    for scaled in figures[1::2]:
+        assert scaled == pytest.approx((1, 0.12), rel=0.1)
+
+
+def test_its_links_lead_somewhere() -> None:
+    page = attention_page.PAGE.read_text()
+    files = {link for link in re.findall(r"\]\(([^)#]+)\)", page) if "://" not in link}
+    assert len(files) > 15
+    assert [link for link in sorted(files) if not (attention_page.PAGE.parent / link).exists()] == []
+    headings = {
+        re.sub(r"[^\w -]", "", line.lower()).strip().replace(" ", "-") for line in re.findall(r"^#+ (.*)", page, re.M)
+    }
+    assert set(re.findall(r"\]\(#([^)]+)\)", page)) <= headings
+
+
+# What docs/attention.md says of the rows by hand, in "What the table shows": better or worse than the row's other, or
+# no verdict where it says that little or nothing is told.
+SAID = {
+    "average": "worse",
+    "single-head": "worse",
+    "grouped-query": "within the noise",
+    "none": "worse",
+    "learned": "worse",
+    "sinusoidal": "worse",
+    "sinusoidal-scaled": "better",
+    "scaled-embeddings": "better",
+    "relative-bias": "worse",
+    "alibi": "better",
+    "disentangled": "better",
+    "sliding-window": "better",
+    "qk-norm": "better",
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_the_prose_says_what_was_measured(name: str) -> None:
+    rows = json.loads(attention_page.RESULTS.read_text())["train"]["rows"]
+    assert differences(rows)[name].verdict == SAID[name]
+
+
+def test_the_prose_s_other_comparisons_hold() -> None:
+    results = json.loads(attention_page.RESULTS.read_text())
+    rows, speed = results["train"]["rows"], results["speed"]
+    loss = {name: mean_loss(row) for name, row in rows.items()}
+    error = differences(rows)["none"].error
+    assert error is not None
+    told_well = ("multi-head", "partial-rotary", "relative-bias", "alibi", "disentangled", "sinusoidal-scaled")
+    assert max(loss[name] for name in told_well) + 0.2 < min(loss[n] for n in ("learned", "sinusoidal", "none"))
+    assert loss["sinusoidal"] > loss["none"] - error
+    assert abs(loss["sinusoidal-scaled"] - loss["multi-head"]) < error
+    assert loss["scaled-embeddings"] < loss["sinusoidal-scaled"] - error
+    assert loss["average"] < loss["none"] + error
+    for shared in ("multi-query", "partial-rotary"):
+        assert 0 < loss[shared] - loss["multi-head"] < 0.05
+    parameters = {name: row["parameters"] for name, row in rows.items()}
+    assert parameters["multi-query"] == pytest.approx(0.9 * parameters["multi-head"], rel=0.02)
+    ratio = {name: {key: row[key]["median"] for key in row if "ratio" in key} for name, row in speed["rows"].items()}
+    for name, figure, low, high in (
+        ("eager", "served", 0.0, 0.5),
+        ("eager", "trained", 0.95, 1.5),
+        ("grouped-query", "served", 1.08, 1.5),
+        ("multi-query", "served", 1.15, 2.0),
+        ("none", "served", 1.02, 1.2),
+        ("none", "trained", 1.02, 1.2),
+        ("relative-bias", "trained", 0.8, 0.97),
+        ("relative-bias", "served", 0.8, 0.97),
+        ("disentangled", "trained", 0.4, 0.65),
+        ("disentangled", "served", 0.4, 0.65),
+    ):
+        assert low < ratio[name][f"{figure}_ratio"] < high, (name, figure)
+    gaps = [point["ratio"]["median"] for point in speed["kernels"]]
+    assert gaps == sorted(gaps)
