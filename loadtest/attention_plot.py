@@ -33,7 +33,7 @@ def draw(path: Path, training: Mapping[str, Any]) -> None:
     ordered = sorted(rows, key=lambda name: mean_loss(rows[name]))
     palette = colormaps["tab20"]
     colours = {name: palette(index % 20) for index, name in enumerate(rows)}
-    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    figure = Figure(figsize=(11, 6.2), layout="constrained")
     curves, finals = figure.subplots(1, 2, width_ratios=(1.15, 1))
     _draw_curves(curves, rows, ordered, colours)
     _draw_finals(finals, rows, ordered, colours)
@@ -51,7 +51,7 @@ def _draw_curves(axes: Axes, rows: Mapping[str, Any], ordered: list[str], colour
     axes.set_xlabel("steps")
     axes.set_ylabel("held-out loss on some stories (nats a token), mean of the seeds")
     axes.grid(visible=True, alpha=0.3)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
 
 
 def _draw_finals(axes: Axes, rows: Mapping[str, Any], ordered: list[str], colours: Mapping[str, Any]) -> None:
