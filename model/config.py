@@ -85,21 +85,27 @@ class ModelConfig:
             object.__setattr__(self, name, check_member(name, getattr(self, name), kind))
         if isinstance(self.rope_scaling, Mapping):
             object.__setattr__(self, "rope_scaling", RopeScaling.from_dict(self.rope_scaling))
-        if not isinstance(self.global_layers, (list, tuple)):
-            raise ValueError(f"global_layers must be a list of layers, not {self.global_layers!r}")
+        elif self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
+            raise ValueError(f"rope_scaling must be a table of kind, factor and so on, not {self.rope_scaling!r}")
+        layers = self.global_layers
+        if not isinstance(layers, (list, tuple)) or any(type(layer) is not int for layer in layers):
+            raise ValueError(f"global_layers must be a list of layers' numbers, not {layers!r}")
         object.__setattr__(self, "global_layers", tuple(self.global_layers))
         if self.attention_out_bias is None:
             object.__setattr__(self, "attention_out_bias", self.attention_bias)
         for name in _SIZES:
             check_size(name, getattr(self, name))
+        check_size("num_layers", self.num_layers, MAX_LAYERS)
         for name in ("rotary_dim", "num_relative_buckets", "max_relative_distance", "sliding_window"):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
-        for name in ("rope_theta", "norm_eps", "embedding_scale", *(["score_scale"] if self.score_scale else [])):
+        for name in ("rope_theta", "norm_eps", "embedding_scale"):
             check_number(name, getattr(self, name))
+        if self.score_scale is not None:
+            check_number("score_scale", self.score_scale)
         self._check_choices()
 
     def _check_choices(self) -> None:
@@ -111,7 +117,7 @@ class ModelConfig:
             name = "rotary_dim" if self.rotary_dim else "head_dim"
             raise ValueError(f"rotary positions need an even {name} up to head_dim, not {self.rotary_size}")
         in_scores = rotary or self.position in _IN_SCORES
-        if self.attention is AttentionKind.AVERAGE and (in_scores or self.qk_norm or self.score_scale):
+        if self.attention is AttentionKind.AVERAGE and (in_scores or self.qk_norm or self.score_scale is not None):
             raise ValueError("average attention has no scores: no qk_norm, no score_scale, no position in the scores")
         needed = {
             "num_relative_buckets": self.position is PositionKind.RELATIVE_BIAS,
@@ -128,8 +134,11 @@ class ModelConfig:
                 raise ValueError(f"{name} belongs to position=rotary, not {self.position}")
         if self.global_layers and self.sliding_window is None:
             raise ValueError("global_layers without a sliding_window mean nothing")
-        if any(layer not in range(self.num_layers) for layer in self.global_layers):
-            raise ValueError(f"global_layers must be layers from 0 to {self.num_layers - 1}, not {self.global_layers}")
+        known = [layer for layer in dict.fromkeys(self.global_layers) if 0 <= layer < self.num_layers]
+        if len(known) != len(self.global_layers):
+            raise ValueError(
+                f"global_layers must be layers from 0 to {self.num_layers - 1}, each once, not {self.global_layers}"
+            )
         if self.norm_unit_offset and self.norm is not NormKind.RMS_NORM:
             raise ValueError("norm_unit_offset belongs to norm=rms_norm")
         if not self.norm_bias and self.norm is not NormKind.LAYER_NORM:
@@ -249,6 +258,8 @@ class ModelConfig:
         return cls(**values)
 
 
+# Ten times what the deepest models have. Every layer is listed by name before a tensor is looked for.
+MAX_LAYERS = 10_000
 _SIZES = (
     *("vocab_size", "max_context_length", "num_layers", "hidden_size"),
     *("num_heads", "num_kv_heads", "head_dim", "mlp_size"),

@@ -1,7 +1,7 @@
 """The choices of which a `ModelConfig` is made: one enum a question, torch-free."""
 
 import dataclasses
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -120,13 +120,19 @@ def check_member(name: str, value: object, kind: type[StrEnum]) -> StrEnum:
     return kind(str(value))
 
 
-def check_size(name: str, value: object) -> None:
-    """Raises ValueError unless the value is a positive integer."""
+# Beyond what any model has: 32 bits, which tensors' indices and products of two sizes still fit.
+MAX_SIZE = 2**31 - 1
+
+
+def check_size(name: str, value: object, largest: int = MAX_SIZE) -> None:
+    """Raises ValueError unless the value is a positive integer up to `largest`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a positive integer, not {value!r}")
+    if value > largest:
+        raise ValueError(f"{name} must be at most {largest:,}, not a number of {len(str(value))} digits")
 
 
 def check_number(name: str, value: object) -> None:
-    """Raises ValueError unless the value is a positive, finite number."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+    """Raises ValueError unless the value is a positive number that a float can hold."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
         raise ValueError(f"{name} must be a positive number, not {value!r}")
