@@ -94,11 +94,15 @@ class DisentangledBias(nn.Module):
         k_RHD = k_RKD.repeat_interleave(groups, dim=1).to(q_BQHD.dtype)
         k_BSHD = k_BSKD.repeat_interleave(groups, dim=2)
         content_BHQR = torch.einsum("bqhd,rhd->bhqr", q_BQHD, k_RHD)
-        position_BHSR = torch.einsum("bshd,rhd->bhsr", k_BSHD, q_RHD.to(k_BSKD.dtype))
-        shape_BHQS = (*content_BHQR.shape[:3], k_BSKD.shape[1])
-        index_BHQS = distances_BQS.clamp(0, len(table_RE) - 1)[:, None].expand(shape_BHQS)
+        index_BQS = distances_BQS.clamp(0, len(table_RE) - 1)
+        index_BHQS = index_BQS[:, None].expand(*content_BHQR.shape[:3], k_BSKD.shape[1])
         content_BHQS = content_BHQR.gather(-1, index_BHQS)
-        position_BHQS = position_BHSR.gather(-1, index_BHQS.transpose(2, 3)).transpose(2, 3)
+        q_RHD = q_RHD.to(k_BSKD.dtype)
+        if q_BQHD.shape[1] == 1:  # each key meets one distance: its product with all R would be thrown away
+            position_BHQS = (k_BSHD * q_RHD[index_BQS[:, 0]]).sum(-1).transpose(1, 2)[:, :, None]
+        else:
+            position_BHSR = torch.einsum("bshd,rhd->bhsr", k_BSHD, q_RHD)
+            position_BHQS = position_BHSR.gather(-1, index_BHQS.transpose(2, 3)).transpose(2, 3)
         return (content_BHQS + position_BHQS) * self.scale
 
 
