@@ -23,7 +23,7 @@ from typing import Any
 
 from model.checkpoint_files import CheckpointError, check_plain_name, file_digest, read_json
 from model.config import ModelConfig
-from model.families.directory import find_weight_files
+from model.families.directory import find_weight_files, what_is_wrong
 from model.families.family import Family
 from model.families.placement import Placement, place_tensors
 from model.families.table import read_family_config
@@ -121,13 +121,10 @@ def read_manifest(directory: Path | str) -> Manifest:
             model we cannot compute.
     """
     directory = Path(directory)
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory}: no such directory; --checkpoint wants a checkpoint directory")
     if (directory / MANIFEST_FILE).exists():
         return _read_native(directory)
     if not (directory / CONFIG_FILE).exists():
-        find_weight_files(directory)  # a pickle alone has its own message
-        raise CheckpointError(f"{directory / CONFIG_FILE}: missing; it describes the model, download it too")
+        raise CheckpointError(what_is_wrong(directory))
     values = read_json(directory / CONFIG_FILE)
     if "model_type" not in values and "architectures" not in values:
         return _read_native(directory)  # which misses its manifest.json

@@ -19,6 +19,41 @@ class WeightFiles:
     index: Mapping[str, str]
 
 
+def what_is_wrong(path: Path) -> str:
+    """Why a path that was given as a checkpoint is none, and what to do: one line.
+
+    Expects one without config.json and without manifest.json.
+    """
+    if path.is_file():
+        if pickle := _pickle_advice(path.parent, path):
+            return pickle
+        return f"{path}: a file; --checkpoint wants its directory, {path.parent}"
+    if not path.is_dir():
+        return f"{path}: no such directory; --checkpoint wants one on this machine, nothing is downloaded"
+    if pickle := _pickle_advice(path):
+        return pickle
+    inside = sorted(child for name in ("config.json", "manifest.json") for child in path.glob(f"*/{name}"))
+    if inside:
+        return f"{path}: no checkpoint itself; take one that is in it, such as {inside[0].parent}"
+    if list(path.glob("*.safetensors")):
+        return f"{path / 'config.json'}: missing; it describes the model, download it too"
+    return f"{path}: neither config.json nor manifest.json, so no checkpoint directory; name another"
+
+
+def _pickle_advice(directory: Path, given: Path | None = None) -> str | None:
+    """What to do with the first pickle of a directory, or with the one that was given; None where there is none."""
+    pickles = sorted(path for pattern in _PICKLES for path in directory.glob(pattern))
+    if given is not None:
+        pickles = [path for path in pickles if path == given]
+    if not pickles or list(directory.glob("*.safetensors")):
+        return None
+    flags = f"--nanogpt {pickles[0]} --tokenizer FILE" if pickles[0].name == "ckpt.pt" else f"--pickle {directory}"
+    return (
+        f"{pickles[0]}: a pickle can run code when it is read, so it is not; make safetensors of it with "
+        f"`kvasir convert {flags} --out NEW_DIRECTORY`"
+    )
+
+
 def find_weight_files(directory: Path) -> WeightFiles:
     """The weight files of a directory. Whether they are there and whole, `model.families.placement` checks.
 
@@ -33,13 +68,8 @@ def find_weight_files(directory: Path) -> WeightFiles:
         return indexed
     if single.is_file():
         return WeightFiles(names=(SINGLE_FILE,), index={})
-    if pickles := sorted(path for pattern in _PICKLES for path in directory.glob(pattern)):
-        of_nanogpt = pickles[0].name == "ckpt.pt"
-        flags = f"--nanogpt {pickles[0]} --tokenizer FILE" if of_nanogpt else f"--pickle {directory}"
-        raise CheckpointError(
-            f"{pickles[0]}: a pickle can run code when it is read, so it is not; make safetensors of it with "
-            f"`kvasir convert {flags} --out NEW_DIRECTORY`"
-        )
+    if pickle := _pickle_advice(directory):
+        raise CheckpointError(pickle)
     raise CheckpointError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE}; download the weights too")
 
 

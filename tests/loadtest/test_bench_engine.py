@@ -53,7 +53,7 @@ def test_what_cannot_be_measured_is_refused(
 def test_no_checkpoint_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench_engine.main(["--checkpoint", str(tmp_path)])
-    assert "manifest.json" in capsys.readouterr().err
+    assert "neither config.json nor manifest.json" in capsys.readouterr().err
 
 
 def test_no_two_prompts_share_a_block() -> None:

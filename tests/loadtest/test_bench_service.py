@@ -42,7 +42,7 @@ def test_a_service_that_cannot_start_is_reported_with_its_own_words(
 ) -> None:
     arguments = ["--checkpoint", str(tmp_path), "--start-repeats", "1"]
     assert bench_service.main(arguments) == 1
-    assert "manifest.json" in capsys.readouterr().err
+    assert "neither config.json nor manifest.json" in capsys.readouterr().err
 
 
 def test_settings_that_make_no_sense_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,48 @@
+"""What is given to --checkpoint and is no checkpoint directory: said so, with what to give instead."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from model.manifest import CheckpointError, read_manifest
+
+
+def _file(name: str) -> Callable[[Path], Path]:
+    def make(directory: Path) -> Path:
+        (directory / name).write_bytes(b"x")
+        return directory / name
+
+    return make
+
+
+def _parent(directory: Path) -> Path:
+    (directory / "mine").mkdir()
+    (directory / "mine" / "config.json").write_text("{}")
+    return directory
+
+
+def _in_directory(name: str) -> Callable[[Path], Path]:
+    return lambda directory: _file(name)(directory).parent
+
+
+WRONG = {
+    "weights": (_file("model.safetensors"), r"/model.safetensors: a file; --checkpoint wants its directory, /"),
+    "a pickle": (_file("pytorch_model.bin"), r"kvasir convert --pickle /.* --out NEW_DIRECTORY"),
+    "nanoGPT's": (_file("ckpt.pt"), r"kvasir convert --nanogpt /.*/ckpt.pt --tokenizer FILE --out NEW_DIRECTORY"),
+    "a directory of pickles": (_in_directory("pytorch_model.bin"), r"kvasir convert --pickle /.* --out"),
+    "a name on a hub": (lambda _: Path("Qwen/Qwen3-0.6B"), r"Qwen/Qwen3-0.6B: no such directory; .*downloaded"),
+    "an empty directory": (lambda directory: directory, r"neither config.json nor manifest.json"),
+    "a parent": (_parent, r"no checkpoint itself; take one that is in it, such as /.*/mine$"),
+    "weights alone": (_in_directory("model.safetensors"), r"/config.json: missing; .*download it too"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_says_what_to_give_instead(wrong: str, tmp_path: Path) -> None:
+    make, message = WRONG[wrong]
+    with pytest.raises(CheckpointError) as told:
+        read_manifest(make(tmp_path))
+    assert re.search(message, str(told.value))
+    assert "\n" not in str(told.value)
