@@ -30,7 +30,7 @@ def _read_config(reader: ConfigReader) -> ModelConfig:
     return ModelConfig(
         vocab_size=reader.size("vocab_size", 50257),
         max_context_length=positions,
-        num_layers=reader.size("n_layer", 12),
+        num_layers=reader.layers("n_layer", 12),
         hidden_size=width,
         num_heads=heads,
         num_kv_heads=heads,

@@ -20,15 +20,18 @@ def _read_config(reader: ConfigReader) -> ModelConfig:
     rope = read_rope(
         reader,
         max_positions=positions,
-        theta_names=("rotary_emb_base", "rope_theta"),
-        partial_names=("rotary_pct", "partial_rotary_factor"),
+        theta_names=("rotary_emb_base",),
+        partial_names=("rotary_pct",),
         partial=0.25,
     )
+    # Of this family the library reads neither at the top level, and older versions of it wrote both beside the others.
+    reader.echo("rope_theta", rope.theta, "rotary_emb_base")
+    reader.echo("partial_rotary_factor", rope.partial, "rotary_pct")
     rotary_dim = int(head_dim * rope.partial)
     return ModelConfig(
         vocab_size=reader.size("vocab_size", 50432),
         max_context_length=positions,
-        num_layers=reader.size("num_hidden_layers", 44),
+        num_layers=reader.layers("num_hidden_layers", 44),
         hidden_size=width,
         num_heads=heads,
         num_kv_heads=heads,

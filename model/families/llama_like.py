@@ -72,7 +72,7 @@ def read_sizes(reader: ConfigReader, defaults: Defaults) -> dict[str, Any]:
     return {
         "vocab_size": reader.size("vocab_size", defaults.vocab_size),
         "max_context_length": positions,
-        "num_layers": reader.size("num_hidden_layers", defaults.num_hidden_layers),
+        "num_layers": reader.layers("num_hidden_layers", defaults.num_hidden_layers),
         "hidden_size": width,
         "num_heads": heads,
         "num_kv_heads": heads if kv_heads is None else kv_heads,
@@ -107,6 +107,15 @@ def read_windows(reader: ConfigReader, num_layers: int) -> dict[str, Any]:
     if not reader.flag("use_sliding_window", False):
         window = None
     first = _count(reader, "max_window_layers", 28)
+    return read_layer_types(reader, num_layers, window=window, first=first)
+
+
+def read_layer_types(reader: ConfigReader, num_layers: int, *, window: int | None, first: int) -> dict[str, Any]:
+    """The window and the layers without one: as `layer_types` says; where it is absent, layers slide from `first` on.
+
+    Raises:
+        CheckpointError: a layer type we do not compute, or a window that is nowhere given.
+    """
     types = reader.take("layer_types")
     if types is None:
         sliding = [window is not None and layer >= first for layer in range(num_layers)]
@@ -122,7 +131,9 @@ def read_windows(reader: ConfigReader, num_layers: int) -> dict[str, Any]:
     if not any(sliding):
         return {}
     if window is None:
-        reader.refuse("layer_types", types, "sliding_attention needs use_sliding_window and sliding_window")
+        reader.refuse(
+            "layer_types", types, "sliding_attention needs a sliding_window that is in use; correct the config"
+        )
     return {"sliding_window": window, "global_layers": tuple(n for n, slides in enumerate(sliding) if not slides)}
 
 

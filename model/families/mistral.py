@@ -1,11 +1,12 @@
 """Mistral 7B (arXiv 2310.06825): Llama with a sliding window in every layer, or none where it is null.
 
-Source of names and defaults: `MistralConfig` and `MistralForCausalLM` of the transformers library.
+Source of names and defaults: `MistralConfig` and `MistralForCausalLM` of the transformers library. A config with
+`layer_types` it computes as `MinistralForCausalLM`: the same layers, a window in those that slide.
 """
 
 from model.config import ModelConfig
 from model.families.family import Family
-from model.families.llama_like import IGNORED_TENSORS, NAMES, PREFIX, Defaults, read_sizes
+from model.families.llama_like import IGNORED_TENSORS, NAMES, PREFIX, Defaults, read_layer_types, read_sizes
 from model.families.reader import ConfigReader
 
 _DEFAULTS = Defaults(
@@ -23,7 +24,9 @@ _DEFAULTS = Defaults(
 
 def _read_config(reader: ConfigReader) -> ModelConfig:
     window = reader.optional_size("sliding_window", 4096)
-    return ModelConfig(**read_sizes(reader, _DEFAULTS), attention_bias=False, sliding_window=window)
+    sizes = read_sizes(reader, _DEFAULTS)
+    windows = read_layer_types(reader, sizes["num_layers"], window=window, first=0)
+    return ModelConfig(**sizes, **windows, attention_bias=False)
 
 
 MISTRAL = Family(

@@ -9,6 +9,7 @@ from model.checkpoint_files import CheckpointError
 from model.kinds import check_number, check_size
 
 T = TypeVar("T")
+MAX_LAYERS = 10_000  # more than any model has; a list of as many is made before the tensors are counted
 
 # What changes neither logits nor their order: training, bookkeeping, heads of other tasks, token ids and sampling
 # defaults (those are read from generation_config.json and the tokenizer's files).
@@ -77,9 +78,11 @@ class ConfigReader:
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self.path = path
         self._left = dict(values)
+        self._asked: set[str] = set()
 
     def take(self, name: str) -> Any:
         """A key's value, which counts as read; None if it is absent or null."""
+        self._asked.add(name)
         return self._left.pop(name, None)
 
     def size(self, name: str, default: int) -> int:
@@ -88,8 +91,16 @@ class ConfigReader:
         self._check(check_size, name, value)
         return int(value)
 
+    def layers(self, name: str, default: int) -> int:
+        """A number of layers. Raises CheckpointError."""
+        count = self.size(name, default)
+        if count > MAX_LAYERS:
+            self.refuse(name, count, f"at most {MAX_LAYERS:,} layers are computed; correct the config")
+        return count
+
     def optional_size(self, name: str, default: int | None) -> int | None:
         """A positive integer or null. Raises CheckpointError."""
+        self._asked.add(name)
         value = self._left.pop(name, default)
         if value is not None:
             self._check(check_size, name, value)
@@ -100,6 +111,15 @@ class ConfigReader:
         value = self._left.pop(name, default)
         self._check(check_number, name, value)
         return float(value)
+
+    def echo(self, name: str, value: float, source: str) -> None:
+        """A key that is not read: if it is there, it must say what is in force. Raises CheckpointError.
+
+        Args:
+            value: what is in force. source: the key to say it with instead.
+        """
+        if self._left.get(name) is not None and (said := self.number(name, value)) != value:
+            self.refuse(name, said, f"this family does not read it, and {value} is in force; say it with {source}")
 
     def flag(self, name: str, default: bool) -> bool:
         """true or false. Raises CheckpointError."""
@@ -129,7 +149,7 @@ class ConfigReader:
         for name, value in self._left.items():
             if value is None or name in HARMLESS:
                 continue
-            if name == "layer_types" and isinstance(value, list) and all(kind == "full_attention" for kind in value):
+            if name == "layer_types" and self._has_no_window and _are_full(value):
                 continue
             if name not in MUST_BE:
                 self.refuse(name, value, "not a key known here; remove it if the model computes the same without it")
@@ -137,11 +157,20 @@ class ConfigReader:
             if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
                 self.refuse(name, value, remedy)
 
+    @property
+    def _has_no_window(self) -> bool:
+        """Whether the family never asked for one; a family that did has to say which layers slide."""
+        return "sliding_window" not in self._asked
+
     def _check(self, check: Any, name: str, value: object) -> None:
         try:
             check(name, value)
         except ValueError as error:
             raise CheckpointError(f"{self.path}: {_short(str(error), quoted=False)}") from error
+
+
+def _are_full(types: object) -> bool:
+    return isinstance(types, list) and all(kind == "full_attention" for kind in types)
 
 
 def _short(value: object, *, quoted: bool = True) -> str:

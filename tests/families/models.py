@@ -97,6 +97,8 @@ CASES: dict[str, Case] = {
     "llama gelu": Case("llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "mistral": Case("mistral", {"sliding_window": WINDOW}),
     "mistral without window": Case("mistral", {"sliding_window": None}),
+    "mistral layer types": Case("mistral", {"sliding_window": WINDOW, "layer_types": _TYPES}),
+    "mistral full layer types": Case("mistral", {"sliding_window": WINDOW, "layer_types": ["full_attention"] * LAYERS}),
     "mistral mha tied": Case(
         "mistral", {"sliding_window": WINDOW, "num_key_value_heads": 4, "tie_word_embeddings": True}
     ),

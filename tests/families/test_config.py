@@ -119,11 +119,15 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "biases of qwen2": ({"model_type": "qwen2", "attention_bias": False}, "Qwen2 has biases of q, k and v"),
     "window of llama": ({"sliding_window": 128}, "sliding_window=128: that is not computed here"),
     "layer types of llama": ({"layer_types": ["sliding_attention"]}, "layer_types=.'sliding_attention'.: not a key"),
+    "layer types of mistral": (
+        {"model_type": "mistral", "sliding_window": None, "layer_types": ["sliding_attention"] * 32},
+        "sliding_attention needs a sliding_window",
+    ),
     "layer types too few": ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "32 of full_attention and"),
     "layer types unknown": ({"model_type": "qwen3", "layer_types": [{}] * 32}, "32 of full_attention and"),
     "a window nowhere given": (
         {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 32},
-        "sliding_attention needs use_sliding_window",
+        "sliding_attention needs a sliding_window",
     ),
     "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_scaling.rope_type='yarn': supported are"),
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "rope_scaling.rope_type='dynamic': supported"),
@@ -140,6 +144,18 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "two thetas": ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "rope_theta=5.0: rope_par.* says 6.0"),
     "partial llama": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5: this family"),
     "partial at the top": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: that is not computed"),
+    "partial that neox does not read": (
+        {"model_type": "gpt_neox", "partial_rotary_factor": 0.5},
+        "partial_rotary_factor=0.5: this family does not read it, and 0.25 is in force; say it with rotary_pct",
+    ),
+    "whole that neox does not read": (
+        {"model_type": "gpt_neox", "rope_parameters": {"rope_theta": 5.0}, "partial_rotary_factor": 1.0},
+        "partial_rotary_factor=1.0: this family does not read it",
+    ),
+    "theta that neox does not read": (
+        {"model_type": "gpt_neox", "rope_theta": 5.0, "rotary_emb_base": 7},
+        "rope_theta=5.0: this family does not read it, and 7.0 is in force; say it with rotary_emb_base",
+    ),
     "more than a head": ({"model_type": "gpt_neox", "rotary_pct": 1.5}, "at most 1.0"),
     "nothing rotated": ({"model_type": "gpt_neox", "rotary_pct": 0.001}, "rotary_dim must be a positive integer"),
     "context beyond the positions": ({"model_type": "gpt2", "n_ctx": 2048}, "n_ctx=2048: n_positions is 1024"),
@@ -147,6 +163,9 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "uneven groups": ({"num_key_value_heads": 5}, "num_heads=32 is not a multiple of num_kv_heads=5; correct"),
     "size is a word": ({"vocab_size": "many"}, "vocab_size must be a positive integer, not 'many'"),
     "size is negative": ({"num_hidden_layers": -1}, "num_hidden_layers must be a positive integer"),
+    "layers of a billion": ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: at most 10,000 layers are"),
+    "layers of a billion with windows": ({"model_type": "qwen2", "num_hidden_layers": 10**9}, "at most 10,000 layers"),
+    "layers of a billion in gpt2": ({"model_type": "gpt2", "n_layer": 10**9}, "n_layer=1000000000: at most 10,000"),
     "size is null": ({"hidden_size": None}, "hidden_size must be a positive integer"),
     "flag is a word": ({"attention_bias": "yes"}, "attention_bias='yes': true or false expected"),
     "epsilon is infinite": ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be a positive number"),
@@ -178,6 +197,6 @@ def test_every_case_of_the_grid_keeps_its_config(tmp_path: Path) -> None:
         values = json.loads(case.build().config.to_json_string())
         configs.setdefault(case.family, []).append(read_family_config(tmp_path / "config.json", values)[1])
     for family, found in configs.items():
-        # Gemma's old word for its activation means the same model.
+        # Gemma's old word for its activation means the same model, and so does a window that no layer uses.
         duplicates = len(found) - len(set(map(repr, found)))
-        assert duplicates == {"gemma": 1, "qwen2": 1}.get(family, 0), family
+        assert duplicates == {"gemma": 1, "mistral": 1, "qwen2": 1}.get(family, 0), family

@@ -17,7 +17,7 @@ from model.families.table import FAMILIES
 from model.kinds import MlpKind
 from model.manifest import read_manifest
 from model.transformer import Transformer
-from tests.families.models import CASES, VOCAB_SIZE, load, read_by_library
+from tests.families.models import CASES, VOCAB_SIZE, WINDOW, load, read_by_library
 from tests.model.paging import PagedRun
 
 TOLERANCE = 1e-5
@@ -74,6 +74,8 @@ ALTERATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama llama3", {"rope_scaling": None}),
     "theta": ("gpt_neox half rotary", {"rope_theta": 10000.0}),
     "window": ("mistral", {"sliding_window": None}),
+    "layers that slide": ("mistral layer types", {"global_layers": (0,)}),
+    "layers that do not": ("mistral full layer types", {"sliding_window": WINDOW}),
     "upper windows": ("qwen2 upper windows", {"global_layers": ()}),
     "layer types": ("qwen2 layer types", {"global_layers": (0,)}),
     "parallel": ("gpt_neox", {"parallel_residual": False}),
