@@ -66,8 +66,8 @@ def check_inside_layers_and_heads(page: Playground) -> None:
 
 def check_inside_by_keyboard(page: Playground) -> None:
     look(page)
-    page.browser.run("document.querySelector('.glyph[tabindex=\"0\"]').focus()")
     last = page.browser.run("inside.token")
+    page.browser.until_script(f"document.activeElement.dataset.index === '{last}'")
     for key, wanted in (("ArrowLeft", last - 1), ("ArrowLeft", last - 2), ("ArrowRight", last - 1)):
         page.browser.press(key)
         assert page.browser.run("inside.token") == wanted
@@ -78,6 +78,30 @@ def check_inside_by_keyboard(page: Playground) -> None:
     assert page.browser.run("active === null"), "nothing is generated from within"
     page.browser.press("Escape")
     page.browser.until_script("!document.getElementById('inside').open")
+
+
+def check_inside_keeps_the_layers_focus(page: Playground) -> None:
+    """Who changes the layer goes on changing it: only opening moves the keyboard's place."""
+    look(page)
+    page.browser.until_script("document.activeElement.matches('.glyph')")
+    page.browser.run("document.getElementById('inside-layer').focus()")
+    choose(page, "layer", "0")
+    page.browser.until_script("inside.look.layer === 0")
+    assert page.browser.run("document.activeElement.id") == "inside-layer"
+    assert "layer 0 (of 0–" in page.text("inside-detail")
+
+
+def check_inside_needs_a_prompt(page: Playground) -> None:
+    page.open()
+    page.browser.until_script("!document.getElementById('inside-open').hidden")
+    is_disabled = "document.getElementById('inside-open').disabled"
+    assert not page.browser.run(is_disabled)
+    page.browser.run("setPrompt('')")
+    assert page.browser.run(is_disabled)
+    assert page.text("inside-note") == "Write a prompt to look inside"
+    page.browser.run("setPrompt('a b')")
+    assert not page.browser.run(is_disabled)
+    assert page.text("inside-note") == ""
 
 
 def check_inside_map(page: Playground) -> None:
@@ -117,7 +141,7 @@ def check_inside_trouble(page: Playground) -> None:
     assert page.visible("inside-retry")
     page.browser.run("setPrompt('a b')")
     page.browser.run("document.getElementById('inside-retry').click()")
-    page.browser.until_script("inside.look !== null")
+    page.browser.until_script("document.activeElement.matches('.glyph')")
     assert not page.visible("inside-problem")
 
 
@@ -136,6 +160,6 @@ def check_inside_switched_off(page: Playground) -> None:
 
 INSIDE_CHECKS = (
     *(check_inside, check_inside_layers_and_heads, check_inside_by_keyboard, check_inside_map, check_inside_fits),
-    check_inside_text_stays_text,
+    *(check_inside_keeps_the_layers_focus, check_inside_needs_a_prompt, check_inside_text_stays_text),
 )
 INSIDE_STUB_CHECKS = (check_inside_trouble, check_inside_switched_off)
