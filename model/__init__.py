@@ -5,6 +5,7 @@ Knows no request, no HTTP and no metric, and imports nothing from `service`.
 config         a model completely described: ModelConfig, frozen, torch-free
 kinds          the choices it is made of: attention, positions, norms, MLPs, rope scaling
 sampling_params  how one completion is drawn: SamplingParams
+json_file      JSON objects and texts beside the weights, read with care, torch-free
 generation_config  how a checkpoint wants to be sampled: its generation_config.json, torch-free
 attention/     one file a way to attend, behind one table
 positions      learned, sinusoidal and rotary positions

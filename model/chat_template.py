@@ -12,12 +12,13 @@ tokenizer_config.json and special_tokens_map.json, as strings or as {"content": 
 message says from being taken for one.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from model import json_file
+from model.json_file import FileError
 from model.template_sandbox import compile_template, render
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -123,7 +124,7 @@ def read_special_tokens(directory: Path) -> dict[str, Any]:
 def _from_files(directory: Path) -> dict[str, str]:
     """Templates that are files, by name."""
     paths = {path.stem: path for path in sorted((directory / TEMPLATE_DIRECTORY).glob("*.jinja"))}
-    if (directory / TEMPLATE_FILE).exists():
+    if json_file.is_named(directory / TEMPLATE_FILE):
         paths[DEFAULT_NAME] = directory / TEMPLATE_FILE
     return {name: read_text(path) for name, path in paths.items()}
 
@@ -153,22 +154,13 @@ def read_text(path: Path) -> str:
         ChatTemplateError: it cannot be read.
     """
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ChatTemplateError(f"{path}: {error.strerror}; let this user read it") from error
-    except ValueError as error:
-        raise ChatTemplateError(f"{path}: not UTF-8; save it as UTF-8") from error
+        return json_file.read_text(path)
+    except FileError as error:
+        raise ChatTemplateError(f"{path}: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
     try:
-        values = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, ChatTemplateError):
-            raise
-        raise ChatTemplateError(f"{path}: not JSON: {error}; mend or remove the file") from error
-    if not isinstance(values, dict):
-        raise ChatTemplateError(f"{path}: a JSON object expected; mend or remove the file")
-    return values
+        return json_file.read_object(path, optional=True)
+    except FileError as error:
+        raise ChatTemplateError(f"{path}: {error}") from error

@@ -3,14 +3,18 @@
 The names and their neutral values are those of `transformers.GenerationConfig`.
 """
 
-import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from model.json_file import FileError, read_object
+
 GENERATION_CONFIG_FILE = "generation_config.json"
+_LONGEST_SHOWN = 60
+_LARGEST = 2**31 - 1  # of a count: what a request may ask for
 
 
 class GenerationConfigError(ValueError):
@@ -46,15 +50,9 @@ def read_generation_config(directory: Path) -> GenerationConfig:
     """
     path = directory / GENERATION_CONFIG_FILE
     try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return GenerationConfig()
-    except OSError as error:
-        raise GenerationConfigError(f"{path}: {error.strerror}; let this user read it") from error
-    except (ValueError, RecursionError) as error:
-        raise GenerationConfigError(f"{path}: not JSON: {error}; mend or remove the file") from error
-    if not isinstance(values, dict):
-        raise GenerationConfigError(f"{path}: a JSON object expected; mend or remove the file")
+        values = read_object(path, optional=True)
+    except FileError as error:
+        raise GenerationConfigError(f"{path}: {error}") from error
     return _config(path, {key: value for key, value in values.items() if value is not None})
 
 
@@ -66,14 +64,16 @@ def token_ids(value: object) -> tuple[int, ...]:
     """
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(map(_is_id, ids)):
-        raise ValueError(f"a token id or a list of them expected, not {value!r}")
+        raise ValueError(f"a token id or a list of them expected, not {_shown(value)}")
     return tuple(dict.fromkeys(ids))
 
 
 def _config(path: Path, values: Mapping[str, Any]) -> GenerationConfig:
     for key, (is_good, expected) in _RANGES.items():
         if key in values and not is_good(values[key]):
-            raise GenerationConfigError(f"{path}: {key} must be {expected}, not {values[key]!r}; correct the file")
+            raise GenerationConfigError(
+                f"{path}: {key} must be {expected}, not {_shown(values[key])}; correct the file"
+            )
     try:
         eos_token_ids = token_ids(values.get("eos_token_id"))
     except ValueError as error:
@@ -97,12 +97,22 @@ def _acts_or_is_harmless(key: str, value: object) -> bool:
     return key in _NEUTRAL and value == _NEUTRAL[key]
 
 
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
+
+
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    # A whole number may be beyond every float, which what samples would make of it.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST
 
 
 def _number_between(low: float, high: float) -> Callable[[Any], bool]:
@@ -113,10 +123,10 @@ def _number_between(low: float, high: float) -> Callable[[Any], bool]:
 _RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "do_sample": (lambda value: isinstance(value, bool), "true or false"),
     "temperature": (_number_between(0, math.inf), "a number of at least 0"),
-    "top_k": (_is_id, "a whole number of at least 0"),
+    "top_k": (_is_count, "a whole number from 0 to 2147483647"),
     "top_p": (lambda value: _is_number(value) and 0 < value <= 1, "a number over 0 up to 1"),
     "min_p": (_number_between(0, 1), "a number from 0 to 1"),
-    "max_new_tokens": (lambda value: _is_id(value) and value > 0, "a whole number of at least 1"),
+    "max_new_tokens": (lambda value: _is_count(value) and value > 0, "a whole number from 1 to 2147483647"),
     "bos_token_id": (_is_id, "a token id"),
     "pad_token_id": (_is_id, "a token id"),
 }

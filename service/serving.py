@@ -42,7 +42,8 @@ class Defaults:
 
     def __str__(self) -> str:
         told = {**self.sampling, **({} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens})}
-        return ", ".join(f"{name} {value:g}" for name, value in told.items()) or "none"
+        texts = (f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in told.items())
+        return ", ".join(texts) or "none"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from model.json_file import is_named
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from model.tokenizer.marks import read_object, read_tokenizer_config
 from model.tokenizer.native import RANKS_FILE, SPEC_FILE, load_native
@@ -17,7 +18,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     Raises:
         TokenizerError: a file is missing, unusable or unknown; one line names it.
     """
-    load = next((load for name, load in _LOADERS.items() if (directory / name).exists()), None)
+    load = next((load for name, load in _LOADERS.items() if is_named(directory / name)), None)
     try:
         if load is not None:
             return load(directory)

@@ -1,12 +1,13 @@
 """Which marks begin and end a text, according to the files of a Hugging Face directory."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.generation_config import GenerationConfigError, read_generation_config, token_ids
+from model.generation_config import GENERATION_CONFIG_FILE, GenerationConfigError, read_generation_config, token_ids
+from model.json_file import FileError
+from model.json_file import read_object as read_file
 from model.tokenizer.interface import TokenizerError
 
 CONFIG_FILE = "config.json"
@@ -68,22 +69,24 @@ def end_marks(directory: Path, config: TokenizerConfig, vocabulary: Mapping[str,
     Raises:
         TokenizerError: a file is damaged, or names an end that is not in the vocabulary.
     """
+    file = GENERATION_CONFIG_FILE
     try:
         ids = read_generation_config(directory).eos_token_ids
     except GenerationConfigError as error:
         raise TokenizerError(str(error).removeprefix(f"{directory}/")) from error
-    try:
-        ids = ids if ids else token_ids(read_object(directory / CONFIG_FILE, optional=True).get("eos_token_id"))
-    except ValueError as error:
-        raise TokenizerError(f"{CONFIG_FILE}: eos_token_id: {error}") from error
+    if not ids:
+        file, values = CONFIG_FILE, read_object(directory / CONFIG_FILE, optional=True)
+        try:
+            ids = token_ids(values.get("eos_token_id"))
+        except ValueError as error:
+            raise TokenizerError(f"{CONFIG_FILE}: eos_token_id: {error}; correct it") from error
     if not ids and (name := config.roles.get("eos_token")) is not None:
-        ids = (_id_of(name, "eos_token", vocabulary),)
+        if name not in vocabulary:
+            raise TokenizerError(f"{TOKENIZER_CONFIG_FILE}: eos_token {name!r} is not in the vocabulary; correct it")
+        ids = (vocabulary[name],)
     known = set(vocabulary.values())
     if wrong := [token_id for token_id in ids if token_id not in known]:
-        raise TokenizerError(
-            f"the end mark {wrong[0]} that generation_config.json or {CONFIG_FILE} names is not in the vocabulary; "
-            "correct eos_token_id"
-        )
+        raise TokenizerError(f"{file}: eos_token_id: {wrong[0]} is not in the vocabulary; correct it")
     return ids
 
 
@@ -118,17 +121,10 @@ def read_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
     Raises:
         TokenizerError: it cannot be read or is something else.
     """
-    if optional and not path.exists():
-        return {}
     try:
-        values = json.loads(path.read_bytes())
-    except OSError as error:
-        raise TokenizerError(f"{path.name}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path.name}: not JSON: {error}; copy the file again") from error
-    if not isinstance(values, dict):
-        raise TokenizerError(f"{path.name}: a JSON object expected; copy the file again")
-    return values
+        return read_file(path, optional=optional)
+    except FileError as error:
+        raise TokenizerError(f"{path.name}: {error}") from error
 
 
 def _template(post_processor: Mapping[str, Any] | None) -> tuple[list[str], list[str]]:

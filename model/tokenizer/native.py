@@ -6,14 +6,23 @@ pattern, the special tokens and which of them begin and end a text.
 
 import base64
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from model.json_file import FileError, read_bytes, read_object
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.interface import TokenizerError
 
 RANKS_FILE = "tokenizer.tiktoken"
 SPEC_FILE = "tokenizer_spec.json"
-_KEYS = {"pattern", "special_tokens", "eos_token_id", "bos_token_id"}
+_WANTED = {
+    "pattern": "a regular expression",
+    "special_tokens": "an object of names and whole numbers",
+    "eos_token_id": "the id of a special token",
+    "bos_token_id": "the id of a special token, or null",
+}
+_KEYS = set(_WANTED)
 
 
 def save_native(tokenizer: ByteLevelTokenizer, directory: Path) -> None:
@@ -39,21 +48,37 @@ def load_native(directory: Path) -> ByteLevelTokenizer:
     """
     ranks = read_ranks(directory / RANKS_FILE)
     try:
-        spec = json.loads((directory / SPEC_FILE).read_text())
-    except OSError as error:
-        raise TokenizerError(f"{SPEC_FILE}: {error.strerror}") from error
-    except ValueError as error:
-        raise TokenizerError(f"{SPEC_FILE}: not JSON: {error}") from error
-    if not isinstance(spec, dict) or set(spec) != _KEYS:
-        raise TokenizerError(f"{SPEC_FILE}: expected the keys {', '.join(sorted(_KEYS))}")
+        spec = read_object(directory / SPEC_FILE)
+    except FileError as error:
+        raise TokenizerError(f"{SPEC_FILE}: {error}") from error
+    if set(spec) != _KEYS:
+        raise TokenizerError(f"{SPEC_FILE}: expected the keys {', '.join(sorted(_KEYS))}; copy the file again")
+    _check_types(spec)
     ids = sorted([*ranks.values(), *spec["special_tokens"].values()])
     if ids != list(range(len(ids))):
         raise TokenizerError(f"{RANKS_FILE}: token ids must be 0 to {len(ids) - 1} without gaps or repeats")
     end = spec.pop("eos_token_id")
     for name, value in (("eos_token_id", end), ("bos_token_id", spec["bos_token_id"])):
         if value is not None and value not in spec["special_tokens"].values():
-            raise TokenizerError(f"{SPEC_FILE}: {name}={value} is not a special token")
-    return ByteLevelTokenizer(ranks=ranks, eos_token_ids=(end,), **spec)
+            raise TokenizerError(f"{SPEC_FILE}: {name}={value} is not a special token; correct it")
+    try:
+        return ByteLevelTokenizer(ranks=ranks, eos_token_ids=(end,), **spec)
+    except TokenizerError as error:
+        raise TokenizerError(f"{SPEC_FILE}: {error}") from error
+
+
+def _check_types(spec: Mapping[str, Any]) -> None:
+    """Raises TokenizerError for the first value of tokenizer_spec.json that is of another type than it must be."""
+    marks = spec["special_tokens"]
+    is_good = {
+        "pattern": isinstance(spec["pattern"], str) and spec["pattern"] != "",
+        "special_tokens": isinstance(marks, dict) and all(name and type(value) is int for name, value in marks.items()),
+        "eos_token_id": type(spec["eos_token_id"]) is int,
+        "bos_token_id": spec["bos_token_id"] is None or type(spec["bos_token_id"]) is int,
+    }
+    wrong = next((key for key, good in is_good.items() if not good), None)
+    if wrong is not None:
+        raise TokenizerError(f"{SPEC_FILE}: {wrong} must be {_WANTED[wrong]}; copy the file again")
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
@@ -64,9 +89,9 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     """
     ranks: dict[bytes, int] = {}
     try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise TokenizerError(f"{path.name}: {error.strerror}") from error
+        lines = read_bytes(path).splitlines()
+    except FileError as error:
+        raise TokenizerError(f"{path.name}: {error}") from error
     for line in lines:
         try:
             token, rank = line.split()

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from model.json_file import FileError, read_bytes, read_text
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from model.tokenizer.marks import TokenizerConfig, end_marks, read_object, read_tokenizer_config
 from model.tokenizer.native import read_ranks
 from model.tokenizer.split_pattern import GPT2_PATTERN, splitting_by
-from model.tokenizer.tokenizer_json import tokenizer_from_json
+from model.tokenizer.tokenizer_json import naming, tokenizer_from_json
 
 _END_OF_TEXT = "<|endoftext|>"
 _CL100K_PATTERN = (
@@ -93,9 +94,9 @@ def load_published_ranks(path: Path) -> Tokenizer:
         TokenizerError: its SHA-256 is none of those known, or it cannot be read.
     """
     try:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise TokenizerError(f"{path.name}: {error.strerror}") from error
+        digest = hashlib.sha256(read_bytes(path)).hexdigest()
+    except FileError as error:
+        raise TokenizerError(f"{path.name}: {error}") from error
     published = _PUBLISHED.get(digest)
     if published is None:
         raise TokenizerError(
@@ -115,6 +116,8 @@ def load_tokenizer_model(directory: Path) -> Tokenizer:
     try:
         ranks = read_ranks(path)
     except TokenizerError as error:
+        if isinstance(error.__cause__, FileError):
+            raise
         raise TokenizerError(
             f"{path.name}: a SentencePiece model, which is not read here; save the fast tokenizer beside it: "
             "transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
@@ -154,8 +157,8 @@ def load_merges(directory: Path, *, vocabulary_file: str, merges_file: str) -> T
 def _read_merges(path: Path) -> list[str]:
     """One merge a line, after a line with a version."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(path).split("\n")
+    except FileError as error:
         raise TokenizerError(f"{path.name}: {error}") from error
     merges = [line for line in lines if line and not line.startswith("#version")]
     if wrong := next((line for line in merges if line.count(" ") != 1), None):
@@ -177,13 +180,14 @@ def _with_marks(path: Path, published: _Published) -> Tokenizer:
     ends = end_marks(directory, config, {**{str(rank): rank for rank in ranks.values()}, **marks})
     begin = marks.get("<|begin_of_text|>")
     default = tuple(marks[name] for name in (_END_OF_TEXT, "<|end_of_text|>", "<|eot_id|>") if name in marks)
-    return ByteLevelTokenizer(
-        pattern=published.pattern,
-        ranks=ranks,
-        special_tokens=dict(marks),
-        eos_token_ids=ends if ends else default,
-        bos_token_id=begin,
-    )
+    with naming(path.name):
+        return ByteLevelTokenizer(
+            pattern=published.pattern,
+            ranks=ranks,
+            special_tokens=dict(marks),
+            eos_token_ids=ends if ends else default,
+            bos_token_id=begin,
+        )
 
 
 def _llama3_marks() -> dict[str, int]:

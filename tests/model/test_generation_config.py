@@ -88,6 +88,13 @@ def test_the_defaults_of_transformers_are_harmless(tmp_path: Path) -> None:
         ({"do_sample": "no"}, "do_sample must be true or false"),
         ({"eos_token_id": "</s>"}, "eos_token_id: a token id or a list of them expected"),
         ({"eos_token_id": [1, -1]}, "eos_token_id: a token id"),
+        ({"temperature": 10**400}, "temperature must be a number of at least 0, not 1000.*…; correct"),
+        ({"temperature": float("inf")}, "temperature must be"),
+        ({"top_p": 10**400}, "top_p must be"),
+        ({"min_p": -(10**400)}, "min_p must be"),
+        ({"top_k": 10**400}, "top_k must be a whole number from 0 to 2147483647"),
+        ({"max_new_tokens": 2**31}, "max_new_tokens must be a whole number from 1 to 2147483647, not 2147483648"),
+        ({"eos_token_id": ["x" * 10_000]}, "eos_token_id: a token id"),
         ({"bos_token_id": -3}, "bos_token_id must be a token id"),
     ],
 )
@@ -95,6 +102,7 @@ def test_what_cannot_be_is_one_line(tmp_path: Path, values: Any, message: str) -
     with pytest.raises(GenerationConfigError, match=message) as caught:
         read(tmp_path, values)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
     assert GENERATION_CONFIG_FILE in str(caught.value)
 
 

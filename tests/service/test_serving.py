@@ -86,6 +86,7 @@ def test_what_is_not_used_is_warned_of(checkpoint: Path) -> None:
         ({"temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9}, "temperature 0.6, top_p 0.9"),
         ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}, "temperature 0"),
         ({"do_sample": True, "top_k": 20, "min_p": 0.1}, {"top_k": 20, "min_p": 0.1}, "top_k 20, min_p 0.1"),
+        ({"top_k": 2**31 - 1, "top_p": 1}, {"top_k": 2**31 - 1, "top_p": 1}, "top_k 2147483647, top_p 1"),
         ({"top_k": None}, {}, "none"),
     ],
 )
@@ -150,7 +151,7 @@ def test_a_longer_context_than_the_models_is_refused(checkpoint: Path) -> None:
 
 
 def test_a_missing_template_file_is_named(checkpoint: Path) -> None:
-    with pytest.raises(ChatTemplateError, match="nowhere: No such file"):
+    with pytest.raises(ChatTemplateError, match="nowhere: missing"):
         serving(checkpoint, chat_template="nowhere")
 
 
@@ -163,7 +164,7 @@ def test_defaults_need_no_tokenizer(checkpoint: Path) -> None:
     ("flags", "files", "code", "said"),
     [
         (("--max-context-length", "257"), {}, 2, "257 is over the 256 positions of the model; ask for at most 256"),
-        (("--chat-template", "nowhere"), {}, 1, "nowhere: No such file or directory"),
+        (("--chat-template", "nowhere"), {}, 1, "nowhere: missing; copy the file there"),
         ((), {"chat_template.jinja": "{% if %}"}, 1, "chat_template.jinja: line 1"),
         ((), {"generation_config.json": {"top_p": 7}}, 1, "top_p must be"),
     ],

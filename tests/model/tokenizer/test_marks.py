@@ -88,7 +88,8 @@ def test_a_mark_named_in_tokenizer_config_is_a_mark(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "config", "message"),
     [
-        ({"generation_config.json": {"eos_token_id": 99999}}, {}, "the end mark 99999 that generation_config.json"),
+        ({"generation_config.json": {"eos_token_id": 99999}}, {}, "generation_config.json: eos_token_id: 99999 is not"),
+        ({"config.json": {"eos_token_id": 9999}}, {}, "/config.json: eos_token_id: 9999 is not in the vocabulary"),
         ({"generation_config.json": {"eos_token_id": "</s>"}}, {}, "generation_config.json: eos_token_id: a token id"),
         ({"config.json": {"eos_token_id": -1}}, {}, "config.json: eos_token_id: a token id"),
         ({"config.json": []}, {}, "config.json: a JSON object expected"),

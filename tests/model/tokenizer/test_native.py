@@ -83,12 +83,26 @@ def test_save_and_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        (RANKS_FILE, None, f"{RANKS_FILE}: No such file"),
+        (RANKS_FILE, None, f"{RANKS_FILE}: missing"),
         (RANKS_FILE, "QQ== 0\nnot a line at all\n", f"{RANKS_FILE}, line 2"),
         (RANKS_FILE, "QQ== 0\nQg== 1\n", "without gaps"),
-        (SPEC_FILE, None, f"{SPEC_FILE}: No such file"),
+        (SPEC_FILE, None, f"{SPEC_FILE}: missing"),
         (SPEC_FILE, "{", f"{SPEC_FILE}: not JSON"),
-        (SPEC_FILE, "[]", f"{SPEC_FILE}: expected the keys"),
+        (SPEC_FILE, "[]", f"{SPEC_FILE}: a JSON object expected"),
+        (SPEC_FILE, "{}", f"{SPEC_FILE}: expected the keys"),
+        (SPEC_FILE, "[" * 200_000, f"{SPEC_FILE}: not JSON: nested too deeply"),
+        (SPEC_FILE, {"pattern": 5}, f"{SPEC_FILE}: pattern must be a regular expression"),
+        (SPEC_FILE, {"pattern": None}, f"{SPEC_FILE}: pattern must be"),
+        (SPEC_FILE, {"special_tokens": []}, f"{SPEC_FILE}: special_tokens must be an object of names"),
+        (SPEC_FILE, {"special_tokens": None}, "special_tokens must be"),
+        (SPEC_FILE, {"special_tokens": "x"}, "special_tokens must be"),
+        (SPEC_FILE, {"special_tokens": {"x": "y"}}, "special_tokens must be"),
+        (SPEC_FILE, {"special_tokens": {"a": [1]}}, "special_tokens must be"),
+        (SPEC_FILE, {"special_tokens": {END_OF_TEXT: float(END)}}, "special_tokens must be"),
+        (SPEC_FILE, {"special_tokens": {END_OF_TEXT: True}}, "special_tokens must be"),
+        (SPEC_FILE, {"special_tokens": {"": END}}, "special_tokens must be"),
+        (SPEC_FILE, {"eos_token_id": None}, "eos_token_id must be the id of a special token"),
+        (SPEC_FILE, {"bos_token_id": "x"}, "bos_token_id must be"),
         (SPEC_FILE, {"pattern": "("}, "split pattern"),
         (SPEC_FILE, {"eos_token_id": 5}, "eos_token_id=5 is not a special token"),
         (SPEC_FILE, {"special_tokens": {END_OF_TEXT: 5}}, "without gaps"),
@@ -105,5 +119,7 @@ def test_damaged_files_are_named(
         (tmp_path / file).write_text(json.dumps({**values, **content}))
     else:
         (tmp_path / file).write_text(content)
-    with pytest.raises(TokenizerError, match=message):
+    with pytest.raises(TokenizerError, match=message) as caught:
         load_native(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 200
