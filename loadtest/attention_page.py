@@ -66,6 +66,9 @@ def _changes(row: Mapping[str, Any]) -> str:
 
 
 def _plain(value: object) -> str:
+    """A value as a recipe has it, a long fraction shortened."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
     return value if isinstance(value, str) else json.dumps(value)
 
 
