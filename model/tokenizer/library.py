@@ -5,17 +5,19 @@ one token a character, and byte-level BPE that is not provably what tiktoken com
 decoding is ours, because the library's does not stream: what a token adds to a text that stands already is its bytes.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
 import tokenizers
 
-from model.tokenizer.added_tokens import without_surrogates
+from model.tokenizer.added_tokens import AddedToken, without_surrogates
 from model.tokenizer.alphabet import to_characters
 from model.tokenizer.decoders import TokenDecoder
 from model.tokenizer.interface import TokenizerError
 from model.tokenizer.vocabulary import Vocabulary
+
+_LONGEST_REASON = 200
 
 
 class LibraryTokenizer(Vocabulary):
@@ -26,11 +28,12 @@ class LibraryTokenizer(Vocabulary):
         decoder: what it says about decoding.
         special_tokens: name and id of each control mark.
         eos_token_ids, bos_token_id: the marks that end and begin a text.
+        added_tokens: those that the file adds by name.
         alphabet: the only characters of which the library makes tokens, where it would drop others in silence; of a
             byte-level vocabulary those that stand for bytes. None where nothing is dropped.
 
     Raises:
-        TokenizerError: the library refuses it, or a mark does not exist.
+        TokenizerError: the library refuses it or would give a token another id, or a mark does not exist.
     """
 
     def __init__(
@@ -41,20 +44,22 @@ class LibraryTokenizer(Vocabulary):
         special_tokens: dict[str, int],
         eos_token_ids: tuple[int, ...],
         bos_token_id: int | None,
+        added_tokens: Sequence[AddedToken] = (),
         alphabet: frozenset[str] | None = None,
     ) -> None:
         self._library = _guarded(lambda: tokenizers.Tokenizer.from_str(text))
         self._library.encode_special_tokens = True  # marks in a text are text
         self._library.no_truncation()
         self._library.no_padding()
+        self._check_added_tokens(added_tokens)
         self._decoder = decoder
         self._alphabet = alphabet
         vocabulary: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
         marks = set(special_tokens.values())
         token_bytes = [b""] * (max(vocabulary.values(), default=-1) + 1)
-        for token, token_id in vocabulary.items():
-            if token_id not in marks:
-                token_bytes[token_id] = decoder.token_bytes(token)
+        for token_id in set(vocabulary.values()) - marks:
+            # Not its key: an added token that is looked for in normal form stands for its normal form.
+            token_bytes[token_id] = decoder.token_bytes(self._library.id_to_token(token_id))
         super().__init__(token_bytes, special_tokens, eos_token_ids=eos_token_ids, bos_token_id=bos_token_id)
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
@@ -85,19 +90,38 @@ class LibraryTokenizer(Vocabulary):
         """See `interface.Tokenizer`. The space that such tokenizers put before a text is taken off again."""
         return self._decoder.strip_start(self.bytes_of(token_ids)).decode("utf-8", "replace")
 
+    def _check_added_tokens(self, added_tokens: Sequence[AddedToken]) -> None:
+        """The library numbers them in the order of the file, whatever it says, and finds an empty one everywhere."""
+        for token in added_tokens:
+            if (actual := self._library.token_to_id(token.content)) != token.id:
+                raise TokenizerError(
+                    f"the added token {token.content!r} has the id {token.id}, but the tokenizers library gives it "
+                    f"{actual}, for ids are missing before it; list a token for each"
+                )
+            if token.normalized and not self._normal(token.content):
+                raise TokenizerError(
+                    f"the added token {token.content!r} is looked for in normal form, and of that nothing is left; "
+                    "set its normalized to false"
+                )
+
     def _check_nothing_is_dropped(self, text: str, alphabet: frozenset[str]) -> None:
-        normalizer = self._library.normalizer
-        normal: str = text if normalizer is None else normalizer.normalize_str(text)
-        for character in dict.fromkeys(normal):
+        for character in dict.fromkeys(self._normal(text)):
             symbols = to_characters(character.encode()) if self._decoder.byte_level else character
             if not alphabet.issuperset(symbols) and (self._decoder.byte_level or not character.isspace()):
                 raise TokenizerError(f"no token stands for {character!r} in the text, and it would be dropped")
+
+    def _normal(self, text: str) -> str:
+        normalizer = self._library.normalizer
+        return text if normalizer is None else str(_guarded(lambda: normalizer.normalize_str(text)))
 
 
 def _guarded(call: Callable[[], Any]) -> Any:
     """What the library gives; its errors, which have no type of their own, as ours."""
     try:
         return call()
-    except Exception as error:
+    except BaseException as error:
+        # A Rust panic is no Exception and has no importable name.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         reason = " ".join(str(error).split())
-        raise TokenizerError(f"the tokenizers library refuses it: {reason}") from error
+        raise TokenizerError(f"the tokenizers library refuses it: {reason[:_LONGEST_REASON]}") from error

@@ -69,6 +69,7 @@ def tokenizer_from_json(
                 special_tokens=marks.special_tokens,
                 eos_token_ids=marks.eos_token_ids,
                 bos_token_id=marks.bos_token_id,
+                added_tokens=added,
                 alphabet=_alphabet(values["model"]),
             )
 
@@ -88,6 +89,8 @@ def _vocabulary(model: Mapping[str, Any]) -> dict[str, int]:
     kind = model.get("type", "BPE")
     if kind not in _MODELS:
         raise TokenizerError(f"its model is of type {kind!r}; one of {', '.join(_MODELS)} expected")
+    if prefix := model.get("continuing_subword_prefix"):
+        raise TokenizerError(f"its continuing_subword_prefix {prefix!r} would show in every text; it is not understood")
     if kind == "Unigram":
         return {token: index for index, (token, _) in enumerate(model["vocab"])}
     vocabulary: dict[str, int] = model["vocab"]
@@ -226,4 +229,4 @@ def _normalize_to_nfc(text: str) -> str:
 
 
 _NFC = normalizers.NFC()
-_UNUSUAL = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+_UNUSUAL = ("dropout", "end_of_word_suffix", "byte_fallback")
