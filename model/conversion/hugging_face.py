@@ -10,7 +10,8 @@ from torch import Tensor
 
 from model.checkpoint import save_shard
 from model.config import ModelConfig
-from model.conversion.safetensors_directory import METADATA, make_empty
+from model.conversion.safetensors_directory import METADATA
+from model.conversion.whole import written_whole
 from model.families.directory import INDEX_FILE, SINGLE_FILE
 from model.families.export import describe
 from model.families.family import Family, full_name, sources
@@ -33,16 +34,15 @@ def export_checkpoint(directory: Path, out: Path) -> Manifest:
     manifest = read_manifest(directory)
     tokenizer = manifest.verify()
     family, values = describe(manifest.config)
-    make_empty(out)
-    export_tokenizer(tokenizer, directory, out)
-    dtype = _export_weights(manifest, family, out)
     ends = list(tokenizer.eos_token_ids)
     marks = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
-    _write_json(out / CONFIG_FILE, {**values, **marks, "dtype": str(dtype).removeprefix("torch.")})
-    _write_json(out / GENERATION_CONFIG_FILE, {key: value for key, value in marks.items() if value is not None})
-    exported = read_manifest(out)
-    exported.verify()
-    return exported
+    with written_whole(out) as new:
+        export_tokenizer(tokenizer, directory, new)
+        dtype = _export_weights(manifest, family, new)
+        _write_json(new / CONFIG_FILE, {**values, **marks, "dtype": str(dtype).removeprefix("torch.")})
+        _write_json(new / GENERATION_CONFIG_FILE, {key: value for key, value in marks.items() if value is not None})
+        read_manifest(new).verify()
+    return read_manifest(out)
 
 
 def _export_weights(manifest: Manifest, family: Family, out: Path) -> torch.dtype:

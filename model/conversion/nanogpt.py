@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.checkpoint import check_writable, write_weights
+from model.checkpoint import write_weights
 from model.checkpoint_files import CheckpointError
 from model.config import ModelConfig
 from model.conversion.characters import read_characters, tokenizer_json
 from model.conversion.pickles import read_torch_file
+from model.conversion.whole import written_whole
 from model.families.family import sources
 from model.families.nanogpt import NANOGPT
 from model.families.reader import ConfigReader
@@ -49,17 +50,17 @@ def convert_nanogpt(path: Path, tokenizer: Path, out: Path) -> Manifest:
         tokenizer: a directory or file that `load_tokenizer` knows (GPT-2's), or nanoGPT's meta.pkl of characters.
 
     Raises:
-        CheckpointError: a file is damaged or asks for code, tensors or tokenizer do not fit, or `out` is taken.
+        CheckpointError: a file is damaged or asks for code, tensors or tokenizer do not fit, or `out` is taken. Nothing
+            is written then.
     """
-    source = read_nanogpt(path)
-    check_writable(out)
-    files = _write_tokenizer(tokenizer, out)
-    write_weights(out, source.config, source.tensors)
-    training = {**source.training, "source": path.name}
-    write_manifest(out, name=out.absolute().name, training=training, tokenizer_files=files)
-    manifest = read_manifest(out)
-    manifest.verify()
-    return manifest
+    with written_whole(out) as directory:
+        source = read_nanogpt(path)
+        files = _write_tokenizer(tokenizer, directory)
+        write_weights(directory, source.config, source.tensors)
+        training = {**source.training, "source": path.name}
+        write_manifest(directory, name=out.absolute().name, training=training, tokenizer_files=files)
+        read_manifest(directory).verify()
+    return read_manifest(out)
 
 
 def read_nanogpt(path: Path) -> NanoGpt:

@@ -9,6 +9,7 @@ from torch import Tensor
 from model.checkpoint import save_shard
 from model.checkpoint_files import CheckpointError, check_plain_name, read_json
 from model.conversion.pickles import read_torch_file
+from model.conversion.whole import written_whole
 from model.families.directory import INDEX_FILE, SINGLE_FILE
 from model.manifest import Manifest, read_manifest
 
@@ -25,34 +26,22 @@ def convert_pickles(directory: Path, out: Path) -> Manifest:
             taken.
     """
     names = _pickle_names(directory)
-    make_empty(out)
-    for pattern in _KEPT:
-        for path in directory.glob(pattern):
-            if path.name not in (_PICKLE_INDEX, INDEX_FILE):
-                shutil.copyfile(path, out / path.name)
-    weight_map: dict[str, str] = {}
-    for name in names:
-        values = read_torch_file(directory / name)
-        tensors = {key: tensor for key, tensor in values.items() if isinstance(tensor, Tensor)}
-        new_name = SINGLE_FILE if len(names) == 1 else f"{name.removesuffix('.bin')}.safetensors"
-        save_shard(_unshared(tensors), out / new_name, metadata=METADATA)
-        weight_map |= dict.fromkeys(tensors, new_name)
-    if len(names) > 1:
-        (out / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}, indent=2) + "\n")
-    manifest = read_manifest(out)
-    manifest.verify()
-    return manifest
-
-
-def make_empty(directory: Path) -> None:
-    """Make a directory, or take an empty one. Raises CheckpointError: it holds something, or cannot be made."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        taken = any(directory.iterdir())
-    except OSError as error:
-        raise CheckpointError(f"{directory}: {error.strerror}; choose another directory") from error
-    if taken:
-        raise CheckpointError(f"{directory}: holds files; choose an empty or a new directory")
+    with written_whole(out) as new:
+        for pattern in _KEPT:
+            for path in directory.glob(pattern):
+                if path.name not in (_PICKLE_INDEX, INDEX_FILE):
+                    shutil.copyfile(path, new / path.name)
+        weight_map: dict[str, str] = {}
+        for name in names:
+            values = read_torch_file(directory / name)
+            tensors = {key: tensor for key, tensor in values.items() if isinstance(tensor, Tensor)}
+            new_name = SINGLE_FILE if len(names) == 1 else f"{name.removesuffix('.bin')}.safetensors"
+            save_shard(_unshared(tensors), new / new_name, metadata=METADATA)
+            weight_map |= dict.fromkeys(tensors, new_name)
+        if len(names) > 1:
+            (new / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}, indent=2) + "\n")
+        read_manifest(new).verify()
+    return read_manifest(out)
 
 
 def _pickle_names(directory: Path) -> list[str]:

@@ -180,7 +180,10 @@ TROUBLES: dict[str, tuple[Callable[[Path], object], str]] = {
         "has 300 rows, the tokenizer beside it 400 tokens",
     ),
     "no tokenizer": (lambda d: (d / "meta.pkl").unlink(), "meta.pkl: No such file"),
-    "taken": (lambda d: (d / "out").mkdir() or (d / "out" / "thesis.txt").write_text("x"), "out: holds files and no"),
+    "taken": (
+        lambda d: (d / "out").mkdir() or (d / "out" / "thesis.txt").write_text("x"),
+        "out: holds files; choose an",
+    ),
 }
 
 
