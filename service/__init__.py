@@ -2,6 +2,8 @@
 
 messages         the contract between frontend and worker: frozen, torch-free values
 settings         the only reader of environment and arguments
+flags            what a command's flags are called, and its help page
+complaints       pydantic's complaints in our words
 schemas          the OpenAI wire contract in pydantic; the error tree and its HTTP statuses
 chat_schemas     the same of requests that hold a conversation
 responses        the answers, in OpenAI's shape

@@ -132,7 +132,7 @@ class TokenizeRequest(RequestModel):
     """
 
     prompt: str | None = None
-    messages: Messages | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
     model: str | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -148,11 +148,14 @@ class TokenizeRequest(RequestModel):
         """What is to be tokenized.
 
         Raises:
-            InvalidRequest: neither or both of prompt and messages, or a field of messages without any.
+            InvalidRequest: neither or both of prompt and messages, none among these, or a field of messages without
+                any.
         """
         if self.messages is not None:
             if self.prompt is not None:
                 raise InvalidRequest("give prompt or messages, not both", param="messages")
+            if not self.messages:
+                raise InvalidRequest("messages must not be empty", param="messages")
             return self.messages
         if self.prompt is None:
             raise InvalidRequest("prompt is required, or messages", param="prompt")

@@ -19,7 +19,6 @@ field may be null, which means its default.
 """
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Self, TypeVar
@@ -27,6 +26,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from model.sampling_params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+from service.complaints import in_words, unknown_field
 
 Model = TypeVar("Model", bound="RequestModel")
 
@@ -306,7 +306,7 @@ def parse_body(model: type[Model], body: bytes) -> Model:
     try:
         request = model.model_validate_json(body)
     except ValidationError as error:
-        raise _explain(error) from None
+        raise _explain(error, model, body) from None
     for place, part in request.parts():
         if part.model_extra:
             name = place + next(iter(part.model_extra))[:100]
@@ -331,7 +331,7 @@ def _name(place: tuple[int | str, ...]) -> str:
     return str(place[0])
 
 
-def _explain(error: ValidationError) -> InvalidRequest:
+def _explain(error: ValidationError, model: type[RequestModel], body: bytes) -> InvalidRequest:
     """Pydantic's first complaint as one sentence that names the field."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     kind, place = first["type"], first["loc"]
@@ -341,7 +341,8 @@ def _explain(error: ValidationError) -> InvalidRequest:
         return InvalidRequest("the body must be a JSON object")
     name = _name(place)
     if kind == "missing":
-        return InvalidRequest(f"{name} is required", param=name)
-    problem = re.sub(r"^\w+ should", "must", first["msg"]).replace(" after validation", "")
+        unknown = unknown_field(model.model_fields, body) if len(place) == 1 else None
+        told = "" if unknown is None else f"unknown field: {unknown}; "
+        return InvalidRequest(f"{told}{name} is required", param=name if unknown is None else unknown)
     wanted = _UNIONS.get(str(place[0]) if len(place) < 3 or place[0] != "messages" else str(place[2]))
-    return InvalidRequest(f"{name} {problem if wanted is None else wanted}", param=name)
+    return InvalidRequest(f"{name} {in_words(kind, first['msg']) if wanted is None else wanted}", param=name)

@@ -71,13 +71,19 @@ class Serving:
             "max_context_length": self.max_context_length,
             "threads": model_threads(settings),
             "chat_template": "none" if self.template is None else self.template.origin,
-            "generation_config": str(self.defaults) if settings.generation_config else "off",
+            "generation_config": self._defaults_in_words() if settings.generation_config else "off",
             "begin_of_text": "none" if begin is None else f"{self.tokenizer.token_name(begin)} ({begin})",
             "end_of_text": ", ".join(
                 f"{name} ({i})" for name, i in zip(ends, self.tokenizer.eos_token_ids, strict=True)
             )
             or "none",
         }
+
+    def _defaults_in_words(self) -> str:
+        """The defaults; of a file that sets none, that it is there."""
+        if self.defaults == Defaults() and (self.manifest.directory / GENERATION_CONFIG_FILE).exists():
+            return f"none in {GENERATION_CONFIG_FILE}"
+        return str(self.defaults)
 
     def warnings(self) -> list[str]:
         """What the checkpoint asks for and does not get."""
@@ -149,6 +155,8 @@ def _template(settings: ServeSettings, marks: Mapping[str, str]) -> ChatTemplate
         case "plain":
             template = None
         case path:
+            if not Path(path).is_file():
+                raise ChatTemplateError(f"--chat-template {path}: no such file; give auto, plain, none or a Jinja file")
             template = ChatTemplate(source=read_text(Path(path)), origin=path)
     if template is None:
         told = "plain" if settings.chat_template == "plain" else "plain: the checkpoint has none"

@@ -5,18 +5,19 @@ group on the help page all come from it. A flag wins over the environment, which
 Torch-free: what "auto" means on a device is decided by the worker, which knows the device.
 """
 
-import argparse
 import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from model.config import ModelConfig
+from service.complaints import EMPTY, in_words
+from service.flags import FlagError, flag_of, parse_flags
 
 PREFIX = "KVASIR_"
 AutoOrCount = Literal["auto"] | Annotated[int, Field(ge=1)]
@@ -99,6 +100,11 @@ class ServeSettings(ModelSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = _option("operation", "least severe log", "info")
 
+    @field_validator("host", mode="before")
+    @classmethod
+    def _localhost_is_an_address(cls, value: Any) -> Any:
+        return "127.0.0.1" if value == "localhost" else value
+
 
 class GenerateSettings(ModelSettings):
     """`kvasir generate`."""
@@ -126,7 +132,7 @@ class InspectAttentionSettings(CheckpointSettings):
 
     prompt: str = _option("text", "text whose tokens are looked at", min_length=1)
     layer: int = _option("look", "which layer, from 0", ge=0)
-    head: str = _option("look", "which head, from 0, or all", "all")
+    head: str = _option("look", "which head, from 0, or all", "all", metavar="all|N")
     out: Path | None = _option("look", "picture to write: .png, .svg or .pdf (default: none)", None, metavar="FILE")
 
 
@@ -174,7 +180,7 @@ class ConvertSettings(BaseSettings):
         "source", "of --nanogpt: its meta.pkl, or the files of GPT-2's tokenizer", None, metavar="FILE|DIR"
     )
     pickle: Path | None = _option("source", "Hugging Face directory with pytorch_model.bin, for safetensors", None)
-    export: Path | None = _option("source", "checkpoint of ours, to make a Hugging Face directory", None)
+    export: Path | None = _option("source", "any checkpoint, to make a Hugging Face directory", None)
     out: Path = _option("result", "new directory to write")
 
     @model_validator(mode="after")
@@ -199,8 +205,11 @@ def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, su
         SettingsError: an unknown flag or an unusable value; one line that names it.
         SystemExit: `--help` was asked for.
     """
-    parser = _parser(kind, command, summary)
-    given = vars(parser.parse_args(argv))
+    epilog = f"Every flag is also an environment variable: --max-thing is {PREFIX}MAX_THING. Flags win."
+    try:
+        given = parse_flags(kind, argv, command=command, summary=summary, epilog=epilog)
+    except FlagError as error:
+        raise SettingsError(str(error)) from None
     _warn_of_unknown_variables(command)
     try:
         return kind(**given)
@@ -209,12 +218,13 @@ def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, su
         if not first["loc"]:
             raise SettingsError(first["msg"].removeprefix("Value error, ")) from None
         name = str(first["loc"][0])
-        source = _flag(name) if name in given or _variable(name) not in os.environ else _variable(name)
+        source = flag_of(name) if name in given or _variable(name) not in os.environ else _variable(name)
         if first["type"] == "missing":
             raise SettingsError(f"{source} is needed (or {_variable(name)})") from None
         is_union = kind.model_fields[name].annotation == AutoOrCount
-        problem = "must be auto or at least 1" if is_union else first["msg"].replace("Input should", "must", 1)
-        raise SettingsError(f"{source}: {problem}, not {first['input']!r}") from None
+        problem = "must be auto or at least 1" if is_union else in_words(first["type"], first["msg"])
+        instead = "" if problem == EMPTY else f", not {first['input']!r}"
+        raise SettingsError(f"{source}: {problem}{instead}") from None
 
 
 def effective_values(settings: BaseSettings, found: Mapping[str, object]) -> Iterable[str]:
@@ -264,65 +274,6 @@ def usable_cpus() -> int:
     except (OSError, ValueError):
         return count
     return count if quota == "max" else max(1, min(count, math.ceil(int(quota) / int(period))))
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise SettingsError(message)
-
-
-class _Help(argparse.HelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30, width=100)
-
-
-def _parser(kind: type[BaseSettings], command: str, summary: str) -> _Parser:
-    """Flags of every field, by group. Values stay strings: pydantic converts and checks them."""
-    parser = _Parser(
-        prog=f"kvasir {command}",
-        description=summary,
-        epilog=f"Every flag is also an environment variable: --max-thing is {PREFIX}MAX_THING. Flags win.",
-        formatter_class=_Help,
-        usage=f"kvasir {command} [flags]",
-        allow_abbrev=False,
-    )
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for name, field in kind.model_fields.items():
-        extra = field.json_schema_extra
-        assert isinstance(extra, dict), f"{name} must be declared with _option"
-        title = str(extra["group"])
-        group = groups[title] if title in groups else groups.setdefault(title, parser.add_argument_group(title))
-        required, is_switch = field.is_required(), field.annotation is bool
-        default = "" if required or field.default in (None, False) else f" (default: {field.default})"
-        group.add_argument(
-            _flag(name),
-            dest=name,
-            default=argparse.SUPPRESS,
-            help=f"{field.description}{default}{' (needed)' if required else ''}".replace("%", "%%"),
-            **(_switch(field.default) if is_switch else {"metavar": extra["metavar"] or _metavar(field.annotation)}),
-        )
-    return parser
-
-
-def _switch(default: bool) -> dict[str, Any]:
-    """What is off is switched on by its name; what is on has a --no- form as well."""
-    return {"action": argparse.BooleanOptionalAction} if default else {"action": "store_const", "const": "true"}
-
-
-def _metavar(annotation: Any) -> str:
-    """What a value looks like: the choices of a Literal, else the type."""
-    if annotation in (int, float, str, Path):
-        return {int: "N", float: "X", str: "TEXT", Path: "DIR"}[annotation]
-    parts = get_args(annotation)
-    if get_origin(annotation) is Literal:
-        return "|".join(parts)
-    if get_origin(annotation) is Annotated:
-        return _metavar(parts[0])
-    return "|".join(_metavar(part) for part in parts if part is not type(None))
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _variable(name: str) -> str:

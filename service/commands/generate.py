@@ -91,8 +91,10 @@ def _submit(settings: GenerateSettings, tokenizer: Tokenizer, defaults: Defaults
 
 def _figures(finish: Finish, submit: Submit, seconds: float) -> str:
     rate = max(0, finish.num_completion_tokens - 1) / finish.decode_seconds if finish.decode_seconds > 0 else 0.0
+    # The most likely token needs no draw, so that a seed would promise something.
+    seed = "" if submit.params.temperature == 0 else f", seed {submit.params.seed}"
     return (
         f"{finish.num_prompt_tokens} prompt tokens, {finish.num_completion_tokens} completion tokens "
-        f"({finish.reason}), seed {submit.params.seed}, prefill {finish.prefill_seconds * 1000:.0f} ms, "
+        f"({finish.reason}){seed}, prefill {finish.prefill_seconds * 1000:.0f} ms, "
         f"decode {rate:.0f} tokens/s, {seconds:.2f} s in all"
     )

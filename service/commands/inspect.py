@@ -11,6 +11,7 @@ from typing import Any
 from model.chat_template import ChatTemplateError, load_chat_template
 from model.config import ModelConfig
 from model.generation_config import GenerationConfigError, read_generation_config
+from model.kinds import NormKind, PositionKind
 from model.manifest import CheckpointError, Manifest, read_manifest
 from model.parameter_counts import count_parameters, kv_cache_formula
 from model.tokenizer.interface import Tokenizer, TokenizerError
@@ -56,15 +57,32 @@ def main(argv: Sequence[str]) -> int:
 def _look_closer(name: str, argv: Sequence[str]) -> int:
     if name not in _LOOKS:
         looks = " and ".join(f"`kvasir inspect {look}`" for look in _LOOKS)
-        print(f"kvasir inspect: nothing called {name!r}; there are {looks}", file=sys.stderr)
+        hint = f"did you mean --checkpoint {name}?" if Path(name).is_dir() else f"there are {looks}"
+        print(f"kvasir inspect: nothing called {name!r}; {hint}", file=sys.stderr)
         return 2
     code: int = importlib.import_module(_LOOKS[name]).main(argv)
     return code
 
 
 def _choices(config: ModelConfig) -> Rows:
-    """The config, but for mechanisms that this model has not."""
-    return ((name, value) for name, value in config.to_dict().items() if value is not None and value != [])
+    """The config, but for mechanisms that this model has not, and what would act only with them."""
+    for name, value in config.to_dict().items():
+        if value is not None and value != [] and _acts(name, config):
+            yield name, value
+
+
+def _acts(name: str, config: ModelConfig) -> bool:
+    """Whether the model depends on a field that belongs to one choice of another."""
+    match name:
+        case "rope_theta":
+            return config.position is PositionKind.ROTARY
+        case "norm_bias":
+            return config.norm is NormKind.LAYER_NORM
+        case "norm_unit_offset":
+            return config.norm is NormKind.RMS_NORM
+        case "qk_norm_scope":
+            return config.qk_norm
+    return True
 
 
 def _parameter_rows(config: ModelConfig) -> Rows:
@@ -81,8 +99,8 @@ def _memory_rows(config: ModelConfig) -> Rows:
         kv_cache = kv_cache_formula(config, size)
         yield (
             dtype,
-            f"weights {_megabytes(config.num_parameters * size)}, KV-cache {kv_cache.text} = {kv_cache.value:,} bytes "
-            f"a token, {_megabytes(kv_cache.value * config.max_context_length)} a full context",
+            f"weights {_size(config.num_parameters * size)}, KV-cache {kv_cache.text} = {kv_cache.value:,} bytes "
+            f"a token, {_size(kv_cache.value * config.max_context_length)} a full context",
         )
 
 
@@ -145,5 +163,6 @@ def _short(value: object) -> str:
     return f"{text[:16]}…" if len(text) == 64 and " " not in text else text
 
 
-def _megabytes(size: int) -> str:
-    return f"{size / 2**20:,.1f} MB"
+def _size(num_bytes: int) -> str:
+    """In MB, or in kB where that would be next to nothing."""
+    return f"{num_bytes / 2**20:,.1f} MB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} kB"

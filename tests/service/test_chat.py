@@ -154,8 +154,9 @@ def _one(**message: Any) -> dict[str, Any]:
     ("body", "param", "said"),
     [
         ({}, "messages", "messages is required"),
-        ({"messages": []}, "messages", "messages"),
-        ({"messages": "hi"}, "messages", "messages must be"),
+        ({"messages": []}, "messages", "messages must not be empty"),
+        ({"prompt": "hi"}, "prompt", "unknown field: prompt; messages is required"),
+        ({"messages": "hi"}, "messages", "messages must be a list"),
         ({"messages": [7]}, "messages[0]", "messages[0] must be"),
         ({"messages": [{"content": "a"}]}, "messages[0].role", "messages[0].role is required"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "messages[0].content is required"),
@@ -240,11 +241,13 @@ def test_a_conversation_is_tokenized_as_it_would_be_answered(client: TestClient,
         ({"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs"),
         ({"messages": [{"role": "user", "content": "a", "x": 1}]}, "messages[0].x"),
         ({"messages": []}, "messages"),
+        ({"prompt": "a", "messages": []}, "messages"),
     ],
 )
 def test_what_cannot_be_tokenized_is_named(client: TestClient, body: dict[str, Any], param: str) -> None:
     response = client.post("/tokenize", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert ("give prompt or messages, not both" in response.text) is ({"prompt", "messages"} <= body.keys())
 
 
 def test_the_tokenizers_facts(client: TestClient) -> None:

@@ -38,7 +38,17 @@ def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize("command", ["serve", "tokenize", "inspect"])
 def test_an_unusable_flag_is_one_line_and_exit_code_2(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--nonsense"]) == 2
-    assert capsys.readouterr().err == f"kvasir {command}: unrecognized arguments: --nonsense\n"
+    assert capsys.readouterr().err == (
+        f"kvasir {command}: unrecognized arguments: --nonsense; see kvasir {command} --help\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["serve", "tokenize", "inspect"])
+def test_a_checkpoint_without_its_flag_is_recognized(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, str(SHIPPED)]) == 2
+    error = capsys.readouterr().err
+    assert error.endswith(f"; did you mean --checkpoint {SHIPPED}?\n")
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["serve", "tokenize", "inspect"])

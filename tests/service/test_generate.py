@@ -52,6 +52,8 @@ def test_the_checkpoints_defaults_act(checkpoint: Path, capsys: pytest.CaptureFi
     )
     assert greedy[1] == text
     assert "warning" not in greedy[2]
+    assert "seed" not in told + greedy[2]
+    assert ", seed 7, " in run(capsys, checkpoint, "--temperature", "1", "--seed", "7")[2]
 
 
 def test_a_flag_wins(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

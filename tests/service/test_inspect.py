@@ -39,6 +39,13 @@ def test_facts(tiny_checkpoint: Path, run: Run) -> None:
         assert part in out
     assert "'<|endoftext|>'" in out
     assert "None" not in out
+    assert "64.0 kB a full context" in out
+
+
+def test_only_what_acts_is_shown(tiny_checkpoint: Path, run: Run) -> None:
+    names = {line.split()[0] for line in run("--checkpoint", tiny_checkpoint)[1].splitlines() if line.startswith("  ")}
+    assert {"rope_theta", "norm_eps", "qk_norm", "norm_unit_offset"} <= names
+    assert not {"norm_bias", "qk_norm_scope", "sliding_window"} & names
 
 
 def test_training_sources_are_words(tmp_path: Path, run: Run) -> None:
@@ -134,5 +141,5 @@ def test_params_refuses_in_one_line(tmp_path: Path, tiny_checkpoint: Path, run: 
     assert err.count("\n") == 1
     assert run("params", "--checkpoint", tiny_checkpoint, "--layer", "2")[::2] == (
         2,
-        "kvasir inspect params: unrecognized arguments: --layer 2\n",
+        "kvasir inspect params: unrecognized arguments: --layer 2; see kvasir inspect params --help\n",
     )

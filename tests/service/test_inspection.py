@@ -40,9 +40,7 @@ class Bench:
         self.readiness = READY
         self.weights: Callable[[Look], bytes | None] = even_weights
         self.answers = True
-        planner = Planner(
-            tokenizer=tokenizer, model_name="tiny", max_context_length=256, max_num_choices=4, longest_token=5
-        )
+        planner = Planner(tokenizer=tokenizer, model_name="tiny", max_context_length=256, max_num_choices=4)
         self.inspection = Inspection(
             planner=planner,
             config=tiny_config(274),
@@ -138,10 +136,10 @@ def _with(**fields: Any) -> bytes:
         (b'{"layer": 0}', 400, "prompt must be a string or a list of token ids, not empty"),
         (_with(layer=2), 400, "layer 2 does not exist; this model has layers 0 to 1"),
         (_with(layer=-1), 400, "layer must be greater than or equal to 0"),
-        (_with(layer=1.5), 400, "layer must be a valid integer"),
-        (_with(layer="1"), 400, "layer must be a valid integer"),
-        (_with(layer=True), 400, "layer must be a valid integer"),
-        (_with(layer=None), 400, "layer must be a valid integer"),
+        (_with(layer=1.5), 400, "layer must be a whole number"),
+        (_with(layer="1"), 400, "layer must be a whole number"),
+        (_with(layer=True), 400, "layer must be a whole number"),
+        (_with(layer=None), 400, "layer must be a whole number"),
         (b'{"prompt": "a", "layer": NaN}', 400, ""),
         (b'{"prompt": "a", "layer": 1e400}', 400, "layer"),
         (b'{"prompt": "a", "layer": ' + b"9" * 5000 + b"}", 400, ""),

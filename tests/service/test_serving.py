@@ -98,6 +98,13 @@ def test_defaults_are_the_checkpoints(checkpoint: Path, values: Any, sampling: A
     assert serving(checkpoint, generation_config=False).defaults == Defaults()
 
 
+def test_a_file_without_defaults_is_told_from_none(checkpoint: Path) -> None:
+    settings = ServeSettings(checkpoint=checkpoint, threads=1)
+    assert serving(checkpoint).found(settings)["generation_config"] == "none"
+    write(checkpoint / "generation_config.json", {"bos_token_id": 1})
+    assert serving(checkpoint).found(settings)["generation_config"] == "none in generation_config.json"
+
+
 def test_the_longest_answer_is_the_checkpoints(checkpoint: Path) -> None:
     write(checkpoint / "generation_config.json", {"max_new_tokens": 30})
     found = serving(checkpoint).defaults
@@ -151,7 +158,7 @@ def test_a_longer_context_than_the_models_is_refused(checkpoint: Path) -> None:
 
 
 def test_a_missing_template_file_is_named(checkpoint: Path) -> None:
-    with pytest.raises(ChatTemplateError, match="nowhere: missing"):
+    with pytest.raises(ChatTemplateError, match="--chat-template nowhere: no such file; give"):
         serving(checkpoint, chat_template="nowhere")
 
 
@@ -164,7 +171,7 @@ def test_defaults_need_no_tokenizer(checkpoint: Path) -> None:
     ("flags", "files", "code", "said"),
     [
         (("--max-context-length", "257"), {}, 2, "257 is over the 256 positions of the model; ask for at most 256"),
-        (("--chat-template", "nowhere"), {}, 1, "nowhere: missing; copy the file there"),
+        (("--chat-template", "nowhere"), {}, 1, "nowhere: no such file; give auto, plain, none or a Jinja file"),
         ((), {"chat_template.jinja": "{% if %}"}, 1, "chat_template.jinja: line 1"),
         ((), {"generation_config.json": {"top_p": 7}}, 1, "top_p must be"),
     ],

@@ -80,9 +80,13 @@ def test_every_flag_of_the_contract_is_read() -> None:
     [
         ((), "--checkpoint is needed (or KVASIR_CHECKPOINT)"),
         (("--checkpoint",), "--checkpoint: expected one argument"),
-        (("--checkpoint", "c", "--prot", "1"), "unrecognized arguments: --prot 1"),
+        (("--checkpoint", "c", "--prot", "1"), "unrecognized arguments: --prot 1; see kvasir serve --help"),
         (("--checkpoint", "c", "--max-num", "1"), "unrecognized arguments: --max-num 1"),
-        (("--checkpoint", "c", "--port", "http"), "--port: must be a valid integer"),
+        (("--checkpoint", "c", "--port", "eight"), "--port: must be a whole number, not 'eight'"),
+        (("runs/none",), "unrecognized arguments: runs/none; see kvasir serve --help"),
+        (("tests",), "unrecognized arguments: tests; did you mean --checkpoint tests?"),
+        (("--checkpoint", "c", "--model-name", ""), "--model-name: must not be empty"),
+        (("--checkpoint", "c", "--host", "10.0.0.1"), "--host: must be '127.0.0.1', '0.0.0.0' or '::', not '10.0.0.1'"),
         (("--checkpoint", "c", "--port", "80"), "--port: must be greater than or equal to 1024, not '80'"),
         (("--checkpoint", "c", "--device", "tpu"), "--device: must be 'auto', 'cpu' or 'cuda', not 'tpu'"),
         (("--checkpoint", "c", "--threads", "0"), "--threads: must be auto or at least 1, not '0'"),
@@ -98,9 +102,21 @@ def test_what_cannot_be_used_is_named_in_one_line(argv: tuple[str, ...], said: s
     assert "\n" not in str(caught.value)
 
 
+def test_what_is_empty_is_not_shown() -> None:
+    with pytest.raises(SettingsError) as caught:
+        read_settings(GenerateSettings, ["--checkpoint", "c", "--prompt", ""], command="generate", summary="")
+    assert str(caught.value) == "--prompt: must not be empty"
+
+
+def test_localhost_is_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read("--checkpoint", "c", "--host", "localhost").host == "127.0.0.1"
+    monkeypatch.setenv("KVASIR_HOST", "localhost")
+    assert read("--checkpoint", "c").host == "127.0.0.1"
+
+
 def test_a_bad_variable_is_named_as_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVASIR_PORT", "tcp://10.0.0.1:80")
-    with pytest.raises(SettingsError, match="KVASIR_PORT: must be a valid integer"):
+    with pytest.raises(SettingsError, match="KVASIR_PORT: must be a whole number"):
         read("--checkpoint", "c")
 
 
