@@ -15,7 +15,9 @@ kv_cache       the block pool's tensors: write, gather
 sampling       batched, position-seeded sampling
 tokenizer/     text to ids and back: byte-level BPE as a tiktoken.Encoding, or the tokenizers library; StreamDecoder
 manifest       the door to a checkpoint directory of either kind, verified before anything is loaded, torch-free
-checkpoint_files  JSON, safetensors headers, hashes; CheckpointError
+checkpoint_files  JSON, plain names, hashes; CheckpointError
+safetensors_header  which tensor stands where in a file, torch-free
+error_line     what an error says as one line, whatever stood in the file, torch-free
 families/      other people's checkpoints: config map and name map of each Hugging Face family, torch-free
 weights        tensors from files into their final place, never a second copy
 checkpoint     a directory as a model, a model as a directory

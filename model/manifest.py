@@ -21,12 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint_files import CheckpointError, check_plain_name, file_digest, read_json
+from model.checkpoint_files import CheckpointError, check_is_file, check_plain_name, file_digest, read_json
 from model.config import ModelConfig
 from model.families.directory import find_weight_files, what_is_wrong
 from model.families.family import Family
 from model.families.placement import Placement, place_tensors
 from model.families.table import read_family_config
+from model.json_file import is_named
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from model.tokenizer.native import RANKS_FILE, SPEC_FILE
@@ -44,6 +45,7 @@ __all__ = [
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "manifest.json"
 FORMAT = "kvasir-checkpoint-1"
+MAX_NAME_CHARACTERS = 200  # it stands in every answer and on every page
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,9 +123,9 @@ def read_manifest(directory: Path | str) -> Manifest:
             model we cannot compute.
     """
     directory = Path(directory)
-    if (directory / MANIFEST_FILE).exists():
+    if is_named(directory / MANIFEST_FILE):
         return _read_native(directory)
-    if not (directory / CONFIG_FILE).exists():
+    if not is_named(directory / CONFIG_FILE):
         raise CheckpointError(what_is_wrong(directory))
     values = read_json(directory / CONFIG_FILE)
     if "model_type" not in values and "architectures" not in values:
@@ -151,11 +153,14 @@ def _read_native(directory: Path) -> Manifest:
         raise CheckpointError(f"{directory / MANIFEST_FILE}: format {values.get('format')!r}, {FORMAT!r} expected")
     try:
         files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in values["files"].items()}
-        name, training = str(values["name"]), dict(values["training"])
+        name, training = values["name"], dict(values["training"])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{directory / MANIFEST_FILE}: name, files or training is malformed") from error
-    if not name.strip() or not name.isprintable():
-        raise CheckpointError(f"{directory / MANIFEST_FILE}: the name {name!r} cannot be shown")
+    if not isinstance(name, str) or not name.strip() or not name.isprintable() or len(name) > MAX_NAME_CHARACTERS:
+        raise CheckpointError(
+            f"{directory / MANIFEST_FILE}: the name {name!r} cannot be shown; "
+            f"give it one of at most {MAX_NAME_CHARACTERS} printable characters"
+        )
     for file_name in files:
         check_plain_name(directory / MANIFEST_FILE, file_name)
     if CONFIG_FILE not in files:
@@ -184,8 +189,9 @@ def write_manifest(
 
 
 def _check_file(path: Path, size: int, digest: str) -> None:
-    if not path.is_file():
+    if not is_named(path):
         raise CheckpointError(f"{path}: missing; restore the file or train again")
+    check_is_file(path)
     if path.stat().st_size != size:
         actual = path.stat().st_size
         raise CheckpointError(f"{path}: {actual} bytes, {size} expected; the copy is incomplete, copy it again")

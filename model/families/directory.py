@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.checkpoint_files import CheckpointError, check_plain_name, read_json
+from model.checkpoint_files import CheckpointError, check_is_file, check_plain_name, read_json
+from model.json_file import is_named
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -61,12 +62,13 @@ def find_weight_files(directory: Path) -> WeightFiles:
         CheckpointError: there are none, there are two sets, there are only pickles, or the index is unusable.
     """
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
-    if index.is_file():
+    if is_named(index):
         indexed = _read_index(index)
-        if single.is_file() and indexed.names != (SINGLE_FILE,):
+        if is_named(single) and indexed.names != (SINGLE_FILE,):
             raise CheckpointError(f"{index}: {SINGLE_FILE} is there too; remove the one that is out of date")
         return indexed
-    if single.is_file():
+    if is_named(single):
+        check_is_file(single)
         return WeightFiles(names=(SINGLE_FILE,), index={})
     if pickle := _pickle_advice(directory):
         raise CheckpointError(pickle)
@@ -85,6 +87,8 @@ def _read_index(path: Path) -> WeightFiles:
         check_plain_name(path, name)
     names = tuple(sorted(set(weight_map.values())))
     for name in names:
-        if not (path.parent / name).is_file():
+        if is_named(path.parent / name):
+            check_is_file(path.parent / name)
+        else:
             raise CheckpointError(f"{path.parent / name}: missing, and {INDEX_FILE} names it; download this shard too")
     return WeightFiles(names=names, index=weight_map)

@@ -5,9 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.checkpoint_files import CheckpointError, TensorHeader, read_headers
+from model.checkpoint_files import CheckpointError
 from model.config import ModelConfig
 from model.families.family import Family, Layout, Part, full_name, sources
+from model.safetensors_header import TensorHeader, read_headers
 
 _CHUNK_BYTES = 2**24
 

@@ -3,9 +3,14 @@
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+from model.error_line import error_line
+
 
 class TokenizerError(ValueError):
     """A tokenizer's files are missing, damaged, unknown or do not fit. One line: the file, the thing, the remedy."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(error_line(message))
 
 
 class Tokenizer(Protocol):
@@ -29,6 +34,10 @@ class Tokenizer(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The ids of which any ends a text; there may be none."""
+
+    @property
+    def longest_token(self) -> int | None:
+        """The most bytes of a text without control marks that one token stands for; None where there is no most."""
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Token ids of a text, without the mark that begins a prompt.

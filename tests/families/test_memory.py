@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.checkpoint_files import WEIGHT_BYTES
+from model.safetensors_header import WEIGHT_BYTES
 from tests.families.large_checkpoint import MEGABYTE, measure, write_large
 from tests.families.models import CASES, load
 

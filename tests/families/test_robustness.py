@@ -9,9 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model.checkpoint_files import CheckpointError, read_headers
+from model.checkpoint_files import CheckpointError
 from model.families.directory import INDEX_FILE, find_weight_files
 from model.families.table import FAMILIES, read_family_config
+from model.safetensors_header import read_headers
 from tests.families.models import CASES
 
 JSON = st.recursive(

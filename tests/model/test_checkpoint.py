@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from model.attention.interface import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint import load_model, save_checkpoint
-from model.checkpoint_files import read_headers
 from model.manifest import MANIFEST_FILE, CheckpointError, read_manifest, write_manifest
+from model.safetensors_header import read_headers
 from model.tokenizer.native import RANKS_FILE, save_native
 from model.training.bpe import train_bpe
 from tests.model.configs import VARIANTS, build
