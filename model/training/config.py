@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from model.config import ModelConfig
 
 _T = TypeVar("_T")
+_ADVICE = "give a recipe, such as model/training/configs/tales.toml; docs/training.md says what stands in one"
+_OF_SOURCES = ("sources", "description", "sample_prompts")  # the last two speak of the texts of the first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +103,8 @@ class TrainConfig:
 def load_train_config(path: Path) -> TrainConfig:
     """Read a TOML file. `extends = "other.toml"` begins with that recipe, and what stands in this one replaces it.
 
-    Single values and the whole list of sources are replaced; of `[model]` only the keys that are given.
+    Single values and the whole list of sources are replaced; of `[model]` only the keys that are given. What a recipe
+    says of its texts, `description` and `sample_prompts`, goes with its sources.
 
     Raises:
         ValueError: a file cannot be read or extends itself, a key is unknown or missing, or a value is unusable.
@@ -124,6 +127,7 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
     """A recipe's values over those of the recipe it extends; paths of sources start at the file they stand in."""
     if path.resolve() in extended_by:
         raise ValueError(f"{path}: this recipe extends itself")
+    advice = f"{extended_by[-1]} extends it, by a path that starts at itself" if extended_by else _ADVICE
     try:
         values = tomllib.loads(path.read_text())
         _check_shape(values)
@@ -131,7 +135,7 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
             entry["path"] = path.parent / entry["path"]
         extended = values.pop("extends", None)
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
+        raise ValueError(f"{path}: {error.strerror}; {advice}") from error
     except KeyError as error:
         raise ValueError(f"{path}: a source is missing {error}") from error
     except ValueError as error:  # bad TOML and bad UTF-8 are such, too
@@ -139,6 +143,8 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
     if extended is None:
         return values
     inherited = _read(path.parent / extended, (*extended_by, path.resolve()))
+    if "sources" in values:
+        inherited = {key: value for key, value in inherited.items() if key not in _OF_SOURCES}
     return inherited | values | {"model": inherited.get("model", {}) | values.get("model", {})}
 
 

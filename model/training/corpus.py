@@ -8,7 +8,7 @@ from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.native import SPEC_FILE, load_native, save_native
 from model.training.bpe import train_bpe
 from model.training.config import TrainConfig
-from model.training.data import Source, TrainingData, encode_documents, read_source, remove_held_out
+from model.training.data import CorpusError, Source, TrainingData, encode_documents, read_source, remove_held_out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,7 @@ def read_corpus(config: TrainConfig, directory: Path, report: Callable[[str], No
     """Read the sources, take the tokenizer out of `directory` or learn it and put it there, and tokenize.
 
     Raises:
-        CorpusError: a corpus cannot be used.
+        CorpusError: a corpus cannot be used, or is too small for the vocabulary.
         ValueError: the directory's tokenizer does not fit the recipe.
     """
     sources = remove_held_out([read_source(source) for source in config.sources])
@@ -49,4 +49,8 @@ def _tokenizer(
     tokenizer = load_native(directory)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(f"{directory}: its tokenizer has {tokenizer.vocab_size} tokens, not {config.vocab_size}")
+    if tokenizer.vocab_size < config.vocab_size:
+        # Otherwise the model had rows for tokens that no text holds, and could draw one.
+        size = tokenizer.vocab_size
+        raise CorpusError(f"the texts give no more than {size} tokens: set vocab_size = {size}, or give more text")
     return tokenizer

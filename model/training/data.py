@@ -8,7 +8,7 @@ and whenever, which is what makes an interrupted run resume exactly.
 import hashlib
 import json
 import lzma
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from model.training.config import SourceConfig
 
 Ids = NDArray[np.uint16]
 MAX_DOCUMENT_CHARACTERS = 8000
+# Where the recipes of this repository look for theirs.
+_CORPORA = Path(__file__).resolve().parents[2] / "data"
 
 
 class CorpusError(ValueError):
@@ -35,6 +37,24 @@ class Source:
     sha256: str
     train: list[str]
     held_out: list[str]
+
+
+def check_sources(sources: Iterable[SourceConfig]) -> None:
+    """Raises CorpusError: the file of one of them cannot be opened. Costs nothing, so it comes before all else."""
+    for source in sources:
+        path = source.path.resolve()
+        try:
+            path.open("rb").close()
+        except FileNotFoundError as error:
+            ours = _CORPORA in path.parents or _CORPORA.resolve() in path.parents
+            advice = (
+                "the corpora are not part of this repository, docs/training.md lists them"
+                if ours
+                else f"correct the path of source {source.name}, which starts at the directory of its recipe"
+            )
+            raise CorpusError(f"{path}: no such file; {advice}") from error
+        except OSError as error:
+            raise CorpusError(f"{path}: {error.strerror}; it is the path of source {source.name}") from error
 
 
 def read_source(config: SourceConfig) -> Source:

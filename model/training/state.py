@@ -21,6 +21,8 @@ from torch import Tensor
 from model.config import ModelConfig
 from model.training.config import TrainConfig
 
+# What a run keeps in its directory, beside the tokenizer.
+RUN_FILES = ("state", "state.partial", "state.old", "log.jsonl", "log.partial", "lock")
 _EXTENSIBLE = ("steps", "decay_steps", "checkpoint_minutes", "evaluate_every", "sample_prompts", "description")
 
 

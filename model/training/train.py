@@ -32,7 +32,7 @@ from model.tokenizer.stream import StreamDecoder
 from model.training.card import LOSS_CURVE_FILE, Sample, draw_loss_curve, write_model_card
 from model.training.config import TrainConfig
 from model.training.corpus import Corpus, read_corpus
-from model.training.data import Batches, Source
+from model.training.data import Batches, Source, check_sources
 from model.training.evaluate import evaluate
 from model.training.optimizer import Optimizers
 from model.training.progress import Progress
@@ -99,9 +99,19 @@ def train(
         StateError: the run directory holds another run, or a damaged one, or is in use.
         ValueError: the loss is no longer a number; the last save is from before.
     """
+    check_sources(config.sources)
     check_writable(settings.checkpoint)
+    report(_beginning(config, settings))
     with locked(settings.run_directory):
         return _train(config, settings, report, should_stop)
+
+
+def _beginning(config: TrainConfig, settings: RunSettings) -> str:
+    how = f"{settings.device} in {settings.precision}{', compiled' if settings.compile else ''}"
+    return (
+        f"training {config.name} on {how}: saves itself in {settings.run_directory} every "
+        f"{config.checkpoint_minutes:g} min, writes {settings.checkpoint} at the end"
+    )
 
 
 def _train(

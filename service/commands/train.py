@@ -10,6 +10,7 @@ from types import FrameType
 import torch
 
 from model.training.config import TrainConfig, load_train_config
+from model.training.state import RUN_FILES
 from model.training.train import RunSettings, can_compile, default_precision, train
 from service.settings import SettingsError, TrainSettings, read_settings, usable_cpus
 
@@ -48,11 +49,11 @@ def main(argv: Sequence[str]) -> int:
         if settings.seed is not None:
             config = dataclasses.replace(config, seed=settings.seed)
         run = _run_settings(settings, config)
-        print(f"training on {run.device} in {run.precision}{', compiled' if run.compile else ''}: {run.run_directory}")
+        _check_apart(run.checkpoint, run.run_directory)
         done = train(config, run, _report, lambda: interruption.asked)
     except (ValueError, OSError) as error:
         print(f"kvasir train: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, SettingsError) else 1
     if not done:
         print(f"saved in {run.run_directory}; the same command goes on from here")
     return _INTERRUPTED if interruption.asked and not done else 0
@@ -66,6 +67,20 @@ def _with_steps(config: TrainConfig, steps: int) -> TrainConfig:
         warmup_steps=min(config.warmup_steps, steps // 4),
         decay_steps=config.decay_steps * steps // config.steps,
     )
+
+
+def _check_apart(out: Path, run_directory: Path) -> None:
+    """Raises SettingsError: the run would save itself into its own result, or its result into what it saves.
+
+    A subdirectory of its own in the run directory is neither.
+    """
+    finished, run = out.resolve(), run_directory.resolve()
+    if finished == run:
+        raise SettingsError(f"--out {out} is where the run saves itself; choose another")
+    if finished in run.parents:
+        raise SettingsError(f"--out {out} holds {run_directory}, where the run saves itself; choose another")
+    if any(run / name in (finished, *finished.parents) for name in RUN_FILES):
+        raise SettingsError(f"--out {out} is among the files the run saves itself in; choose another")
 
 
 def _run_settings(settings: TrainSettings, config: TrainConfig) -> RunSettings:

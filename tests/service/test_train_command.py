@@ -1,5 +1,6 @@
 """`kvasir train`: what its flags make of a recipe."""
 
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -56,3 +57,109 @@ def test_what_is_not_understood_is_refused(
     assert run(*flags) == 2
     assert flags[0] in capsys.readouterr().err
     assert started == []
+
+
+@pytest.mark.parametrize(
+    ("out", "run_directory", "message"),
+    [
+        ("runs/tiny", "runs/tiny", "--out {d}/runs/tiny is where the run saves itself; choose another\n"),
+        ("runs/../runs/tiny/", "runs/tiny", "is where the run saves itself; choose another\n"),
+        ("link", "runs/tiny", "--out {d}/link is where the run saves itself; choose another\n"),
+        ("runs", "runs/tiny", "--out {d}/runs holds {d}/runs/tiny, where the run saves itself; choose another\n"),
+        ("runs/tiny/state", "runs/tiny", "is among the files the run saves itself in; choose another\n"),
+        ("runs/tiny/state/out", "runs/tiny", "is among the files the run saves itself in; choose another\n"),
+    ],
+)
+def test_the_result_goes_elsewhere_than_the_run(
+    started: list[tuple[TrainConfig, RunSettings]],
+    tmp_path: Path,
+    out: str,
+    run_directory: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "runs" / "tiny")
+    assert run("--out", f"{tmp_path}/{out}", "--run-directory", f"{tmp_path}/{run_directory}") == 2
+    assert capsys.readouterr().err.endswith(message.format(d=tmp_path))
+    assert started == []
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]
+
+
+def test_the_default_run_directory_is_compared_too(
+    started: list[tuple[TrainConfig, RunSettings]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--out", "runs/attention-alibi") == 2
+    expected = "kvasir train: --out runs/attention-alibi is where the run saves itself; choose another\n"
+    assert capsys.readouterr().err == expected
+    assert started == []
+
+
+def test_a_directory_of_its_own_in_the_runs_is_fine(started: list[tuple[TrainConfig, RunSettings]]) -> None:
+    assert run("--out", "runs/attention-alibi/checkpoint") == 0
+    assert len(started) == 1
+
+
+@pytest.fixture
+def own_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of two steps on a text that is not there yet; signals are left alone."""
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    text = (RECIPE.parents[1] / "tales.toml").read_text()
+    for old, new in (
+        ("../../../loadtest/tales.txt", "text.txt"),
+        ("steps = 300", "steps = 2"),
+        ("warmup_steps = 30", "warmup_steps = 0"),
+        ("decay_steps = 100", "decay_steps = 0"),
+        ("vocab_size = 1024", "vocab_size = 260"),
+        ("held_out = 0.1", "held_out = 0.0"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "own.toml").write_text(text)
+    return tmp_path / "recipes" / "own.toml"
+
+
+def test_a_missing_text_is_told_of_before_a_directory_is_made(
+    own_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = own_recipe.parent / ".." / "recipes" / "own.toml"
+    assert run("--config", str(given), "--out", f"{tmp_path}/out", "--run-directory", f"{tmp_path}/run") == 1
+    said = capsys.readouterr()
+    advice = "correct the path of source grimm, which starts at the directory of its recipe"
+    assert said.err == f"kvasir train: {tmp_path}/recipes/text.txt: no such file; {advice}\n"
+    assert said.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["recipes"]
+
+
+def test_the_start_says_where_it_saves_itself(
+    own_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (own_recipe.parent / "text.txt").write_text("The fox ran from the dog. " * 100)
+    flags = ("--out", f"{tmp_path}/out", "--run-directory", f"{tmp_path}/run", "--no-compile", "--precision", "float32")
+    assert run("--config", str(own_recipe), *flags) == 0
+    where = f"saves itself in {tmp_path}/run every 1 min, writes {tmp_path}/out at the end"
+    assert capsys.readouterr().out.startswith(f"training tales on cpu in float32: {where}\n")
+
+
+def test_a_text_too_small_for_its_vocabulary_is_told_of_at_once(
+    own_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (own_recipe.parent / "text.txt").write_text("The fox ran from the dog. " * 100)
+    own_recipe.write_text(own_recipe.read_text().replace("vocab_size = 260", "vocab_size = 9000"))
+    flags = ("--config", str(own_recipe), "--out", f"{tmp_path}/out", "--run-directory", f"{tmp_path}/run")
+    for _ in range(2):  # the second time the tokenizer is read
+        assert run(*flags) == 1
+        said = capsys.readouterr().err
+        found = re.search(r"the texts give no more than (\d+) tokens: set vocab_size = \1, or give more text\n$", said)
+        assert found
+    assert 257 < int(found[1]) < 9000
+    own_recipe.write_text(own_recipe.read_text().replace("vocab_size = 9000", f"vocab_size = {found[1]}"))
+    assert run(*flags, "--no-compile", "--precision", "float32") == 0
+
+
+def test_a_recipe_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    assert run("--config", "nope.toml") == 1
+    said = capsys.readouterr().err
+    assert said.startswith("kvasir train: nope.toml: No such file or directory; give a recipe, such as model/")
+    assert said.count("\n") == 1

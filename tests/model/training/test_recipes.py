@@ -1,12 +1,15 @@
 """Recipes that extend others: what is replaced, what stays, and what is refused."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from model.training.config import load_train_config
+from model.training.data import CorpusError, check_sources
 
 CONFIGS = Path(__file__).parents[3] / "model" / "training" / "configs"
+ROOT = CONFIGS.parents[2]
 STORIES = CONFIGS / "stories.toml"
 
 
@@ -33,8 +36,12 @@ def test_a_list_of_sources_replaces_the_other(tmp_path: Path) -> None:
     write(tmp_path / "parent.toml", STORIES.read_text())
     source = '[[sources]]\nname = "own"\npath = "own.txt"\nrepeats = 1\nheld_out = 0.1\nlicence = "mine"\n'
     child = write(tmp_path / "sub" / "child.toml", f'extends = "../parent.toml"\n{source}')
-    (made,) = load_train_config(child).sources
-    assert (made.name, made.path) == ("own", tmp_path / "sub" / "own.txt")
+    made = load_train_config(child)
+    assert [(source.name, source.path) for source in made.sources] == [("own", tmp_path / "sub" / "own.txt")]
+    # What the other says of its texts is not true of these.
+    assert (made.description, made.sample_prompts) == ("", ())
+    said = write(tmp_path / "sub" / "said.toml", f'extends = "child.toml"\nsample_prompts = ["A"]\n{source}')
+    assert load_train_config(said).sample_prompts == ("A",)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +49,7 @@ def test_a_list_of_sources_replaces_the_other(tmp_path: Path) -> None:
     [
         ('extends = "child.toml"', "this recipe extends itself"),
         ('extends = "other.toml"', "child.toml: this recipe extends itself"),
-        ('extends = "none.toml"', "none.toml: No such file"),
+        ('extends = "none.toml"', r"none.toml: No such file or directory; .*child.toml extends it, by a path"),
         ("extends = 3", "child.toml: extends must be the path of a recipe"),
         ('extends = "parent.toml"\nmodel = 3', "child.toml: model must be a table"),
         ('extends = "parent.toml"\n[model]\ncolour = 3', "child.toml: unknown model config keys: colour"),
@@ -56,3 +63,29 @@ def test_what_cannot_be_extended_is_refused(tmp_path: Path, text: str, message: 
     write(tmp_path / "other.toml", 'extends = "child.toml"')
     with pytest.raises(ValueError, match=message):
         load_train_config(write(tmp_path / "child.toml", text))
+
+
+SHIPPED = sorted(CONFIGS.rglob("*.toml"))
+
+
+@pytest.mark.parametrize("recipe", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_recipes_find_their_texts_or_say_where_to_look(recipe: Path) -> None:
+    """As for somebody who has the repository alone."""
+    sources = load_train_config(recipe).sources
+    away = [s for s in sources if (ROOT / "data").resolve() in s.path.resolve().parents]
+    present = [s for s in sources if s not in away]
+    check_sources(present)
+    assert bool(away) == (recipe.stem != "tales")
+    missing = dataclasses.replace(sources[0], path=recipe.parent / ".." / "none" / "corpus.txt")
+    with pytest.raises(CorpusError, match=rf"^{CONFIGS.parent}/[a-z/]+corpus.txt: no such file; correct the path of source "):
+        check_sources([*present, missing])
+    for source in away:
+        elsewhere = dataclasses.replace(source, path=source.path.with_name("gone.jsonl"))
+        with pytest.raises(CorpusError, match=r"gone.jsonl: no such file; the corpora are not part of this repository"):
+            check_sources([elsewhere])
+
+
+def test_a_directory_is_no_text(tmp_path: Path) -> None:
+    source = dataclasses.replace(load_train_config(STORIES).sources[0], path=tmp_path)
+    with pytest.raises(CorpusError, match=f"{tmp_path}: Is a directory; it is the path of source tinystories"):
+        check_sources([source])
