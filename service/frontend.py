@@ -83,7 +83,6 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             model_name=self.model_name,
             max_context_length=serving.max_context_length,
             max_num_choices=admission.max_num_sequences,
-            longest_token=max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)),
             defaults=serving.defaults,
         )
         self._chat = ChatPrompts(serving.template, tokenizer)

@@ -8,7 +8,6 @@ Legend: H heads, T tokens of the prompt.
 
 import asyncio
 import contextlib
-import math
 import time
 import uuid
 from array import array
@@ -229,7 +228,7 @@ class Inspection:
     def _token_ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             # A text so long that no tokenization fits is refused before it costs one.
-            at_least = math.ceil(len(prompt.encode(errors="replace")) / self._planner.longest_token)
+            at_least = self._planner.least_tokens(prompt)
             if at_least > self._max_tokens:
                 raise self._too_long(f"at least {at_least}")
             token_ids = self._planner.encode(prompt)

@@ -25,7 +25,6 @@ class Planner:
 
     max_context_length: tokens of prompt and completion together.
     max_num_choices: choices that one request may ask for, over all its prompts.
-    longest_token: bytes of the tokenizer's longest token.
     defaults: what a request gets where it says nothing.
     """
 
@@ -33,7 +32,6 @@ class Planner:
     model_name: str
     max_context_length: int
     max_num_choices: int
-    longest_token: int
     defaults: Defaults = field(default_factory=Defaults)
 
     def check_model(self, name: str | None) -> None:
@@ -123,6 +121,11 @@ class Planner:
         except TokenizerError as error:
             raise InvalidRequest(str(error), param="prompt") from None
 
+    def least_tokens(self, text: str) -> int:
+        """Tokens that a text has at least, by its length; 0 where its length says nothing."""
+        longest = self.tokenizer.longest_token
+        return 0 if longest is None else -(-len(text.encode(errors="replace")) // longest)
+
     def check_ids(self, token_ids: Sequence[int], param: str) -> None:
         """Refuse ids that the tokenizer does not know.
 
@@ -196,7 +199,7 @@ class Planner:
     def _prompt_ids(self, prompt: str | list[int], max_tokens: int) -> list[int]:
         if isinstance(prompt, str):
             # A text so long that no tokenization fits is refused before it costs one.
-            at_least = -(-len(prompt.encode()) // self.longest_token)
+            at_least = self.least_tokens(prompt)
             if at_least > self.max_context_length:
                 raise self._over_context(f"at least {at_least}", max_tokens, "prompt")
             return self.encode(prompt)

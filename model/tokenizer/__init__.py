@@ -15,5 +15,6 @@ merges       when a list of merges and a table of ranks are the same encoding
 split_pattern  patterns that mean the same to both regular expression engines
 added_tokens   tokens added by name, and how they are found in a text
 alphabet       how byte-level vocabularies write bytes as characters
+bounds         how much of a text one token can stand for
 decoders       what the bytes of a token are
 """

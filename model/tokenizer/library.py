@@ -18,6 +18,7 @@ from model.tokenizer.interface import TokenizerError
 from model.tokenizer.vocabulary import Vocabulary
 
 _LONGEST_REASON = 200
+_CHARACTER_BYTES = 4  # of UTF-8, at most
 
 
 class LibraryTokenizer(Vocabulary):
@@ -31,6 +32,7 @@ class LibraryTokenizer(Vocabulary):
         added_tokens: those that the file adds by name.
         alphabet: the only characters of which the library makes tokens, where it would drop others in silence; of a
             byte-level vocabulary those that stand for bytes. None where nothing is dropped.
+        is_bounded: see `bounds`.
 
     Raises:
         TokenizerError: the library refuses it or would give a token another id, or a mark does not exist.
@@ -46,6 +48,7 @@ class LibraryTokenizer(Vocabulary):
         bos_token_id: int | None,
         added_tokens: Sequence[AddedToken] = (),
         alphabet: frozenset[str] | None = None,
+        is_bounded: bool = False,
     ) -> None:
         self._library = _guarded(lambda: tokenizers.Tokenizer.from_str(text))
         self._library.encode_special_tokens = True  # marks in a text are text
@@ -61,6 +64,7 @@ class LibraryTokenizer(Vocabulary):
             # Not its key: an added token that is looked for in normal form stands for its normal form.
             token_bytes[token_id] = decoder.token_bytes(self._library.id_to_token(token_id))
         super().__init__(token_bytes, special_tokens, eos_token_ids=eos_token_ids, bos_token_id=bos_token_id)
+        self._longest_token = max(_CHARACTER_BYTES, *map(len, token_bytes)) if is_bounded else None
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """See `interface.Tokenizer`.

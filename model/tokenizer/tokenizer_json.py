@@ -14,6 +14,7 @@ from tokenizers import normalizers
 
 from model.tokenizer.added_tokens import AddedToken, Normalize, Preparation
 from model.tokenizer.alphabet import BYTE_OF, to_bytes
+from model.tokenizer.bounds import is_bounded
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.decoders import TokenDecoder, read_decoder
 from model.tokenizer.interface import Tokenizer, TokenizerError
@@ -71,6 +72,7 @@ def tokenizer_from_json(
                 bos_token_id=marks.bos_token_id,
                 added_tokens=added,
                 alphabet=_alphabet(values["model"]),
+                is_bounded=is_bounded(values, decoder, added),
             )
 
 

@@ -33,6 +33,7 @@ class Vocabulary:
         self._special_names = {number: name for name, number in special_tokens.items()}
         self._eos_token_ids = eos_token_ids
         self._bos_token_id = bos_token_id
+        self._longest_token: int | None = max(map(len, token_bytes), default=1)
 
     @property
     def vocab_size(self) -> int:
@@ -53,6 +54,11 @@ class Vocabulary:
     def eos_token_ids(self) -> tuple[int, ...]:
         """See `interface.Tokenizer`."""
         return self._eos_token_ids
+
+    @property
+    def longest_token(self) -> int | None:
+        """See `interface.Tokenizer`."""
+        return self._longest_token
 
     def token_bytes(self, token_id: int) -> bytes:
         """See `interface.Tokenizer`."""

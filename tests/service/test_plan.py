@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from model.tokenizer.byte_level import ByteLevelTokenizer
+from model.tokenizer.interface import TokenizerError
 from service.journal import Choice
 from service.plan import Planner, sample_seed
 from service.schemas import ApiError, CompletionRequest, ContextLengthExceeded, InvalidRequest, ModelNotFound
@@ -14,7 +15,7 @@ from service.serving import Defaults
 
 @pytest.fixture
 def planner(tokenizer: ByteLevelTokenizer) -> Planner:
-    return Planner(tokenizer=tokenizer, model_name="tiny", max_context_length=64, max_num_choices=12, longest_token=5)
+    return Planner(tokenizer=tokenizer, model_name="tiny", max_context_length=64, max_num_choices=12)
 
 
 def plan(planner: Planner, **fields: Any) -> list[Choice]:
@@ -128,7 +129,7 @@ def test_a_text_begins_with_the_mark_that_begins_texts(tokenizer: ByteLevelToken
         eos_token_ids=(257,),
         bos_token_id=256,
     )
-    planner = Planner(tokenizer=marked, model_name="m", max_context_length=64, max_num_choices=4, longest_token=1)
+    planner = Planner(tokenizer=marked, model_name="m", max_context_length=64, max_num_choices=4)
     assert plan(planner, prompt="ab")[0].submit.prompt_token_ids == (256, 97, 98)
     assert plan(planner, prompt=[97])[0].submit.prompt_token_ids == (97,)
     assert plan(planner, prompt="<end>")[0].submit.prompt_token_ids[1:] == tuple(b"<end>")
@@ -143,7 +144,6 @@ def mild(tokenizer: ByteLevelTokenizer) -> Planner:
         model_name="tiny",
         max_context_length=64,
         max_num_choices=12,
-        longest_token=5,
         defaults=defaults,
     )
 
@@ -173,3 +173,23 @@ def test_errors_of_two_fields_and_of_the_model_name_a_field(planner: Planner) ->
         with pytest.raises(ApiError) as caught:
             plan(planner, **fields)
         assert caught.value.param == param
+
+
+def test_a_long_text_is_tokenized_where_one_token_may_stand_for_all_of_it(
+    planner: Planner, tokenizer: ByteLevelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "_longest_token", None)
+    monkeypatch.setattr(ByteLevelTokenizer, "encode", lambda self, text: [97])
+    assert plan(planner, prompt="é" * 1_000_000)[0].submit.prompt_token_ids == (97,)
+
+
+def test_a_text_that_the_tokenizer_refuses_is_the_clients_error(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: ByteLevelTokenizer, text: str) -> list[int]:
+        raise TokenizerError("no token stands for it")
+
+    monkeypatch.setattr(ByteLevelTokenizer, "encode", refuse)
+    with pytest.raises(InvalidRequest, match="no token stands for it") as caught:
+        plan(planner, prompt="a")
+    assert (caught.value.status, caught.value.param) == (400, "prompt")

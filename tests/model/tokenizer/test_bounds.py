@@ -1,0 +1,69 @@
+"""A text has at least its length over `longest_token` tokens; where that does not hold, there is no such number."""
+
+import sys
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from model.tokenizer.byte_level import NFC_SHRINKS
+from model.tokenizer.files import load_tokenizer
+from tests.model.tokenizer import makers
+from tests.model.tokenizer.texts import ADVERSARIAL, stories
+
+RUNS = ["é" * 500, "x" * 500, " " * 500, "K" * 500, "e\u0301" * 500, "a" + " " * 500 + "<mask>"]
+
+
+def _plain(**options: bool) -> Tokenizer:
+    """Two letters and what stands for all others."""
+    made = Tokenizer(models.BPE(vocab={"a": 0, " ": 1, "?": 2}, merges=[], unk_token="?", **options))
+    made.decoder = decoders.Fuse()
+    return made
+
+
+def _changed(change: Callable[[Tokenizer], object], made: Tokenizer | None = None) -> Tokenizer:
+    made = _plain() if made is None else made
+    change(made)
+    return made
+
+
+UNBOUNDED: dict[str, Callable[[], Tokenizer]] = {
+    "unknown characters become one token": lambda: _plain(fuse_unk=True),
+    "bytes are fallen back to, but there are none": lambda: _plain(fuse_unk=True, byte_fallback=True),
+    "an added token swallows spaces": makers.trimmed_added_token,
+    "a normalizer drops": lambda: _changed(lambda t: setattr(t, "normalizer", normalizers.Strip())),
+    "a normalizer shortens": lambda: _changed(lambda t: setattr(t, "normalizer", normalizers.Replace("é", "a"))),
+    "a pre-tokenizer drops": lambda: _changed(lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.WhitespaceSplit())),
+    "an added token in a word": lambda: _changed(lambda t: t.add_tokens([AddedToken("<mask>", lstrip=True)])),
+}
+
+
+@pytest.mark.parametrize("name", UNBOUNDED)
+def test_where_a_token_covers_a_run_there_is_no_bound(name: str, tmp_path: Path) -> None:
+    assert load_tokenizer(makers.write(tmp_path, UNBOUNDED[name]())).longest_token is None
+
+
+@pytest.mark.parametrize("name", [*makers.EXACT, *(set(makers.FALLEN_BACK) - {"trimmed_added_token"}), "_plain"])
+def test_the_bound_holds(name: str, tmp_path: Path) -> None:
+    maker = {**makers.EXACT, **makers.FALLEN_BACK, "_plain": _plain}[name]
+    ours = load_tokenizer(makers.write(tmp_path, maker()))
+    assert ours.longest_token is not None
+    for text in (*stories()[:5], *ADVERSARIAL, *RUNS):
+        clean = text.encode("utf-8", "replace").decode()
+        assert len(ours.encode(clean)) * ours.longest_token >= len(clean.encode())
+
+
+def test_nfc_leaves_a_quarter_at_least() -> None:
+    """Every spelling of a character: each part of its decomposition in its longest spelling."""
+    spellings: dict[str, int] = {}
+    characters = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]
+    for character in characters:
+        parts = unicodedata.normalize("NFD", character)
+        if len(parts) == 1:
+            spellings[parts] = max(spellings.get(parts, 0), len(character.encode()))
+    for character in characters:
+        if unicodedata.is_normalized("NFC", character):
+            longest = sum(spellings[part] for part in unicodedata.normalize("NFD", character))
+            assert longest <= NFC_SHRINKS * len(character.encode()), hex(ord(character))
