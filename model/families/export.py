@@ -69,6 +69,7 @@ def _candidates(family: Family, config: ModelConfig) -> Iterator[dict[str, Any]]
     yield {**sizes, **window}
     layers = range(config.num_layers)
     types = ["full_attention" if config.window(layer) is None else "sliding_attention" for layer in layers]
+    yield {**sizes, **window, "layer_types": types}
     yield {**sizes, **biases, **window, "use_sliding_window": True, "layer_types": types}
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from model.checkpoint_files import CheckpointError
+from model.config import MAX_LAYERS
 from model.kinds import check_number, check_size
 
 T = TypeVar("T")
-MAX_LAYERS = 10_000  # more than any model has; a list of as many is made before the tensors are counted
 
 # What changes neither logits nor their order: training, bookkeeping, heads of other tasks, token ids and sampling
 # defaults (those are read from generation_config.json and the tokenizer's files).
@@ -92,7 +92,7 @@ class ConfigReader:
         return int(value)
 
     def layers(self, name: str, default: int) -> int:
-        """A number of layers. Raises CheckpointError."""
+        """A number of layers, which are listed one by one before ModelConfig bounds them. Raises CheckpointError."""
         count = self.size(name, default)
         if count > MAX_LAYERS:
             self.refuse(name, count, f"at most {MAX_LAYERS:,} layers are computed; correct the config")
