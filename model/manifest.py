@@ -45,7 +45,7 @@ __all__ = [
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "manifest.json"
 FORMAT = "kvasir-checkpoint-1"
-MAX_NAME_CHARACTERS = 200  # it stands in every answer and on every page
+MAX_NAME_CHARACTERS = 255  # as a directory's; it stands in every answer and on every page
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

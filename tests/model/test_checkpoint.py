@@ -1,6 +1,7 @@
 """A checkpoint comes back as it was saved, and a damaged one says what is wrong in one line."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -138,6 +139,16 @@ def _config(text: str) -> Callable[[Path], None]:
     return lambda directory: (directory / "config.json").write_text(text) and None
 
 
+def _pipe(name: str) -> Callable[[Path], None]:
+    """A file that would be read for ever: nobody writes into it."""
+
+    def damage(directory: Path) -> None:
+        (directory / name).unlink()
+        os.mkfifo(directory / name)
+
+    return damage
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "shard missing": (lambda d: (d / SHARD).unlink(), f"{SHARD}: missing"),
     "shard truncated": (_truncate, f"{SHARD}: .* bytes, .* expected"),
@@ -161,6 +172,27 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "config.json: ",
     ),
     "a name with a line break": (_manifest(lambda v: v.update(name="a\nb")), "cannot be shown"),
+    "a name that is none": (
+        _manifest(lambda v: v.update(name=None)),
+        "the name None cannot be shown; give it one of at",
+    ),
+    "a name of a million letters": (
+        _manifest(lambda v: v.update(name="x" * 10**6)),
+        "at most 255 printable characters",
+    ),
+    "a format of many letters": (_manifest(lambda v: v.update(format="x" * 10**5)), "'kvasir-checkpoint-1' expected"),
+    "a size of many digits": (
+        _manifest(lambda v: v["files"]["config.json"].update(bytes=10**4000)),  # type: ignore[index]
+        "config.json: .* the copy is incomplete, copy it again",
+    ),
+    "a key of lines": (_config('{"a\\nb": 1}'), "config.json: unknown model config keys: a\ufffdb"),
+    "a key of many letters": (_config(json.dumps({"x" * 10**5: 1})), "config.json: unknown model config keys: xxx"),
+    "manifest that is a pipe": (
+        _pipe(MANIFEST_FILE),
+        f"{MANIFEST_FILE}: not a regular file; put the file itself there",
+    ),
+    "config that is a pipe": (_pipe("config.json"), "config.json: not a regular file"),
+    "shard that is a pipe": (_pipe(SHARD), f"{SHARD}: not a regular file"),
     "config not JSON": (_config("{"), "config.json: not JSON"),
     "config unknown key": (_config('{"colour": 1}'), "config.json: unknown model config keys: colour"),
     "manifest missing": (lambda d: (d / MANIFEST_FILE).unlink(), f"{MANIFEST_FILE}: No such file"),
@@ -180,7 +212,8 @@ def test_damage_is_one_clear_line(directory: Path, name: str) -> None:
     damage(directory)
     with pytest.raises(CheckpointError, match=message) as caught:
         read_manifest(directory).verify()
-    assert "\n" not in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 500
 
 
 def test_an_unreadable_file_is_one_clear_line(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
