@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from rich.console import Console
@@ -188,19 +188,42 @@ def table(result: dict[str, Any]) -> Table:
     return made
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+class _Parser(argparse.ArgumentParser):
+    """One line and exit code 2 for what cannot be used, as every command has."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
         prog="kvasir bench",
+        usage="kvasir bench [flags] [-- settings]",
+        allow_abbrev=False,
         description="Measure the engine in this process, over batch size and prompt length.",
         epilog="What follows -- are settings as `kvasir serve` knows them, like: -- --threads 1 --dtype bfloat16",
     )
     add = parser.add_argument
-    add("--checkpoint", required=True, metavar="DIR", help="checkpoint directory")
+    add("--checkpoint", required=True, metavar="DIR", help="checkpoint directory (needed)")
     add("--out", type=Path, metavar="FILE", help="write JSON there, with every repeat's value")
-    add("--batch", type=int, nargs="+", default=[1, 4, 16, 64], metavar="N", help="default: 1 4 16 64")
-    add("--prompt-tokens", type=int, nargs="+", default=[32, 256], metavar="N", help="default: 32 256")
-    add("--output-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
-    add("--repeats", type=int, default=5, metavar="N", help="default: %(default)s")
+    add(
+        "--batch",
+        type=int,
+        nargs="+",
+        default=[1, 4, 16, 64],
+        metavar="N",
+        help="sequences that run at once (default: 1 4 16 64)",
+    )
+    add(
+        "--prompt-tokens",
+        type=int,
+        nargs="+",
+        default=[32, 256],
+        metavar="N",
+        help="tokens of a prompt (default: 32 256)",
+    )
+    add("--output-tokens", type=int, default=64, metavar="N", help="tokens of a completion (default: %(default)s)")
+    add("--repeats", type=int, default=5, metavar="N", help="rounds of the sweep (default: %(default)s)")
     return parser
 
 
@@ -209,8 +232,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     split = given.index("--") if "--" in given else len(given)
     parser = _parser()
-    arguments = parser.parse_args(given[:split])
-    facts = provenance(parser.prog, given) | {"other_work_cores": quiet_or_warned(parser.prog)}
+    arguments, unknown = parser.parse_known_args(given[:split])
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; see {parser.prog} --help")
     try:
         if arguments.repeats < 1:
             raise ValueError("--repeats must be at least 1")
@@ -220,6 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             command="bench",
             summary="",
         )
+        facts = provenance(parser.prog, given) | {"other_work_cores": quiet_or_warned(parser.prog)}
         began = time.perf_counter()
         result = facts | measure(arguments, settings)
         result["took_seconds"] = round(time.perf_counter() - began, 1)

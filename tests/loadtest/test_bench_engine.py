@@ -50,6 +50,14 @@ def test_what_cannot_be_measured_is_refused(
     assert message in capsys.readouterr().err
 
 
+def test_an_unknown_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        bench_engine.main(["--checkpoint", "none", "--model-name", "x"])
+    assert exit_.value.code == 2
+    said = "kvasir bench: unrecognized arguments: --model-name x; see kvasir bench --help\n"
+    assert capsys.readouterr().err == said
+
+
 def test_no_checkpoint_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench_engine.main(["--checkpoint", str(tmp_path)])
