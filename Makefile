@@ -11,7 +11,7 @@ INSTALLED := .venv/.installed
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-install: $(INSTALLED) ## make .venv with everything pinned, and .venv/bin/kvasir
+install: $(INSTALLED) ## make .venv and .venv/bin/kvasir: torch and LitServe pinned, the rest as new as pyproject.toml allows
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; name it with: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -19,7 +19,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-serve: install ## serve the shipped model on http://127.0.0.1:8000
+serve: install ## serve the shipped model on http://127.0.0.1:8000; another by CHECKPOINT=DIR, elsewhere by PORT=N and HOST=ADDRESS
 	$(BIN)/kvasir serve --checkpoint $(CHECKPOINT) --host $(HOST) --port $(PORT)
 
 test: install ## every test
@@ -35,22 +35,22 @@ format: install ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: install ## sweep the engine in this process
+bench: install ## sweep the engine in this process; CHECKPOINT=DIR
 	$(BIN)/kvasir bench --checkpoint $(CHECKPOINT) --out docs/results/engine.json
 
-performance: bench ## measure engine and service, write docs/performance.md
+performance: bench ## measure engine and service, write docs/performance.md; CHECKPOINT=DIR
 	$(BIN)/python -m loadtest.bench_service --checkpoint $(CHECKPOINT) --out docs/results/service.json
 	$(BIN)/python -m loadtest.performance_page
 
-attention: install ## train and measure every mechanism of docs/attention.md (hours; may be interrupted)
+attention: install ## train and measure every mechanism of docs/attention.md (hours; may be interrupted; needs the corpora of docs/training.md)
 	$(BIN)/python -m loadtest.bench_attention train --seeds 1 2
 	$(BIN)/python -m loadtest.bench_attention speed
 	$(BIN)/python -m loadtest.attention_page
 
-loadtest: install ## a minute of locust against a service on 127.0.0.1:8000
+loadtest: install ## a minute of locust against a service on 127.0.0.1:8000; PORT=N and HOST=ADDRESS
 	$(BIN)/locust -f loadtest/locustfile.py --headless --users 8 --spawn-rate 8 --run-time 1m --host http://$(HOST):$(PORT)
 
-check-monitoring: ## promtool and a real Prometheus against a running service (needs prometheus)
+check-monitoring: ## promtool and a real Prometheus against a running service (needs prometheus); PORT=N
 	monitoring/check.sh http://$(HOST):$(PORT)
 
 clean: ## remove what the targets made
