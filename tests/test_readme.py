@@ -1,4 +1,4 @@
-"""The README's commands run as they stand, against a real service on the shipped model."""
+"""The README's commands run as they stand, against a real service on the shipped model; docs/training.md's, too."""
 
 import re
 import shlex
@@ -15,6 +15,7 @@ from tests.e2e.process import Service, serving
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = (ROOT / "README.md").read_text()
+TRAINING = (ROOT / "docs" / "training.md").read_text()
 CHECKPOINT = ROOT / "checkpoints" / "stories-7m"
 URL = "http://127.0.0.1:8000"
 
@@ -23,9 +24,9 @@ def blocks(language: str, text: str = README) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
 
 
-def commands() -> list[str]:
-    """What stands behind a `$ ` in the README's console blocks, continuation lines joined."""
-    joined = "".join(blocks("console")).replace("\\\n", "")
+def commands(text: str = README) -> list[str]:
+    """What stands behind a `$ ` in a page's console blocks, continuation lines joined."""
+    joined = "".join(blocks("console", text)).replace("\\\n", "")
     return re.findall(r"^\$ (.*)", joined, re.M)
 
 
@@ -72,6 +73,19 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
     assert words[1:3] == ["serve", "--checkpoint"]
     with serving(Path(words[3]), tmp_path, *words[4:]) as running:
         assert running.text("The king had three sons.", max_tokens=5)
+
+
+def test_the_recipe_on_the_page_is_the_one_that_runs() -> None:
+    (recipe,) = blocks("toml", TRAINING)
+    assert recipe == (ROOT / "model" / "training" / "configs" / "tales.toml").read_text()
+
+
+@pytest.mark.slow
+def test_training_with_what_the_repository_carries(tmp_path: Path) -> None:
+    trained, generated = [c.replace(" runs/", f" {shlex.quote(str(tmp_path))}/") for c in commands(TRAINING)]
+    said = shell(f"{trained} --run-directory {shlex.quote(str(tmp_path / 'tales'))}")
+    assert "held out, grimm: " in said
+    assert shell(generated).strip()
 
 
 @pytest.mark.slow

@@ -106,9 +106,9 @@ def own_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     text = (RECIPE.parents[1] / "tales.toml").read_text()
     for old, new in (
         ("../../../loadtest/tales.txt", "text.txt"),
-        ("steps = 300", "steps = 2"),
-        ("warmup_steps = 30", "warmup_steps = 0"),
-        ("decay_steps = 100", "decay_steps = 0"),
+        ("steps = 240", "steps = 2"),
+        ("warmup_steps = 24", "warmup_steps = 0"),
+        ("decay_steps = 80", "decay_steps = 0"),
         ("vocab_size = 1024", "vocab_size = 260"),
         ("held_out = 0.1", "held_out = 0.0"),
     ):
