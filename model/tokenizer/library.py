@@ -30,8 +30,9 @@ class LibraryTokenizer(Vocabulary):
         special_tokens: name and id of each control mark.
         eos_token_ids, bos_token_id: the marks that end and begin a text.
         added_tokens: those that the file adds by name.
-        alphabet: the only characters of which the library makes tokens, where it would drop others in silence; of a
-            byte-level vocabulary those that stand for bytes. None where nothing is dropped.
+        alphabet: the only characters of which the library makes tokens, where it would drop others in silence or with
+            an error that does not name them; of a byte-level vocabulary those that stand for bytes. None where nothing
+            is dropped.
         is_bounded: see `bounds`.
 
     Raises:
@@ -112,7 +113,7 @@ class LibraryTokenizer(Vocabulary):
         for character in dict.fromkeys(self._normal(text)):
             symbols = to_characters(character.encode()) if self._decoder.byte_level else character
             if not alphabet.issuperset(symbols) and (self._decoder.byte_level or not character.isspace()):
-                raise TokenizerError(f"no token stands for {character!r} in the text, and it would be dropped")
+                raise TokenizerError(f"the tokenizer has no token for {character!r}; leave it out")
 
     def _normal(self, text: str) -> str:
         normalizer = self._library.normalizer

@@ -116,7 +116,12 @@ def with_all_added_tokens(values: Mapping[str, Any], config: TokenizerConfig) ->
 
 
 def _alphabet(model: Mapping[str, Any]) -> frozenset[str] | None:
-    """The characters a BPE begins with, if it drops all others without a word; None if it does not."""
+    """The characters a BPE begins with, if it drops all others without a word, or all that a table of characters knows.
+
+    None where nothing is dropped or refused.
+    """
+    if model.get("type") == "WordLevel" and model.get("unk_token") not in model["vocab"]:
+        return frozenset(model["vocab"]) if all(len(token) == 1 for token in model["vocab"]) else None
     if model.get("type", "BPE") != "BPE" or model.get("unk_token") is not None or model.get("byte_fallback"):
         return None
     return frozenset(token for token in model["vocab"] if len(token) == 1)

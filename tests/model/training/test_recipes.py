@@ -77,7 +77,8 @@ def test_shipped_recipes_find_their_texts_or_say_where_to_look(recipe: Path) -> 
     check_sources(present)
     assert bool(away) == (recipe.stem != "tales")
     missing = dataclasses.replace(sources[0], path=recipe.parent / ".." / "none" / "corpus.txt")
-    with pytest.raises(CorpusError, match=rf"^{CONFIGS.parent}/[a-z/]+corpus.txt: no such file; correct the path of source "):
+    message = rf"^{CONFIGS.parent}/[a-z/]+corpus.txt: no such file; correct the path of source "
+    with pytest.raises(CorpusError, match=message):
         check_sources([*present, missing])
     for source in away:
         elsewhere = dataclasses.replace(source, path=source.path.with_name("gone.jsonl"))
