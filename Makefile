@@ -25,7 +25,7 @@ serve: install ## serve the shipped model on http://127.0.0.1:8000; another by C
 test: install ## every test
 	$(BIN)/python -m pytest
 
-check: install ## format, lint, strict types, architecture, fast tests: about a minute
+check: install ## format, lint, strict types, architecture, fast tests: about three minutes on 2 cores
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

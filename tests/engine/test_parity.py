@@ -94,7 +94,10 @@ def submissions(count: int, seed: int, *, max_prompt: int = 40) -> list[Submit]:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize(("budget", "every"), [(16, 0), (64, 0), (23, 2)])
+@pytest.mark.parametrize(
+    ("budget", "every"),
+    [pytest.param(16, 0, marks=pytest.mark.slow), pytest.param(64, 0, marks=pytest.mark.slow), (23, 2)],
+)
 def test_random_batches_and_chunks(name: str, budget: int, every: int) -> None:
     submits = submissions(20, seed=budget + every)
     run = Run(name, max_batched_tokens=budget)
