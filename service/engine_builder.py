@@ -131,7 +131,7 @@ def _num_blocks(settings: ModelSettings, max_context_length: int, block_bytes: i
     """
     blocks_per_context = -(-max_context_length // settings.block_size)
     needed_mib = -(-blocks_per_context * block_bytes // _MIB)
-    free = _free_bytes(device)
+    free = free_bytes(device)
     if settings.kv_cache_memory == "auto":
         # Half is for everything else; one sequence may have nearly all, rather than none being served.
         if blocks_per_context * block_bytes > free * _MOST_OF_MEMORY:
@@ -160,7 +160,7 @@ def _shorter(fitting: int) -> str:
     return f"serve --max-context-length {fitting}" if fitting else "take a smaller model or --block-size"
 
 
-def _free_bytes(device: str) -> int:
+def free_bytes(device: str) -> int:
     """Memory that can be had: the device's, or the machine's within the limit of our control group (v2)."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]

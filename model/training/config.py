@@ -13,6 +13,9 @@ from model.config import ModelConfig
 
 _T = TypeVar("_T")
 _ADVICE = "give a recipe, such as model/training/configs/tales.toml; docs/training.md says what stands in one"
+MAX_NAME_CHARACTERS = 200  # it names a directory, and the manifest takes it
+# Of integers what a generator takes as its seed, of numbers what is far beyond any use: the optimizers have float32.
+_LARGEST: Mapping[object, int] = {int: 2**63 - 1, (int, float): 10**9}
 _OF_SOURCES = ("sources", "description", "sample_prompts")  # the last two speak of the texts of the first
 
 
@@ -77,6 +80,8 @@ class TrainConfig:
         _check_types(self, integers=(*integers, "evaluate_every"), numbers=numbers, texts=("name", "description"))
         if not re.fullmatch(r"[\w.-]+", self.name) or self.name.startswith("."):
             raise ValueError(f"name must be letters, digits, '-', '_' and '.', not {self.name!r}")
+        if len(self.name) > MAX_NAME_CHARACTERS:
+            raise ValueError(f"name must have at most {MAX_NAME_CHARACTERS} characters")
         for name in ("matrix_lr", "adam_lr", "grad_clip", "checkpoint_minutes"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
@@ -174,6 +179,8 @@ def _check_types(config: object, *, integers: Sequence[str], numbers: Sequence[s
                 raise ValueError(f"{name} must be {what}, not {value!r}")
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name} must be finite, not {value!r}")
+            if isinstance(value, (int, float)) and abs(value) > (largest := _LARGEST[kinds]):
+                raise ValueError(f"{name} must be at most {largest:,}")
 
 
 def _build(kind: type[_T], values: Mapping[str, Any]) -> _T:

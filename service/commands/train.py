@@ -9,9 +9,11 @@ from types import FrameType
 
 import torch
 
+from model.error_line import error_line
 from model.training.config import TrainConfig, load_train_config
 from model.training.state import RUN_FILES
 from model.training.train import RunSettings, can_compile, default_precision, train
+from service.engine_builder import free_bytes
 from service.settings import SettingsError, TrainSettings, read_settings, usable_cpus
 
 _SUMMARY = (
@@ -50,10 +52,15 @@ def main(argv: Sequence[str]) -> int:
             config = dataclasses.replace(config, seed=settings.seed)
         run = _run_settings(settings, config)
         _check_apart(run.checkpoint, run.run_directory)
+        _check_memory(config, run.device)
         done = train(config, run, _report, lambda: interruption.asked)
     except (ValueError, OSError) as error:
-        print(f"kvasir train: {error}", file=sys.stderr)
+        print(f"kvasir train: {error_line(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, SettingsError) else 1
+    except (RuntimeError, MemoryError) as error:  # torch's, whose message has several lines; a MemoryError has none
+        said = next(iter(str(error).splitlines()), "out of memory")
+        print(f"kvasir train: {error_line(said)}; if it is memory, lower batch_size or the sizes", file=sys.stderr)
+        return 1
     if not done:
         print(f"saved in {run.run_directory}; the same command goes on from here")
     return _INTERRUPTED if interruption.asked and not done else 0
@@ -81,6 +88,19 @@ def _check_apart(out: Path, run_directory: Path) -> None:
         raise SettingsError(f"--out {out} holds {run_directory}, where the run saves itself; choose another")
     if any(run / name in (finished, *finished.parents) for name in RUN_FILES):
         raise SettingsError(f"--out {out} is among the files the run saves itself in; choose another")
+
+
+def _check_memory(config: TrainConfig, device: str) -> None:
+    """Raises ValueError if what training needs in any case is not there, rather than be killed half-way.
+
+    A parameter has a weight, a gradient and a momentum in float32, a token of a batch its logits and their gradient.
+    """
+    needed = 12 * config.model.num_parameters + 8 * config.tokens_per_step * config.vocab_size
+    if needed > (free := free_bytes(device)):
+        raise ValueError(
+            f"{config.model.num_parameters:,} parameters and {config.tokens_per_step:,} tokens a step need at least "
+            f"{needed // 2**20:,} MiB, and {free // 2**20:,} are free: lower batch_size or the sizes of the model"
+        )
 
 
 def _run_settings(settings: TrainSettings, config: TrainConfig) -> RunSettings:

@@ -77,7 +77,7 @@ def test_auto_of_a_long_context_is_what_can_be_of_use(
 
 
 def has_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    monkeypatch.setattr(engine_builder, "_free_bytes", lambda device: num_bytes)
+    monkeypatch.setattr(engine_builder, "free_bytes", lambda device: num_bytes)
 
 
 def test_a_context_that_does_not_fit_is_refused_with_one_that_does(
@@ -158,7 +158,7 @@ def test_a_cache_too_small_for_one_context_is_refused_with_what_is_needed(
 def test_a_cache_larger_than_the_memory_is_refused_before_it_is_made(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_builder, "_free_bytes", lambda device: 100 * 2**20)
+    monkeypatch.setattr(engine_builder, "free_bytes", lambda device: 100 * 2**20)
     with pytest.raises(ValueError, match="--kv-cache-memory 101: only 100 MiB are free"):
         build_engine(settings(tiny_checkpoint, kv_cache_memory=101), manifest)
 
@@ -178,6 +178,6 @@ def test_a_control_group_bounds_the_memory(monkeypatch: pytest.MonkeyPatch) -> N
         "/sys/fs/cgroup/memory.current": "500000",
     }
     monkeypatch.setattr(Path, "read_text", lambda path: files[str(path)])
-    assert engine_builder._free_bytes("cpu") == 1_000_000
+    assert engine_builder.free_bytes("cpu") == 1_000_000
     files["/sys/fs/cgroup/memory.max"] = "max"
-    assert engine_builder._free_bytes("cpu") == 2048 * 1024
+    assert engine_builder.free_bytes("cpu") == 2048 * 1024

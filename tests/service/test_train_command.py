@@ -163,3 +163,61 @@ def test_a_recipe_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypa
     said = capsys.readouterr().err
     assert said.startswith("kvasir train: nope.toml: No such file or directory; give a recipe, such as model/")
     assert said.count("\n") == 1
+
+
+HUGE = f"1{'0' * 400}"
+# What a recipe says beyond the one it extends, and what is said of it.
+ODD: dict[str, tuple[str, str]] = {
+    "width": ("[model]\nhidden_size = 1_000_000_000", r"need at least .* MiB, and .* are free: lower batch_size or"),
+    "layers": ("[model]\nnum_layers = 10_000\nmlp_size = 1_000_000", r"parameters and .* need at least .* MiB, and"),
+    "theta": (f"[model]\nrope_theta = {HUGE}", "rope_theta must be a positive number"),
+    "batch": ("batch_size = 1_000_000_000", r"tokens a step need at least .* MiB"),
+    "batch beyond all bounds": (f"batch_size = {HUGE}", "batch_size must be at most 9,223,372,036,854,775,807"),
+    "rate": (f"matrix_lr = {HUGE}", "matrix_lr must be at most 1,000,000,000"),
+    "rate that float32 cannot hold": ("adam_lr = 1e300", "adam_lr must be at most 1,000,000,000"),
+    "clip": (f"grad_clip = {HUGE}", "grad_clip must be at most 1,000,000,000"),
+    "decay": (f"weight_decay = {HUGE}", "weight_decay must be at most 1,000,000,000"),
+    "minutes": (f"checkpoint_minutes = {HUGE}", "checkpoint_minutes must be at most 1,000,000,000"),
+    "seed": ("seed = 9223372036854775808", "seed must be at most 9,223,372,036,854,775,807"),
+    "name": (f'name = "{"n" * 201}"', "name must have at most 200 characters"),
+    "name of lines": ('name = "a\\nb"', "name must be letters, digits"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_values_are_one_line_before_anything_is_trained(
+    started: list[tuple[TrainConfig, RunSettings]], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said, message = ODD[name]
+    (tmp_path / "odd.toml").write_text(f'extends = "{RECIPE}"\n{said}\n')
+    assert run("--config", f"{tmp_path}/odd.toml") == 1
+    assert started == []
+    line = capsys.readouterr().err
+    assert re.search(message, line)
+    assert line.startswith("kvasir train: ")
+    assert line.removesuffix("\n").isprintable()
+    assert len(line) < 600
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            RuntimeError("can't allocate memory\nframes"),
+            "can't allocate memory; if it is memory, lower batch_size or the",
+        ),
+        (MemoryError(), "out of memory; if it is memory, lower batch_size or the sizes"),
+    ],
+)
+def test_what_the_machine_cannot_hold_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, line: str
+) -> None:
+    def refuse(*arguments: object) -> bool:
+        raise error
+
+    monkeypatch.setattr(command, "train", refuse)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    assert run() == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"kvasir train: {line}")
+    assert said.count("\n") == 1
