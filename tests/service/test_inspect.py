@@ -143,3 +143,17 @@ def test_params_refuses_in_one_line(tmp_path: Path, tiny_checkpoint: Path, run: 
         2,
         "kvasir inspect params: unrecognized arguments: --layer 2; see kvasir inspect params --help\n",
     )
+
+
+def test_the_largest_sizes_that_are_allowed_are_counted(tmp_path: Path, run: Run) -> None:
+    """Figures in MB are fractions, which have bounds that whole numbers have not."""
+    directory = save_tiny_checkpoint(tmp_path / "tiny")
+    values = json.loads((directory / CONFIG_FILE).read_text())
+    sizes = ("vocab_size", "max_context_length", "hidden_size", "num_heads", "num_kv_heads", "mlp_size")
+    values |= dict.fromkeys(sizes, 2**31 - 1) | {"head_dim": 2**31 - 2, "num_layers": 10_000}
+    (directory / CONFIG_FILE).write_text(json.dumps(values))
+    code, out, err = run("params", "--checkpoint", directory)
+    assert (code, err) == (0, "")
+    assert f"{ModelConfig.from_dict(values).num_parameters:,} parameters" in out
+    code, _, err = run("--checkpoint", directory)
+    assert (code, err.count("\n")) == (1, 1)
