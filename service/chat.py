@@ -10,8 +10,12 @@ from model.control_marks import ControlMarks, ForbiddenText
 from model.template_sandbox import TemplateFailure
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from service.chat_schemas import Message
-from service.schemas import EngineFailed, InvalidRequest
+from service.schemas import EngineFailed, InvalidRequest, Overloaded
 from service.template_process import TemplateProcess
+
+# How long a conversation may wait while others are rendered. Rendering takes milliseconds; a template that hangs takes
+# the processor time it may (`template_process.Limits`), and who waits for a crowd of those is told to come back.
+WAIT_SECONDS = 5.0
 
 
 class ChatPrompts:
@@ -19,15 +23,28 @@ class ChatPrompts:
 
     Args:
         template: None where this server serves no conversations.
+        max_waiting: conversations that may wait for their turn.
+        wait_seconds: how long each may.
     """
 
-    def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate | None,
+        tokenizer: Tokenizer,
+        *,
+        max_waiting: int = 256,
+        wait_seconds: float = WAIT_SECONDS,
+    ) -> None:
         self.template = template
         self._tokenizer = tokenizer
         self._marks = ControlMarks(tokenizer)
         self._process = None if template is None else TemplateProcess(template.source)
         # One: the template's process does one at a time, and a slow template must not hold every thread there is.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="chat")
+        self._turn = asyncio.Lock()
+        self._num_waiting = 0
+        self._max_waiting = max_waiting
+        self._wait_seconds = wait_seconds
 
     async def encode(
         self,
@@ -47,19 +64,22 @@ class ChatPrompts:
         Raises:
             InvalidRequest: no conversations are served, the template refused, or the text is beyond the tokenizer.
             EngineFailed: the template failed.
+            Overloaded: too many conversations wait for their turn, or this one did for too long.
         """
         if self.template is None:
             raise InvalidRequest(
                 "this server has no chat template (--chat-template none); use /v1/completions", param="messages"
             )
-        loop = asyncio.get_running_loop()
         variables = self.template.variables(
             [message.for_template() for message in messages], add_generation_prompt=add_generation_prompt
         )
         more = {} if more is None else more
         if taken := [name for name in more if name in variables]:
             raise InvalidRequest(f"chat_template_kwargs: {taken[0]} is not yours to set", param="chat_template_kwargs")
-        ids = await loop.run_in_executor(self._thread, self._encode, variables, more)
+        await self._wait_for_turn()
+        rendering = asyncio.get_running_loop().run_in_executor(self._thread, self._encode, variables, more)
+        rendering.add_done_callback(lambda _: self._turn.release())
+        ids = await asyncio.shield(rendering)  # who leaves does not end it: the thread is busy until it is done
         begin = self._tokenizer.bos_token_id
         if add_special_tokens and begin is not None and ids[:1] != [begin]:
             ids.insert(0, begin)
@@ -70,6 +90,23 @@ class ChatPrompts:
         self._thread.shutdown(wait=True, cancel_futures=True)
         if self._process is not None:
             self._process.close()
+
+    async def _wait_for_turn(self) -> None:
+        if self._num_waiting >= self._max_waiting:
+            raise Overloaded(
+                f"{self._num_waiting} conversations wait for the chat template", retry_after_seconds=self._wait_seconds
+            )
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(self._wait_seconds):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise Overloaded(
+                f"the chat template was busy with other conversations for {self._wait_seconds:g} s",
+                retry_after_seconds=self._wait_seconds,
+            ) from None
+        finally:
+            self._num_waiting -= 1
 
     def _encode(self, variables: Mapping[str, Any], more: Mapping[str, Any]) -> list[int]:
         assert self._process is not None

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from service.schemas import Count, GenerationRequest, InvalidRequest, RequestModel
+from service.schemas import MAX_MESSAGES, MAX_PARTS, Count, GenerationRequest, InvalidRequest, RequestModel
 
 # Between the text parts of one message: templates want one string.
 _BETWEEN_PARTS = "\n"
@@ -22,7 +22,7 @@ class Message(RequestModel):
     """One message. `developer` is OpenAI's newer word for `system`, and templates are given that."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
     name: str | None = None
     # What the clients send back with an answer of ours; accepted where it is empty.
     refusal: None = None
@@ -40,7 +40,7 @@ class Message(RequestModel):
 
 # What a template may ask for beside the messages, such as Qwen3's `enable_thinking`.
 TemplateVariables = Annotated[dict[str, bool | int | float | str | None], Field(max_length=16)]
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 def message_parts(messages: Sequence[Message]) -> Iterator[tuple[str, RequestModel]]:
@@ -132,7 +132,7 @@ class TokenizeRequest(RequestModel):
     """
 
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     model: str | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None

@@ -85,7 +85,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             max_num_choices=admission.max_num_sequences,
             defaults=serving.defaults,
         )
-        self._chat = ChatPrompts(serving.template, tokenizer)
+        self._chat = ChatPrompts(serving.template, tokenizer, max_waiting=admission.max_num_sequences)
         max_body_bytes = settings.max_body_mb * 2**20
         self._tokenizer_routes = TokenizerRoutes(
             serving, planner=self._planner, chat=self._chat, max_body_bytes=max_body_bytes

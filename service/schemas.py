@@ -141,10 +141,12 @@ class RequestModel(BaseModel):
 # Held-back text is searched for each of them with every token.
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=-(2**63), lt=2**63)]], Field(fail_fast=True)]
-Texts = Annotated[list[str], Field(fail_fast=True)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 MAX_STOPS = 16
 MAX_CHOICES = 128
+MAX_PROMPTS = MAX_MESSAGES = 4096
+MAX_PARTS = 256  # of one message
+Texts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 SEED_RANGE = (-(2**63), 2**64 - 1)
 
 
@@ -264,8 +266,8 @@ class CompletionRequest(GenerationRequest):
     }
 
     prompt: Annotated[
-        str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)],
-        Field(description="a string, a list of strings, token ids, or a list of token-id lists"),
+        str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)],
+        Field(description=f"a string, token ids, or a list of up to {MAX_PROMPTS} of either"),
     ]
     max_tokens: Count | None = 16
     echo: bool | None = False
@@ -316,9 +318,9 @@ def parse_body(model: type[Model], body: bytes) -> Model:
 
 # What a union wants, which pydantic can only say branch by branch.
 _UNIONS = {
-    "prompt": "must be a string, a list of strings, token ids, or a list of token-id lists",
+    "prompt": f"must be a string, a list of strings, token ids, or a list of token-id lists, up to {MAX_PROMPTS}",
     "stop": f"must be a non-empty string, or a list of at most {MAX_STOPS} of them",
-    "content": 'must be a string, or a list of parts {"type": "text", "text": …}; this server reads text only',
+    "content": f'must be a string, or up to {MAX_PARTS} {{"type": "text", "text": …}}; this server reads text only',
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,22 @@ def test_a_template_bomb_ends_its_own_process_and_nothing_else(tiny_checkpoint: 
         service.api.kill()
         assert service.process.wait(30) == 1
         wait_until(lambda: not alive([renderer]), what="the renderer's end")
+
+
+def test_a_crowd_that_makes_a_template_hang_is_refused_not_queued(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Rendered one after the other they would take a second conversation's time each, and so would all who follow."""
+    template = tmp_path / "hang.jinja"
+    template.write_text("{% if messages[0].content == 'hang' %}{{ 9 ** (9 ** (8 + messages|length)) }}{% endif %}ok")
+
+    def talk(content: str) -> int:
+        return service.post("/v1/chat/completions", messages=[{"role": "user", "content": content}]).status_code
+
+    with serving(tiny_checkpoint, tmp_path, "--chat-template", str(template)) as service, ThreadPoolExecutor(8) as pool:
+        assert talk("peace") == 200
+        codes = list(pool.map(talk, ["hang"] * 8))
+        assert codes.count(429) >= 6
+        assert set(codes) == {429, 500}
+        assert talk("peace") == 200
 
 
 def test_nothing_of_a_conversation_is_left_after_a_drain(tiny_checkpoint: Path, tmp_path: Path) -> None:
