@@ -53,7 +53,10 @@ class TokenizerRoutes:
         asked = parse_body(DetokenizeRequest, await read_body(request, max_bytes=self._max_body_bytes))
         self._planner.check_model(asked.model)
         self._planner.check_ids(asked.tokens, "tokens")
-        return json_response(Detokenized(prompt=self._tokenizer.decode(asked.tokens)))
+        decode = self._tokenizer.decode
+        is_long = len(asked.tokens) > LONG_TEXT
+        text = await asyncio.to_thread(decode, asked.tokens) if is_long else decode(asked.tokens)
+        return json_response(Detokenized(prompt=text))
 
     async def info(self) -> Response:
         """`GET /tokenizer_info`: what a client needs to write this model's prompts itself."""
