@@ -119,3 +119,25 @@ def test_kvasir_commands_exist() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_numbers_are_those_of_the_performance_page() -> None:
+    """Streams, engine, HTTP, ratio, TTFT and ITL of each row, rounded as the page has them or further."""
+    page = (ROOT / "docs" / "performance.md").read_text()
+    measured = {}
+    for row in re.findall(
+        r"^\| (\d+) \| ([\d.]+) \(.*?\) \| ([\d.]+) \(.*?\) \| ([\d.]+) \(.*?\) \| (.*)$", page, re.M
+    ):
+        streams, http, engine, ratio, rest = row
+        ttft, itl = (float(cell.split("/")[0]) for cell in rest.split("|")[:2])
+        measured[streams] = [float(engine), float(http), float(ratio), ttft, itl]
+    told = re.findall(r"^\| (\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \| (\d+) ms \| ([\d.]+) ms \|$", README, re.M)
+    assert [streams for streams, *_ in told] == ["1", "16", "64"]
+    for streams, *cells in told:
+        assert [float(cell.replace(",", "")) for cell in cells] == pytest.approx(measured[streams], abs=0.51)
+    first_token = re.search(r"From start to the first token \| .*? \| ([\d.]+) ", page)
+    memory = re.search(r"API process, resident memory under load \| .*? \| (\d+) MB", page)
+    assert first_token is not None
+    assert memory is not None
+    assert f"From start to first token {float(first_token[1]):.1f} s" in README
+    assert f"no torch and {memory[1]} MB" in README

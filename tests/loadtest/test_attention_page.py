@@ -206,15 +206,15 @@ def test_the_prose_s_other_comparisons_hold() -> None:
     ratio = {name: {key: row[key]["median"] for key in row if "ratio" in key} for name, row in speed["rows"].items()}
     for name, figure, low, high in (
         ("eager", "served", 0.0, 0.5),
-        ("eager", "trained", 0.95, 1.5),
+        ("eager", "trained", 0.85, 1.15),
         ("grouped-query", "served", 1.08, 1.5),
         ("multi-query", "served", 1.15, 2.0),
         ("none", "served", 1.02, 1.2),
         ("none", "trained", 1.02, 1.2),
-        ("relative-bias", "trained", 0.8, 0.97),
-        ("relative-bias", "served", 0.8, 0.97),
-        ("disentangled", "trained", 0.4, 0.65),
-        ("disentangled", "served", 0.4, 0.65),
+        ("relative-bias", "trained", 0.7, 0.87),
+        ("relative-bias", "served", 0.85, 1.1),
+        ("disentangled", "trained", 0.4, 0.6),
+        ("disentangled", "served", 0.58, 0.75),
     ):
         assert low < ratio[name][f"{figure}_ratio"] < high, (name, figure)
     gaps = [point["ratio"]["median"] for point in speed["kernels"]]
