@@ -92,7 +92,7 @@ class DisentangledBias(nn.Module):
         k_RKD = torch.unflatten(self.key(table_RE), -1, (-1, self.head_dim))
         groups = q_RHD.shape[1] // k_RKD.shape[1]
         k_RHD = k_RKD.repeat_interleave(groups, dim=1).to(q_BQHD.dtype)
-        k_BSHD = k_BSKD.repeat_interleave(groups, dim=2)
+        k_BSHD = k_BSKD[:, :, :, None].expand(-1, -1, -1, groups, -1).flatten(2, 3)  # a view where groups are of one
         content_BHQR = torch.einsum("bqhd,rhd->bhqr", q_BQHD, k_RHD)
         index_BQS = distances_BQS.clamp(0, len(table_RE) - 1)
         index_BHQS = index_BQS[:, None].expand(*content_BHQR.shape[:3], k_BSKD.shape[1])
