@@ -10,7 +10,7 @@ marks          which marks begin and end a text, by the neighbouring files
 export       any of them as a Hugging Face directory
 vocabulary   ids back to text, the same for every tokenizer
 byte_level   byte-level BPE as a tiktoken.Encoding
-library      any other tokenizer, by the tokenizers library
+hugging_face any other tokenizer, by the tokenizers library
 merges       when a list of merges and a table of ranks are the same encoding
 split_pattern  patterns that mean the same to both regular expression engines
 added_tokens   tokens added by name, and how they are found in a text

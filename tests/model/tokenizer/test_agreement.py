@@ -11,8 +11,8 @@ from tokenizers import Tokenizer as Library
 
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.files import load_tokenizer
+from model.tokenizer.hugging_face import LibraryTokenizer
 from model.tokenizer.interface import Tokenizer
-from model.tokenizer.library import LibraryTokenizer
 from tests.model.tokenizer import makers
 from tests.model.tokenizer.texts import all_texts, any_text
 
