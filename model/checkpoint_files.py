@@ -32,6 +32,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it cannot be read, or holds something else.
     """
+    check_is_file(path)
     try:
         return read_object(path)
     except FileError as error:

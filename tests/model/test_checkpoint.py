@@ -195,7 +195,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "shard that is a pipe": (_pipe(SHARD), f"{SHARD}: not a regular file"),
     "config not JSON": (_config("{"), "config.json: not JSON"),
     "config unknown key": (_config('{"colour": 1}'), "config.json: unknown model config keys: colour"),
-    "manifest missing": (lambda d: (d / MANIFEST_FILE).unlink(), f"{MANIFEST_FILE}: missing; copy the file there"),
+    "manifest missing": (lambda d: (d / MANIFEST_FILE).unlink(), f"{MANIFEST_FILE}: No such file"),
     "manifest of another format": (_manifest(lambda v: v.update(format="x")), "format 'x'"),
     "manifest without files": (_manifest(lambda v: v.pop("files")), "malformed"),
     "path trick": (
