@@ -26,6 +26,7 @@ formula        closed formulas that know their value
 parameter_counts  parameters of each part, by formula and from the tensors' shapes, torch-free
 chat_template  a conversation as a prompt: a checkpoint's Jinja template, torch-free
 template_sandbox  what such a template may do, and a process that bounds it
+chatml         the marks of a conversation our models know, and their chat template, torch-free
 control_marks  what a client says is text, never a control mark
 generate       generation without a cache: the slow twin
 training/      data, bpe, train, evaluate

@@ -1,7 +1,8 @@
 """The tokenizer files of our own checkpoints.
 
 `tokenizer.tiktoken` holds one `base64(bytes) rank` a line, tiktoken's own format; `tokenizer_spec.json` holds the split
-pattern, the special tokens and which of them begin and end a text.
+pattern, the special tokens and which of them begin and end a text: `eos_token_id` is a whole number, or a list of them
+where any of several ends one.
 """
 
 import base64
@@ -19,22 +20,27 @@ SPEC_FILE = "tokenizer_spec.json"
 _WANTED = {
     "pattern": "a regular expression",
     "special_tokens": "an object of names and whole numbers",
-    "eos_token_id": "the id of a special token",
+    "eos_token_id": "the id of a special token, or a list of different ones",
     "bos_token_id": "the id of a special token, or null",
 }
 _KEYS = set(_WANTED)
 
 
 def save_native(tokenizer: ByteLevelTokenizer, directory: Path) -> None:
-    """Write both files. The format knows exactly one end mark; ValueError for a tokenizer that has another number."""
-    (end,) = tokenizer.eos_token_ids
+    """Write both files.
+
+    Raises:
+        ValueError: the tokenizer has no end mark, without which no text of ours ever ends.
+    """
+    if not (ends := tokenizer.eos_token_ids):
+        raise ValueError("the tokenizer has no end mark")
     lines = sorted(tokenizer.ranks.items(), key=lambda item: item[1])
     text = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in lines)
     (directory / RANKS_FILE).write_text(text)
     spec = {
         "pattern": tokenizer.pattern,
         "special_tokens": dict(tokenizer.special_tokens),
-        "eos_token_id": end,
+        "eos_token_id": ends[0] if len(ends) == 1 else list(ends),
         "bos_token_id": tokenizer.bos_token_id,
     }
     (directory / SPEC_FILE).write_text(json.dumps(spec, indent=2) + "\n")
@@ -57,12 +63,12 @@ def load_native(directory: Path) -> ByteLevelTokenizer:
     ids = sorted([*ranks.values(), *spec["special_tokens"].values()])
     if ids != list(range(len(ids))):
         raise TokenizerError(f"{RANKS_FILE}: token ids must be 0 to {len(ids) - 1} without gaps or repeats")
-    end = spec.pop("eos_token_id")
-    for name, value in (("eos_token_id", end), ("bos_token_id", spec["bos_token_id"])):
+    ends = _ids(spec.pop("eos_token_id"))
+    for name, value in (*(("eos_token_id", end) for end in ends), ("bos_token_id", spec["bos_token_id"])):
         if value is not None and value not in spec["special_tokens"].values():
             raise TokenizerError(f"{SPEC_FILE}: {name}={value} is not a special token; correct it")
     try:
-        return ByteLevelTokenizer(ranks=ranks, eos_token_ids=(end,), **spec)
+        return ByteLevelTokenizer(ranks=ranks, eos_token_ids=ends, **spec)
     except TokenizerError as error:
         raise TokenizerError(f"{SPEC_FILE}: {error}") from error
 
@@ -73,12 +79,19 @@ def _check_types(spec: Mapping[str, Any]) -> None:
     is_good = {
         "pattern": isinstance(spec["pattern"], str) and spec["pattern"] != "",
         "special_tokens": isinstance(marks, dict) and all(name and type(value) is int for name, value in marks.items()),
-        "eos_token_id": type(spec["eos_token_id"]) is int,
+        "eos_token_id": bool(ends := _ids(spec["eos_token_id"]))
+        and all(type(end) is int for end in ends)
+        and len(set(ends)) == len(ends),
         "bos_token_id": spec["bos_token_id"] is None or type(spec["bos_token_id"]) is int,
     }
     wrong = next((key for key, good in is_good.items() if not good), None)
     if wrong is not None:
         raise TokenizerError(f"{SPEC_FILE}: {wrong} must be {_WANTED[wrong]}; copy the file again")
+
+
+def _ids(value: Any) -> tuple[Any, ...]:
+    """What stands in a list, or alone."""
+    return tuple(value) if isinstance(value, list) else (value,)
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:

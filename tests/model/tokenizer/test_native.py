@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.interface import TokenizerError
 from model.tokenizer.native import RANKS_FILE, SPEC_FILE, load_native, save_native
 from model.tokenizer.stream import StreamDecoder
@@ -80,6 +81,34 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert loaded.special_tokens == TOKENIZER.special_tokens
 
 
+@pytest.mark.parametrize("ends", [(1, 2), (2, 0, 1), (0,)])
+def test_any_number_of_end_marks_is_kept_in_its_order(tmp_path: Path, ends: tuple[int, ...]) -> None:
+    marks = {name: TOKENIZER.vocab_size - 1 + number for number, name in enumerate((END_OF_TEXT, "<|a|>", "<|b|>"))}
+    ids = tuple(list(marks.values())[end] for end in ends)
+    save_native(
+        ByteLevelTokenizer(
+            pattern=TOKENIZER.pattern,
+            ranks=dict(TOKENIZER.ranks),
+            special_tokens=marks,
+            eos_token_ids=ids,
+            bos_token_id=None,
+        ),
+        tmp_path,
+    )
+    assert json.loads((tmp_path / SPEC_FILE).read_text())["eos_token_id"] == (ids[0] if len(ids) == 1 else list(ids))
+    loaded = load_native(tmp_path)
+    assert loaded.eos_token_ids == ids
+    assert loaded.special_tokens == marks
+
+
+def test_a_tokenizer_without_end_mark_is_not_saved(tmp_path: Path) -> None:
+    endless = ByteLevelTokenizer(
+        pattern=TOKENIZER.pattern, ranks=dict(TOKENIZER.ranks), special_tokens={}, eos_token_ids=(), bos_token_id=None
+    )
+    with pytest.raises(ValueError, match="no end mark"):
+        save_native(endless, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
@@ -102,6 +131,16 @@ def test_save_and_load(tmp_path: Path) -> None:
         (SPEC_FILE, {"special_tokens": {END_OF_TEXT: True}}, "special_tokens must be"),
         (SPEC_FILE, {"special_tokens": {"": END}}, "special_tokens must be"),
         (SPEC_FILE, {"eos_token_id": None}, "eos_token_id must be the id of a special token"),
+        (
+            SPEC_FILE,
+            {"eos_token_id": []},
+            "eos_token_id must be the id of a special token, or a list of different ones",
+        ),
+        (SPEC_FILE, {"eos_token_id": [END, END]}, "eos_token_id must be"),
+        (SPEC_FILE, {"eos_token_id": [END, "x"]}, "eos_token_id must be"),
+        (SPEC_FILE, {"eos_token_id": [[END]]}, "eos_token_id must be"),
+        (SPEC_FILE, {"eos_token_id": True}, "eos_token_id must be"),
+        (SPEC_FILE, {"eos_token_id": [END, 5]}, "eos_token_id=5 is not a special token"),
         (SPEC_FILE, {"bos_token_id": "x"}, "bos_token_id must be"),
         (SPEC_FILE, {"pattern": "("}, "split pattern"),
         (SPEC_FILE, {"eos_token_id": 5}, "eos_token_id=5 is not a special token"),

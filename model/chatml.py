@@ -1,0 +1,34 @@
+"""ChatML, the way our own models were taught conversations: the marks around each message, and the chat template.
+
+    <|endoftext|><|im_start|>user
+    Who are you?<|im_end|>
+    <|im_start|>assistant
+    I am Kvasir.<|im_end|>
+
+What a message says stands in it as it is: nothing is stripped, no system message is added. `<|im_end|>` ends an answer,
+so it has to be an end mark of the tokenizer. Torch-free.
+"""
+
+from collections.abc import Collection
+
+START = "<|im_start|>"
+END = "<|im_end|>"
+ROLES = ("system", "user", "assistant")
+
+TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role not in ['system', 'user', 'assistant'] %}
+        {{- raise_exception('the role ' ~ message.role ~ ' is none of system, user and assistant') }}
+    {%- endif %}
+    {{- '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+def knows_chatml(marks: Collection[str]) -> bool:
+    """Whether a tokenizer with these control marks can be spoken to in ChatML."""
+    return START in marks and END in marks

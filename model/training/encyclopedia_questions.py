@@ -1,0 +1,163 @@
+"""Questions that the beginning of an encyclopedia's article answers, and the sentences that answer them.
+
+The articles were cut out of a wiki: templates that were dropped left holes such as `( - 22 August 1942)`, `covering.`
+and `, ""`. What can be mended is; an answer stops before the first sentence that cannot.
+"""
+
+import random
+import re
+
+from model.training.sentences import clean_lines, is_unfit, sentences
+
+MAX_ANSWER = 520  # characters
+_MAX_TITLE = 60
+
+_WHAT = (
+    "What {is_} {it}?",
+    "What {is_} {it}?",
+    "What {is_} {it}?",
+    "Can you tell me what {it} {is_}?",
+    "Do you know what {it} {is_}?",
+    "Please explain what {it} {is_}.",
+    "I want to know what {it} {is_}.",
+)
+_WHO = (
+    "Who {is_} {it}?",
+    "Who {is_} {it}?",
+    "Who {is_} {it}?",
+    "Do you know who {it} {is_}?",
+    "Can you tell me who {it} {is_}?",
+)
+_WHERE = ("Where {is_} {it}?", "Do you know where {it} {is_}?", "Can you tell me where {it} {is_}?")
+_ABOUT = (
+    "Tell me about {it}.",
+    "Tell me about {it}.",
+    "Tell me something about {it}.",
+    "What do you know about {it}?",
+    "What can you tell me about {it}?",
+    "Can you tell me about {it}?",
+    "Please tell me about {it}.",
+    "I would like to learn about {it}.",
+    "Write a few sentences about {it}.",
+    "Explain {it}.",
+    "Describe {it}.",
+)
+_MORE = ("Tell me more.", "Can you tell me more?", "What else do you know about it?", "Tell me more, please.", "Go on.")
+_MORE_PERSON = ("Tell me more.", "Can you tell me more?", "What else do you know?", "Tell me more, please.", "Go on.")
+_THANKS = ("Thank you!", "Thanks!", "Thank you.", "Thanks, that helps.", "ok thanks")
+_WELCOME = ("You're welcome!", "You're welcome! Do you have another question?", "I am glad to help!")
+
+_DEFINES = re.compile(r"\b(is|are|was|were|means|refers to|lived)\b")
+_PARENTHESES = re.compile(r"\s*\(([^()]*)\)")
+_LIFE = re.compile(r"\((?:[^()]*\bborn\b|[^()]*\b\d{3,4}\s?[-–]\s?(?:[^()]*\b)?\d{3,4}\b)[^()]*\)|^[^.]*\bwas born\b")
+_MAKES_A_PERSON = re.compile(
+    r"\b(?:actor|actress|singer|songwriter|musician|politician|player|footballer|king|queen|emperor|empress|writer|"
+    r"author|poet|novelist|painter|artist|scientist|physicist|chemist|mathematician|biologist|astronomer|philosopher|"
+    r"president|minister|lawyer|judge|director|producer|rapper|composer|pianist|wrestler|boxer|swimmer|athlete|skier|"
+    r"racer|driver|cyclist|runner|astronaut|explorer|general|admiral|officer|soldier|saint|pope|bishop|priest|monk|"
+    r"theologian|historian|journalist|comedian|model|dancer|businessman|businesswoman|engineer|inventor|architect|"
+    r"doctor|physician|economist|activist|leader|prince|princess|duke|monarch|ruler|coach|manager|criminal|murderer|"
+    r"teacher|professor|sculptor|photographer|chef|designer|entertainer|presenter|host|governor|senator|statesman|"
+    r"diplomat|goalkeeper|midfielder|defender|striker|umpire|jockey|guitarist|drummer|entrepreneur|linguist)\b"
+)
+_PLACE = re.compile(
+    r"\b(?:is|was|are) (?:a|an|the|one of)\b[^.]{0,60}\b(?:city|town|village|country|islands?|river|lake|mountains?|"
+    r"commune|municipality|suburb|district|province|county|capital|region|state|neighborhood|borough|airport|"
+    r"bridge|park|sea|ocean|desert|university|castle|church|cathedral|building|stadium|museum|continent|peninsula|"
+    r"valley|volcano|territory|republic|kingdom|place|settlement|area)\b[^.]* (?:in|of|on|near|between)\b"
+)
+# Marks of something that was cut away.
+_HOLES = re.compile(
+    r'""|"\s*"|[\[\]{}|<>=*#_^\\]|\(\s|\s\)|\s[,.;:?!]|,[,.]|\.\.|;[.,]|:\.|\d{7,}|'
+    r"\b(?:of|is|was|are|were|in|at|by|from|to|about|covers|covering|and|or|the|a|an|around|with|for|than|as|between|"
+    r"called|over|has|had|its|their|near|through|under|until|since|into)[,.;:]|"
+    r"\b(?:of|in|about|the|a|an|is|was|by|from) (?:and|or|of|is|was)\b|\bNil\b|\b(?:thumb|px|align|http)\b|' '|' or '"
+)
+_UNUSUAL = re.compile(r"[^\x20-\x7e\u00a0-\u024f\u2013\u2014\u20ac\u00a3\u00b0]")
+
+
+def answer_questions(title: str, text: str, drawn: random.Random) -> list[str] | None:
+    """A question about the title, its answer, and sometimes a second question; None if the article is not fit."""
+    title = re.sub(r"\s*\([^)]*\)$", "", title).strip()
+    lead, _, _ = clean_lines(text).partition("\n")
+    found = _clean_sentences(lead)
+    if not found or not 1 < len(title) <= _MAX_TITLE or is_unfit(title) or any(map(is_unfit, found)):
+        return None
+    first = found[0]
+    verb = _DEFINES.search(_PARENTHESES.sub("", first))
+    if verb is None or not _speaks_of(title, first) or _UNUSUAL.search(title):
+        return None
+    is_person = (
+        _LIFE.search(first) is not None and _MAKES_A_PERSON.search(lead) is not None and " " in title
+    ) or "(born" in first
+    it = title if is_person else _as_spoken_of(title, text)
+    is_ = verb.group(1) if verb.group(1) in ("is", "are", "was", "were") else "is"
+    kinds = [(_WHO if is_person else _WHAT, 0.55), (_ABOUT, 0.35)]
+    if not is_person and _PLACE.search(first):
+        kinds.append((_WHERE, 0.3))
+    (kind,) = drawn.choices([kind for kind, _ in kinds], [weight for _, weight in kinds])
+    answer = _first(found, drawn.choice((2, 2, 3)) if kind is _ABOUT else drawn.choice((1, 1, 2)))
+    asked = drawn.choice(kind).format(it=it, is_=is_)
+    turns = [asked if drawn.random() < 0.85 else asked.rstrip(".?")[0].lower() + asked.rstrip(".?")[1:], answer[0]]
+    chance = drawn.random()
+    if chance < 0.12 and (rest := found[answer[1] :]):
+        more, _ = _first(rest, 3)
+        turns += [drawn.choice(_MORE_PERSON if is_person else _MORE), more]
+    elif chance > 0.96:
+        turns += [drawn.choice(_THANKS), drawn.choice(_WELCOME)]
+    return turns
+
+
+def _first(found: list[str], number: int) -> tuple[str, int]:
+    """At most so many sentences in one text that is not too long, at least one; and how many they are."""
+    count = 1
+    while count < min(number, len(found)) and sum(map(len, found[: count + 1])) + count <= MAX_ANSWER:
+        count += 1
+    return " ".join(found[:count]), count
+
+
+def _clean_sentences(lead: str) -> list[str]:
+    """The sentences up to the first that has a hole."""
+    lead = re.sub(r"\(\s*[-–]\s*(\d[^()]*|[A-Z][a-z]+ [^()]*)\)", r"(died \1)", lead)
+    lead = _PARENTHESES.sub(lambda found: found.group() if _is_clean(found.group(1)) else "", lead)
+    clean: list[str] = []
+    for sentence in sentences(lead):
+        if sentence[-1] not in ".!?" or len(sentence) < 20 or not _is_clean(sentence) or sentence.count('"') % 2:
+            break
+        if not (sentence[0].isupper() or sentence[0].isdigit() or sentence[0] == '"'):
+            break
+        if sentence.count("(") != sentence.count(")"):
+            break
+        clean.append(sentence)
+    return clean if clean and len(clean[0]) <= MAX_ANSWER else []
+
+
+def _is_clean(text: str) -> bool:
+    """Whether nothing was cut out of it, and it is in Latin letters."""
+    return (
+        text.strip() != ""
+        and re.search(r"^\s*[,;:/–-]|[,;:/]\s*$|: *[,;]|^or\b", text) is None
+        and _HOLES.search(text) is None
+        and _UNUSUAL.search(text) is None
+    )
+
+
+def _speaks_of(title: str, sentence: str) -> bool:
+    """Whether the sentence that defines it names it, or a person's last name, before it says what it is."""
+    head = sentence[: max(80, len(title) + 40)].lower()
+    return title.lower() in head or title.lower().split()[-1].rstrip("s") in head
+
+
+def _as_spoken_of(title: str, text: str) -> str:
+    """The title within a sentence: `a chamber pot`, `shale`, `the Warsaw Pact`, `Montecito, California`."""
+    begin = text[: len(title) + 8].strip('"')
+    article = re.match(r"(An?|The) ", begin)
+    lower = title[0].lower() + title[1:]
+    if article is not None and begin[article.end() :].lower().startswith(title.lower()):
+        is_common = article.group(1) != "The" or re.search(rf"[a-z,] {re.escape(lower)}\b", text) is not None
+        return f"{article.group(1).lower()} {lower if is_common and not title[1:2].isupper() else title}"
+    if re.search(rf"[a-z,] {re.escape(lower)}\b", text) is not None and title.istitle() == title[0].isupper():
+        return lower if " " not in title else title
+    if title[0].isupper() and " " in title and title[1:].islower():
+        return lower if re.search(rf"[a-z,] {re.escape(lower)}\b", text) else title
+    return title

@@ -1,0 +1,57 @@
+"""English text in lines and sentences, by simple rules."""
+
+import re
+
+# What ends a sentence, and the beginning of the next one. Initials, titles and the like end none.
+_END = re.compile(r"(?<=[.!?])[\"')]?\s+(?=[\"'(]?[A-Z0-9])")
+_ABBREVIATED = re.compile(
+    r"\b(?:[A-Z]|Dr|Mr|Mrs|Ms|St|Jr|Sr|Prof|Rev|Gen|Col|Capt|Lt|Sgt|Gov|Sen|Rep|Hon|vs|etc|approx|ca|c|b|d|r|fl|No|"
+    r"pp|Mt|Ft|Inc|Ltd|Co|Corp|Bros|e\.g|i\.e|U\.S|U\.K|a\.m|p\.m|B\.C|A\.D|Jan|Feb|Mar|Apr|Jun|Jul|Aug|Sep|Sept|"
+    r"Oct|Nov|Dec|lit|Lat|Gr|sq|km|mi|al|cf|vol|eds)\.$"
+)
+_UNFIT = re.compile(
+    r"\b(?:sex(?:ual(?:ly)?)?|porn\w*|erotic\w*|rap(?:e|ed|ist|ists)|nude|naked|penis|vagina\w*|masturbat\w*|orgasm\w*|"
+    r"prostitut\w*|suicid\w*|fuck\w*|shit\w*|jizz|genital\w*|pedophil\w*|incest\w*|nigg\w+|"
+    r"tortur\w*|behead\w*|genocide)\b",
+    re.IGNORECASE,
+)
+_QUOTES = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "\u00a0": " "})
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of one line of text."""
+    parts: list[str] = []
+    begin = 0
+    for end in _END.finditer(text):
+        if _ABBREVIATED.search(text[begin : end.start()]) is None:
+            parts.append(text[begin : end.end()].strip())
+            begin = end.end()
+    return [part for part in (*parts, text[begin:].strip()) if part]
+
+
+def whole_sentences(text: str) -> tuple[str, str, str]:
+    """The first sentence, the first two or three as they stand, and the rest."""
+    line, _, _ = text.partition("\n")
+    found = sentences(line)
+    head = " ".join(found[: min(3, max(1, len(found) - 1))])
+    return found[0], head, text[len(head) :].strip() if text.startswith(head) else ""
+
+
+def ends_whole(line: str) -> bool:
+    """Whether it ends as sentences do."""
+    return re.search(r"[.!?][\"')]*$", line) is not None
+
+
+def clean_lines(text: str) -> str:
+    """One paragraph a line, single spaces, plain quotes. Lines that end in the middle of a sentence were wrapped."""
+    lines = [" ".join(line.split()) for line in text.translate(_QUOTES).splitlines()]
+    joined = ""
+    for line in filter(None, lines):
+        wrapped = re.search(r"[^.!?:\"')-]$", joined) is not None
+        joined += (" " if wrapped else "\n" if joined else "") + line
+    return joined
+
+
+def is_unfit(text: str) -> bool:
+    """Whether it says what one would rather not tell a child."""
+    return _UNFIT.search(text) is not None
