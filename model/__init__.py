@@ -29,5 +29,6 @@ template_sandbox  what such a template may do, and a process that bounds it
 chatml         the marks of a conversation our models know, and their chat template, torch-free
 control_marks  what a client says is text, never a control mark
 generate       generation without a cache: the slow twin
+evaluation/    what a model is worth: held-out texts, minimal pairs, samples
 training/      data, bpe, train, evaluate
 """

@@ -24,6 +24,7 @@ tokenizer_routes  the tokenizer and the chat template for those who count or com
 inspection       what a prompt's tokens attend to: its routes, and the looks under way
 frontend         LitSpec: routes, tokenization, admission, SSE, cancel, replay
 lifecycle        what the processes must know of each other, in shared memory
+batch_completion many completions by the engine, without a server
 engine_builder   from settings and a checkpoint to an engine; what "auto" means here
 worker           LitAPI builds the engine, LitLoop runs it, in one thread
 server           supervision and drain

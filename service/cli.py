@@ -10,6 +10,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("service.commands.serve", "serve a checkpoint over HTTP, in OpenAI's protocol"),
     "generate": ("service.commands.generate", "continue a text here and now, without a server"),
     "train": ("service.commands.train", "train a model and write its checkpoint"),
+    "eval": ("service.commands.eval", "measure a model: held-out texts, minimal pairs, samples"),
     "bench": ("service.commands.bench", "measure the engine in this process"),
     "tokenize": ("service.commands.tokenize", "show how a text becomes token ids"),
     "export-tokenizer": ("service.commands.export_tokenizer", "write the tokenizer for other tools to count with"),

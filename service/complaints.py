@@ -31,6 +31,7 @@ def in_words(kind: str, message: str) -> str:
     """
     if kind in ("string_too_short", "too_short") and " at least 1 " in message:
         return EMPTY
+    message = message.removeprefix("Value error, ")
     return _WORDS.get(kind, re.sub(r"^\w+ should", "must", message).replace(" after validation", ""))
 
 

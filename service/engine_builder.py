@@ -74,7 +74,7 @@ def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, E
     max_context_length = context_length(settings, manifest.config)
     threads = model_threads(settings)
     torch.set_num_threads(threads)
-    device = _device(settings.device)
+    device = find_device(settings.device)
     dtype_name = settings.dtype
     if dtype_name == "auto":
         # float32 on CPU: there a row's result does not depend on the batch around it.
@@ -116,7 +116,8 @@ def _keep_freed_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def _device(wanted: str) -> str:
+def find_device(wanted: str) -> str:
+    """What a --device setting means here. Raises ValueError: there is no such device."""
     has_cuda = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:
         raise ValueError("--device cuda: no CUDA device can be used here")

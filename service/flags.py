@@ -67,13 +67,13 @@ def _parser(kind: type[BaseSettings], command: str, summary: str, epilog: str) -
         title = str(extra["group"])
         group = groups[title] if title in groups else groups.setdefault(title, parser.add_argument_group(title))
         required, is_switch = field.is_required(), field.annotation is bool
-        default = "" if required or field.default in (None, False) else f" (default: {field.default})"
+        default = "" if required or field.default in (None, False, ()) else f" (default: {field.default})"
         group.add_argument(
             flag_of(name),
             dest=name,
             default=argparse.SUPPRESS,
             help=f"{field.description}{default}{' (needed)' if required else ''}".replace("%", "%%"),
-            **(_switch(field.default) if is_switch else {"metavar": extra["metavar"] or _metavar(field.annotation)}),
+            **(_switch(field.default) if is_switch else _value(field.annotation, extra["metavar"])),
         )
     return parser
 
@@ -81,6 +81,13 @@ def _parser(kind: type[BaseSettings], command: str, summary: str, epilog: str) -
 def _switch(default: bool) -> dict[str, Any]:
     """What is off is switched on by its name; what is on has a --no- form as well."""
     return {"action": argparse.BooleanOptionalAction} if default else {"action": "store_const", "const": "true"}
+
+
+def _value(annotation: Any, metavar: object) -> dict[str, Any]:
+    """What takes a value; a tuple's is given once for each of its items."""
+    if get_origin(annotation) is tuple:
+        return {"action": "append", "metavar": metavar}
+    return {"metavar": metavar or _metavar(annotation)}
 
 
 def _metavar(annotation: Any) -> str:

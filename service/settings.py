@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from model.config import ModelConfig
 from service.complaints import EMPTY, in_words
@@ -170,6 +170,44 @@ class TrainSettings(BaseSettings):
     compile: bool = _option("hardware", "compile the model where a compiler is found; faster after a minute", True)
 
 
+class EvalSettings(CheckpointSettings):
+    """`kvasir eval`."""
+
+    config: Path | None = _option("what", "recipe whose held-out documents are measured", None, metavar="FILE")
+    texts: Annotated[tuple[str, ...], NoDecode] = _option(
+        "what", "texts to measure, .txt or .jsonl, either also .xz; may be given several times", (), metavar="NAME=FILE"
+    )
+    pairs: Path | None = _option(
+        "what", "minimal pairs: JSON lines of sentence_good, sentence_bad", None, metavar="FILE"
+    )
+    max_documents: int | None = _option("what", "of each of these texts, evenly spaced (default: all)", None, ge=1)
+    max_context_length: AutoOrCount = _option(
+        "what", "tokens a text is read in at once; auto: the positions of the model, at most 2048", "auto"
+    )
+    samples: int = _option("what", "completions of each fixed prompt and temperature; 0: none", 4, ge=0, le=1000)
+    out: Path | None = _option("result", "JSON file of everything measured (default: none)", None, metavar="FILE")
+    documents: Path | None = _option(
+        "result", "JSON lines of each document's and sentence's log-likelihood (default: none)", None, metavar="FILE"
+    )
+    export_tasks: Path | None = _option("result", "write texts and pairs as tasks of lm-evaluation-harness here", None)
+    device: Literal["auto", "cpu", "cuda"] = _option("hardware", "auto takes CUDA where there is any", "auto")
+    dtype: Literal["float32", "bfloat16"] = _option("hardware", "of weights and arithmetic", "float32")
+    threads: AutoOrCount = _option("hardware", "CPU threads; auto: the CPUs we may use", "auto")
+
+    @field_validator("texts", mode="before")
+    @classmethod
+    def _variables_hold_a_list(cls, value: Any) -> Any:
+        return value.split(os.pathsep) if isinstance(value, str) else value
+
+    @field_validator("texts")
+    @classmethod
+    def _texts_have_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        names = [name for name, _, path in (text.partition("=") for text in value) if name and path]
+        if len(set(names)) < len(value):
+            raise ValueError("must be NAME=FILE, each with a name of its own")
+        return value
+
+
 class ConvertSettings(BaseSettings):
     """`kvasir convert`: one source, one directory to write."""
 
@@ -194,7 +232,7 @@ class ConvertSettings(BaseSettings):
 
 _COMMANDS: tuple[type[BaseSettings], ...] = (
     *(ServeSettings, GenerateSettings, TokenizeSettings, TrainSettings, InspectAttentionSettings, ConvertSettings),
-    ExportTokenizerSettings,
+    *(ExportTokenizerSettings, EvalSettings),
 )
 
 

@@ -26,6 +26,7 @@ MAY_IMPORT = {
 # Files of `service` that run in the worker, or build what runs there. All others live without torch.
 ENGINE_SIDE = {
     "service/engine_builder.py",
+    "service/commands/eval.py",
     "service/commands/generate.py",
     "service/commands/inspect_attention.py",
     "service/commands/train.py",
@@ -154,6 +155,7 @@ def test_everything_public_says_what_it_is(path: Path) -> None:
         "model",
         "model/families",
         "model/conversion",
+        "model/evaluation",
         "model/tokenizer",
         "model/training",
         "service",

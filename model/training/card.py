@@ -2,13 +2,17 @@
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from model.config import ModelConfig
+from model.evaluation.diversity import Diversity
+from model.evaluation.evaluation import Evaluation
+from model.evaluation.held_out import HeldOut
+from model.evaluation.prompts import PromptKind
+from model.evaluation.samples import COUNTED_TOKENS, SHOWN_TEMPERATURE, SHOWN_TOP_P, Sample
 from model.kinds import AttentionKind, NormKind, NormPlacement, PositionKind
 from model.training.config import TrainConfig
 
@@ -35,29 +39,46 @@ _DATA = """
 """
 _SPLIT = "No held-out text stands in training (compared by letters and digits)."
 _RESULT = "The weights are a result computed from these texts and contain none of the files."
+_ATTRIBUTIONS = """
+## Attribution
+
+| source | licence | attribution |
+|---|---|---|
+{rows}
+"""
 _HELD_OUT = """
-## Held-out bits per byte
+## Held-out texts
 
-Measured on the weights as shipped (bfloat16 files, float32 arithmetic).
+Measured on the weights as shipped (bfloat16 files, float32 arithmetic). Accuracy: how often the likeliest next token is
+the right one.
 
-| source | bits per byte |
-|---|---:|
+| source | documents | bits per byte | nats per token | top-1 accuracy |
+|---|---:|---:|---:|---:|
+{rows}
+"""
+_DIVERSITY = """
+## Diversity of samples
+
+{samples} completions of the fixed prompts at each temperature, of at most {tokens} tokens, nothing cut off (top-p 1).
+distinct-n: different n-grams of words over all of them, in all samples together (Li et al. 2016). Repetition: the share
+of 4-grams that stood earlier in the same sample (seq-rep-4, Welleck et al. 2020).
+
+| temperature | words | distinct-1 | distinct-2 | distinct-3 | repetition |
+|---:|---:|---:|---:|---:|---:|
 {rows}
 """
 _SAMPLES = """
 ## Samples
 
-Temperature 0.8, top-p 0.95, the first draw of each prompt.
+The fixed prompts of `model/evaluation/prompts.py`, each with its first draw: temperature {temperature}, top-p {top_p}.
 
 """
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
-    """A prompt and its completion."""
-
-    prompt: str
-    completion: str
+_KINDS = {
+    PromptKind.STORY: "Stories",
+    PromptKind.FACT: "Facts",
+    PromptKind.DIALOGUE: "Dialogues",
+    PromptKind.CHAT: "Answers to messages, in the chat template",
+}
 
 
 def draw_loss_curve(path: Path, log: list[dict[str, float]], tokens_per_step: int) -> None:
@@ -83,16 +104,59 @@ def draw_loss_curve(path: Path, log: list[dict[str, float]], tokens_per_step: in
 
 
 def write_model_card(
-    path: Path, config: TrainConfig, training: Mapping[str, Any], bits: Mapping[str, float], samples: Sequence[Sample]
+    path: Path,
+    config: TrainConfig,
+    training: Mapping[str, Any],
+    evaluation: Evaluation | Mapping[str, float],
+    samples: Sequence[Sample] = (),
 ) -> None:
     """The card beside the weights. What a run has not (held-out texts, samples, a description) has no place in it."""
-    sections = [_architecture(config), _data(training), _recipe(config, training)]
-    if bits:
-        rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in bits.items())
-        sections.append(_HELD_OUT.format(rows=rows))
-    if samples:
-        sections.append(_SAMPLES + "\n\n".join(f"> **{s.prompt}**{_quote(s.completion)}" for s in samples))
-    path.write_text("\n".join(section.strip() + "\n" for section in sections))
+    if not isinstance(evaluation, Evaluation):  # bits per byte alone, as train.py gave them before
+        evaluation = Evaluation(samples=samples)
+    sections = [_architecture(config), _data(training), _attributions(training["sources"]), _recipe(config, training)]
+    sections += [_held_out(evaluation.held_out), _diversity(evaluation.diversity), _samples(evaluation.samples)]
+    path.write_text("\n".join(section.strip() + "\n" for section in sections if section))
+
+
+def _attributions(sources: Sequence[Mapping[str, Any]]) -> str:
+    """What the licences ask to be said, of the sources that ask for something."""
+    rows = [f"| {s['name']} | {s['licence']} | {_cell(s['attribution'])} |" for s in sources if s.get("attribution")]
+    return _ATTRIBUTIONS.format(rows="\n".join(rows)) if rows else ""
+
+
+def _held_out(measured: Mapping[str, HeldOut]) -> str:
+    rows = [
+        f"| {name} | {len(m.documents):,} | {m.bits_per_byte:.4f} | {m.nats_per_token:.4f} | {m.accuracy:.1%} |"
+        for name, m in measured.items()
+    ]
+    return _HELD_OUT.format(rows="\n".join(rows)) if rows else ""
+
+
+def _diversity(measured: Sequence[Diversity]) -> str:
+    if not measured:
+        return ""
+    rows = [
+        f"| {m.temperature} | {m.num_words:,} | {' | '.join(map(_share, (*m.distinct, m.repetition)))} |"
+        for m in measured
+    ]
+    return _DIVERSITY.format(samples=measured[0].num_samples, tokens=COUNTED_TOKENS, rows="\n".join(rows))
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _samples(samples: Sequence[Sample]) -> str:
+    if not samples:
+        return ""
+    text = _SAMPLES.format(temperature=SHOWN_TEMPERATURE, top_p=SHOWN_TOP_P)
+    for kind, title in _KINDS.items():
+        of_kind = [sample for sample in samples if sample.kind is kind]
+        if of_kind:
+            gap = " " if kind is PromptKind.CHAT else ""
+            quotes = [f"> **{_quote(s.prompt)}**{gap}{_quote(s.completion)}" for s in of_kind]
+            text += "\n\n".join([f"### {title}", *quotes]) + "\n\n"
+    return text
 
 
 def _architecture(config: TrainConfig) -> str:
@@ -189,6 +253,10 @@ def _duration(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.1f} seconds"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def _quote(text: str) -> str:

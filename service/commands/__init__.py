@@ -3,6 +3,7 @@
 serve     HTTP service
 generate  a completion without a server
 train     model.training.train
+eval      a checkpoint measured: held-out texts, minimal pairs, samples
 bench     loadtest.bench_engine
 convert   nanoGPT's ckpt.pt or pickles to safetensors, a checkpoint of ours to a Hugging Face directory
 tokenize  text to ids, torch-free

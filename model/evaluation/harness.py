@@ -1,0 +1,89 @@
+"""Held-out texts and minimal pairs as tasks of lm-evaluation-harness (EleutherAI), which it runs unmodified.
+
+A task is a YAML file and the JSON lines it names. Every field the harness reads is the name of a column, never a
+template, so that a text reaches the model as it is, whatever stands in it. Torch-free.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from model.evaluation.pairs import Pair
+
+PREFIX = "kvasir_"
+PAIRS_NAME = "minimal_pairs"
+# JSON is YAML: what comes from elsewhere is written as a JSON string.
+_TASK = """\
+task: {task}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+test_split: test
+{rest}metadata:
+  version: 1.0
+"""
+_TEXTS = """\
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: text
+metric_list:
+  - metric: bits_per_byte
+  - metric: byte_perplexity
+  - metric: word_perplexity
+"""
+_PAIRS = """\
+output_type: multiple_choice
+doc_to_text: ""
+doc_to_target: 0
+doc_to_choice: choices
+target_delimiter: ""
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+"""
+
+
+class HarnessError(ValueError):
+    """Tasks cannot be written there. One line: the path, what is wrong, the remedy."""
+
+
+def export_tasks(directory: Path, splits: Mapping[str, Sequence[str]], pairs: Sequence[Pair]) -> list[str]:
+    """Write a task of each split, and one of the pairs; returns their names, which all begin with "kvasir_".
+
+    A task names its file by its whole path, so the directory must stay where it is.
+
+    Raises:
+        HarnessError: the directory holds other files or cannot be written, or two splits would be one task.
+    """
+    tasks = {task_name(name): (_TEXTS, _lines({"text": text} for text in texts)) for name, texts in splits.items()}
+    names = [*splits, *([PAIRS_NAME] if pairs else [])]
+    if pairs:
+        rows = ({"choices": [pair.good, pair.bad], "group": pair.group} for pair in pairs)
+        tasks[task_name(PAIRS_NAME)] = (_PAIRS, _lines(rows))
+    if len({task_name(name) for name in names}) < len(names):
+        raise HarnessError(f"two of {', '.join(names)} would be one task; name the texts otherwise")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        others = sorted(path.name for path in directory.iterdir() if not path.name.startswith(PREFIX))
+        if others:
+            raise HarnessError(f"{directory}: holds {others[0]}; choose an empty or a new directory")
+        for name, (rest, lines) in tasks.items():
+            data = directory.resolve() / f"{name}.jsonl"
+            data.write_text(lines)
+            text = _TASK.format(task=name, data=json.dumps(str(data)), rest=rest)
+            (directory / f"{name}.yaml").write_text(text)
+    except OSError as error:
+        raise HarnessError(f"{directory}: {error.strerror}; choose another directory") from error
+    return list(tasks)
+
+
+def task_name(split: str) -> str:
+    """What the task of a split, or of `PAIRS_NAME`, is called."""
+    return PREFIX + re.sub(r"\W+", "_", split.lower(), flags=re.ASCII)
+
+
+def _lines(rows: Iterable[object]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)

@@ -1,0 +1,116 @@
+"""Minimal pairs: two sentences that differ in one point of grammar. Is the right one the likelier?
+
+BLiMP (Warstadt et al. 2020, arXiv 1912.00582) is the standard collection, and its file format the one that is read:
+JSON lines with `sentence_good`, `sentence_bad` and, to group them, `UID` or `field`. Chance is one half.
+"""
+
+import json
+import lzma
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.error_line import error_line
+from model.evaluation.likelihood import Window, begin_of_text, score_windows
+from model.tokenizer.interface import Tokenizer
+from model.transformer import Transformer
+
+_GROUP_KEYS = ("UID", "field")
+
+
+class PairsError(ValueError):
+    """A file of pairs cannot be used. One line: the file, the line, the remedy."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(error_line(message))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """A right and a wrong sentence, and the phenomenon they are about; "" where none is named."""
+
+    good: str
+    bad: str
+    group: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairScore:
+    """Total log-probability of both sentences, in nats."""
+
+    pair: Pair
+    good: float
+    bad: float
+
+    @property
+    def is_right(self) -> bool:
+        return self.good > self.bad
+
+
+def read_pairs(path: Path) -> list[Pair]:
+    """The pairs of a .jsonl file, which may also be .xz.
+
+    Raises:
+        PairsError: it cannot be read, holds no pairs, or a line is none.
+    """
+    try:
+        opener = lzma.open if path.suffix == ".xz" else open
+        with opener(path, "rt", encoding="utf-8") as file:
+            lines = file.read().split("\n")
+    except OSError as error:
+        raise PairsError(f"{path}: {error.strerror or error}; give a file of JSON lines") from error
+    except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
+        raise PairsError(f"{path}: not UTF-8 text: {error}") from error
+    pairs = [_read_pair(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not pairs:
+        raise PairsError(f"{path}: no pairs in it")
+    return pairs
+
+
+def _read_pair(path: Path, number: int, line: str) -> Pair:
+    try:
+        values = json.loads(line)
+        good, bad = values["sentence_good"], values["sentence_bad"]
+        group = next((values[key] for key in _GROUP_KEYS if key in values), "")
+        if not all(isinstance(value, str) for value in (good, bad, group)):
+            raise TypeError("not strings")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        expected = 'expected a JSON object with the texts "sentence_good" and "sentence_bad"'
+        raise PairsError(f'{path}, line {number}: {expected}, and a text as "UID" or "field" if any') from error
+    if not good or not bad or good == bad:
+        raise PairsError(f"{path}, line {number}: the two sentences must differ, and neither may be empty")
+    return Pair(good=good, bad=bad, group=group)
+
+
+def score_pairs(model: Transformer, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> list[PairScore]:
+    """Both sentences of each pair, predicted from the mark that begins a text, without the mark that ends one.
+
+    This is `loglikelihood` of lm-evaluation-harness with an empty context.
+
+    Raises:
+        ValueError: a sentence is longer than the model's context.
+    """
+    begin = begin_of_text(tokenizer)
+    sentences = [sentence for pair in pairs for sentence in (pair.good, pair.bad)]
+    scores = score_windows(model, [Window([begin], tokenizer.encode(sentence)) for sentence in sentences])
+    totals = iter(score.log_likelihood for score in scores)
+    return [PairScore(pair=pair, good=next(totals), bad=next(totals)) for pair in pairs]
+
+
+def accuracy(scores: Sequence[PairScore]) -> float:
+    """Share of the pairs whose right sentence is the likelier one.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not scores:
+        raise ValueError("no pairs")
+    return sum(score.is_right for score in scores) / len(scores)
+
+
+def by_group(scores: Sequence[PairScore]) -> dict[str, list[PairScore]]:
+    """The scores of each phenomenon, by its name."""
+    groups: dict[str, list[PairScore]] = {}
+    for score in scores:
+        groups.setdefault(score.pair.group, []).append(score)
+    return dict(sorted(groups.items()))

@@ -1,0 +1,100 @@
+"""Completions of the fixed prompts: a few to be read, many to be counted."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.evaluation.diversity import Diversity, measure_diversity
+from model.evaluation.prompts import PROMPTS, Prompt, PromptKind, prompt_ids, read_template
+from model.generate import generate
+from model.sampling_params import SamplingParams
+from model.tokenizer.interface import Tokenizer
+from model.tokenizer.stream import StreamDecoder
+from model.transformer import Transformer
+
+TEMPERATURES = (0.5, 0.8, 1.0)
+SHOWN_TEMPERATURE, SHOWN_TOP_P, SHOWN_TOKENS = 0.8, 0.95, 200
+COUNTED_TOKENS, DRAWS = 128, 4
+
+# Token ids that complete each prompt by its parameters, the ending token included.
+Complete = Callable[[Transformer, Tokenizer, Sequence[Sequence[int]], Sequence[SamplingParams]], list[list[int]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """A prompt and its completion."""
+
+    prompt: str
+    completion: str
+    kind: PromptKind = PromptKind.STORY
+
+
+def complete_one_by_one(
+    model: Transformer, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+) -> list[list[int]]:
+    """`Complete` without a cache: slow, and what an engine's completions must equal."""
+    eos = tokenizer.eos_token_ids
+    return [generate(model, ids, wanted, eos_token_ids=eos) for ids, wanted in zip(prompts, params, strict=True)]
+
+
+class Sampler:
+    """Draws completions of the fixed prompts.
+
+    Prompts that leave no room in the context for a token are left out.
+
+    Args:
+        directory: the checkpoint's, where its chat template is.
+        complete: makes the completions.
+        draws: completions of each prompt at each temperature, for `diversity`.
+
+    Raises:
+        ChatTemplateError, TemplateFailure: the checkpoint's chat template cannot be used.
+    """
+
+    def __init__(
+        self, model: Transformer, tokenizer: Tokenizer, directory: Path, complete: Complete, *, draws: int = DRAWS
+    ) -> None:
+        self._model = model
+        self._draws = draws
+        self._tokenizer = tokenizer
+        self._complete = complete
+        template = read_template(directory, tokenizer)
+        encoded = ((prompt, prompt_ids(prompt, tokenizer, template)) for prompt in PROMPTS)
+        context = model.config.max_context_length
+        self._prompts: list[tuple[Prompt, list[int]]] = [(p, ids) for p, ids in encoded if 0 < len(ids) < context]
+
+    def shown(self) -> list[Sample]:
+        """The first draw of each prompt."""
+        texts = self._draw(
+            [
+                (ids, self._params(ids, SHOWN_TOKENS, temperature=SHOWN_TEMPERATURE, top_p=SHOWN_TOP_P, seed=0))
+                for _, ids in self._prompts
+            ]
+        )
+        drawn = zip(self._prompts, texts, strict=True)
+        return [Sample(prompt=prompt.text, completion=text, kind=prompt.kind) for (prompt, _), text in drawn]
+
+    def diversity(self, temperature: float) -> Diversity:
+        """What the completions repeat that are drawn from the whole distribution at this temperature."""
+        asked = [
+            (ids, self._params(ids, COUNTED_TOKENS, temperature=temperature, top_p=1.0, seed=draw * len(PROMPTS) + i))
+            for draw in range(self._draws)
+            for i, (_, ids) in enumerate(self._prompts)
+        ]
+        return measure_diversity(temperature, self._draw(asked))
+
+    def _params(
+        self, ids: list[int], max_tokens: int, *, temperature: float, top_p: float, seed: int
+    ) -> SamplingParams:
+        room = self._model.config.max_context_length - len(ids)
+        return SamplingParams(max_tokens=min(max_tokens, room), temperature=temperature, top_p=top_p, seed=seed)
+
+    def _draw(self, asked: Sequence[tuple[list[int], SamplingParams]]) -> list[str]:
+        """The completions' texts; a mark that ends one has none."""
+        prompts, params = [ids for ids, _ in asked], [wanted for _, wanted in asked]
+        completions = self._complete(self._model, self._tokenizer, prompts, params)
+        return [self._text(ids) for ids in completions]
+
+    def _text(self, token_ids: list[int]) -> str:
+        decoder = StreamDecoder(self._tokenizer)
+        return decoder.push(token_ids) + decoder.flush()

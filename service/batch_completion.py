@@ -1,0 +1,52 @@
+"""Many completions at once, by the engine, for whoever has a model in hand and no server."""
+
+import time
+from collections.abc import Sequence
+
+from model.sampling_params import SamplingParams
+from model.tokenizer.interface import Tokenizer
+from model.transformer import Transformer
+from service.engine.config import EngineConfig
+from service.engine.engine import Engine
+from service.messages import Submit
+
+_MAX_NUM_RUNNING = 32
+_BLOCK_SIZE = 16
+
+
+def complete_batch(
+    model: Transformer, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+) -> list[list[int]]:
+    """Each prompt's completion, the ending token included; see `model.evaluation.samples.Complete`.
+
+    Raises:
+        ValueError: a prompt cannot be completed; the message says why.
+    """
+    lengths = [len(ids) + wanted.max_tokens for ids, wanted in zip(prompts, params, strict=True)]
+    num_running = min(_MAX_NUM_RUNNING, len(prompts))
+    longest = max(lengths, default=1)
+    config = EngineConfig(
+        block_size=_BLOCK_SIZE,
+        num_blocks=max(1, num_running) * -(-longest // _BLOCK_SIZE),
+        max_num_running=_MAX_NUM_RUNNING,
+    )
+    engine = Engine(model, tokenizer, config)
+    for number, (ids, wanted) in enumerate(zip(prompts, params, strict=True)):
+        engine.submit(
+            Submit(
+                uid=str(number),
+                attempt=0,
+                prompt_token_ids=tuple(ids),
+                prior_token_ids=(),
+                params=wanted,
+                arrival_seconds=time.monotonic(),
+                deadline_seconds=None,
+            )
+        )
+    completions: list[list[int]] = [[] for _ in prompts]
+    while engine.has_work:
+        for event in engine.step().events:
+            completions[int(event.uid)] += event.token_ids
+            if event.finish is not None and event.finish.error is not None:
+                raise ValueError(event.finish.error)
+    return completions

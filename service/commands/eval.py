@@ -1,0 +1,229 @@
+"""`kvasir eval`: what a checkpoint is worth, as a table and as files."""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from model.attention.interface import ATTENTION_BACKENDS
+from model.checkpoint import load_model
+from model.config import ModelConfig
+from model.error_line import error_line
+from model.evaluation.evaluation import Evaluation, evaluate_checkpoint
+from model.evaluation.harness import PAIRS_NAME, export_tasks
+from model.evaluation.held_out import rolling_log_likelihoods
+from model.evaluation.pairs import accuracy, by_group, read_pairs
+from model.evaluation.samples import Sampler
+from model.manifest import Manifest, file_digest, read_manifest
+from model.tokenizer.interface import Tokenizer
+from model.training.config import SourceConfig, load_train_config
+from model.training.data import check_sources, read_source
+from model.transformer import Transformer
+from service.batch_completion import complete_batch
+from service.engine_builder import find_device
+from service.settings import EvalSettings, SettingsError, read_settings, usable_cpus
+
+_SUMMARY = (
+    "Measure a checkpoint of any family: bits per byte, nats per token and top-1 accuracy on held-out texts, accuracy "
+    "on minimal pairs, and what samples of fixed prompts repeat. docs/evaluation.md says what each figure means."
+)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_USUAL_CONTEXT = 2048
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command. Exit codes: 0 done, 1 failed, 2 not understood."""
+    try:
+        settings = read_settings(EvalSettings, argv, command="eval", summary=_SUMMARY)
+        _check_outputs(settings)
+        manifest = read_manifest(settings.checkpoint)
+        length = _context_length(settings, manifest.config)
+        splits = _read_splits(settings)
+        pairs = [] if settings.pairs is None else read_pairs(settings.pairs)
+        tokenizer = manifest.verify()
+        if settings.export_tasks is not None:
+            tasks = export_tasks(settings.export_tasks, splits, pairs)
+            _say(_how_to_run(manifest, settings.export_tasks, tasks, length))
+        model = _load(settings, manifest)
+        sampler = None
+        if settings.samples:
+            sampler = Sampler(model, tokenizer, manifest.directory, complete_batch, draws=settings.samples)
+        evaluation = evaluate_checkpoint(
+            model, tokenizer, splits=splits, pairs=pairs, sampler=sampler, max_context_length=length, report=_say
+        )
+        _print(manifest, evaluation)
+        if settings.out is not None:
+            facts = {"checkpoint": _facts(manifest), "settings": _settings_facts(settings, model, length)}
+            _write(settings.out, json.dumps({**facts, **evaluation.to_dict()}, indent=2, ensure_ascii=False) + "\n")
+        if settings.documents is not None:
+            _say("measuring each document as lm-evaluation-harness does")
+            rows = _documents(evaluation, splits, model, tokenizer, length)
+            _write(settings.documents, "".join(json.dumps(row) + "\n" for row in rows))
+    except SettingsError as error:
+        print(f"kvasir eval: {error}", file=sys.stderr)
+        return 2
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:  # torch's have several lines
+        said = next(iter(str(error).splitlines()), "out of memory")
+        print(f"kvasir eval: {error_line(said)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _check_outputs(settings: EvalSettings) -> None:
+    """Refuse before anything is measured what leads to nothing, or cannot be written in the end."""
+    if settings.config is None and not settings.texts and settings.pairs is None and not settings.samples:
+        raise SettingsError("nothing to measure: give --config, --texts or --pairs, or --samples over 0")
+    for name in ("out", "documents"):
+        path: Path | None = getattr(settings, name)
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            what = "is a directory" if path.is_dir() else f"no directory {path.parent}"
+            raise SettingsError(f"--{name} {path}: {what}")
+
+
+def _context_length(settings: EvalSettings, config: ModelConfig) -> int:
+    """Tokens read at once. Raises SettingsError: more than the model has positions, or too few for the harness."""
+    wanted, available = settings.max_context_length, config.max_context_length
+    if wanted == "auto":
+        return min(available, _USUAL_CONTEXT)
+    if not 3 <= wanted <= available:
+        raise SettingsError(f"--max-context-length {wanted}: must be 3 to {available}, the positions of the model")
+    return wanted
+
+
+def _read_splits(settings: EvalSettings) -> dict[str, list[str]]:
+    """The texts to measure, by name: those a recipe holds out, and those given.
+
+    Raises:
+        SettingsError: two have one name, or there are none.
+        ValueError: a recipe or a file cannot be used.
+    """
+    sources = [source for source in _of_recipe(settings.config) if source.held_out or source.held_out_ids]
+    for text in settings.texts:
+        name, _, path = text.partition("=")
+        if any(source.name == name for source in sources):
+            raise SettingsError(f"--texts {text}: the recipe has a source {name} too; choose another name")
+        sources.append(SourceConfig(name=name, path=Path(path), repeats=0, held_out=1.0, licence=""))
+    check_sources(sources)
+    splits = {source.name: read_source(source).held_out for source in sources}
+    splits = {name: _evenly(texts, settings.max_documents) for name, texts in splits.items() if texts}
+    if settings.config is not None and not splits:
+        raise SettingsError(f"--config {settings.config}: its sources hold nothing out; give --texts")
+    return splits
+
+
+def _of_recipe(path: Path | None) -> tuple[SourceConfig, ...]:
+    return () if path is None else load_train_config(path).sources
+
+
+def _evenly(texts: list[str], most: int | None) -> list[str]:
+    """At most so many of the texts, the same distance apart."""
+    if most is None or len(texts) <= most:
+        return texts
+    return [texts[number * len(texts) // most] for number in range(most)]
+
+
+def _load(settings: EvalSettings, manifest: Manifest) -> Transformer:
+    torch.set_num_threads(usable_cpus() if settings.threads == "auto" else settings.threads)
+    device, dtype = find_device(settings.device), _DTYPES[settings.dtype]
+    return load_model(manifest, device=device, dtype=dtype, attention=ATTENTION_BACKENDS["sdpa"])
+
+
+def _print(manifest: Manifest, evaluation: Evaluation) -> None:
+    """The tables, to stdout."""
+    console = Console()
+    title = f"{manifest.name}, {manifest.config.num_parameters:,} parameters"
+    if evaluation.held_out:
+        table = _table(title, "held out", "documents", "tokens", "bits/byte", "nats/token", "top-1")
+        for name, held_out in evaluation.held_out.items():
+            counts = f"{len(held_out.documents):,}", f"{held_out.num_tokens:,}"
+            losses = f"{held_out.bits_per_byte:.4f}", f"{held_out.nats_per_token:.4f}"
+            table.add_row(name, *counts, *losses, f"{held_out.accuracy:.2%}")
+        console.print(table)
+    if evaluation.pairs:
+        table = _table(title, "minimal pairs", "pairs", "accuracy")
+        groups = by_group(evaluation.pairs)
+        for name, scores in groups.items():
+            if name:
+                table.add_row(name, f"{len(scores):,}", f"{accuracy(scores):.2%}")
+        table.add_row("all", f"{len(evaluation.pairs):,}", f"{accuracy(evaluation.pairs):.2%}")
+        console.print(table)
+    if evaluation.diversity:
+        headings = "temperature", "samples", "distinct-1", "distinct-2", "distinct-3", "repetition"
+        table = _table(title, *headings)
+        for measured in evaluation.diversity:
+            shares = ("–" if share is None else f"{share:.3f}" for share in (*measured.distinct, measured.repetition))
+            table.add_row(f"{measured.temperature}", f"{measured.num_samples:,}", *shares)
+        console.print(table)
+    for sample in evaluation.samples:
+        gap = " →\n" if sample.kind == "chat" else ""
+        print(f"\n[{sample.kind}] {sample.prompt}{gap}{sample.completion}")
+
+
+def _table(title: str, first: str, *headings: str) -> Table:
+    table = Table(first, title=title)
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _facts(manifest: Manifest) -> dict[str, Any]:
+    """Which checkpoint it was: every file's hash, and how it was trained, where its manifest says so."""
+    files = {name: digest or file_digest(manifest.directory / name) for name, (_, digest) in manifest.files.items()}
+    return {
+        "name": manifest.name,
+        "parameters": manifest.config.num_parameters,
+        "files": files,
+        "training": manifest.training,
+    }
+
+
+def _settings_facts(settings: EvalSettings, model: Transformer, length: int) -> dict[str, Any]:
+    return {
+        "device": model.token_embedding.weight.device.type,
+        "dtype": settings.dtype,
+        "max_context_length": length,
+        "max_documents": settings.max_documents,
+        "samples": settings.samples,
+    }
+
+
+def _documents(
+    evaluation: Evaluation,
+    splits: Mapping[str, Sequence[str]],
+    model: Transformer,
+    tokenizer: Tokenizer,
+    length: int,
+) -> Iterator[dict[str, Any]]:
+    """A row for each document, and for each pair: log-likelihoods in nats."""
+    for name, held_out in evaluation.held_out.items():
+        rolling = rolling_log_likelihoods(model, tokenizer, splits[name], max_length=length)
+        for number, (ours, theirs) in enumerate(zip(held_out.documents, rolling, strict=True)):
+            yield {"split": name, "index": number, "log_likelihood": ours, "loglikelihood_rolling": theirs}
+    for number, score in enumerate(evaluation.pairs):
+        yield {"split": PAIRS_NAME, "index": number, "good": score.good, "bad": score.bad}
+
+
+def _how_to_run(manifest: Manifest, directory: Path, tasks: Iterable[str], length: int) -> str:
+    """The command line of the harness."""
+    model = f"model={manifest.name},base_url=http://127.0.0.1:8000/v1/completions,max_length={length}"
+    return (
+        f"tasks in {directory}; with the checkpoint served on port 8000:\n"
+        f"lm_eval --model local-completions --model_args {model} --include_path {directory} --tasks {','.join(tasks)}"
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; choose another file") from error
+    _say(f"wrote {path}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
