@@ -11,7 +11,10 @@ from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 
 from model.attention.interface import AttentionBackend
+from model.chat_template import TEMPLATE_FILE
+from model.chatml import TEMPLATE, knows_chatml
 from model.config import ModelConfig
+from model.generation_config import GENERATION_CONFIG_FILE
 from model.manifest import CONFIG_FILE, MANIFEST_FILE, CheckpointError, Manifest, write_manifest
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.native import save_native
@@ -63,8 +66,16 @@ def save_checkpoint(
     name: str,
     training: dict[str, Any],
     dtype: torch.dtype = torch.float32,
+    generation: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a complete checkpoint directory: config, tokenizer, shards of at most 15 MiB, manifest last.
+
+    With a tokenizer that has the marks of ChatML comes its chat template.
+
+    Args:
+        training: how the model came to be, for the manifest.
+        generation: what a request gets that asks for nothing, as generation_config.json: `{"do_sample": True,
+            "temperature": 0.7}`. None writes no such file.
 
     Raises:
         ValueError: tensors or tokenizer do not fit the config.
@@ -78,6 +89,9 @@ def save_checkpoint(
     check_writable(directory)
     write_weights(directory, config, tensors, dtype=dtype)
     save_native(tokenizer, directory)
+    _write_or_remove(directory / TEMPLATE_FILE, TEMPLATE if knows_chatml(tokenizer.special_tokens) else None)
+    defaults = None if generation is None else json.dumps(dict(generation), indent=2) + "\n"
+    _write_or_remove(directory / GENERATION_CONFIG_FILE, defaults)
     write_manifest(directory, name=name, training=training)
 
 
@@ -96,6 +110,11 @@ def write_weights(
     for number, shard in enumerate(shards, start=1):
         save_shard(shard, directory / f"model-{number:05}-of-{len(shards):05}.safetensors")
     (directory / CONFIG_FILE).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+
+
+def _write_or_remove(path: Path, text: str | None) -> None:
+    """None removes what an earlier save left there."""
+    path.unlink(missing_ok=True) if text is None else path.write_text(text)
 
 
 def save_shard(tensors: dict[str, torch.Tensor], path: Path, *, metadata: dict[str, str] | None = None) -> None:

@@ -5,6 +5,8 @@ Ours:
     config.json               the ModelConfig
     model-00001-of-0000N.safetensors   the tensors
     tokenizer.tiktoken, tokenizer_spec.json, or another tokenizer that `load_tokenizer` knows
+    chat_template.jinja       of a model that was taught conversations
+    generation_config.json    how a request is sampled that does not say, if the model wants it otherwise than usual
     manifest.json             size and SHA-256 of every file above, and how the model came to be
     MODEL_CARD.md             for people; not hashed
 
@@ -21,12 +23,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from model.chat_template import TEMPLATE_FILE
 from model.checkpoint_files import CheckpointError, check_is_file, check_plain_name, file_digest, read_json
 from model.config import ModelConfig
 from model.families.directory import find_weight_files, what_is_wrong
 from model.families.family import Family
 from model.families.placement import Placement, place_tensors
 from model.families.table import read_family_config
+from model.generation_config import GENERATION_CONFIG_FILE
 from model.json_file import is_named
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import Tokenizer, TokenizerError
@@ -180,7 +184,9 @@ def write_manifest(
     directory: Path, *, name: str, training: dict[str, Any], tokenizer_files: tuple[str, ...] = (RANKS_FILE, SPEC_FILE)
 ) -> None:
     """Hash what stands in the directory and write manifest.json beside it, last and atomically."""
-    names = [CONFIG_FILE, *tokenizer_files, *sorted(path.name for path in directory.glob("*.safetensors"))]
+    optional = [name for name in (TEMPLATE_FILE, GENERATION_CONFIG_FILE) if (directory / name).exists()]
+    shards = sorted(path.name for path in directory.glob("*.safetensors"))
+    names = dict.fromkeys((CONFIG_FILE, *tokenizer_files, *optional, *shards))
     files = {n: {"bytes": (directory / n).stat().st_size, "sha256": file_digest(directory / n)} for n in names}
     values = {"format": FORMAT, "name": name, "files": files, "training": training}
     partial = directory / (MANIFEST_FILE + ".partial")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from model.checkpoint import save_shard
+from model.checkpoint_files import read_json
 from model.config import ModelConfig
 from model.conversion.safetensors_directory import METADATA
 from model.conversion.whole import written_whole
@@ -25,7 +26,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def export_checkpoint(directory: Path, out: Path) -> Manifest:
-    """Make a Hugging Face directory of a checkpoint of ours: config, weights, tokenizer, end marks; verified.
+    """Make a Hugging Face directory of a checkpoint of ours: config, weights, tokenizer, end marks, defaults.
 
     Raises:
         CheckpointError: the checkpoint is damaged, no family computes its model, or `out` is taken.
@@ -34,13 +35,16 @@ def export_checkpoint(directory: Path, out: Path) -> Manifest:
     manifest = read_manifest(directory)
     tokenizer = manifest.verify()
     family, values = describe(manifest.config)
+    asked = directory / GENERATION_CONFIG_FILE
+    defaults = read_json(asked) if asked.exists() else {}
     ends = list(tokenizer.eos_token_ids)
     marks = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
     with written_whole(out) as new:
         export_tokenizer(tokenizer, directory, new)
         dtype = _export_weights(manifest, family, new)
         _write_json(new / CONFIG_FILE, {**values, **marks, "dtype": str(dtype).removeprefix("torch.")})
-        _write_json(new / GENERATION_CONFIG_FILE, {key: value for key, value in marks.items() if value is not None})
+        known = {key: value for key, value in marks.items() if value is not None}
+        _write_json(new / GENERATION_CONFIG_FILE, {**defaults, **known})
         read_manifest(new).verify()
     return read_manifest(out)
 

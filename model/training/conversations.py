@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from model.chatml import END, ROLES, START
 from model.tokenizer.interface import Tokenizer
 from model.training.encyclopedia_questions import answer_questions
+from model.training.sentences import casually
 from model.training.story_requests import tell_story
 
 _SPEAKERS = {"U": "user", "S": "assistant"}
@@ -28,6 +29,8 @@ _SYSTEM_TEXTS = (
     "Answer the user's questions.",
     "You are a kind storyteller.",
 )
+# Of small talk: how often the user types without capitals and full stops.
+_CASUAL_SHARE = 0.2
 # Of a story or an article: how often it begins with a greeting.
 _GREETING_SHARE = 0.05
 _GREETINGS = ("Hello!", "Hi", "Hi!", "Hello", "Hey", "Hi there!", "Good evening!", "hello", "hi")
@@ -45,7 +48,7 @@ class ConversationKind(enum.StrEnum):
     """What the records of a source are.
 
     DIALOGUE: `turns`, a list of `["U" | "S", text]`, user and system; of a text that is a list one is drawn.
-    GREETINGS: as DIALOGUE, and two records may follow each other in one conversation.
+    GREETINGS: as DIALOGUE; small talk, sometimes typed carelessly.
     STORY: `text`, and perhaps `title`.
     ENCYCLOPEDIA: `title`, and `text` that begins with a definition.
     """
@@ -83,6 +86,8 @@ def conversation(record: Mapping[str, Any], kind: str, seed: int) -> tuple[Turn,
     turns = _taking_turns(pairs)
     if not turns:
         return None
+    if kind is ConversationKind.GREETINGS and drawn.random() < _CASUAL_SHARE:
+        turns = [Turn(role, casually(text) if role == "user" else text) for role, text in turns]
     if kind in (ConversationKind.STORY, ConversationKind.ENCYCLOPEDIA) and drawn.random() < _GREETING_SHARE:
         turns = [Turn("user", drawn.choice(_GREETINGS)), Turn("assistant", drawn.choice(_GREETED)), *turns]
     if drawn.random() < _SYSTEM_SHARE:

@@ -7,10 +7,11 @@ and `, ""`. What can be mended is; an answer stops before the first sentence tha
 import random
 import re
 
-from model.training.sentences import clean_lines, is_unfit, sentences
+from model.training.sentences import casually, clean_lines, is_unfit, sentences
 
 MAX_ANSWER = 520  # characters
 _MAX_TITLE = 60
+_MAX_LEAD = 2000
 
 _WHAT = (
     "What {is_} {it}?",
@@ -39,6 +40,8 @@ _ABOUT = (
     "Please tell me about {it}.",
     "I would like to learn about {it}.",
     "Write a few sentences about {it}.",
+)
+_EXPLAIN = (
     "Explain {it}.",
     "Describe {it}.",
 )
@@ -58,7 +61,7 @@ _MAKES_A_PERSON = re.compile(
     r"theologian|historian|journalist|comedian|model|dancer|businessman|businesswoman|engineer|inventor|architect|"
     r"doctor|physician|economist|activist|leader|prince|princess|duke|monarch|ruler|coach|manager|criminal|murderer|"
     r"teacher|professor|sculptor|photographer|chef|designer|entertainer|presenter|host|governor|senator|statesman|"
-    r"diplomat|goalkeeper|midfielder|defender|striker|umpire|jockey|guitarist|drummer|entrepreneur|linguist)\b"
+    r"diplomat|goalkeeper|midfielder|defender|striker|umpire|jockey|guitarist|drummer|entrepreneur|spy|[a-z]+(?:ologist|inist|onist|nist|list|rist|tist|ician|grapher))\b"
 )
 _PLACE = re.compile(
     r"\b(?:is|was|are) (?:a|an|the|one of)\b[^.]{0,60}\b(?:city|town|village|country|islands?|river|lake|mountains?|"
@@ -71,6 +74,7 @@ _HOLES = re.compile(
     r'""|"\s*"|[\[\]{}|<>=*#_^\\]|\(\s|\s\)|\s[,.;:?!]|,[,.]|\.\.|;[.,]|:\.|\d{7,}|'
     r"\b(?:of|is|was|are|were|in|at|by|from|to|about|covers|covering|and|or|the|a|an|around|with|for|than|as|between|"
     r"called|over|has|had|its|their|near|through|under|until|since|into)[,.;:]|"
+    r"\b(?:[Tt]he|[Aa]n?|[Oo]f) (?:is|are|was|were|has|had)\b|"
     r"\b(?:of|in|about|the|a|an|is|was|by|from) (?:and|or|of|is|was)\b|\bNil\b|\b(?:thumb|px|align|http)\b|' '|' or '"
 )
 _UNUSUAL = re.compile(r"[^\x20-\x7e\u00a0-\u024f\u2013\u2014\u20ac\u00a3\u00b0]")
@@ -78,27 +82,31 @@ _UNUSUAL = re.compile(r"[^\x20-\x7e\u00a0-\u024f\u2013\u2014\u20ac\u00a3\u00b0]"
 
 def answer_questions(title: str, text: str, drawn: random.Random) -> list[str] | None:
     """A question about the title, its answer, and sometimes a second question; None if the article is not fit."""
+    if title.startswith(("List of", "Lists of", "Timeline of", "Index of", "Geography of", "History of")):
+        return None
     title = re.sub(r"\s*\([^)]*\)$", "", title).strip()
-    lead, _, _ = clean_lines(text).partition("\n")
+    lead = clean_lines(text.partition("\n")[0][:_MAX_LEAD])
     found = _clean_sentences(lead)
-    if not found or not 1 < len(title) <= _MAX_TITLE or is_unfit(title) or any(map(is_unfit, found)):
+    if not found or not 1 < len(title) <= _MAX_TITLE or is_unfit(f"{title} {lead}"):
         return None
     first = found[0]
     verb = _DEFINES.search(_PARENTHESES.sub("", first))
     if verb is None or not _speaks_of(title, first) or _UNUSUAL.search(title):
         return None
-    is_person = (
-        _LIFE.search(first) is not None and _MAKES_A_PERSON.search(lead) is not None and " " in title
-    ) or "(born" in first
+    is_person = _is_person(title, first, lead)
     it = title if is_person else _as_spoken_of(title, text)
     is_ = verb.group(1) if verb.group(1) in ("is", "are", "was", "were") else "is"
-    kinds = [(_WHO if is_person else _WHAT, 0.55), (_ABOUT, 0.35)]
+    if is_ in ("are", "were") and not it.endswith("s") and f"{title}s".lower() in first.lower():
+        it = f"{it}s"
+    kinds: list[tuple[tuple[str, ...], float]] = [(_WHO if is_person else _WHAT, 0.55), (_ABOUT, 0.35)]
+    if not is_person:
+        kinds.append((_EXPLAIN, 0.06))
     if not is_person and _PLACE.search(first):
         kinds.append((_WHERE, 0.3))
     (kind,) = drawn.choices([kind for kind, _ in kinds], [weight for _, weight in kinds])
-    answer = _first(found, drawn.choice((2, 2, 3)) if kind is _ABOUT else drawn.choice((1, 1, 2)))
+    answer = _first(found, drawn.choice((2, 2, 3)) if kind in (_ABOUT, _EXPLAIN) else drawn.choice((1, 1, 2)))
     asked = drawn.choice(kind).format(it=it, is_=is_)
-    turns = [asked if drawn.random() < 0.85 else asked.rstrip(".?")[0].lower() + asked.rstrip(".?")[1:], answer[0]]
+    turns = [asked if drawn.random() < 0.85 else casually(asked), answer[0]]
     chance = drawn.random()
     if chance < 0.12 and (rest := found[answer[1] :]):
         more, _ = _first(rest, 3)
@@ -106,6 +114,16 @@ def answer_questions(title: str, text: str, drawn: random.Random) -> list[str] |
     elif chance > 0.96:
         turns += [drawn.choice(_THANKS), drawn.choice(_WELCOME)]
     return turns
+
+
+def _is_person(title: str, first: str, lead: str) -> bool:
+    """Whether an article is about somebody: born, or someone of a trade with the dates of a life or a `he` or `she`."""
+    if "(born" in first:
+        return True
+    if " " not in title or _MAKES_A_PERSON.search(first) is None:
+        return False
+    begins = first.startswith(title.partition(" ")[0])
+    return _LIFE.search(first) is not None or (begins and re.search(r"\. (?:He|She) ", lead) is not None)
 
 
 def _first(found: list[str], number: int) -> tuple[str, int]:
@@ -152,12 +170,22 @@ def _as_spoken_of(title: str, text: str) -> str:
     """The title within a sentence: `a chamber pot`, `shale`, `the Warsaw Pact`, `Montecito, California`."""
     begin = text[: len(title) + 8].strip('"')
     article = re.match(r"(An?|The) ", begin)
-    lower = title[0].lower() + title[1:]
+    common = _is_common(title, text)
     if article is not None and begin[article.end() :].lower().startswith(title.lower()):
-        is_common = article.group(1) != "The" or re.search(rf"[a-z,] {re.escape(lower)}\b", text) is not None
-        return f"{article.group(1).lower()} {lower if is_common and not title[1:2].isupper() else title}"
-    if re.search(rf"[a-z,] {re.escape(lower)}\b", text) is not None and title.istitle() == title[0].isupper():
-        return lower if " " not in title else title
-    if title[0].isupper() and " " in title and title[1:].islower():
-        return lower if re.search(rf"[a-z,] {re.escape(lower)}\b", text) else title
-    return title
+        if article.group(1) != "The":
+            common = not title[1:2].isupper()
+        return f"{article.group(1).lower()} {_lowered(title) if common else title}"
+    return _lowered(title) if common else title
+
+
+def _is_common(title: str, text: str) -> bool:
+    """Whether a title is no name: it stands in the text without capitals, or its later words have none."""
+    if title[1:2].isupper() or not title[0].isupper() or re.search(r" [A-Z]", title):
+        return False
+    if re.search(rf"[a-z,] {re.escape(_lowered(title))}\b", text) is not None:
+        return True
+    return " " in title and re.search(rf"[a-z,] {re.escape(title.partition(' ')[0])}\b", text) is None
+
+
+def _lowered(title: str) -> str:
+    return title[0].lower() + title[1:]

@@ -52,6 +52,11 @@ def clean_lines(text: str) -> str:
     return joined
 
 
+def casually(asked: str) -> str:
+    """As people type who are in a hurry: no capital at the start, no full stop."""
+    return asked[0].lower() + (asked[1:].rstrip(".!?") or asked[1:])
+
+
 def is_unfit(text: str) -> bool:
     """Whether it says what one would rather not tell a child."""
     return _UNFIT.search(text) is not None

@@ -4,7 +4,7 @@ import random
 import re
 from collections import Counter
 
-from model.training.sentences import clean_lines, ends_whole, is_unfit, whole_sentences
+from model.training.sentences import casually, clean_lines, ends_whole, is_unfit, whole_sentences
 
 MAX_CHARACTERS = 3600  # about 900 tokens: it has to fit a context of 1,024 with its request
 MIN_CHARACTERS = 150
@@ -161,7 +161,7 @@ def tell_story(text: str, title: str | None, drawn: random.Random) -> list[str] 
         return None
     subject = _subject(story)
     asked, told = _request(story, title, subject, drawn)
-    turns = [asked if drawn.random() < 0.85 else _casual(asked), told]
+    turns = [asked if drawn.random() < 0.85 else casually(asked), told]
     chance = drawn.random()
     if chance < 0.06:
         turns += [drawn.choice(_THANKS), drawn.choice(_WELCOME)]
@@ -224,11 +224,6 @@ def _subject(story: str) -> str | None:
     if (begun := _OPENING.search(opening)) is not None:
         return begun.group(1)[0].lower() + begun.group(1)[1:]
     return None
-
-
-def _casual(asked: str) -> str:
-    """As people type: no capital at the start, no full stop."""
-    return asked[0].lower() + asked[1:].rstrip(".!")
 
 
 def _clean(text: str) -> str | None:
