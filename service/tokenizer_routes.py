@@ -34,6 +34,9 @@ class TokenizerRoutes:
         asked = parse_body(TokenizeRequest, await read_body(request, max_bytes=self._max_body_bytes))
         self._planner.check_model(asked.model)
         match asked.subject():
+            case str() as text if asked.add_special_tokens is False and text in self._tokenizer.special_tokens:
+                # Whoever was told a mark's text by /tokenizer_info asks for its id so; lm-evaluation-harness does.
+                token_ids = [self._tokenizer.special_tokens[text]]
             case str() as text:
                 token_ids = await self._encode(text, begin=asked.add_special_tokens is not False)
             case messages:

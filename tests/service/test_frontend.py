@@ -57,6 +57,24 @@ def test_tokenize_and_detokenize_are_inverse(client: TestClient) -> None:
     assert client.post("/tokenize", json={"prompt": "a" * 100_000}).json()["count"] == 100_000
 
 
+def test_a_marks_id_can_be_looked_up_and_text_stays_text(client: TestClient) -> None:
+    """As lm-evaluation-harness does it: the mark's text from /tokenizer_info, its id from /tokenize."""
+    mark = client.get("/tokenizer_info").json()["eos_token"]
+
+    def tokens(text: str, **fields: bool) -> list[int]:
+        answer: list[int] = client.post("/tokenize", json={"prompt": text, **fields}).json()["tokens"]
+        return answer
+
+    (mark_id,) = tokens(mark, add_special_tokens=False)
+    assert mark_id == 273
+    for text, fields in (
+        (mark, {}),
+        (mark + " ", {"add_special_tokens": False}),
+        ("a" + mark, {"add_special_tokens": False}),
+    ):
+        assert mark_id not in tokens(text, **fields)
+
+
 def test_health_version_metrics_and_pages(client: TestClient) -> None:
     assert client.get("/health").json() == {"status": "ok"}
     assert client.head("/health").status_code == 200
