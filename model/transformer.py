@@ -85,8 +85,10 @@ class Block(nn.Module):
     """One layer: attention and MLP, each beside a residual.
 
     Norms stand before both (pre: GPT-2, Llama) or behind both (post: OLMo 2). Where they are parallel (GPT-NeoX), both
-    read the same x.
+    read the same x. `dropout` is the share of what each half adds that is left out while training.
     """
+
+    dropout = 0.0
 
     def __init__(self, config: ModelConfig, backend: AttentionBackend, layer: int, table: nn.Embedding | None) -> None:
         super().__init__()
@@ -108,13 +110,17 @@ class Block(nn.Module):
         """TE -> TE."""
         if self.norms_outputs:
             attended_TE = self.attention(x_TE, rotation, metadata=metadata, kv_cache=kv_cache)
-            x_TE = x_TE + self.attention_norm(attended_TE)
-            x_TE = x_TE + self.mlp_norm(self.mlp(x_TE))
+            x_TE = x_TE + self._drop(self.attention_norm(attended_TE))
+            x_TE = x_TE + self._drop(self.mlp_norm(self.mlp(x_TE)))
             return x_TE
         attended_TE = self.attention(self.attention_norm(x_TE), rotation, metadata=metadata, kv_cache=kv_cache)
-        added_TE = x_TE + attended_TE
-        x_TE = added_TE + self.mlp(self.mlp_norm(x_TE if self.is_parallel else added_TE))
+        added_TE = x_TE + self._drop(attended_TE)
+        x_TE = added_TE + self._drop(self.mlp(self.mlp_norm(x_TE if self.is_parallel else added_TE)))
         return x_TE
+
+    def _drop(self, x_TE: Tensor) -> Tensor:
+        """Dropout (Srivastava et al. 2014): x itself where nothing is left out, as while serving."""
+        return functional.dropout(x_TE, self.dropout) if self.training and self.dropout else x_TE
 
 
 class Transformer(nn.Module):

@@ -15,6 +15,7 @@ import regex
 from model.tokenizer.byte_level import ByteLevelTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
+CHAT_MARKS = ("<|im_start|>", "<|im_end|>")  # ChatML's: what begins and ends a message
 
 # Contractions, words with one leading space or mark, up to two digits, punctuation runs, line breaks, spaces: the
 # shape of tiktoken's cl100k pattern, but with short digit groups, since a small vocabulary cannot hold all of three.
@@ -26,30 +27,33 @@ SPLIT_PATTERN = (
 Pair = tuple[int, int]
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> ByteLevelTokenizer:
-    """A tokenizer of at most `vocab_size` tokens: 256 bytes, merges, one end-of-text mark.
+def train_bpe(texts: Iterable[str], vocab_size: int, *, chat: bool = False) -> ByteLevelTokenizer:
+    """A tokenizer of at most `vocab_size` tokens: 256 bytes, merges, an end-of-text mark and, for `chat`, ChatML's two.
 
     Deterministic: of equally frequent pairs the one of lower ids merges first. Stops early when no pair occurs twice.
 
     Raises:
-        ValueError: `vocab_size` cannot hold the bytes and the mark.
+        ValueError: `vocab_size` cannot hold the bytes and the marks.
     """
-    if vocab_size < 257:
-        raise ValueError(f"vocab_size={vocab_size}: the 256 bytes and the end mark need 257")
+    marks = (END_OF_TEXT, *(CHAT_MARKS if chat else ()))
+    smallest = 256 + len(marks)
+    if vocab_size < smallest:
+        raise ValueError(f"vocab_size={vocab_size}: the 256 bytes and the {', '.join(marks)} mark need {smallest}")
     words = Counter[str]()
     split = regex.compile(SPLIT_PATTERN)
     for text in texts:
         words.update(split.findall(text))
     tokens = [bytes([byte]) for byte in range(256)]
-    for left, right in _merges(words, vocab_size - 257):
+    for left, right in _merges(words, vocab_size - smallest):
         tokens.append(tokens[left] + tokens[right])
     ranks = {token: rank for rank, token in enumerate(tokens)}
-    end = len(tokens)
+    special_tokens = {mark: len(tokens) + index for index, mark in enumerate(marks)}
+    end = special_tokens[END_OF_TEXT]
     return ByteLevelTokenizer(
         pattern=SPLIT_PATTERN,
         ranks=ranks,
-        special_tokens={END_OF_TEXT: end},
-        eos_token_ids=(end,),
+        special_tokens=special_tokens,
+        eos_token_ids=(end, special_tokens[CHAT_MARKS[1]]) if chat else (end,),
         bos_token_id=end,  # in training every text follows the mark of the one before
     )
 

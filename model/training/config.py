@@ -24,21 +24,41 @@ class SourceConfig:
     """One corpus: a .txt (documents parted by blank lines) or .jsonl file, either also .xz.
 
     path: the file; relative paths start at the config file's directory.
-    repeats: how often each document occurs in an epoch; 0 for a held-out file.
+    repeats: how often each document occurs in an epoch of the mixture, which may be a fraction; 0 for never.
     held_out: share of the documents kept for validation, chosen by hash; 1 keeps all.
-    licence: for the model card.
+    held_out_ids: documents kept for validation by their "id", such as whole books.
+    licence, attribution: for the model card.
+    chat: how a document is told in the chat phase, a `ConversationKind`; "" for as it stands.
+    chat_repeats: as `repeats`, for the chat phase.
     """
 
     name: str
     path: Path
-    repeats: int
+    repeats: float
     held_out: float
     licence: str
+    held_out_ids: tuple[str, ...] = ()
+    attribution: str = ""
+    chat: str = ""
+    chat_repeats: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_types(self, integers=("repeats",), numbers=("held_out",), texts=("name", "licence"))
-        if not 0 <= self.repeats <= 10_000 or not 0.0 <= self.held_out <= 1.0:
-            raise ValueError(f"source {self.name}: repeats must be 0 to 10,000, held_out between 0 and 1")
+        object.__setattr__(self, "held_out_ids", _texts("held_out_ids", self.held_out_ids))
+        _check_types(
+            self,
+            integers=(),
+            numbers=("repeats", "held_out", "chat_repeats"),
+            texts=("name", "licence", "attribution", "chat"),
+        )
+        if not 0.0 <= self.held_out <= 1.0 or not all(0 <= n <= 10_000 for n in (self.repeats, self.chat_repeats)):
+            raise ValueError(
+                f"source {self.name}: repeats and chat_repeats must be 0 to 10,000, held_out between 0 and 1"
+            )
+
+    @property
+    def is_trained_on(self) -> bool:
+        """Whether any of its documents is learned from."""
+        return self.repeats > 0 or self.chat_repeats > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,10 +66,14 @@ class TrainConfig:
     """Everything a run depends on; two runs with equal configs and equal corpora have equal losses.
 
     sequence_length, batch_size: tokens a window, windows a step.
+    mask_documents: whether attention stays within a document. Then documents lie side by side, each cut only where it
+        is longer than sequence_length; without it a window is cut from a stream of documents and sees all of it.
     steps: optimizer steps; warmup_steps rise linearly, the last decay_steps fall linearly to zero.
+    chat_steps: of these steps, the last ones, which learn conversations (`SourceConfig.chat`); the tokenizer then has
+        the marks of ChatML.
+    dropout: share of what each half of a block adds that is left out while training; for texts seen many times.
     matrix_lr, adam_lr: peak learning rates of Muon (hidden matrices) and AdamW (all else).
     weight_decay: decoupled, on matrices and embeddings.
-    dropout is absent on purpose: the runs here see each document only a few times.
     checkpoint_minutes, evaluate_every: how often to save, and to measure the held-out loss.
     sample_prompts: completed at the end, for the model card.
     description: what the model is for, in a sentence or two, for the model card; it may be empty.
@@ -73,11 +97,16 @@ class TrainConfig:
     evaluate_every: int
     sample_prompts: tuple[str, ...]
     description: str = ""
+    mask_documents: bool = False
+    chat_steps: int = 0
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         integers = ("seed", "vocab_size", "sequence_length", "batch_size", "steps", "warmup_steps", "decay_steps")
-        numbers = ("matrix_lr", "adam_lr", "weight_decay", "grad_clip", "checkpoint_minutes")
-        _check_types(self, integers=(*integers, "evaluate_every"), numbers=numbers, texts=("name", "description"))
+        numbers = ("matrix_lr", "adam_lr", "weight_decay", "grad_clip", "checkpoint_minutes", "dropout")
+        _check_types(
+            self, integers=(*integers, "evaluate_every", "chat_steps"), numbers=numbers, texts=("name", "description")
+        )
         if not re.fullmatch(r"[\w.-]+", self.name) or self.name.startswith("."):
             raise ValueError(f"name must be letters, digits, '-', '_' and '.', not {self.name!r}")
         if len(self.name) > MAX_NAME_CHARACTERS:
@@ -87,15 +116,20 @@ class TrainConfig:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
         if self.weight_decay < 0 or self.seed < 0:
             raise ValueError("weight_decay and seed must not be negative")
-        if not all(isinstance(prompt, str) and prompt for prompt in self.sample_prompts):
-            raise ValueError("sample_prompts must be a list of texts")
+        object.__setattr__(self, "sample_prompts", _texts("sample_prompts", self.sample_prompts))
         for name in ("vocab_size", "sequence_length", "batch_size", "steps", "evaluate_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
         if min(self.warmup_steps, self.decay_steps) < 0 or self.warmup_steps + self.decay_steps > self.steps:
             raise ValueError("warmup_steps and decay_steps must not be negative and must fit into steps")
+        if not 0 <= self.chat_steps < self.steps:
+            raise ValueError("chat_steps must not be negative, and less than steps: they are the last of them")
+        if not 0.0 <= self.dropout < 1.0 or not isinstance(self.mask_documents, bool):
+            raise ValueError("dropout must be at least 0 and less than 1, mask_documents true or false")
         if not any(source.repeats for source in self.sources):
-            raise ValueError("no source is trained on: give at least one repeats >= 1")
+            raise ValueError("no source is trained on: give at least one repeats > 0")
+        if self.chat_steps and not any(source.chat_repeats for source in self.sources):
+            raise ValueError("chat_steps without a source to chat about: give at least one chat_repeats > 0")
         if self.sequence_length > self.model.max_context_length:
             raise ValueError("sequence_length is over the model's max_context_length")
 
@@ -103,6 +137,11 @@ class TrainConfig:
     def tokens_per_step(self) -> int:
         """Tokens predicted in one optimizer step."""
         return self.batch_size * self.sequence_length
+
+    @property
+    def chat_start(self) -> int:
+        """The step at which the chat phase begins; `steps` where there is none."""
+        return self.steps - self.chat_steps
 
 
 def load_train_config(path: Path) -> TrainConfig:
@@ -118,9 +157,7 @@ def load_train_config(path: Path) -> TrainConfig:
     try:
         model = ModelConfig.from_dict({**values.pop("model"), "vocab_size": values["vocab_size"]})
         sources = tuple(_build(SourceConfig, entry) for entry in values.pop("sources"))
-        if not isinstance(values.get("sample_prompts", []), list):
-            raise ValueError("sample_prompts must be a list of texts")
-        values["sample_prompts"] = tuple(values.get("sample_prompts", []))
+        values["sample_prompts"] = _texts("sample_prompts", values.get("sample_prompts", []))
         return _build(TrainConfig, {**values, "model": model, "sources": sources})
     except KeyError as error:
         raise ValueError(f"{path}: missing {error}") from error
@@ -164,6 +201,13 @@ def _check_shape(values: Mapping[str, Any]) -> None:
         isinstance(entry, dict) and isinstance(entry.get("path", ""), str) for entry in sources
     ):
         raise ValueError("sources must be tables, each with a path")
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    """A list of texts, out of TOML, as a tuple."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) and text for text in value):
+        raise ValueError(f"{name} must be a list of texts")
+    return tuple(value)
 
 
 def _check_types(config: object, *, integers: Sequence[str], numbers: Sequence[str], texts: Sequence[str]) -> None:

@@ -1,23 +1,104 @@
-"""What a run learns from: texts read and split, their tokenizer, and the windows cut from them."""
+"""What a run learns from: texts read and split, their tokenizer, and the mixtures of its two phases."""
 
-from collections.abc import Callable
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.native import SPEC_FILE, load_native, save_native
 from model.training.bpe import train_bpe
 from model.training.config import TrainConfig
-from model.training.data import CorpusError, Source, TrainingData, encode_documents, read_source, remove_held_out
+from model.training.contamination import leave_out_held_out
+from model.training.conversations import conversation, encode_conversation
+from model.training.data import CorpusError, Source, read_source
+from model.training.mixture import Mixture, TokenizedSource
+from model.training.packing import ROUND_BATCHES, Batches
+
+_PRETRAINING, _CHAT = 0, 1  # tell the orders of the phases apart
+_LONGEST = 2**31  # of a piece where documents are not cut
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True)
 class Corpus:
-    """What is learned from: the sources, their tokenizer, and the windows cut from their texts."""
+    """What is learned from: the sources, their tokenizer, and the mixtures of tokens of the two phases."""
 
+    config: TrainConfig
     sources: list[Source]
     tokenizer: ByteLevelTokenizer
-    data: TrainingData
+
+    @functools.cached_property
+    def pretraining(self) -> Mixture:
+        """Texts."""
+        return self._mixture([self._texts(s, s.config.repeats) for s in self.sources], _PRETRAINING)
+
+    @functools.cached_property
+    def chat(self) -> Mixture:
+        """Conversations, and texts of sources that tell none."""
+        return self._mixture(
+            [
+                self._conversations(source) if source.config.chat else self._texts(source, source.config.chat_repeats)
+                for source in self.sources
+            ],
+            _CHAT,
+        )
+
+    def batches(self, mixture: Mixture) -> Batches:
+        """A mixture as batches of the run."""
+        config = self.config
+        return Batches(
+            mixture,
+            sequence_length=config.sequence_length,
+            batch_size=config.batch_size,
+            documents=config.mask_documents,
+        )
+
+    def _mixture(self, sources: Sequence[TokenizedSource], tag: int) -> Mixture:
+        config = self.config
+        length = config.sequence_length if config.mask_documents else _LONGEST
+        round_length = ROUND_BATCHES * config.tokens_per_step
+        return Mixture(sources, piece_length=length, round_length=round_length, seed=config.seed, tag=tag)
+
+    def _texts(self, source: Source, repeats: float) -> TokenizedSource:
+        if not repeats:
+            return _tokenized([], repeats)
+        mark = self.tokenizer.bos_token_id
+        assert mark is not None  # every tokenizer learned here has one
+        # A window over a stream of documents needs one mark between two of them.
+        first = [mark] if self.config.mask_documents else []
+        encode = self.tokenizer.encode
+        return _tokenized((([*first, *encode(document.text), mark], None) for document in source.train), repeats)
+
+    def _conversations(self, source: Source) -> TokenizedSource:
+        told = (
+            conversation(document.record, source.config.chat, _seed(self.config.seed, document.text))
+            for document in source.train
+            if source.config.chat_repeats
+        )
+        encoded = (encode_conversation(self.tokenizer, turns) for turns in told if turns is not None)
+        return _tokenized(encoded, source.config.chat_repeats)
+
+
+def _tokenized(documents: Iterable[tuple[Sequence[int], Sequence[bool] | None]], repeats: float) -> TokenizedSource:
+    ids: list[np.ndarray[tuple[int], np.dtype[np.uint16]]] = []
+    trained: list[np.ndarray[tuple[int], np.dtype[np.bool_]]] = []
+    for token_ids, is_trained in documents:
+        ids.append(np.array(token_ids, dtype=np.uint16))
+        if is_trained is not None:
+            trained.append(np.array(is_trained, dtype=np.bool_))
+    return TokenizedSource(
+        token_ids=np.concatenate(ids) if ids else np.zeros(0, dtype=np.uint16),
+        starts=np.cumsum([0, *map(len, ids)]),
+        trained=np.concatenate(trained) if trained else None,
+        repeats=repeats,
+    )
+
+
+def _seed(seed: int, text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed} {text}".encode(), digest_size=8).digest(), "big")
 
 
 def read_corpus(config: TrainConfig, directory: Path, report: Callable[[str], None]) -> Corpus:
@@ -27,14 +108,15 @@ def read_corpus(config: TrainConfig, directory: Path, report: Callable[[str], No
         CorpusError: a corpus cannot be used, or is too small for the vocabulary.
         ValueError: the directory's tokenizer does not fit the recipe.
     """
-    sources = remove_held_out([read_source(source) for source in config.sources])
-    tokenizer = _tokenizer(config, sources, directory, report)
-    documents = [ids for source in sources for ids in encode_documents(tokenizer, source.train)]
-    repeats = [source.config.repeats for source in sources for _ in source.train]
-    data = TrainingData(documents=documents, repeats=repeats, sequence_length=config.sequence_length, seed=config.seed)
-    epochs = config.steps * config.tokens_per_step / data.num_tokens
-    report(f"{data.num_tokens:,} tokens an epoch, {epochs:.1f} epochs; {config.model.num_parameters:,} parameters")
-    return Corpus(sources=sources, tokenizer=tokenizer, data=data)
+    sources = leave_out_held_out([read_source(source) for source in config.sources])
+    for source in sources:
+        if source.left_out:
+            report(f"{source.config.name}: {source.left_out:,} documents left out, which quote what is held out")
+    corpus = Corpus(config=config, sources=sources, tokenizer=_tokenizer(config, sources, directory, report))
+    total = corpus.pretraining.epoch_length
+    epochs = config.chat_start * config.tokens_per_step / total
+    report(f"{total:,} tokens an epoch, {epochs:.1f} epochs; {config.model.num_parameters:,} parameters")
+    return corpus
 
 
 def _tokenizer(
@@ -44,8 +126,8 @@ def _tokenizer(
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / SPEC_FILE).exists():  # the spec is written last
         report(f"learning a tokenizer of {config.vocab_size:,} tokens")
-        learned = train_bpe((text for source in sources for text in source.train), config.vocab_size)
-        save_native(learned, directory)
+        texts = (document.text for source in sources if source.config.repeats for document in source.train)
+        save_native(train_bpe(texts, config.vocab_size, chat=config.chat_steps > 0), directory)
     tokenizer = load_native(directory)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(f"{directory}: its tokenizer has {tokenizer.vocab_size} tokens, not {config.vocab_size}")

@@ -1,26 +1,20 @@
-"""Sources, held-out splits and batches: a pure function of files, seed and step.
-
-Documents are tokenized once, end with the end-of-text mark, and are laid end to end in an order drawn for each epoch;
-windows of `sequence_length + 1` are cut from that stream. Batch number i is therefore always the same, whoever asks
-and whenever, which is what makes an interrupted run resume exactly.
-"""
+"""Sources: corpora read, split into documents, and a part of them held out."""
 
 import hashlib
 import json
 import lzma
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from model.manifest import file_digest
-from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.training.config import SourceConfig
 
-Ids = NDArray[np.uint16]
+# A whole book is cut into parts of about this many characters, which count as documents of their own.
 MAX_DOCUMENT_CHARACTERS = 8000
+_BOOK_CHARACTERS = 100_000
+_SPEAKERS = {"U": "User", "S": "Assistant"}
 # Where the recipes of this repository look for theirs.
 _CORPORA = Path(__file__).resolve().parents[2] / "data"
 
@@ -30,13 +24,23 @@ class CorpusError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """One text, and the record of the corpus it came from: for a part of a book, of that part."""
+
+    text: str
+    record: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """One corpus, read and split. Texts, in file order."""
+    """One corpus, read and split, both in file order. `left_out`: documents that share a run of words with what is
+    held out anywhere, see `model.training.contamination`."""
 
     config: SourceConfig
     sha256: str
-    train: list[str]
+    train: list[Document]
     held_out: list[str]
+    left_out: int = 0
 
 
 def check_sources(sources: Iterable[SourceConfig]) -> None:
@@ -58,136 +62,81 @@ def check_sources(sources: Iterable[SourceConfig]) -> None:
 
 
 def read_source(config: SourceConfig) -> Source:
-    """Read a corpus and split it by each document's own hash, so that a grown file keeps its split.
+    """Read a corpus and split it by each document's own hash, so that a grown file keeps its split, and by `id`.
 
     Raises:
-        CorpusError: the file is missing, empty, or not UTF-8 text or JSON lines with a "text" or "turns" each.
+        CorpusError: the file is missing, empty, or not UTF-8 text or JSON lines with a "text" or "turns" each; or a
+            document to hold out is not in it.
     """
+    train: list[Document] = []
+    held_out: list[str] = []
+    missing = set(config.held_out_ids)
     try:
-        texts = [text for text in _documents(config.path) if text.strip()]
+        for record in _records(config.path):
+            if str(record.get("id")) in config.held_out_ids:
+                missing.discard(str(record["id"]))
+                held_out.extend(_parts(record["text"]))
+                continue
+            for part in _parts(record["text"]):
+                if not part.strip():
+                    continue
+                if _share(record["text"] if len(record["text"]) <= _BOOK_CHARACTERS else part) < config.held_out:
+                    held_out.append(part)
+                elif config.is_trained_on:
+                    train.append(Document(text=part, record={**record, "text": part}))
         digest = file_digest(config.path)
     except OSError as error:
         raise CorpusError(f"{config.path}: {error.strerror or error}") from error
     except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
         raise CorpusError(f"{config.path}: not UTF-8 text: {error}") from error
-    if not texts:
+    if missing:
+        raise CorpusError(f"{config.path}: no document has the id {sorted(missing)[0]!r}, which is to be held out")
+    if not train and not held_out:
         raise CorpusError(f"{config.path}: no documents in it")
-    train: list[str] = []
-    held_out: list[str] = []
-    for text in texts:
-        share = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
-        (held_out if share < config.held_out else train).append(text)
-    return Source(config=config, sha256=digest, train=train if config.repeats else [], held_out=held_out)
+    return Source(config=config, sha256=digest, train=train, held_out=held_out)
 
 
-def _documents(path: Path) -> Iterator[str]:
+def _share(text: str) -> float:
+    """A number from 0 to 1 that depends on the text alone."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """Objects with a "text"; of a dialogue it is the transcript."""
     opener = lzma.open if path.suffix == ".xz" else open
     with opener(path, "rt", encoding="utf-8") as file:
         if ".jsonl" not in path.suffixes:
             for text in file.read().split("\n\n"):
-                yield from _parts(text)
+                yield {"text": text}
             return
         for number, line in enumerate(file, start=1):
             try:
-                text = json.loads(line)["text"]
+                record = json.loads(line)
+                text = transcript(record["turns"]) if "turns" in record else record["text"]
                 if not isinstance(text, str):
                     raise TypeError("not a string")
-                yield from _parts(text)
             except (ValueError, KeyError, TypeError) as error:
-                raise CorpusError(f'{path}, line {number}: expected a JSON object with a "text"') from error
+                raise CorpusError(f'{path}, line {number}: expected a JSON object with a "text" or "turns"') from error
+            yield {**record, "text": text}
+
+
+def transcript(turns: Iterable[tuple[str, str]]) -> str:
+    """A dialogue as a text: a line a turn, with the speaker's name before it."""
+    return "\n".join(f"{_SPEAKERS[speaker]}: {text.strip()}" for speaker, text in turns)
 
 
 def _parts(text: str) -> Iterator[str]:
-    """A whole book is cut at line ends into parts of about MAX_DOCUMENT_CHARACTERS; anything shorter is one part."""
+    """A long text is cut at line ends into parts of about MAX_DOCUMENT_CHARACTERS; anything shorter is one part."""
     if len(text) <= 2 * MAX_DOCUMENT_CHARACTERS:
         yield text
         return
     lines: list[str] = []
+    length = 0
     for line in text.splitlines():
         lines.append(line)
-        if sum(map(len, lines)) >= MAX_DOCUMENT_CHARACTERS:
+        length += len(line)
+        if length >= MAX_DOCUMENT_CHARACTERS:
             yield "\n".join(lines)
-            lines = []
-    yield "\n".join(lines)
-
-
-def remove_held_out(sources: list[Source]) -> list[Source]:
-    """The sources without training documents whose text, letters and digits only, is held out anywhere."""
-    held_out = {_normalised(text) for source in sources for text in source.held_out}
-    return [
-        Source(
-            config=source.config,
-            sha256=source.sha256,
-            train=[text for text in source.train if _normalised(text) not in held_out],
-            held_out=source.held_out,
-        )
-        for source in sources
-    ]
-
-
-def _normalised(text: str) -> str:
-    return "".join(character for character in text.lower() if character.isalnum())
-
-
-def encode_documents(tokenizer: ByteLevelTokenizer, texts: list[str]) -> list[Ids]:
-    """Each text's ids, the end-of-text mark last."""
-    (end,) = tokenizer.eos_token_ids
-    return [np.array([*tokenizer.encode(text), end], dtype=np.uint16) for text in texts]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingData:
-    """Documents with their repeats, and the windows cut from them."""
-
-    documents: list[Ids]
-    repeats: list[int]
-    sequence_length: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        if self.num_windows < 1:
-            raise CorpusError(
-                f"{self.num_tokens} training tokens: a single window needs {self.sequence_length + 1}; "
-                "give more text or a shorter sequence_length"
-            )
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of one epoch, repeats included."""
-        return sum(len(ids) * count for ids, count in zip(self.documents, self.repeats, strict=True))
-
-    @property
-    def num_windows(self) -> int:
-        """Windows in one epoch; the stream's remainder is left out, another part each epoch."""
-        return (self.num_tokens - 1) // self.sequence_length
-
-    def epoch(self, number: int) -> NDArray[np.uint16]:
-        """Epoch `number` as (num_windows, sequence_length + 1): the last id of a window begins the next."""
-        generator = np.random.Generator(np.random.Philox(key=[self.seed, number]))
-        order = np.repeat(np.arange(len(self.documents)), self.repeats)
-        generator.shuffle(order)
-        stream = np.concatenate([self.documents[index] for index in order])
-        length = self.sequence_length
-        starts = np.arange(self.num_windows) * length
-        windows: NDArray[np.uint16] = stream[starts[:, None] + np.arange(length + 1)]
-        generator.shuffle(windows)
-        return windows
-
-
-class Batches:
-    """Batch i of a run, for any i; only the epochs at hand are kept in memory."""
-
-    def __init__(self, data: TrainingData, batch_size: int) -> None:
-        self._data = data
-        self._batch_size = batch_size
-        self._epochs: dict[int, NDArray[np.uint16]] = {}
-
-    def batch(self, step: int) -> NDArray[np.int64]:
-        """Step `step`'s (batch_size, sequence_length + 1): inputs lack the last column, targets the first."""
-        rows = range(step * self._batch_size, (step + 1) * self._batch_size)
-        places = [divmod(row, self._data.num_windows) for row in rows]
-        for number in {epoch for epoch, _ in places} - self._epochs.keys():
-            self._epochs[number] = self._data.epoch(number)
-        for stale in self._epochs.keys() - {epoch for epoch, _ in places}:
-            del self._epochs[stale]
-        return np.stack([self._epochs[epoch][window] for epoch, window in places]).astype(np.int64)
+            lines, length = [], 0
+    if lines:
+        yield "\n".join(lines)

@@ -23,7 +23,15 @@ from model.training.config import TrainConfig
 
 # What a run keeps in its directory, beside the tokenizer.
 RUN_FILES = ("state", "state.partial", "state.old", "log.jsonl", "log.partial", "lock")
-_EXTENSIBLE = ("steps", "decay_steps", "checkpoint_minutes", "evaluate_every", "sample_prompts", "description")
+_EXTENSIBLE = (
+    "steps",
+    "decay_steps",
+    "chat_steps",
+    "checkpoint_minutes",
+    "evaluate_every",
+    "sample_prompts",
+    "description",
+)
 
 
 class StateError(ValueError):
@@ -94,7 +102,10 @@ def config_facts(config: TrainConfig, corpora: list[str]) -> dict[str, Any]:
     """The config, and the SHA-256 of each corpus, as JSON-ready values."""
     values = {name: getattr(config, name) for name in config.__dataclass_fields__}
     values["model"] = config.model.to_dict()
-    values["sources"] = [[s.name, s.path.name, s.repeats, s.held_out] for s in config.sources]
+    values["sources"] = [
+        [s.name, s.path.name, s.repeats, s.held_out, list(s.held_out_ids), s.chat, s.chat_repeats]
+        for s in config.sources
+    ]
     values["corpora"] = corpora
     values["sample_prompts"] = list(config.sample_prompts)
     facts: dict[str, Any] = json.loads(json.dumps(values))

@@ -5,6 +5,7 @@ sees and which rate it uses are functions of the step alone; the rest of its pas
 """
 
 import contextlib
+import functools
 import math
 import os
 import platform
@@ -29,12 +30,14 @@ from model.manifest import read_manifest
 from model.sampling_params import SamplingParams
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.stream import StreamDecoder
+from model.training.attention import DocumentAttention
 from model.training.card import LOSS_CURVE_FILE, Sample, draw_loss_curve, write_model_card
 from model.training.config import TrainConfig
 from model.training.corpus import Corpus, read_corpus
-from model.training.data import Batches, Source, check_sources
+from model.training.data import Source, check_sources
 from model.training.evaluate import evaluate
 from model.training.optimizer import Optimizers
+from model.training.packing import UNTRAINED, Batch, Batches, PackedDocuments
 from model.training.progress import Progress
 from model.training.state import (
     RunLog,
@@ -46,7 +49,7 @@ from model.training.state import (
     read_log,
     save_state,
 )
-from model.transformer import Transformer
+from model.transformer import Block, Transformer
 
 _HELD_OUT_TEXTS = 64
 _FINAL_STEPS = 100  # whose mean is called the final training loss
@@ -135,30 +138,52 @@ class Trainer:
         self.corpus = corpus
         self.tokenizer = corpus.tokenizer
         self.sources = corpus.sources
-        self.model = Transformer(config.model, ATTENTION_BACKENDS[settings.attention])
+        backend = ATTENTION_BACKENDS[settings.attention]
+        self.model = Transformer(config.model, DocumentAttention(backend) if config.mask_documents else backend)
         self.model.initialize(config.seed)
         self.model.to(settings.device)
+        for module in self.model.modules():
+            if isinstance(module, Block):
+                module.dropout = config.dropout
         self.optimizers = Optimizers(self.model, config)
-        self.batches = Batches(corpus.data, config.batch_size)
         self.step = 0
         self.seconds = 0.0
         self._corpora = [source.sha256 for source in self.sources]
         state = load_state(settings.run_directory, config, self._corpora)
         if state is not None:
             self.model.load_state_dict(state.model)
-            self.optimizers.load_state_tensors(state.optimizer)
+            if state.step:  # before the first step there are none
+                self.optimizers.load_state_tensors(state.optimizer)
             self.step, self.seconds = state.step, state.seconds
-        self._metadata = AttentionMetadata.uncached((config.sequence_length,) * config.batch_size, settings.device)
+        self._rows = AttentionMetadata.uncached((config.sequence_length,) * config.batch_size, settings.device)
         self._loss = torch.compile(self._loss_of) if settings.compile else self._loss_of
-        self._held_out = [text for source in self.sources for text in source.held_out][:: self._held_out_stride()]
+        self._held_out = {
+            source.config.name: source.held_out[:: max(1, len(source.held_out) // _HELD_OUT_TEXTS)]
+            for source in self.sources
+            if source.held_out
+        }
 
-    def _held_out_stride(self) -> int:
-        count = sum(len(source.held_out) for source in self.sources)
-        return max(1, count // _HELD_OUT_TEXTS)
+    @functools.cached_property
+    def _pretraining(self) -> Batches:
+        return self.corpus.batches(self.corpus.pretraining)
 
-    def _loss_of(self, inputs_T: Tensor, targets_T: Tensor) -> Tensor:
-        logits_TV = self.model(inputs_T, self._metadata, None)
-        return functional.cross_entropy(logits_TV, targets_T)
+    @functools.cached_property
+    def _chat(self) -> Batches:
+        return self.corpus.batches(self.corpus.chat)
+
+    def _batch(self) -> Batch:
+        """What this step learns from."""
+        start = self.config.chat_start
+        return self._pretraining.batch(self.step) if self.step < start else self._chat.batch(self.step - start)
+
+    def _metadata(self, batch: Batch) -> AttentionMetadata:
+        if not self.config.mask_documents:
+            return self._rows
+        return PackedDocuments.of(batch, self.config.sequence_length)
+
+    def _loss_of(self, inputs_T: Tensor, targets_T: Tensor, metadata: AttentionMetadata) -> Tensor:
+        logits_TV = self.model(inputs_T, metadata, None)
+        return functional.cross_entropy(logits_TV, targets_T, ignore_index=UNTRAINED)
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         enabled = self.settings.precision == "bfloat16"
@@ -181,8 +206,8 @@ class Trainer:
                 elapsed = time.monotonic() - began
                 self.seconds += elapsed
                 line = {"step": self.step - 1, "loss": loss, "seconds": round(self.seconds, 3)}
-                if self.step % config.evaluate_every == 0 or self.step == config.steps:
-                    line["held_out_loss"] = self.held_out_loss()
+                if self._held_out and (self.step % config.evaluate_every == 0 or self.step == config.steps):
+                    line |= self.held_out()
                 log.write(**line)
                 progress.update(self.step, loss, elapsed, line.get("held_out_loss"))
                 if time.monotonic() - saved_at > 60 * config.checkpoint_minutes:
@@ -197,9 +222,13 @@ class Trainer:
         Raises:
             ValueError: the loss is no longer a number.
         """
-        windows = torch.from_numpy(self.batches.batch(self.step)).to(self.settings.device)
+        batch = self._batch().to(self.settings.device)
+        if self.config.mask_documents:
+            torch._dynamo.mark_dynamic(batch.starts_N, 0)  # every batch has another number of documents
+        if self.config.dropout:
+            torch.manual_seed(self.config.seed * 2**32 + self.step)  # what is left out depends on the step alone
         with self._autocast():
-            loss = self._loss(windows[:, :-1].reshape(-1), windows[:, 1:].reshape(-1))
+            loss = self._loss(batch.inputs_T, batch.targets_T, self._metadata(batch))
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
         self.optimizers.step(self.step)
@@ -209,14 +238,13 @@ class Trainer:
         self.step += 1
         return value
 
-    def held_out_loss(self) -> float:
-        """Nats a token on a fixed subset of the held-out texts; NaN where nothing is held out."""
-        if not self._held_out:
-            return math.nan
+    def held_out(self) -> dict[str, Any]:
+        """The loss on some of the held-out texts: nats a token of all, bits a byte by source."""
         self.model.eval()
-        measured = evaluate(self.model, self.tokenizer, self._held_out)
+        measured = {name: evaluate(self.model, self.tokenizer, texts) for name, texts in self._held_out.items()}
         self.model.train()
-        return measured.nats_per_token
+        nats = sum(part.nats for part in measured.values()) / sum(part.num_tokens for part in measured.values())
+        return {"held_out_loss": nats, "held_out_bits": {name: m.bits_per_byte for name, m in measured.items()}}
 
     def save(self) -> None:
         """Save what resuming needs."""
@@ -238,7 +266,7 @@ def _finish(trainer: Trainer, report: Callable[[str], None]) -> None:
         "seed": config.seed,
         "steps": config.steps,
         "tokens": config.steps * config.tokens_per_step,
-        "epoch_tokens": trainer.corpus.data.num_tokens,
+        "epoch_tokens": trainer.corpus.pretraining.epoch_length,
         "seconds": round(trainer.seconds, 1),
         "precision": settings.precision,
         "hardware": _hardware(settings.device),

@@ -84,6 +84,29 @@ def test_an_interrupted_run_has_the_losses_and_weights_of_a_whole_one(tmp_path: 
     assert "resuming at step 21 of 30" in said
 
 
+@pytest.mark.parametrize("stop", [4, 12, 24])
+def test_a_run_of_both_phases_resumes_exactly_too(tmp_path: Path, stop: int) -> None:
+    """Packed documents, dropout and conversations: interrupted in either phase, and on the border."""
+    both = config(
+        mask_documents=True,
+        dropout=0.1,
+        chat_steps=10,
+        sample_prompts=(),
+        sources=(dataclasses.replace(config().sources[0], chat="story", chat_repeats=1.0),),
+        steps=22,
+        vocab_size=322,
+        model=ModelConfig.from_dict({**ROTARY, "vocab_size": 322}),
+    )
+    if stop < both.steps:
+        assert not train(both, settings(tmp_path, "parts", stop_after=stop), lambda text: None)
+    assert train(both, settings(tmp_path, "parts"), lambda text: None)
+    assert train(both, settings(tmp_path, "whole"), lambda text: None)
+    assert losses(tmp_path, "parts") == losses(tmp_path, "whole")
+    tokenizer = load_native(tmp_path / "whole-checkpoint")
+    assert len(tokenizer.eos_token_ids) == 2
+    assert (tmp_path / "whole-checkpoint" / "chat_template.jinja").is_file()
+
+
 def test_the_finished_directory_can_be_served_and_says_what_it_is(tmp_path: Path) -> None:
     run = settings(tmp_path)
     assert train(config(), run, lambda text: None)
