@@ -11,7 +11,8 @@ from model.training.sentences import casually, clean_lines, is_unfit, sentences
 
 MAX_ANSWER = 520  # characters
 _MAX_TITLE = 60
-_MAX_LEAD = 2000
+_MAX_LEAD = 1500
+_MAX_SENTENCES = 6  # three for each of two answers
 
 _WHAT = (
     "What {is_} {it}?",
@@ -139,8 +140,13 @@ def _clean_sentences(lead: str) -> list[str]:
     lead = re.sub(r"\(\s*[-–]\s*(\d[^()]*|[A-Z][a-z]+ [^()]*)\)", r"(died \1)", lead)
     lead = _PARENTHESES.sub(lambda found: found.group() if _is_clean(found.group(1)) else "", lead)
     clean: list[str] = []
-    for sentence in sentences(lead):
-        if sentence[-1] not in ".!?" or len(sentence) < 20 or not _is_clean(sentence) or sentence.count('"') % 2:
+    for sentence in sentences(lead)[:_MAX_SENTENCES]:
+        if (
+            sentence[-1] not in ".!?"
+            or len(sentence) < (8 if clean else 20)
+            or not _is_clean(sentence)
+            or sentence.count('"') % 2
+        ):
             break
         if not (sentence[0].isupper() or sentence[0].isdigit() or sentence[0] == '"'):
             break
@@ -182,9 +188,21 @@ def _is_common(title: str, text: str) -> bool:
     """Whether a title is no name: it stands in the text without capitals, or its later words have none."""
     if title[1:2].isupper() or not title[0].isupper() or re.search(r" [A-Z]", title):
         return False
-    if re.search(rf"[a-z,] {re.escape(_lowered(title))}\b", text) is not None:
+    if _stands_within_a_sentence(_lowered(title), text):
         return True
-    return " " in title and re.search(rf"[a-z,] {re.escape(title.partition(' ')[0])}\b", text) is None
+    return " " in title and not _stands_within_a_sentence(title.partition(" ")[0], text)
+
+
+def _stands_within_a_sentence(words: str, text: str) -> bool:
+    """By `str.find`: a pattern for each article would have to be compiled."""
+    begin = text.find(f" {words}")
+    while begin >= 0:
+        end = begin + 1 + len(words)
+        before = text[begin - 1 : begin]
+        if (before == "," or before.islower()) and not text[end : end + 1].isalpha():
+            return True
+        begin = text.find(f" {words}", end)
+    return False
 
 
 def _lowered(title: str) -> str:

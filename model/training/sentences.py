@@ -9,11 +9,17 @@ _ABBREVIATED = re.compile(
     r"pp|Mt|Ft|Inc|Ltd|Co|Corp|Bros|e\.g|i\.e|U\.S|U\.K|a\.m|p\.m|B\.C|A\.D|Jan|Feb|Mar|Apr|Jun|Jul|Aug|Sep|Sept|"
     r"Oct|Nov|Dec|lit|Lat|Gr|sq|km|mi|al|cf|vol|eds)\.$"
 )
-_UNFIT = re.compile(
-    r"\b(?:sex(?:ual(?:ly)?)?|porn\w*|erotic\w*|rap(?:e|ed|ist|ists)|nude|naked|penis|vagina\w*|masturbat\w*|orgasm\w*|"
-    r"prostitut\w*|suicid\w*|fuck\w*|shit\w*|jizz|genital\w*|pedophil\w*|incest\w*|nigg\w+|"
-    r"tortur\w*|behead\w*|genocide)\b",
-    re.IGNORECASE,
+_WORD = re.compile(r"[a-z]+")
+# In a children's story or an answer to a child.
+_UNFIT = frozenset(
+    _WORD.findall(
+        """
+        sex sexual sexually sexuality porn porno pornographic pornography erotic rape raped rapes rapist rapists nude
+        naked penis vagina vaginal masturbate masturbation orgasm orgasms prostitute prostitutes prostitution suicide
+        suicidal fuck fucked fucking shit shitty jizz genital genitals pedophile pedophilia incest torture tortured
+        torturing behead beheaded beheading genocide nigger niggers molested molesting
+        """
+    )
 )
 _QUOTES = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "\u00a0": " "})
 
@@ -59,4 +65,4 @@ def casually(asked: str) -> str:
 
 def is_unfit(text: str) -> bool:
     """Whether it says what one would rather not tell a child."""
-    return _UNFIT.search(text) is not None
+    return not _UNFIT.isdisjoint(_WORD.findall(text.lower()))

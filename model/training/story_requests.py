@@ -126,6 +126,7 @@ _NOUN = re.compile(
     r"\b(?:a|an|the|his|her|their|my|your)(?: [a-z]+){0,2}? ([a-z]{3,})"
     r"(?=[.,!?]| (?:and|was|is|were|in|on|at|to|with|that|who|had|from|said|of|for|but|so)\b)"
 )
+_THING = re.compile(r"\b(an? (?:[a-z]+ )?[a-z]{3,})(?=[.,!?]| (?:and|was|in|on|at|to|with|that|from|of|for|but)\b)")
 _CAPITALISED = re.compile(r"(?<![.!?] )(?<![.!?]\" )(?<!^)(?<!\n)(?<!\")\b([A-Z][a-z]{2,})\b")
 # Written with a capital, and nobody's name.
 _NO_NAMES = frozenset(
@@ -193,8 +194,8 @@ def _request(story: str, title: str | None, subject: str | None, drawn: random.R
     match drawn.choices([way for _, way in ways], [weight for weight, _ in ways])[0]:
         case "title":
             return drawn.choice(_TITLED).format(it=title), story
-        case "about":
-            return drawn.choice(_ABOUT).format(it=subject), story
+        case "about" if subject is not None:
+            return drawn.choice(_ABOUT).format(it=_less_or_more(subject, story, drawn)), story
         case "words":
             few = drawn.sample(nouns[:6], 3 if len(nouns) < 4 or drawn.random() < 0.7 else 2)
             drawn.shuffle(few)
@@ -217,13 +218,30 @@ def _subject(story: str) -> str | None:
         return f"{article} named {named.group(3)}"
     if (there := _THERE.search(opening)) is not None:
         return there.group(1)
-    counts = Counter(name for name in _CAPITALISED.findall(story) if name not in _NO_NAMES)
+    known = set(_CAPITALISED.findall(story)) - _NO_NAMES  # within a sentence at least once
+    counts = Counter(word for word in re.findall(r"\b[A-Z][a-z]+", story) if word in known)
     names = [name for name, count in counts.most_common(2) if count >= 3 and name in opening]
     if names:
         return " and ".join(sorted(names, key=story.index))
     if (begun := _OPENING.search(opening)) is not None:
         return begun.group(1)[0].lower() + begun.group(1)[1:]
     return None
+
+
+def _less_or_more(subject: str, story: str, drawn: random.Random) -> str:
+    """The subject as found, or without its name or its adjectives, or with a thing of the story beside it."""
+    chance = drawn.random()
+    if chance < 0.15:
+        return subject.partition(" named ")[0]
+    if chance < 0.3 and (found := re.fullmatch(r"(an?) (?:[a-z-]+,? (?:and )?)+([a-z-]+)( named .*)?", subject)):
+        noun = found.group(2)
+        return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}{found.group(3) or ''}"
+    if chance < 0.45:
+        known = {*subject.split(), *_NO_NOUNS}
+        things = [thing for thing in _THING.findall(story) if known.isdisjoint(thing.split()[1:])]
+        if things:
+            return f"{subject} and {drawn.choice(things)}"
+    return subject
 
 
 def _clean(text: str) -> str | None:

@@ -1,0 +1,54 @@
+"""A tiny checkpoint of ours that knows conversations: the marks of ChatML, both ends, a begin mark."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model.attention.interface import ATTENTION_BACKENDS
+from model.chatml import END, START
+from model.checkpoint import save_checkpoint
+from model.tokenizer.byte_level import ByteLevelTokenizer
+from model.training.bpe import END_OF_TEXT, SPLIT_PATTERN
+from model.transformer import Transformer
+from tests.tiny_model import tiny_config, tiny_tokenizer
+
+NAME = "tiny-talker"
+GENERATION = {"do_sample": True, "temperature": 0.7, "top_p": 0.95}
+
+
+def chatml_tokenizer() -> ByteLevelTokenizer:
+    """Bytes, a few merges, line breaks that merge, and the three marks."""
+    ranks = dict(tiny_tokenizer().ranks)
+    for token in (b"us", b"se", b"er\n", b"st", b"nt", b"\n\n\n", b"  ", b" \n"):
+        ranks.setdefault(token, len(ranks))
+    begin = len(ranks)
+    return ByteLevelTokenizer(
+        pattern=SPLIT_PATTERN,
+        ranks=ranks,
+        special_tokens={END_OF_TEXT: begin, START: begin + 1, END: begin + 2},
+        eos_token_ids=(begin, begin + 2),
+        bos_token_id=begin,
+    )
+
+
+def save_chatml_checkpoint(directory: Path, *, generation: Mapping[str, Any] | None = GENERATION) -> Path:
+    """Random weights, the same in every run, in a context of 256; returns the directory."""
+    tokenizer = chatml_tokenizer()
+    config = tiny_config(tokenizer.vocab_size)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randn(tensor.shape, generator=generator) * (0.3 if tensor.dim() > 1 else 1.0)
+        for name, tensor in Transformer(config, ATTENTION_BACKENDS["eager"]).state_dict().items()
+    }
+    save_checkpoint(
+        directory,
+        config=config,
+        tensors=tensors,
+        tokenizer=tokenizer,
+        name=NAME,
+        training={"steps": 0},
+        generation=generation,
+    )
+    return directory
