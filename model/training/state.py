@@ -4,6 +4,7 @@ A run directory holds `state/` (the last complete save), `log.jsonl` (a line a s
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -23,15 +24,9 @@ from model.training.config import TrainConfig
 
 # What a run keeps in its directory, beside the tokenizer.
 RUN_FILES = ("state", "state.partial", "state.old", "log.jsonl", "log.partial", "lock")
-_EXTENSIBLE = (
-    "steps",
-    "decay_steps",
-    "chat_steps",
-    "checkpoint_minutes",
-    "evaluate_every",
-    "sample_prompts",
-    "description",
-)
+_LENGTHS = ("steps", "decay_steps", "chat_steps")
+_EXTENSIBLE = (*_LENGTHS, "checkpoint_minutes", "evaluate_every", "sample_prompts", "description")
+_UNTIL_DECAY = ("chat_sources",)
 
 
 class StateError(ValueError):
@@ -83,16 +78,18 @@ def load_state(directory: Path, config: TrainConfig, corpora: list[str]) -> RunS
         model, optimizer = load_file(path / "model.safetensors"), load_file(path / "optim.safetensors")
         step, seconds, saved = int(facts["step"]), float(facts["seconds"]), dict(facts["config"])
         # Choices that came after the save take the defaults they had in it.
+        saved = {field.name: field.default for field in dataclasses.fields(config)} | {"chat_sources": []} | saved
         saved["model"] = json.loads(json.dumps(ModelConfig.from_dict(saved["model"]).to_dict()))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise StateError(f"{path}: damaged ({error}); delete it to begin anew") from error
     current = config_facts(config, corpora)
-    if changed := [key for key in current if key not in _EXTENSIBLE and saved.get(key) != current[key]]:
+    lengths = [tuple(int(facts.get(key, 0)) for key in _LENGTHS) for facts in (saved, current)]
+    plateau_end = min(steps - max(decay, chat) for steps, decay, chat in lengths)
+    free = (*_EXTENSIBLE, *(_UNTIL_DECAY if step <= plateau_end else ()))
+    if changed := [key for key in current if key not in free and saved.get(key) != current[key]]:
         raise StateError(
             f"{path}: the run was begun with another {', '.join(changed)}; use another --run-directory or undo that"
         )
-    lengths = [(saved["steps"], saved["decay_steps"]), (config.steps, config.decay_steps)]
-    plateau_end = min(steps - decay for steps, decay in lengths)
     if lengths[0] != lengths[1] and step > plateau_end:
         raise StateError(f"{path}: at step {step} the learning rate already decays; steps can't change any more")
     return RunState(step=step, seconds=seconds, model=model, optimizer=optimizer)
@@ -102,11 +99,11 @@ def config_facts(config: TrainConfig, corpora: list[str]) -> dict[str, Any]:
     """The config, and the SHA-256 of each corpus, as JSON-ready values."""
     values = {name: getattr(config, name) for name in config.__dataclass_fields__}
     values["model"] = config.model.to_dict()
-    values["sources"] = [
-        [s.name, s.path.name, s.repeats, s.held_out, list(s.held_out_ids), s.chat, s.chat_repeats]
-        for s in config.sources
-    ]
-    values["corpora"] = corpora
+    hashed = list(zip(config.sources, corpora, strict=True))
+    texts = [(s, corpus) for s, corpus in hashed if s.repeats or s.held_out or s.held_out_ids]
+    values["sources"] = [[s.name, s.path.name, s.repeats, s.held_out, list(s.held_out_ids)] for s, _ in texts]
+    values["corpora"] = [corpus for _, corpus in texts]
+    values["chat_sources"] = [[s.name, s.chat, s.chat_repeats, corpus] for s, corpus in hashed if s.chat_repeats]
     values["sample_prompts"] = list(config.sample_prompts)
     facts: dict[str, Any] = json.loads(json.dumps(values))
     return facts

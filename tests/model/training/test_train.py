@@ -171,6 +171,31 @@ def test_a_run_may_grow_on_its_plateau_but_not_change_otherwise(tmp_path: Path) 
         train(config(seed=4, matrix_lr=1.0), settings(tmp_path), lambda text: None)
 
 
+def test_what_is_talked_about_may_be_settled_until_the_rate_decays(tmp_path: Path) -> None:
+    marked = {"vocab_size": 322, "model": ModelConfig.from_dict({**ROTARY, "vocab_size": 322}), "chat_steps": 5}
+    silent, talking = config().sources[0], dataclasses.replace(config().sources[0], chat="story", chat_repeats=1.0)
+    more = dataclasses.replace(talking, name="more", repeats=0, held_out=0.0)
+    train(config(**marked, sources=(talking,)), settings(tmp_path, stop_after=20), lambda text: None)
+    both = config(**marked, sources=(silent, more))
+    assert not train(both, settings(tmp_path, stop_after=21), lambda text: None)
+    with pytest.raises(StateError, match="begun with another chat_sources"):
+        train(config(**marked, sources=(talking,)), settings(tmp_path), lambda text: None)
+
+
+def test_a_run_that_was_killed_before_its_first_save_of_steps_begins_anew(tmp_path: Path) -> None:
+    assert not train(config(), settings(tmp_path, stop_after=3), lambda text: None)
+    whole = losses(tmp_path, "run")
+    killed = settings(tmp_path, "killed", stop_after=3)
+    with pytest.raises(KeyboardInterrupt):
+        train(config(), killed, lambda text: None, _interrupt)
+    assert not train(config(), killed, lambda text: None)
+    assert losses(tmp_path, "killed") == whole
+
+
+def _interrupt() -> bool:
+    raise KeyboardInterrupt
+
+
 def test_a_save_from_before_a_mechanism_came_can_be_resumed(tmp_path: Path) -> None:
     """Its config lacks the new keys, whose defaults are what it was trained with; another value is another model."""
     train(config(), settings(tmp_path, stop_after=2), lambda text: None)
@@ -178,7 +203,8 @@ def test_a_save_from_before_a_mechanism_came_can_be_resumed(tmp_path: Path) -> N
     facts = json.loads(path.read_text())
     for key in ("sliding_window", "score_scale", "attention", "qk_norm_scope"):
         del facts["config"]["model"][key]
-    del facts["config"]["description"]
+    for key in ("description", "mask_documents", "chat_steps", "dropout", "chat_sources"):
+        del facts["config"][key]
     path.write_text(json.dumps(facts))
     other = config(model=dataclasses.replace(config().model, sliding_window=8))
     with pytest.raises(StateError, match="begun with another model"):
