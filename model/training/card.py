@@ -107,12 +107,9 @@ def write_model_card(
     path: Path,
     config: TrainConfig,
     training: Mapping[str, Any],
-    evaluation: Evaluation | Mapping[str, float],
-    samples: Sequence[Sample] = (),
+    evaluation: Evaluation,
 ) -> None:
     """The card beside the weights. What a run has not (held-out texts, samples, a description) has no place in it."""
-    if not isinstance(evaluation, Evaluation):  # bits per byte alone, as train.py gave them before
-        evaluation = Evaluation(samples=samples)
     sections = [_architecture(config), _data(training), _attributions(training["sources"]), _recipe(config, training)]
     sections += [_held_out(evaluation.held_out), _diversity(evaluation.diversity), _samples(evaluation.samples)]
     path.write_text("\n".join(section.strip() + "\n" for section in sections if section))

@@ -13,10 +13,10 @@ from model.attention.interface import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint import load_model
 from model.config import ModelConfig
+from model.evaluation.held_out import evaluate
 from model.manifest import CheckpointError, read_manifest
 from model.tokenizer.native import load_native
 from model.training.config import SourceConfig, TrainConfig, load_train_config
-from model.training.evaluate import evaluate
 from model.training.optimizer import rate_factor
 from model.training.state import StateError, locked, read_log
 from model.training.train import RunSettings, train
