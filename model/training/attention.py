@@ -8,6 +8,7 @@ Legend: T packed tokens, N + 1 starts of documents, H query heads, K key/value h
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import torch
@@ -43,21 +44,25 @@ class DocumentAttention:
             return self._others.attend(q_THD, k_TKD, v_TKD, form=form, metadata=metadata, kv_cache=kv_cache)
         assert form.bias is None
         assert form.window is None
-        out_THD: Tensor = attend_documents(q_THD, k_TKD, v_TKD, metadata.starts_N, metadata.max_length, form.scale)[0]
+        factor = form.scale * q_THD.shape[-1] ** 0.5  # the kernels divide by the root of D themselves
+        scaled_THD = q_THD if math.isclose(factor, 1.0) else q_THD * factor
+        out_THD: Tensor = attend_documents(scaled_THD, k_TKD, v_TKD, metadata.starts_N, metadata.max_length)[0]
         return out_THD
 
 
 @torch.library.custom_op("kvasir::attend_documents", mutates_args=())
 def attend_documents(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor, max_length: int, scale: float
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor, max_length: int
 ) -> tuple[Tensor, Tensor]:
-    """The attended values, THD, and the log of each query's sum of exponentials, HT float32.
+    """Causal attention by softmax(q·k / sqrt(D)), in each document.
+
+    Returns the attended values, THD, and the log of each query's sum of exponentials, HT float32.
 
     starts_N: int32, where each document starts, and where the last one ends, which is T.
     """
     if _has_varlen_kernel(q_THD):
         out_THD, logsumexp_HT, *_ = torch.ops.aten._flash_attention_forward(
-            q_THD, k_TKD, v_TKD, starts_N, starts_N, max_length, max_length, 0.0, True, False, scale=scale
+            q_THD, k_TKD, v_TKD, starts_N, starts_N, max_length, max_length, 0.0, True, False
         )
         return out_THD, logsumexp_HT
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
@@ -66,12 +71,12 @@ def attend_documents(
         if q_THD.device.type == "cpu":
             q_KGSD, k_KGSD, v_KGSD = _grouped(q_THD[span], k_TKD[span], v_TKD[span])
             out_KGSD, sums_KGS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q_KGSD, k_KGSD, v_KGSD, 0.0, True, scale=scale
+                q_KGSD, k_KGSD, v_KGSD, 0.0, True
             )
             out_THD[span] = out_KGSD.flatten(0, 1).transpose(0, 1)
             logsumexp_HT[:, span] = sums_KGS.flatten(0, 1)
         else:
-            out_THD[span] = _attend(q_THD[span], k_TKD[span], v_TKD[span], scale)
+            out_THD[span] = _attend(q_THD[span], k_TKD[span], v_TKD[span])
     return out_THD, logsumexp_HT
 
 
@@ -85,14 +90,13 @@ def attend_documents_backward(
     logsumexp_HT: Tensor,
     starts_N: Tensor,
     max_length: int,
-    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of queries, keys and values."""
     if _has_varlen_kernel(q_THD):
         nothing = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)  # the state of a dropout that is not there
         grads = torch.ops.aten._flash_attention_backward(
             grad_THD.contiguous(), q_THD, k_TKD, v_TKD, out_THD, logsumexp_HT, starts_N, starts_N,
-            max_length, max_length, 0.0, True, nothing, nothing, scale=scale,
+            max_length, max_length, 0.0, True, nothing, nothing,
         )  # fmt: skip
         return grads[0], grads[1], grads[2]
     grad_q_THD, grad_k_TKD, grad_v_TKD = (
@@ -106,14 +110,14 @@ def attend_documents_backward(
             grad_KGSD, out_KGSD = (torch.unflatten(x.transpose(0, 1), 0, groups) for x in (grad, out_THD[span]))
             sums_KGS = torch.unflatten(logsumexp_HT[:, span], 0, groups).contiguous()
             of_q, of_k, of_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad_KGSD, q_KGSD, k_KGSD, v_KGSD, out_KGSD, sums_KGS, 0.0, True, scale=scale
+                grad_KGSD, q_KGSD, k_KGSD, v_KGSD, out_KGSD, sums_KGS, 0.0, True
             )
             grad_q_THD[span] = of_q.flatten(0, 1).transpose(0, 1)
             grad_k_TKD[span], grad_v_TKD[span] = (x.sum(1).transpose(0, 1) for x in (of_k, of_v))
         else:
             with torch.enable_grad():
                 q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-                grads = torch.autograd.grad(_attend(q, k, v, scale), (q, k, v), grad)
+                grads = torch.autograd.grad(_attend(q, k, v), (q, k, v), grad)
             grad_q_THD[span], grad_k_TKD[span], grad_v_TKD[span] = grads
     return grad_q_THD, grad_k_TKD, grad_v_TKD
 
@@ -137,17 +141,15 @@ def _grouped(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> tuple[Tensor, Tenso
     return q_KGSD, k_KGSD, v_KGSD
 
 
-def _attend(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float) -> Tensor:
+def _attend(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> Tensor:
     q_1HSD, k_1KSD, v_1KSD = (x.transpose(0, 1)[None] for x in (q_SHD, k_SKD, v_SKD))
     gqa = q_SHD.shape[1] != k_SKD.shape[1]
-    out_1HSD = scaled_dot_product_attention(q_1HSD, k_1KSD, v_1KSD, is_causal=True, scale=scale, enable_gqa=gqa)
+    out_1HSD = scaled_dot_product_attention(q_1HSD, k_1KSD, v_1KSD, is_causal=True, enable_gqa=gqa)
     return out_1HSD[0].transpose(0, 1)
 
 
 @attend_documents.register_fake
-def _(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor, max_length: int, scale: float
-) -> tuple[Tensor, Tensor]:
+def _(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
     shape_HT = (q_THD.shape[1], q_THD.shape[0])
     return q_THD.new_empty(q_THD.shape), q_THD.new_empty(shape_HT, dtype=torch.float32)
 
@@ -158,15 +160,15 @@ def _(grad_THD: Tensor, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *_: object)
 
 
 def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q_THD, k_TKD, v_TKD, starts_N, ctx.max_length, ctx.scale = inputs
+    q_THD, k_TKD, v_TKD, starts_N, ctx.max_length = inputs
     ctx.save_for_backward(q_THD, k_TKD, v_TKD, *output, starts_N)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx, grad_THD, _):  # type: ignore[no-untyped-def]
     *tensors, starts_N = ctx.saved_tensors
-    grads = attend_documents_backward(grad_THD, *tensors, starts_N, ctx.max_length, ctx.scale)
-    return *grads, None, None, None
+    grads = attend_documents_backward(grad_THD, *tensors, starts_N, ctx.max_length)
+    return *grads, None, None
 
 
 attend_documents.register_autograd(_backward, setup_context=_keep)
