@@ -98,6 +98,25 @@ def test_a_recipes_held_out_documents(run: Run, tmp_path: Path) -> None:
     assert told[0]["samples"] == []
 
 
+def test_a_hugging_face_directory_is_measured_alike(
+    run: Run, texts: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    foreign = tmp_path / "hugging-face"
+    assert main(["convert", "--export", str(tiny_checkpoint), "--out", str(foreign)]) == 0
+    assert not (foreign / "manifest.json").exists()
+    results = []
+    for checkpoint in (tiny_checkpoint, foreign):
+        out = tmp_path / "out.json"
+        code, _, said = run("--texts", f"mine={texts}", "--samples", 1, "--out", out, checkpoint=checkpoint)
+        assert code == 0, said
+        results.append(json.loads(out.read_text()))
+    for name, value in results[0]["held_out"]["mine"].items():
+        assert results[1]["held_out"]["mine"][name] == pytest.approx(value, rel=1e-5)
+    assert results[1]["samples"] == results[0]["samples"]
+    weights = results[1]["checkpoint"]["files"]["model.safetensors"]
+    assert weights == file_digest(foreign / "model.safetensors")
+
+
 def test_bfloat16_and_a_shorter_context_act(run: Run, texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     bits = []
