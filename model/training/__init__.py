@@ -15,6 +15,7 @@ config    TrainConfig: a TOML file, frozen and complete
 optimizer Muon for matrices, AdamW for the rest; the schedule
 state     save and resume a run, exactly, without pickle
 train     the loop: steps, held-out losses, saves
+progress  how far a run is, and for how long it still goes on
 finish    the end: the checkpoint directory, measured as it will be served
 card      MODEL_CARD.md from what was measured
 """
