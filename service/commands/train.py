@@ -14,7 +14,7 @@ from model.training.config import TrainConfig, load_train_config
 from model.training.state import RUN_FILES
 from model.training.train import RunSettings, can_compile, default_precision, train
 from service.batch_completion import complete_batch
-from service.engine_builder import free_bytes
+from service.engine_builder import free_bytes, keep_freed_memory
 from service.settings import SettingsError, TrainSettings, read_settings, usable_cpus
 
 _SUMMARY = (
@@ -54,6 +54,7 @@ def main(argv: Sequence[str]) -> int:
         run = _run_settings(settings, config)
         _check_apart(run.checkpoint, run.run_directory)
         _check_memory(config, run.device)
+        keep_freed_memory()
         done = train(config, run, _report, lambda: interruption.asked, complete_batch)
     except (ValueError, OSError) as error:
         print(f"kvasir train: {error_line(str(error))}", file=sys.stderr)
