@@ -108,6 +108,8 @@ def read_corpus(config: TrainConfig, directory: Path, report: Callable[[str], No
     for source in sources:
         if source.left_out:
             report(f"{source.config.name}: {source.left_out:,} documents left out, which quote what is held out")
+    if config.chat_steps:
+        _check_conversations(sources)
     tokenizer = _tokenizer(config, sources, directory, report)
     corpus = Corpus(
         config=config, sources=sources, tokenizer=tokenizer, texts=[_texts(tokenizer, source) for source in sources]
@@ -116,6 +118,20 @@ def read_corpus(config: TrainConfig, directory: Path, report: Callable[[str], No
     epochs = config.chat_start * config.tokens_per_step / total
     report(f"{total:,} tokens an epoch, {epochs:.1f} epochs; {config.model.num_parameters:,} parameters")
     return corpus
+
+
+def _check_conversations(sources: Iterable[Source]) -> None:
+    """Raises CorpusError: of no document of a source comes a conversation. They are needed late; this comes first."""
+    for source in sources:
+        kind = source.config.chat
+        if source.config.chat_repeats and kind:
+            try:
+                told = any(conversation(document.record, kind, 0) for document in source.train)
+            except (KeyError, TypeError, ValueError) as error:
+                said = f"no {error}" if isinstance(error, KeyError) else str(error)
+                raise CorpusError(f"{source.config.path}: not a source of chat = {kind!r}: {said}") from error
+            if not told:
+                raise CorpusError(f"{source.config.path}: no conversation can be made of it; drop chat = {kind!r}")
 
 
 def _texts(tokenizer: ByteLevelTokenizer, source: Source) -> TokenizedSource:
