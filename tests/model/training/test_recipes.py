@@ -10,7 +10,7 @@ from model.training.data import CorpusError, check_sources
 
 CONFIGS = Path(__file__).parents[3] / "model" / "training" / "configs"
 ROOT = CONFIGS.parents[2]
-STORIES = CONFIGS / "stories.toml"
+BASELINE = CONFIGS / "attention" / "multi-head.toml"
 
 
 def write(path: Path, text: str) -> Path:
@@ -20,20 +20,20 @@ def write(path: Path, text: str) -> Path:
 
 
 def test_a_recipe_replaces_what_it_says_and_keeps_the_rest(tmp_path: Path) -> None:
-    write(tmp_path / "a" / "parent.toml", STORIES.read_text())
+    write(tmp_path / "a" / "parent.toml", BASELINE.read_text())
     child = write(
         tmp_path / "b" / "child.toml",
-        'extends = "../a/parent.toml"\nname = "child"\nsteps = 5000\n[model]\nnum_kv_heads = 8\n',
+        'extends = "../a/parent.toml"\nname = "child"\nsteps = 5000\n[model]\nnum_kv_heads = 2\n',
     )
     parent, made = load_train_config(tmp_path / "a" / "parent.toml"), load_train_config(child)
-    assert (made.name, made.steps, made.model.num_kv_heads) == ("child", 5000, 8)
-    assert (made.seed, made.model.num_heads, made.sample_prompts) == (parent.seed, 8, parent.sample_prompts)
+    assert (made.name, made.steps, made.model.num_kv_heads) == ("child", 5000, 2)
+    assert (made.seed, made.model.num_heads, made.sample_prompts) == (parent.seed, 4, parent.sample_prompts)
     # A source's path starts at the file it stands in, not at the one that extends it.
     assert [s.path.resolve() for s in made.sources] == [s.path.resolve() for s in parent.sources]
 
 
 def test_a_list_of_sources_replaces_the_other(tmp_path: Path) -> None:
-    write(tmp_path / "parent.toml", STORIES.read_text())
+    write(tmp_path / "parent.toml", BASELINE.read_text())
     source = '[[sources]]\nname = "own"\npath = "own.txt"\nrepeats = 1\nheld_out = 0.1\nlicence = "mine"\n'
     child = write(tmp_path / "sub" / "child.toml", f'extends = "../parent.toml"\n{source}')
     made = load_train_config(child)
@@ -59,7 +59,7 @@ def test_a_list_of_sources_replaces_the_other(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_extended_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    write(tmp_path / "parent.toml", STORIES.read_text())
+    write(tmp_path / "parent.toml", BASELINE.read_text())
     write(tmp_path / "other.toml", 'extends = "child.toml"')
     with pytest.raises(ValueError, match=message):
         load_train_config(write(tmp_path / "child.toml", text))
@@ -87,6 +87,6 @@ def test_shipped_recipes_find_their_texts_or_say_where_to_look(recipe: Path) -> 
 
 
 def test_a_directory_is_no_text(tmp_path: Path) -> None:
-    source = dataclasses.replace(load_train_config(STORIES).sources[0], path=tmp_path)
+    source = dataclasses.replace(load_train_config(BASELINE).sources[0], path=tmp_path)
     with pytest.raises(CorpusError, match=f"{tmp_path}: Is a directory; it is the path of source tinystories"):
         check_sources([source])
