@@ -155,11 +155,24 @@ class TrainSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
 
-    config: Path = _option("run", "recipe: a TOML file, see docs/training.md", metavar="FILE")
+    corpus: Annotated[tuple[Path, ...], NoDecode] = _option(
+        "a text of your own",
+        'text to learn from: .txt, .jsonl (a "text" a line), either also .xz, or a directory of such; may be repeated',
+        (),
+        metavar="FILE",
+    )
+    minutes: float | None = _option(
+        "a text of your own", "for everything, from start to finished checkpoint (default: 10)", None, gt=0, le=10_080
+    )
+    config: Path | None = _option("a recipe", "a TOML file, see docs/training.md", None, metavar="FILE")
+    steps: int | None = _option("a recipe", "optimizer steps (default: the recipe's)", None, ge=1)
     out: Path = _option("run", "directory of the finished checkpoint")
-    run_directory: Path | None = _option("run", "where to save and resume (default: runs/ and the recipe's name)", None)
-    steps: int | None = _option("run", "optimizer steps (default: the recipe's)", None, ge=1)
-    seed: int | None = _option("run", "of the weights and of the order of texts (default: the recipe's)", None, ge=0)
+    run_directory: Path | None = _option(
+        "run", "where to save and resume (default: runs/ and the name of --out, or of the recipe)", None
+    )
+    seed: int | None = _option(
+        "run", "of the weights and of the order of texts (default: 1, or the recipe's)", None, ge=0
+    )
     stop_after: int | None = _option("run", "save and leave after this step, as an interruption would", None, ge=1)
     device: Literal["auto", "cpu", "cuda"] = _option("hardware", "auto takes CUDA where there is any", "auto")
     precision: Literal["auto", "float32", "bfloat16"] = _option(
@@ -168,6 +181,23 @@ class TrainSettings(BaseSettings):
     threads: AutoOrCount = _option("hardware", "CPU threads; auto: the CPUs we may use", "auto")
     attention: Literal["sdpa", "eager"] = _option("hardware", "attention backend", "sdpa")
     compile: bool = _option("hardware", "compile the model where a compiler is found; faster after a minute", True)
+
+    @field_validator("corpus", mode="before")
+    @classmethod
+    def _one_from_the_environment(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _text_or_recipe(self) -> Self:
+        if self.corpus and self.config is not None:
+            raise ValueError("--corpus and --config exclude each other: a recipe names its texts itself")
+        if not self.corpus and self.config is None:
+            raise ValueError("--corpus is needed, a text to learn from, or --config, a recipe")
+        if self.corpus and self.steps is not None:
+            raise ValueError("--steps goes with --config; with --corpus it is --minutes that says how long")
+        if self.config is not None and self.minutes is not None:
+            raise ValueError("--minutes goes with --corpus; with --config it is --steps that says how long")
+        return self
 
 
 class EvalSettings(CheckpointSettings):

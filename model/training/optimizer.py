@@ -19,7 +19,7 @@ class Optimizers:
         tables = {name: p for name, p in named.items() if p.ndim == 2 and name not in matrices}
         vectors = {name: p for name, p in named.items() if p.ndim == 1}
         self._names = {id(parameter): name for name, parameter in named.items()}
-        self._config = config
+        self.config = config
         self._muon = torch.optim.Muon(
             list(matrices.values()),
             lr=config.matrix_lr,
@@ -38,8 +38,8 @@ class Optimizers:
 
     def step(self, step: int) -> None:
         """Update the parameters from their gradients at the rates of this step, and drop the gradients."""
-        factor = rate_factor(step, self._config)
-        for optimizer, peak in ((self._muon, self._config.matrix_lr), (self._adam, self._config.adam_lr)):
+        factor = rate_factor(step, self.config)
+        for optimizer, peak in ((self._muon, self.config.matrix_lr), (self._adam, self.config.adam_lr)):
             for group in optimizer.param_groups:
                 group["lr"] = peak * factor
             optimizer.step()  # type: ignore[no-untyped-call]
