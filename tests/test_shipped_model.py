@@ -7,12 +7,12 @@ import torch
 
 from model.attention.interface import ATTENTION_BACKENDS
 from model.checkpoint import load_model
+from model.evaluation.held_out import evaluate
 from model.generate import generate
 from model.manifest import read_manifest
 from model.sampling_params import SamplingParams
 from model.tokenizer.native import load_native
 from model.training.config import load_train_config
-from model.training.evaluate import evaluate
 
 ROOT = Path(__file__).parents[1]
 CHECKPOINT = ROOT / "checkpoints" / "stories-7m"

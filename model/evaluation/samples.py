@@ -22,11 +22,11 @@ Complete = Callable[[Transformer, Tokenizer, Sequence[Sequence[int]], Sequence[S
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """A prompt and its completion."""
+    """A prompt and its completion. kind: of a fixed prompt; None of any other."""
 
     prompt: str
     completion: str
-    kind: PromptKind = PromptKind.STORY
+    kind: PromptKind | None = None
 
 
 def complete_one_by_one(

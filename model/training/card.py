@@ -70,10 +70,12 @@ of 4-grams that stood earlier in the same sample (seq-rep-4, Welleck et al. 2020
 _SAMPLES = """
 ## Samples
 
-The fixed prompts of `model/evaluation/prompts.py`, each with its first draw: temperature {temperature}, top-p {top_p}.
+Temperature {temperature}, top-p {top_p}, the first draw of each prompt{which}.
 
 """
-_KINDS = {
+_FIXED = "; the prompts are those of every card, see `model/evaluation/prompts.py`"
+_KINDS: dict[PromptKind | None, str] = {
+    None: "",
     PromptKind.STORY: "Stories",
     PromptKind.FACT: "Facts",
     PromptKind.DIALOGUE: "Dialogues",
@@ -146,13 +148,14 @@ def _share(value: float | None) -> str:
 def _samples(samples: Sequence[Sample]) -> str:
     if not samples:
         return ""
-    text = _SAMPLES.format(temperature=SHOWN_TEMPERATURE, top_p=SHOWN_TOP_P)
+    which = _FIXED if any(sample.kind for sample in samples) else ""
+    text = _SAMPLES.format(temperature=SHOWN_TEMPERATURE, top_p=SHOWN_TOP_P, which=which)
     for kind, title in _KINDS.items():
         of_kind = [sample for sample in samples if sample.kind is kind]
         if of_kind:
             gap = " " if kind is PromptKind.CHAT else ""
             quotes = [f"> **{_quote(s.prompt)}**{gap}{_quote(s.completion)}" for s in of_kind]
-            text += "\n\n".join([f"### {title}", *quotes]) + "\n\n"
+            text += "\n\n".join([*([f"### {title}"] if title else []), *quotes]) + "\n\n"
     return text
 
 

@@ -4,6 +4,8 @@ Muon: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); its update scaled 
 (arXiv 2502.16982), so that both take rates of one magnitude. Both optimizers are PyTorch's.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -11,21 +13,26 @@ from model.training.config import TrainConfig
 
 
 class Optimizers:
-    """Both optimizers as one: step, rates, and a state of plain named tensors."""
+    """Both optimizers as one: step, rates, and a state of plain named tensors.
 
-    def __init__(self, model: nn.Module, config: TrainConfig) -> None:
+    Without `muon` AdamW takes the hidden matrices too: what Muon is compared with.
+    """
+
+    def __init__(self, model: nn.Module, config: TrainConfig, *, muon: bool = True) -> None:
         named = dict(model.named_parameters())
-        matrices = {name: p for name, p in named.items() if p.ndim == 2 and name.startswith("layers.")}
+        matrices = {name: p for name, p in named.items() if muon and p.ndim == 2 and name.startswith("layers.")}
         tables = {name: p for name, p in named.items() if p.ndim == 2 and name not in matrices}
         vectors = {name: p for name, p in named.items() if p.ndim == 1}
         self._names = {id(parameter): name for name, parameter in named.items()}
         self.config = config
-        self._muon = torch.optim.Muon(
-            list(matrices.values()),
-            lr=config.matrix_lr,
-            weight_decay=config.weight_decay,
-            adjust_lr_fn="match_rms_adamw",
-        )
+        self._muon = None
+        if matrices:
+            self._muon = torch.optim.Muon(
+                list(matrices.values()),
+                lr=config.matrix_lr,
+                weight_decay=config.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            )
         self._adam = torch.optim.AdamW(
             [
                 {"params": list(tables.values()), "weight_decay": config.weight_decay},
@@ -39,17 +46,23 @@ class Optimizers:
     def step(self, step: int) -> None:
         """Update the parameters from their gradients at the rates of this step, and drop the gradients."""
         factor = rate_factor(step, self.config)
-        for optimizer, peak in ((self._muon, self.config.matrix_lr), (self._adam, self.config.adam_lr)):
+        for optimizer, peak in self._with_peaks():
             for group in optimizer.param_groups:
                 group["lr"] = peak * factor
-            optimizer.step()  # type: ignore[no-untyped-call]
+            optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+
+    def _with_peaks(self) -> Iterator[tuple[torch.optim.Optimizer, float]]:
+        """The optimizers and their highest rates."""
+        if self._muon is not None:
+            yield self._muon, self.config.matrix_lr
+        yield self._adam, self.config.adam_lr
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Every tensor both optimizers remember, by `<parameter>/<key>`."""
         return {
             f"{self._names[id(parameter)]}/{key}": value
-            for optimizer in (self._muon, self._adam)
+            for optimizer, _ in self._with_peaks()
             for parameter, state in optimizer.state.items()
             for key, value in state.items()
         }
@@ -60,7 +73,7 @@ class Optimizers:
         Raises:
             ValueError: a parameter's state is missing.
         """
-        for optimizer in (self._muon, self._adam):
+        for optimizer, _ in self._with_peaks():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     prefix = self._names[id(parameter)] + "/"

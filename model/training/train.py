@@ -8,35 +8,27 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
-import platform
 import shutil
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from model.attention.interface import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
-from model.checkpoint import check_writable, load_model, save_checkpoint
-from model.generate import generate
-from model.manifest import read_manifest
-from model.sampling_params import SamplingParams
-from model.tokenizer.byte_level import ByteLevelTokenizer
-from model.tokenizer.stream import StreamDecoder
+from model.checkpoint import check_writable
+from model.evaluation.held_out import evaluate
+from model.evaluation.samples import Complete, complete_one_by_one
 from model.training.attention import DocumentAttention
-from model.training.card import LOSS_CURVE_FILE, Sample, draw_loss_curve, write_model_card
 from model.training.config import TrainConfig
 from model.training.corpus import Corpus, read_corpus
-from model.training.data import Source, check_sources
-from model.training.evaluate import evaluate
+from model.training.data import check_sources
+from model.training.finish import FinishedRun, finish
 from model.training.optimizer import Optimizers
 from model.training.pace import Pace
 from model.training.packing import UNTRAINED, Batch, Batches, PackedDocuments
@@ -48,13 +40,11 @@ from model.training.state import (
     deterministic,
     load_state,
     locked,
-    read_log,
     save_state,
 )
 from model.transformer import Block, Transformer
 
 _HELD_OUT_TEXTS = 64
-_FINAL_STEPS = 100  # whose mean is called the final training loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,10 +85,12 @@ def train(
     settings: RunSettings,
     report: Callable[[str], None],
     should_stop: Callable[[], bool] = lambda: False,
+    complete: Complete = complete_one_by_one,
 ) -> bool:
     """Train, or go on training, and write the finished checkpoint. Returns whether the run came to its end.
 
-    `should_stop` is asked between steps; when it says yes the run is saved and can be resumed.
+    `should_stop` is asked between steps; when it says yes the run is saved and can be resumed. `complete` makes the
+    samples of the model card.
 
     Raises:
         CheckpointError: the checkpoint's directory is not ours to write.
@@ -110,7 +102,7 @@ def train(
     check_writable(settings.checkpoint)
     report(_beginning(config, settings))
     with locked(settings.run_directory):
-        return _train(config, settings, report, should_stop)
+        return _train(config, settings, report, should_stop, complete)
 
 
 def _beginning(config: TrainConfig, settings: RunSettings) -> str:
@@ -122,14 +114,18 @@ def _beginning(config: TrainConfig, settings: RunSettings) -> str:
 
 
 def _train(
-    config: TrainConfig, settings: RunSettings, report: Callable[[str], None], should_stop: Callable[[], bool]
+    config: TrainConfig,
+    settings: RunSettings,
+    report: Callable[[str], None],
+    should_stop: Callable[[], bool],
+    complete: Complete,
 ) -> bool:
     deterministic(config.seed)
     corpus = read_corpus(config, settings.run_directory, report)
     trainer = Trainer(config, settings, corpus)
     if not trainer.run(report, should_stop):
         return False
-    _finish(trainer, report)
+    finish(trainer.finished(), settings.checkpoint, complete, report)
     return True
 
 
@@ -258,6 +254,18 @@ class Trainer:
         nats = sum(part.nats for part in measured.values()) / sum(part.num_tokens for part in measured.values())
         return {"held_out_loss": nats, "held_out_bits": {name: m.bits_per_byte for name, m in measured.items()}}
 
+    def finished(self) -> FinishedRun:
+        """What the run leaves."""
+        return FinishedRun(
+            config=self.config,
+            corpus=self.corpus,
+            tensors=self.model.state_dict(),
+            run_directory=self.settings.run_directory,
+            device=self.settings.device,
+            precision=self.settings.precision,
+            seconds=self.seconds,
+        )
+
     def save(self) -> None:
         """Save what resuming needs."""
         state = RunState(
@@ -267,96 +275,3 @@ class Trainer:
             optimizer=clone_tensors(self.optimizers.state_tensors()),
         )
         save_state(self.settings.run_directory, state, self.config, self._corpora)
-
-
-def _finish(trainer: Trainer, report: Callable[[str], None]) -> None:
-    """The checkpoint directory: bfloat16 weights, measured again as they will be served, with card and loss curve."""
-    config, settings = trainer.config, trainer.settings
-    log = read_log(settings.run_directory / "log.jsonl")
-    last = log[-_FINAL_STEPS:]
-    training: dict[str, Any] = {
-        "seed": config.seed,
-        "steps": config.steps,
-        "tokens": config.steps * config.tokens_per_step,
-        "epoch_tokens": trainer.corpus.pretraining.epoch_length,
-        "seconds": round(trainer.seconds, 1),
-        "precision": settings.precision,
-        "hardware": _hardware(settings.device),
-        "commit": _commit(),
-        "final_loss": float(np.mean([line["loss"] for line in last])),
-        "final_loss_steps": len(last),
-        "sources": [_source_facts(source) for source in trainer.sources],
-    }
-    directory = settings.checkpoint
-    report(f"writing {directory}")
-
-    def write() -> None:
-        save_checkpoint(
-            directory,
-            config=config.model,
-            tensors=dict(trainer.model.state_dict()),
-            tokenizer=trainer.tokenizer,
-            name=config.name,
-            training=training,
-            dtype=torch.bfloat16,
-        )
-
-    write()
-    backend = ATTENTION_BACKENDS["sdpa"]
-    served = load_model(read_manifest(directory), device=settings.device, dtype=torch.float32, attention=backend)
-    measured = {
-        source.config.name: evaluate(served, trainer.tokenizer, source.held_out)
-        for source in trainer.sources
-        if source.held_out
-    }
-    bits = {name: held_out.bits_per_byte for name, held_out in measured.items()}
-    nats = {name: held_out.nats_per_token for name, held_out in measured.items()}
-    for name, value in bits.items():
-        report(f"held out, {name}: {value:.4f} bits per byte, {nats[name]:.4f} nats a token")
-    training |= {"held_out_bits_per_byte": bits, "held_out_nats_per_token": nats}
-    write()
-    draw_loss_curve(directory / LOSS_CURVE_FILE, log, config.tokens_per_step)
-    samples = [_sample(served, trainer.tokenizer, prompt) for prompt in config.sample_prompts]
-    for sample in samples:
-        report(f"\n{sample.prompt}{sample.completion}")
-    write_model_card(directory / "MODEL_CARD.md", config, training, bits, samples)
-    report(f"\nserve it: kvasir serve --checkpoint {directory}")
-
-
-def _sample(model: Transformer, tokenizer: ByteLevelTokenizer, prompt: str) -> Sample:
-    params = SamplingParams(max_tokens=200, temperature=0.8, top_p=0.95, seed=0)
-    prompt_ids = [*tokenizer.eos_token_ids, *tokenizer.encode(prompt)]  # as in training, and as it is served
-    ids = generate(model, prompt_ids, params, eos_token_ids=tokenizer.eos_token_ids)
-    decoder = StreamDecoder(tokenizer)
-    return Sample(prompt=prompt, completion=decoder.push(ids) + decoder.flush())
-
-
-def _source_facts(source: Source) -> dict[str, Any]:
-    return {
-        "name": source.config.name,
-        "licence": source.config.licence,
-        "sha256": source.sha256,
-        "repeats": source.config.repeats,
-        "documents": len(source.train),
-        "held_out_documents": len(source.held_out),
-    }
-
-
-def _hardware(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    model = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
-    threads = torch.get_num_threads()
-    return f"{threads} thread{'s' if threads > 1 else ''} of {os.cpu_count()} CPUs, {model}"
-
-
-def _commit() -> str:
-    """The repository's commit, or "unknown" outside of one."""
-    try:
-        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        return subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from model.config import ModelConfig
-from model.training.card import Sample, describe_model, write_model_card
+from model.evaluation.evaluation import Evaluation
+from model.evaluation.samples import Sample
+from model.training.card import describe_model, write_model_card
 from tests.model.configs import ROTARY
 from tests.model.training.test_train import config
 
@@ -36,7 +38,8 @@ TRAINING: dict[str, Any] = {
 
 def card(tmp_path: Path, training: dict[str, Any] | None = None, **changes: object) -> str:
     samples = [Sample(prompt="The fox", completion=" ran.\nIt ran.")]
-    write_model_card(tmp_path / "card.md", config(**changes), TRAINING | (training or {}), {"aesop": 1.5}, samples)
+    evaluation = Evaluation(samples=samples)
+    write_model_card(tmp_path / "card.md", config(**changes), TRAINING | (training or {}), evaluation)
     return (tmp_path / "card.md").read_text()
 
 
@@ -67,7 +70,7 @@ def test_units_fit_what_was_measured(tmp_path: Path, change: dict[str, Any], sai
 def test_what_a_run_has_not_is_not_spoken_of(tmp_path: Path) -> None:
     path = tmp_path / "card.md"
     sources = [TRAINING["sources"][0] | {"held_out_documents": 0}]
-    write_model_card(path, config(), TRAINING | {"sources": sources}, {}, [])
+    write_model_card(path, config(), TRAINING | {"sources": sources}, Evaluation())
     text = path.read_text()
     assert "## Data" in text
     assert "## Recipe" in text

@@ -133,25 +133,10 @@ def test_the_finished_directory_can_be_served_and_says_what_it_is(tmp_path: Path
     assert evaluate(model, tokenizer, [text]).bits_per_byte == pytest.approx(_bits(model, ids) / len(text), rel=1e-5)
 
 
-def _bits(model: torch.nn.Module, ids: list[int]) -> float:
+def _bits(model: torch.nn.Module, ids: list[int], until: int | None = None) -> float:
     logprobs = model(torch.tensor(ids[:-1]), AttentionMetadata.uncached((len(ids) - 1,)), None).log_softmax(-1)
-    return -sum(float(logprobs[i, ids[i + 1]]) for i in range(len(ids) - 1)) / math.log(2)
-
-
-def test_long_texts_are_measured_in_contexts(tmp_path: Path) -> None:
-    run = settings(tmp_path)
-    train(config(steps=2, warmup_steps=1, decay_steps=1, sample_prompts=()), run, lambda text: None)
-    model = load_model(
-        read_manifest(run.checkpoint), device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["sdpa"]
-    )
-    tokenizer = load_native(run.checkpoint)
-    text = SAMPLE.read_text()[:400]
-    (end,) = tokenizer.eos_token_ids
-    ids = [end, *tokenizer.encode(text), end]
-    context = model.config.max_context_length
-    expected = sum(_bits(model, ids[start : start + context + 1]) for start in range(0, len(ids) - 1, context))
-    assert len(ids) > 2 * context
-    assert evaluate(model, tokenizer, [text]).bits_per_byte == pytest.approx(expected / len(text), rel=1e-5)
+    predicted = range(len(ids) - 1 if until is None else until)
+    return -sum(float(logprobs[i, ids[i + 1]]) for i in predicted) / math.log(2)
 
 
 def test_bfloat16_autocast_learns_too(tmp_path: Path) -> None:

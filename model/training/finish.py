@@ -1,0 +1,164 @@
+"""The end of a run: the checkpoint directory, measured as it will be served, with card and loss curve."""
+
+import contextlib
+import dataclasses
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model.attention.interface import ATTENTION_BACKENDS
+from model.checkpoint import load_model, save_checkpoint
+from model.evaluation.evaluation import evaluate_checkpoint
+from model.evaluation.samples import Complete, Sample, Sampler
+from model.manifest import read_manifest
+from model.sampling_params import SamplingParams
+from model.tokenizer.stream import StreamDecoder
+from model.training.card import LOSS_CURVE_FILE, draw_loss_curve, write_model_card
+from model.training.config import TrainConfig
+from model.training.corpus import Corpus
+from model.training.data import Source
+from model.training.state import read_log
+from model.transformer import Transformer
+
+_FINAL_STEPS = 100  # whose mean is called the final training loss
+_SHOWN_SAMPLES = 6  # the card has all
+# What a request to a model that chats gets where it asks for nothing.
+_CHAT_SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.95}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedRun:
+    """What a run leaves: its weights by name, where its log is, on what it ran, and for how many seconds of steps."""
+
+    config: TrainConfig
+    corpus: Corpus
+    tensors: Mapping[str, Tensor]
+    run_directory: Path
+    device: str
+    precision: str
+    seconds: float
+
+
+def finish(run: FinishedRun, directory: Path, complete: Complete, report: Callable[[str], None]) -> None:
+    """Write the checkpoint in bfloat16, measure it, and write its manifest and model card.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    config, tokenizer = run.config, run.corpus.tokenizer
+    log = read_log(run.run_directory / "log.jsonl")
+    training = _facts(run, log)
+    report(f"writing {directory}")
+
+    def write() -> None:
+        save_checkpoint(
+            directory,
+            config=config.model,
+            tensors=dict(run.tensors),
+            tokenizer=tokenizer,
+            name=config.name,
+            training=training,
+            dtype=torch.bfloat16,
+            generation=_CHAT_SAMPLING if config.chat_steps else None,
+        )
+
+    write()
+    backend = ATTENTION_BACKENDS["sdpa"]
+    served = load_model(read_manifest(directory), device=run.device, dtype=torch.float32, attention=backend)
+    evaluation = evaluate_checkpoint(
+        served,
+        tokenizer,
+        splits={source.config.name: source.held_out for source in run.corpus.sources},
+        sampler=None if config.sample_prompts else Sampler(served, tokenizer, directory, complete),
+        report=report,
+    )
+    for name, measured in evaluation.held_out.items():
+        losses = f"{measured.bits_per_byte:.4f} bits per byte, {measured.nats_per_token:.4f} nats a token"
+        report(f"held out, {name}: {losses}, {measured.accuracy:.1%} of the next tokens right")
+    training["held_out_bits_per_byte"] = {name: m.bits_per_byte for name, m in evaluation.held_out.items()}
+    training["held_out_nats_per_token"] = {name: m.nats_per_token for name, m in evaluation.held_out.items()}
+    training["held_out_accuracy"] = {name: m.accuracy for name, m in evaluation.held_out.items()}
+    write()
+    draw_loss_curve(directory / LOSS_CURVE_FILE, log, config.tokens_per_step)
+    if config.sample_prompts:
+        evaluation = dataclasses.replace(evaluation, samples=_samples(run, served, complete))
+    for sample in evaluation.samples[:_SHOWN_SAMPLES]:
+        report(f"\n{sample.prompt}{sample.completion}")
+    write_model_card(directory / "MODEL_CARD.md", config, training, evaluation)
+    report(f"\nserve it: kvasir serve --checkpoint {directory}")
+
+
+def _samples(run: FinishedRun, model: Transformer, complete: Complete) -> list[Sample]:
+    """A completion of each prompt of the recipe's own."""
+    tokenizer, prompts = run.corpus.tokenizer, run.config.sample_prompts
+    assert tokenizer.bos_token_id is not None  # as in training, and as it is served
+    encoded = [[tokenizer.bos_token_id, *tokenizer.encode(prompt)] for prompt in prompts]
+    params = SamplingParams(max_tokens=200, temperature=0.8, top_p=0.95, seed=0)
+    samples = []
+    for prompt, ids in zip(prompts, complete(model, tokenizer, encoded, [params] * len(encoded)), strict=True):
+        decoder = StreamDecoder(tokenizer)
+        samples.append(Sample(prompt=prompt, completion=decoder.push(ids) + decoder.flush()))
+    return samples
+
+
+def _facts(run: FinishedRun, log: list[dict[str, float]]) -> dict[str, Any]:
+    """How the model came to be."""
+    config, last = run.config, log[-_FINAL_STEPS:]
+    return {
+        "seed": config.seed,
+        "steps": config.steps,
+        "chat_steps": config.chat_steps,
+        "tokens": config.steps * config.tokens_per_step,
+        "epoch_tokens": run.corpus.pretraining.epoch_length,
+        "seconds": round(run.seconds, 1),
+        "precision": run.precision,
+        "hardware": _hardware(run.device),
+        "torch": torch.__version__,
+        "commit": _commit(),
+        "final_loss": float(np.mean([line["loss"] for line in last])),
+        "final_loss_steps": len(last),
+        "sources": [_source_facts(source) for source in run.corpus.sources],
+    }
+
+
+def _source_facts(source: Source) -> dict[str, Any]:
+    config = source.config
+    return {
+        "name": config.name,
+        "licence": config.licence,
+        "attribution": config.attribution,
+        "sha256": source.sha256,
+        "repeats": config.repeats,
+        "chat_repeats": config.chat_repeats,
+        "documents": len(source.train),
+        "held_out_documents": len(source.held_out),
+        "left_out_documents": source.left_out,
+    }
+
+
+def _hardware(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
+    threads = torch.get_num_threads()
+    return f"{threads} thread{'s' if threads > 1 else ''} of {os.cpu_count()} CPUs, {model}"
+
+
+def _commit() -> str:
+    """The repository's commit, or "unknown" outside of one."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

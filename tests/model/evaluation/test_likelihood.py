@@ -1,0 +1,197 @@
+"""One log-likelihood: the naive loop's, whatever shares a batch with it, and the harness's windows."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from model.attention.interface import ATTENTION_BACKENDS
+from model.attention.metadata import AttentionMetadata
+from model.checkpoint import load_model
+from model.config import ModelConfig
+from model.evaluation import likelihood
+from model.evaluation.held_out import evaluate, rolling_log_likelihoods
+from model.evaluation.likelihood import (
+    Score,
+    Window,
+    begin_of_text,
+    end_of_text,
+    rolling_windows,
+    score_windows,
+)
+from model.manifest import read_manifest
+from model.tokenizer.byte_level import ByteLevelTokenizer
+from model.tokenizer.interface import TokenizerError
+from model.transformer import Transformer
+from tests.model.configs import ROTARY, build
+from tests.tiny_model import tiny_tokenizer
+
+CONTEXT = 64
+IDS = st.lists(st.integers(0, ROTARY["vocab_size"] - 1), min_size=1, max_size=30)
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return build(ModelConfig.from_dict(ROTARY))
+
+
+def naive(model: Transformer, given_ids: Sequence[int], scored: Sequence[int]) -> tuple[float, int]:
+    """Token by token, each from a forward pass of its own: total log-probability, and how many were the likeliest."""
+    ids, total, greedy = list(given_ids), 0.0, 0
+    for token_id in scored:
+        with torch.inference_mode():
+            logits_V = model(torch.tensor(ids), AttentionMetadata.uncached((len(ids),)), None)[-1].double()
+        total += float(logits_V.log_softmax(-1)[token_id])
+        greedy += int(logits_V.argmax()) == token_id
+        ids.append(token_id)
+    return total, greedy
+
+
+@settings(max_examples=30, deadline=None)
+@given(pairs=st.lists(st.tuples(IDS, IDS), min_size=1, max_size=5), max_tokens=st.integers(1, 200))
+def test_batches_have_the_scores_of_a_naive_loop(pairs: list[tuple[list[int], list[int]]], max_tokens: int) -> None:
+    model = build(ModelConfig.from_dict(ROTARY))
+    windows = [Window(given_ids, scored) for given_ids, scored in pairs]
+    batched = [score for batch in likelihood._batches(windows, max_tokens) for score in score_windows(model, batch)]
+    for window, score in zip(windows, batched, strict=True):
+        total, greedy = naive(model, window.given, window.scored)
+        assert score.log_likelihood == pytest.approx(total, abs=1e-4)
+        assert (score.num_tokens, score.num_greedy) == (len(window.scored), greedy)
+
+
+def test_what_shares_a_batch_does_not_count(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = [Window([1, 2, 3][: 1 + i % 3], list(range(5 + i, 10 + 3 * i))) for i in range(12)]
+    together = score_windows(model, windows)
+    monkeypatch.setattr(likelihood, "_MAX_TOKENS", 1)
+    alone = score_windows(model, windows)
+    monkeypatch.setattr(likelihood, "_ROWS_PER_SOFTMAX", 3)
+    assert score_windows(model, windows) == alone
+    for one, other in zip(together, alone, strict=True):
+        assert one.log_likelihood == pytest.approx(other.log_likelihood, abs=1e-4)
+        assert (one.num_tokens, one.num_greedy) == (other.num_tokens, other.num_greedy)
+
+
+@given(lengths=st.lists(st.integers(1, 9), max_size=20), max_tokens=st.integers(1, 12))
+def test_batches_keep_order_and_limit(lengths: list[int], max_tokens: int) -> None:
+    windows = [Window([0], [1] * length) for length in lengths]
+    batches = list(likelihood._batches(windows, max_tokens))
+    assert [window for batch in batches for window in batch] == windows
+    for batch in batches:
+        assert len(batch) == 1 or sum(window.num_inputs for window in batch) <= max_tokens
+
+
+@given(ids=st.lists(st.integers(0, 999), max_size=60), max_inputs=st.integers(1, 20))
+def test_windows_are_those_of_the_harness(ids: list[int], max_inputs: int) -> None:
+    theirs = map(
+        make_disjoint_window,
+        get_rolling_token_windows(token_list=ids, prefix_token=-1, max_seq_len=max_inputs, context_len=1),
+    )
+    ours = rolling_windows(ids, -1, max_inputs)
+    assert [(list(window.given), list(window.scored)) for window in ours] == [(a, b) for a, b in theirs]
+    assert [token_id for window in ours for token_id in window.scored] == ids
+    assert all(window.num_inputs <= max_inputs for window in ours)
+
+
+def test_impossible_windows_are_refused(model: Transformer) -> None:
+    assert score_windows(model, []) == []
+    with pytest.raises(ValueError, match="a window needs ids"):
+        Window([], [1])
+    with pytest.raises(ValueError, match="a window needs ids"):
+        Window([1], [])
+    with pytest.raises(ValueError, match="a window of 65 tokens, the model's context is 64"):
+        score_windows(model, [Window([0], [1] * (CONTEXT + 1))])
+    with pytest.raises(ValueError, match="at least one token, not 0"):
+        rolling_windows([1], 0, 0)
+
+
+def test_scores_add_up() -> None:
+    assert Score(-1.0, 2, 1) + Score(-0.5, 3, 0) == Score(-1.5, 5, 1)
+
+
+def tokenizer_with(*, bos: int | None, eos: tuple[int, ...]) -> ByteLevelTokenizer:
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    marks = {"<begin>": 256, "<end>": 257, "<turn>": 258}
+    return ByteLevelTokenizer(
+        pattern=r"\s+|\S+", ranks=ranks, special_tokens=marks, bos_token_id=bos, eos_token_ids=eos
+    )
+
+
+@pytest.mark.parametrize(
+    ("bos", "eos", "begin", "end"),
+    [(256, (257,), 256, 257), (None, (257, 258), 257, 257), (257, (258, 257), 257, 257), (256, (), 256, None)],
+)
+def test_the_marks_around_a_text(bos: int | None, eos: tuple[int, ...], begin: int, end: int | None) -> None:
+    tokenizer = tokenizer_with(bos=bos, eos=eos)
+    assert (begin_of_text(tokenizer), end_of_text(tokenizer)) == (begin, end)
+
+
+def test_a_tokenizer_without_marks_has_nothing_to_predict_from() -> None:
+    tokenizer = tokenizer_with(bos=None, eos=())
+    assert end_of_text(tokenizer) is None
+    with pytest.raises(TokenizerError, match="no mark begins or ends a text"):
+        begin_of_text(tokenizer)
+
+
+def test_held_out_texts_by_hand(model: Transformer) -> None:
+    """Bits, nats and accuracy of texts below and beyond the context, the mark that ends them included."""
+    tokenizer = tiny_tokenizer()
+    end = begin_of_text(tokenizer)
+    texts = ["once upon", "the " * 90, "é"]
+    nats, tokens, greedy, documents = 0.0, 0, 0, []
+    for text in texts:
+        windows = rolling_windows([*tokenizer.encode(text), end], end, CONTEXT)
+        assert (len(windows) > 1) == (text == texts[1])
+        found = [naive(model, window.given, window.scored) for window in windows]
+        documents.append(sum(total for total, _ in found))
+        nats -= documents[-1]
+        greedy += sum(count for _, count in found)
+        tokens += len(tokenizer.encode(text)) + 1
+    measured = evaluate(model, tokenizer, texts)
+    assert measured.documents == pytest.approx(documents, abs=1e-3)
+    assert measured.nats_per_token == pytest.approx(nats / tokens, abs=1e-5)
+    assert measured.bits_per_byte == pytest.approx(nats / math.log(2) / (9 + 360 + 2), abs=1e-5)
+    assert measured.accuracy == greedy / tokens
+    with pytest.raises(ValueError, match="no texts to evaluate"):
+        evaluate(model, tokenizer, [])
+
+
+def test_a_shorter_context_sees_less(model: Transformer) -> None:
+    tokenizer = tiny_tokenizer()
+    texts = ["once upon a time there was an inn"]
+    end = begin_of_text(tokenizer)
+    windows = rolling_windows([*tokenizer.encode(texts[0]), end], end, 5)
+    expected = sum(score.log_likelihood for score in score_windows(model, windows))
+    measured = evaluate(model, tokenizer, texts, max_context_length=5)
+    assert measured.nats == pytest.approx(-expected)
+    assert measured.nats != pytest.approx(evaluate(model, tokenizer, texts).nats)
+
+
+def test_the_harness_leaves_out_the_end_and_keeps_two_tokens_back(model: Transformer) -> None:
+    tokenizer = tiny_tokenizer()
+    texts = ["once upon a time", "the " * 90, ""]
+    begin = begin_of_text(tokenizer)
+    expected = [
+        sum(s.log_likelihood for s in score_windows(model, rolling_windows(tokenizer.encode(text), begin, CONTEXT - 2)))
+        for text in texts
+    ]
+    assert rolling_log_likelihoods(model, tokenizer, texts, max_length=CONTEXT) == pytest.approx(expected)
+    assert expected[2] == 0
+    short = evaluate(model, tokenizer, texts[:1]).documents[0]
+    assert short < expected[0], "the mark that ends a text costs something"
+
+
+def test_models_on_disk_score_alike_in_bfloat16(tiny_checkpoint: object) -> None:
+    manifest = read_manifest(str(tiny_checkpoint))
+    tokenizer = manifest.verify()
+    exact, rounded = (
+        load_model(manifest, device="cpu", dtype=dtype, attention=ATTENTION_BACKENDS["sdpa"])
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    texts = ["once upon a time there was the inn"]
+    nats = [evaluate(model, tokenizer, texts).nats_per_token for model in (exact, rounded)]
+    assert nats[0] != nats[1]
+    assert nats[0] == pytest.approx(nats[1], rel=0.05)

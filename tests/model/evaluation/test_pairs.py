@@ -1,0 +1,86 @@
+"""Minimal pairs: read with care, scored as the sum of their tokens."""
+
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+
+from model.config import ModelConfig
+from model.evaluation.likelihood import Window, begin_of_text, score_windows
+from model.evaluation.pairs import Pair, PairScore, PairsError, accuracy, by_group, read_pairs, score_pairs
+from tests.model.configs import ROTARY, build
+from tests.tiny_model import tiny_tokenizer
+
+GOOD, BAD = "The dogs bark.", "The dogs barks."
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
+    return path
+
+
+def test_blimps_format(tmp_path: Path) -> None:
+    line = {"sentence_good": GOOD, "sentence_bad": BAD, "field": "morphology", "UID": "agreement_1", "pair_id": "0"}
+    by_field = {"sentence_good": GOOD, "sentence_bad": BAD, "field": "syntax"}
+    path = write(tmp_path / "pairs.jsonl", line, "", by_field, {"sentence_good": GOOD, "sentence_bad": BAD})
+    pairs = read_pairs(path)
+    assert [pair.group for pair in pairs] == ["agreement_1", "syntax", ""]
+    assert pairs[0] == Pair(good=GOOD, bad=BAD, group="agreement_1")
+    packed = tmp_path / "pairs.jsonl.xz"
+    packed.write_bytes(lzma.compress(path.read_bytes()))
+    assert read_pairs(packed) == pairs
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no pairs in it"),
+        ("{", "line 1: expected a JSON object"),
+        ('{"sentence_good": "a"}', "line 1: expected a JSON object"),
+        ('{"sentence_good": "a", "sentence_bad": 3}', "line 1: expected a JSON object"),
+        ('{"sentence_good": "a", "sentence_bad": "b", "UID": 3}', 'a text as "UID"'),
+        ("[" * 100_000, "line 1: expected a JSON object"),
+        ('["a", "b"]', "line 1: expected a JSON object"),
+        ('{"sentence_good": "a", "sentence_bad": "b"}\n{"sentence_good": "a", "sentence_bad": "a"}', "line 2: the two"),
+        ('{"sentence_good": "a", "sentence_bad": ""}', "neither may be empty"),
+    ],
+)
+def test_what_is_no_pair_is_named(tmp_path: Path, text: str, said: str) -> None:
+    path = write(tmp_path / "pairs.jsonl", text)
+    with pytest.raises(PairsError) as caught:
+        read_pairs(path)
+    assert said in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(PairsError, match="No such file"):
+        read_pairs(tmp_path / "none.jsonl")
+    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe")
+    (tmp_path / "torn.jsonl.xz").write_bytes(lzma.compress(b"x" * 1000)[:50])
+    for name in ("bytes.jsonl", "torn.jsonl.xz"):
+        with pytest.raises(PairsError, match="not UTF-8 text"):
+            read_pairs(tmp_path / name)
+
+
+def test_a_sentence_is_the_sum_of_its_tokens_after_the_mark() -> None:
+    model, tokenizer = build(ModelConfig.from_dict(ROTARY)), tiny_tokenizer()
+    pairs = [Pair(good=GOOD, bad=BAD, group="b"), Pair(good="a b", bad="the", group="a"), Pair(good=BAD, bad=GOOD)]
+    scores = score_pairs(model, tokenizer, pairs)
+    begin = begin_of_text(tokenizer)
+    for pair, score in zip(pairs, scores, strict=True):
+        alone = [score_windows(model, [Window([begin], tokenizer.encode(text))])[0] for text in (pair.good, pair.bad)]
+        assert [score.good, score.bad] == pytest.approx([one.log_likelihood for one in alone])
+        assert score.is_right == (score.good > score.bad)
+    assert scores[0].is_right != scores[2].is_right
+    assert accuracy(scores) == sum(score.is_right for score in scores) / 3
+    assert list(by_group(scores)) == ["", "a", "b"]
+    assert score_pairs(model, tokenizer, []) == []
+    with pytest.raises(ValueError, match="no pairs"):
+        accuracy([])
+
+
+def test_a_tie_is_not_right() -> None:
+    assert not PairScore(pair=Pair(good="a", bad="b"), good=-1.0, bad=-1.0).is_right
