@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Self
 
 from model.checkpoint import check_writable
-from model.manifest import MANIFEST_FILE
+from model.manifest import CONFIG_FILE, MANIFEST_FILE
 from model.tokenizer.byte_level import ByteLevelTokenizer
-from model.tokenizer.native import save_native
+from model.tokenizer.native import RANKS_FILE, SPEC_FILE, save_native
 from model.training.bpe import train_bpe
 from model.training.config import TrainConfig, load_train_config
 from model.training.own_text import OwnText, hold_out, num_bytes, read_own_text, size_in_words
@@ -50,6 +50,7 @@ class _Facts:
 
     minutes: float
     digests: dict[str, str]
+    checkpoint: str
     compile: bool
     most_steps: int
     after_seconds: float
@@ -80,6 +81,7 @@ def train_own_text(
     """
     directory = settings.run_directory
     text = read_own_text(wish.corpora)
+    _remove_half_written(directory, settings.checkpoint)
     check_writable(settings.checkpoint)
     clock = Clock(directory / _CLOCK_FILE, wish.began)
     with locked(directory):
@@ -96,7 +98,7 @@ def train_own_text(
         seconds=60 * facts.minutes,
         after_seconds=facts.after_seconds,
         most_steps=facts.most_steps,
-        losses=[line["held_out_loss"] for line in read_log(directory / "log.jsonl") if "held_out_loss" in line],
+        losses=_held_out_losses(directory),
         changed=lambda config: write_recipe(directory / RECIPE_FILE, config, _comments(facts)),
     )
     config = load_train_config(directory / RECIPE_FILE)
@@ -106,6 +108,21 @@ def train_own_text(
         dataclasses.replace(facts, finished=True).write(directory / _FACTS_FILE)
         report(f"\ndone in {duration(clock.spent)} of {duration(60 * facts.minutes)}{_early(pace)}")
     return done
+
+
+def _held_out_losses(directory: Path) -> dict[int, float]:
+    lines = read_log(directory / "log.jsonl")
+    return {int(line["step"]) + 1: line["held_out_loss"] for line in lines if "held_out_loss" in line}
+
+
+def _remove_half_written(directory: Path, checkpoint: Path) -> None:
+    """What this run left of a checkpoint when it was killed while writing it: what has no manifest nobody can use."""
+    if not (directory / _FACTS_FILE).exists() or (checkpoint / MANIFEST_FILE).exists():
+        return
+    if _Facts.read(directory / _FACTS_FILE).checkpoint == str(checkpoint.resolve()):
+        for name in (CONFIG_FILE, RANKS_FILE, SPEC_FILE, f"{MANIFEST_FILE}.partial", "*-of-*.safetensors"):
+            for file in checkpoint.glob(name):
+                file.unlink()
 
 
 def _early(pace: Deadline) -> str:
@@ -148,6 +165,7 @@ def _prepared(wish: Wish, settings: RunSettings, text: OwnText, clock: Clock, re
     )
     task = Task(
         name=wish.name,
+        text=_names(text),
         seed=wish.seed,
         directory=directory,
         vocab_size=tokenizer.vocab_size,
@@ -172,6 +190,7 @@ def _prepared(wish: Wish, settings: RunSettings, text: OwnText, clock: Clock, re
     facts = _Facts(
         minutes=wish.minutes,
         digests=text.digests,
+        checkpoint=str(settings.checkpoint.resolve()),
         compile=plan.compile,
         most_steps=plan.most_steps,
         after_seconds=plan.after_seconds,

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from model.training.config import TrainConfig
@@ -95,16 +95,17 @@ class Deadline(Pace):
         seconds: float,
         after_seconds: float,
         most_steps: int,
-        losses: Sequence[float],
+        losses: Mapping[int, float],
         changed: Callable[[TrainConfig], None],
     ) -> None:
-        """`losses`: held-out losses that earlier attempts have measured. `changed`: is told of each new config."""
+        """`losses`: held-out losses that earlier attempts have measured, by the number of steps that were done.
+        `changed`: is told of each new config."""
         super().__init__()
         self._clock = clock
         self._seconds = seconds
         self.after_seconds = after_seconds
         self._most_steps = most_steps
-        self._losses = list(losses)
+        self._losses = dict(losses)
         self._changed = changed
 
     @property
@@ -112,22 +113,29 @@ class Deadline(Pace):
         """Seconds so far, of all attempts."""
         return self._clock.spent
 
+    def seconds_left(self, step: int, config: TrainConfig) -> float:
+        """Until everything is finished: before the speed is known, until the deadline."""
+        known = super().seconds_left(step, config)
+        return self._seconds - self.spent if known is None else known
+
     @property
     def learns_by_heart(self) -> bool:
         """Whether the held-out loss rises."""
-        recent = self._losses[-_WORSE_MEASUREMENTS:]
-        before = self._losses[:-_WORSE_MEASUREMENTS]
+        losses = [self._losses[step] for step in sorted(self._losses)]
+        before, recent = losses[:-_WORSE_MEASUREMENTS], losses[-_WORSE_MEASUREMENTS:]
         return bool(before) and min(recent) > min(before)
 
     def after_step(self, step: int, config: TrainConfig, held_out_loss: float | None) -> TrainConfig:
         """The config to go on with: as long as time, text and held-out loss allow."""
+        if not self._marks:  # what an earlier attempt has seen beyond its last save is seen again
+            self._losses = {done: loss for done, loss in self._losses.items() if done < step}
         super().after_step(step, config, held_out_loss)
         self._clock.save(every=2.0)
         seconds = self.seconds_a_step
         if seconds is None or step > config.steps - config.decay_steps or step < config.warmup_steps:
             return config
         if held_out_loss is not None:
-            self._losses.append(held_out_loss)
+            self._losses[step] = held_out_loss
         possible = int((self._seconds - self.after_seconds - self.spent) / seconds)
         steps = max(step + 1, min(step + possible, self._most_steps))
         if self.learns_by_heart:

@@ -87,11 +87,13 @@ LADDER = (
 class Task:
     """What is to be planned for.
 
-    directory: where the text lies, and the held-out one. num_tokens, num_held_out_tokens: of each; the second may be 0.
+    name: of the model. text: what its text is called. directory: where that lies, and the held-out one.
+    num_tokens, num_held_out_tokens: of each; the second may be 0.
     may_compile: whether there is a compiler.
     """
 
     name: str
+    text: str
     seed: int
     directory: Path
     vocab_size: int
@@ -213,7 +215,7 @@ def _config(task: Task, size: Size, *, steps: int) -> TrainConfig:
     model = size.model(task.vocab_size)
     passes = steps * size.sequence_length * size.batch_size / task.num_tokens
     held_out = SourceConfig(
-        name="held-out", path=task.directory / HELD_OUT_FILE, repeats=0, held_out=1.0, licence=_LICENCE
+        name=task.text, path=task.directory / HELD_OUT_FILE, repeats=0, held_out=1.0, licence=_LICENCE
     )
     rate = _RATE * min(1.0, _RATE_WIDTH / size.width)
     return TrainConfig(
@@ -223,7 +225,13 @@ def _config(task: Task, size: Size, *, steps: int) -> TrainConfig:
         vocab_size=task.vocab_size,
         model=model,
         sources=(
-            SourceConfig(name="text", path=task.directory / TRAIN_FILE, repeats=1, held_out=0.0, licence=_LICENCE),
+            SourceConfig(
+                name=f"{task.text}, to learn from",
+                path=task.directory / TRAIN_FILE,
+                repeats=1,
+                held_out=0.0,
+                licence=_LICENCE,
+            ),
             *([held_out] if task.num_held_out_tokens else []),
         ),
         sequence_length=size.sequence_length,

@@ -8,6 +8,7 @@ from typing import Self
 
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Column
 
 from model.training.config import TrainConfig
 from model.training.pace import Pace
@@ -26,8 +27,11 @@ class Progress:
         self._seconds: float | None = None
         self._held_out = ""
         self._said_at = -_LINE_SECONDS
-        columns = (BarColumn(bar_width=None), TextColumn("{task.description}", markup=False))
-        self._bar = RichProgress(*columns, refresh_per_second=4) if sys.stdout.isatty() else None
+        columns = (
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+        )
+        self._bar = RichProgress(*columns, expand=True, refresh_per_second=4) if sys.stdout.isatty() else None
         waiting = f"step {step:,}/{config.steps:,}, the first one takes longest"
         self._task = self._bar.add_task(waiting, total=config.steps, completed=step) if self._bar else None
 
@@ -49,12 +53,13 @@ class Progress:
         if held_out_loss is not None:
             self._held_out = f" (held out {held_out_loss:.2f})"
         left = self._pace.seconds_left(step, config)
+        # What matters most stands first: a narrow terminal cuts the rest.
         parts = (
-            f"step {step:,}/{config.steps:,}",
+            "time left not known yet" if left is None else f"{duration(left)} left",
+            f"{duration(self._pace.spent)} spent",
             f"loss {self._loss:.2f}{self._held_out}",
             f"{config.tokens_per_step / self._seconds:,.0f} tokens/s",
-            f"{duration(self._pace.spent)} spent",
-            "time left not known yet" if left is None else f"{duration(left)} left",
+            f"step {step:,}/{config.steps:,}",
         )
         text = ", ".join(parts)
         if self._bar and self._task is not None:

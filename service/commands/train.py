@@ -1,8 +1,12 @@
 """`kvasir train`: a text of one's own, or a recipe and its corpora, become a checkpoint."""
 
 import dataclasses
+import errno
+import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import sys
 import time
@@ -15,7 +19,7 @@ from safetensors import SafetensorError
 
 from model.error_line import error_line
 from model.training.config import MAX_NAME_CHARACTERS, TrainConfig, load_train_config
-from model.training.own_run import Wish, train_own_text
+from model.training.own_run import RECIPE_FILE, Wish, train_own_text
 from model.training.state import RUN_FILES
 from model.training.train import RunSettings, can_compile, default_precision, train
 from service.engine_builder import free_bytes
@@ -78,19 +82,19 @@ def main(argv: Sequence[str]) -> int:
             _check_memory(config, run.device)
             done = train(config, run, _report, interruption.is_asked)
         else:
-            run = _run_settings(settings, _name(settings.out))
+            name = _name(settings.out)
+            run = _run_settings(settings, name)
             run_directory = run.run_directory
             _check_apart(run.checkpoint, run_directory)
-            minutes = _MINUTES if settings.minutes is None else settings.minutes
-            wish = Wish(
-                name=_name(settings.out), corpora=settings.corpus, minutes=minutes, seed=settings.seed or 1, began=began
-            )
-            done = train_own_text(wish, run, _report, interruption.is_asked)
+            done = train_own_text(_wish(settings, name, began), run, _report, interruption.is_asked)
+            if done:
+                _tell(run)
     except KeyboardInterrupt:
         print("\nkvasir train: stopped; the same command goes on", file=sys.stderr)
         return _INTERRUPTED
     except (ValueError, OSError, SafetensorError) as error:
-        print(f"kvasir train: {error_line(str(error))}", file=sys.stderr)
+        said = _disk_full(run_directory) if _is_disk_full(error) else str(error)
+        print(f"kvasir train: {error_line(said)}", file=sys.stderr)
         return 2 if isinstance(error, SettingsError) else 1
     except (RuntimeError, MemoryError) as error:  # torch's, whose message has several lines; a MemoryError has none
         said = next(iter(str(error).splitlines()), "out of memory")
@@ -99,6 +103,46 @@ def main(argv: Sequence[str]) -> int:
     if not done:
         print(f"saved in {run_directory}; the same command goes on from here")
     return _INTERRUPTED if interruption.came and not done else 0
+
+
+def _wish(settings: TrainSettings, name: str, began: float) -> Wish:
+    return Wish(
+        name=name,
+        corpora=settings.corpus,
+        minutes=_MINUTES if settings.minutes is None else settings.minutes,
+        seed=1 if settings.seed is None else settings.seed,
+        began=began,
+    )
+
+
+def _tell(run: RunSettings) -> None:
+    """How to talk to the finished model, in commands that can be copied."""
+    called = sys.argv[0]
+    program = called if Path(called).name == "kvasir" and shutil.which("kvasir") != called else "kvasir"
+    checkpoint = shlex.quote(str(run.checkpoint))
+    (prompt, *_) = load_train_config(run.run_directory / RECIPE_FILE).sample_prompts
+    body = shlex.quote(json.dumps({"prompt": prompt, "max_tokens": 100}, ensure_ascii=False))
+    header = "-H 'Content-Type: application/json'"
+    print(f"""
+To serve it, and to ask it from another terminal:
+
+  {program} serve --checkpoint {checkpoint}
+  curl -s http://127.0.0.1:8000/v1/completions {header} -d {body}
+
+Or here and now:
+
+  {program} generate --checkpoint {checkpoint} --prompt {shlex.quote(prompt)}
+""")
+
+
+def _is_disk_full(error: Exception) -> bool:
+    """The safetensors library tells it in words only."""
+    return (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left on device" in str(error)
+
+
+def _disk_full(run_directory: Path) -> str:
+    shutil.rmtree(run_directory / "state.partial", ignore_errors=True)  # of no use, and it holds some of the space
+    return f"{run_directory}: the disk is full; the last save is whole: free some space, and the same command goes on"
 
 
 def _name(out: Path) -> str:
