@@ -6,6 +6,7 @@ directory, beside the text as it was cut. From then on the run is that recipe's;
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from model.manifest import CONFIG_FILE, MANIFEST_FILE
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.native import RANKS_FILE, SPEC_FILE, save_native
 from model.training.bpe import train_bpe
+from model.training.card import LOSS_CURVE_FILE
 from model.training.config import TrainConfig, load_train_config
 from model.training.own_text import OwnText, hold_out, num_bytes, read_own_text, size_in_words
 from model.training.pace import Clock, Deadline
@@ -28,6 +30,7 @@ from model.training.train import RunSettings, train
 
 RECIPE_FILE = "recipe.toml"
 _FACTS_FILE, _CLOCK_FILE = "own.json", "clock.json"
+_CHECKPOINT_FILES = (CONFIG_FILE, RANKS_FILE, SPEC_FILE, f"{MANIFEST_FILE}.partial", LOSS_CURVE_FILE, "MODEL_CARD.md")
 _SAMPLED_BYTES = 400_000  # of text, to count its tokens
 _SPARE = 1.5  # how much more text is kept than the plan reads: the machine may turn out faster
 _PROMPTS, _PROMPT_CHARACTERS = 2, 40
@@ -120,7 +123,7 @@ def _remove_half_written(directory: Path, checkpoint: Path) -> None:
     if not (directory / _FACTS_FILE).exists() or (checkpoint / MANIFEST_FILE).exists():
         return
     if _Facts.read(directory / _FACTS_FILE).checkpoint == str(checkpoint.resolve()):
-        for name in (CONFIG_FILE, RANKS_FILE, SPEC_FILE, f"{MANIFEST_FILE}.partial", "*-of-*.safetensors"):
+        for name in (*_CHECKPOINT_FILES, "model-*-of-*.safetensors"):
             for file in checkpoint.glob(name):
                 file.unlink()
 
@@ -223,9 +226,11 @@ def _bytes_a_token(tokenizer: ByteLevelTokenizer, documents: Sequence[str]) -> f
 
 
 def _prompt(document: str) -> str:
-    """A text's first words."""
+    """A text's first words, if possible without what a shell would have to be told about."""
     start = " ".join(document.split())[:_PROMPT_CHARACTERS]
-    return start.rsplit(" ", 1)[0] if " " in start else start[: _PROMPT_CHARACTERS // 2]
+    words = start.rsplit(" ", 1)[0] if " " in start else start[: _PROMPT_CHARACTERS // 2]
+    plain = re.split(r"['\"!`$\\]", words)[0].rstrip(" ,;:-")
+    return plain if " " in plain else words
 
 
 def _write_texts(path: Path, documents: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ TRAIN_FILE, HELD_OUT_FILE = "text.jsonl", "held-out.jsonl"
 CHECKPOINT_MINUTES = 0.4  # the most that is lost of a run that is killed
 _MEASUREMENTS = 12  # of the held-out loss, during a run
 _SMALLEST_VOCABULARY, _LARGEST_VOCABULARY = 512, 8192
-_DROPOUT = ((4.0, 0.0), (10.0, 0.1), (math.inf, 0.2))  # up to so many passes
+_FEW_PASSES, _MANY_PASSES, _LARGE = 8, 16, 8  # when dropout begins; when it is more, for so many parameters a token
 _HEAD_SIZE = 32
 # Compiling takes half a minute and saves a fifth of each step.
 _COMPILE_SECONDS, _SPEEDUP, _COMPILE_FROM_SECONDS = 30.0, 1.25, 240.0
@@ -239,7 +239,7 @@ def _config(task: Task, size: Size, *, steps: int) -> TrainConfig:
         steps=steps,
         warmup_steps=min(steps // 4, 10 + steps // 30),
         decay_steps=int(DECAY_SHARE * steps),
-        dropout=next(share for most, share in _DROPOUT if passes <= most),
+        dropout=_dropout(passes, model.num_parameters / task.num_tokens),
         matrix_lr=rate,
         adam_lr=0.6 * rate,
         weight_decay=0.1,
@@ -248,3 +248,10 @@ def _config(task: Task, size: Size, *, steps: int) -> TrainConfig:
         evaluate_every=max(1, steps // _MEASUREMENTS),
         sample_prompts=task.prompts,
     )
+
+
+def _dropout(passes: float, parameters_a_token: float) -> float:
+    """The more often a text is read, and the more room a model has to remember it, the more is left out."""
+    if passes <= _FEW_PASSES:
+        return 0.0
+    return 0.2 if passes > _MANY_PASSES and parameters_a_token > _LARGE else 0.1
