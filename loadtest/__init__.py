@@ -1,5 +1,5 @@
-"""Load and measurement, from outside: black box over HTTP, except where the name says engine, service or
-attention.
+"""Load and measurement, from outside: black box over HTTP, except where the name says engine, service,
+attention or training.
 
 workload          seeded requests made of real text (tales.txt: Grimm, public domain)
 outcome           what became of one request; a completion response, understood
@@ -24,4 +24,6 @@ bench_attention   both, as docs/results/attention.json
 attention_page    the measured parts of docs/attention.md
 attention_noise   how much of a difference between them is luck
 attention_plot    their picture
+training_trials   small runs that differ in one choice of the default model's recipe
+bench_document_attention  attention of documents side by side against flash attention
 """

@@ -70,7 +70,7 @@ def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, E
         ValueError: the device is not there, or the KV-cache is too small for one full context.
         torch.OutOfMemoryError, RuntimeError: the device cannot hold it.
     """
-    _keep_freed_memory()
+    keep_freed_memory()
     max_context_length = context_length(settings, manifest.config)
     threads = model_threads(settings)
     torch.set_num_threads(threads)
@@ -104,7 +104,7 @@ def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, E
     return engine, facts
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Let the allocator reuse what a step frees instead of giving it back to the kernel.
 
     glibc maps every large block anew and unmaps it when it is freed, and each first touch of a page is a fault. A step

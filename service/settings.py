@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from model.config import ModelConfig
@@ -21,6 +21,8 @@ from service.flags import FlagError, flag_of, parse_flags
 
 PREFIX = "KVASIR_"
 AutoOrCount = Literal["auto"] | Annotated[int, Field(ge=1)]
+# A variable holds several values as PATH does; flags give one each.
+LISTED = BeforeValidator(lambda value: value.split(os.pathsep) if isinstance(value, str) else value)
 Settings = TypeVar("Settings", bound=BaseSettings)
 
 
@@ -155,7 +157,7 @@ class TrainSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
 
-    corpus: Annotated[tuple[Path, ...], NoDecode] = _option(
+    corpus: Annotated[tuple[Path, ...], NoDecode, LISTED] = _option(
         "a text of your own",
         'text to learn from: .txt, .jsonl (a "text" a line), either also .xz, or a directory of such; may be repeated',
         (),
@@ -182,17 +184,10 @@ class TrainSettings(BaseSettings):
     attention: Literal["sdpa", "eager"] = _option("hardware", "attention backend", "sdpa")
     compile: bool = _option("hardware", "compile the model where a compiler is found; faster after a minute", True)
 
-    @field_validator("corpus", mode="before")
-    @classmethod
-    def _one_from_the_environment(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
-
     @model_validator(mode="after")
     def _text_or_recipe(self) -> Self:
-        if self.corpus and self.config is not None:
-            raise ValueError("--corpus and --config exclude each other: a recipe names its texts itself")
-        if not self.corpus and self.config is None:
-            raise ValueError("--corpus is needed, a text to learn from, or --config, a recipe")
+        if bool(self.corpus) == (self.config is not None):
+            raise ValueError("give one of --corpus, a text to learn from, and --config, a recipe that names its texts")
         if self.corpus and self.steps is not None:
             raise ValueError("--steps goes with --config; with --corpus it is --minutes that says how long")
         if self.config is not None and self.minutes is not None:
@@ -204,7 +199,7 @@ class EvalSettings(CheckpointSettings):
     """`kvasir eval`."""
 
     config: Path | None = _option("what", "recipe whose held-out documents are measured", None, metavar="FILE")
-    texts: Annotated[tuple[str, ...], NoDecode] = _option(
+    texts: Annotated[tuple[str, ...], NoDecode, LISTED] = _option(
         "what", "texts to measure, .txt or .jsonl, either also .xz; may be given several times", (), metavar="NAME=FILE"
     )
     pairs: Path | None = _option(
@@ -223,11 +218,6 @@ class EvalSettings(CheckpointSettings):
     device: Literal["auto", "cpu", "cuda"] = _option("hardware", "auto takes CUDA where there is any", "auto")
     dtype: Literal["float32", "bfloat16"] = _option("hardware", "of weights and arithmetic", "float32")
     threads: AutoOrCount = _option("hardware", "CPU threads; auto: the CPUs we may use", "auto")
-
-    @field_validator("texts", mode="before")
-    @classmethod
-    def _variables_hold_a_list(cls, value: Any) -> Any:
-        return value.split(os.pathsep) if isinstance(value, str) else value
 
     @field_validator("texts")
     @classmethod

@@ -1,24 +1,31 @@
 """Attention for training: whole documents of any length side by side, each seeing only itself.
 
-The kernels are PyTorch's flash attention (Dao et al. 2022, arXiv 2205.14135): on a GPU its form for sequences of
-different lengths, on a CPU, which has none, document by document. Both stand behind one operator with a shape that
-does not depend on where documents end, so that a compiled training step is compiled once.
+On a GPU the kernel is flash attention's form for sequences of different lengths (Dao et al. 2022, arXiv 2205.14135).
+PyTorch has none for a CPU, where matrix products over a few hundred queries at a time are about twice as fast as its
+flash attention (docs/training-log.md). Both stand behind one operator with a shape that does not depend on where
+documents end, so that a compiled training step is compiled once.
 
-Legend: T packed tokens, N + 1 starts of documents, H query heads, K key/value heads, G = H / K, D head dimension.
+Legend: T packed tokens, N + 1 starts of documents, H query heads, K key/value heads, G = H / K heads of a group, D head
+dimension, Q queries and S keys of a part, X = G * Q.
 """
 
+import functools
 import itertools
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from model.attention.form import AttentionForm
 from model.attention.interface import AttentionBackend
 from model.attention.metadata import AttentionMetadata
 from model.kv_cache import KVCache
 from model.training.packing import PackedDocuments
+
+_QUERIES = 256  # of 128, 256 and 512 the fastest where documents are long
+_MASK_SIZES = 512
 
 
 class DocumentAttention:
@@ -43,36 +50,34 @@ class DocumentAttention:
             return self._others.attend(q_THD, k_TKD, v_TKD, form=form, metadata=metadata, kv_cache=kv_cache)
         assert form.bias is None
         assert form.window is None
-        out_THD: Tensor = attend_documents(q_THD, k_TKD, v_TKD, metadata.starts_N, metadata.max_length, form.scale)[0]
+        factor = form.scale * q_THD.shape[-1] ** 0.5  # the kernels divide by the root of D themselves
+        scaled_THD = q_THD if math.isclose(factor, 1.0) else q_THD * factor
+        out_THD: Tensor = attend_documents(scaled_THD, k_TKD, v_TKD, metadata.starts_N, metadata.max_length)[0]
         return out_THD
 
 
 @torch.library.custom_op("kvasir::attend_documents", mutates_args=())
 def attend_documents(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor, max_length: int, scale: float
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor, max_length: int
 ) -> tuple[Tensor, Tensor]:
-    """The attended values, THD, and the log of each query's sum of exponentials, HT float32.
+    """Causal attention by softmax(q·k / sqrt(D)), in each document.
+
+    Returns the attended values, THD, and for the backward pass the log of each query's sum of exponentials, HT
+    float32; nothing stands in it where the kernel is not flash attention.
 
     starts_N: int32, where each document starts, and where the last one ends, which is T.
     """
     if _has_varlen_kernel(q_THD):
         out_THD, logsumexp_HT, *_ = torch.ops.aten._flash_attention_forward(
-            q_THD, k_TKD, v_TKD, starts_N, starts_N, max_length, max_length, 0.0, True, False, scale=scale
+            q_THD, k_TKD, v_TKD, starts_N, starts_N, max_length, max_length, 0.0, True, False
         )
         return out_THD, logsumexp_HT
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-    logsumexp_HT = q_THD.new_empty((q_THD.shape[1], q_THD.shape[0]), dtype=torch.float32)
-    for span in _documents(starts_N):
-        if q_THD.device.type == "cpu":
-            q_KGSD, k_KGSD, v_KGSD = _grouped(q_THD[span], k_TKD[span], v_TKD[span])
-            out_KGSD, sums_KGS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q_KGSD, k_KGSD, v_KGSD, 0.0, True, scale=scale
-            )
-            out_THD[span] = out_KGSD.flatten(0, 1).transpose(0, 1)
-            logsumexp_HT[:, span] = sums_KGS.flatten(0, 1)
-        else:
-            out_THD[span] = _attend(q_THD[span], k_TKD[span], v_TKD[span], scale)
-    return out_THD, logsumexp_HT
+    for part in _parts(q_THD, k_TKD, v_TKD, starts_N):
+        weights_GQS = part.weights()
+        mixed_XD = weights_GQS.flatten(0, 1) @ part.v_SD
+        out_THD[part.queries, part.heads] = mixed_XD.unflatten(0, weights_GQS.shape[:2]).transpose(0, 1)
+    return out_THD, q_THD.new_zeros((q_THD.shape[1], q_THD.shape[0]), dtype=torch.float32)
 
 
 @torch.library.custom_op("kvasir::attend_documents_backward", mutates_args=())
@@ -85,69 +90,93 @@ def attend_documents_backward(
     logsumexp_HT: Tensor,
     starts_N: Tensor,
     max_length: int,
-    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of queries, keys and values."""
     if _has_varlen_kernel(q_THD):
         nothing = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)  # the state of a dropout that is not there
         grads = torch.ops.aten._flash_attention_backward(
             grad_THD.contiguous(), q_THD, k_TKD, v_TKD, out_THD, logsumexp_HT, starts_N, starts_N,
-            max_length, max_length, 0.0, True, nothing, nothing, scale=scale,
+            max_length, max_length, 0.0, True, nothing, nothing,
         )  # fmt: skip
         return grads[0], grads[1], grads[2]
-    grad_q_THD, grad_k_TKD, grad_v_TKD = (
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_THD, k_TKD, v_TKD)
-    )
-    for span in _documents(starts_N):
-        q, k, v, grad = q_THD[span], k_TKD[span], v_TKD[span], grad_THD[span]
-        if q_THD.device.type == "cpu":
-            q_KGSD, k_KGSD, v_KGSD = _grouped(q, k, v)
-            groups = tuple(q_KGSD.shape[:2])
-            grad_KGSD, out_KGSD = (torch.unflatten(x.transpose(0, 1), 0, groups) for x in (grad, out_THD[span]))
-            sums_KGS = torch.unflatten(logsumexp_HT[:, span], 0, groups).contiguous()
-            of_q, of_k, of_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad_KGSD, q_KGSD, k_KGSD, v_KGSD, out_KGSD, sums_KGS, 0.0, True, scale=scale
-            )
-            grad_q_THD[span] = of_q.flatten(0, 1).transpose(0, 1)
-            grad_k_TKD[span], grad_v_TKD[span] = (x.sum(1).transpose(0, 1) for x in (of_k, of_v))
-        else:
-            with torch.enable_grad():
-                q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-                grads = torch.autograd.grad(_attend(q, k, v, scale), (q, k, v), grad)
-            grad_q_THD[span], grad_k_TKD[span], grad_v_TKD[span] = grads
-    return grad_q_THD, grad_k_TKD, grad_v_TKD
+    grad_q_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    grad_k_TKD, grad_v_TKD = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k_TKD, v_TKD))
+    for part in _parts(q_THD, k_TKD, v_TKD, starts_N):
+        weights_GQS = part.weights()
+        grad_XD = grad_THD[part.queries, part.heads].transpose(0, 1).flatten(0, 1)
+        of_weights_GQS = (grad_XD @ part.v_SD.T).unflatten(0, weights_GQS.shape[:2])
+        of_scores_GQS = torch._softmax_backward_data(of_weights_GQS, weights_GQS, -1, weights_GQS.dtype)
+        of_scores_XS = of_scores_GQS.flatten(0, 1)
+        of_queries_GQD = (of_scores_XS @ part.k_SD * part.scale).unflatten(0, weights_GQS.shape[:2])
+        grad_q_THD[part.queries, part.heads] = of_queries_GQD.transpose(0, 1)
+        grad_k_TKD[part.keys, part.kv_head] += of_scores_XS.T @ part.scaled_XD
+        grad_v_TKD[part.keys, part.kv_head] += weights_GQS.flatten(0, 1).T @ grad_XD
+    return grad_q_THD, grad_k_TKD.to(k_TKD.dtype), grad_v_TKD.to(v_TKD.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """Some queries of one document, of all heads that share a key/value head, and the keys they see.
+
+    queries, keys, heads: where they stand in T, T and H. scaled_XD: the queries, X = G * Q, divided by sqrt(D).
+    """
+
+    queries: slice
+    keys: slice
+    heads: slice
+    kv_head: int
+    scale: float
+    scaled_XD: Tensor
+    k_SD: Tensor
+    v_SD: Tensor
+
+    def weights(self) -> Tensor:
+        """How much each query looks at each key, GQS. One matrix product for all heads of the group."""
+        num_queries, num_keys = self.queries.stop - self.queries.start, len(self.k_SD)
+        scores_GQS = (self.scaled_XD @ self.k_SD.T).view(-1, num_queries, num_keys)
+        scores_GQS += _future(num_keys, scores_GQS.dtype, scores_GQS.device)[
+            num_keys - num_queries : num_keys, :num_keys
+        ]
+        return torch.softmax(scores_GQS, -1)
+
+
+def _parts(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor) -> Iterator[_Part]:
+    """A batch cut so that no part's scores are large: they stay in the processor's cache."""
+    num_kv_heads = k_TKD.shape[1]
+    groups, scale = q_THD.shape[1] // num_kv_heads, q_THD.shape[2] ** -0.5
+    for start, end in itertools.pairwise(starts_N.tolist()):
+        for first in range(start, end, _QUERIES):
+            queries, keys = slice(first, min(end, first + _QUERIES)), slice(start, min(end, first + _QUERIES))
+            for kv_head in range(num_kv_heads):
+                heads = slice(kv_head * groups, (kv_head + 1) * groups)
+                yield _Part(
+                    queries=queries,
+                    keys=keys,
+                    heads=heads,
+                    kv_head=kv_head,
+                    scale=scale,
+                    scaled_XD=(q_THD[queries, heads] * scale).transpose(0, 1).flatten(0, 1),
+                    k_SD=k_TKD[keys, kv_head],
+                    v_SD=v_TKD[keys, kv_head],
+                )
+
+
+@functools.lru_cache(maxsize=4)
+def _future_of(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((size, size), -torch.inf, dtype=dtype, device=device).triu(1)
+
+
+def _future(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """-inf above the diagonal, for at least `length` positions."""
+    return _future_of(-(-length // _MASK_SIZES) * _MASK_SIZES, dtype, device)
 
 
 def _has_varlen_kernel(q_THD: Tensor) -> bool:
     return q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16)
 
 
-def _documents(starts_N: Tensor) -> Iterator[slice]:
-    starts = starts_N.tolist()
-    for start, end in itertools.pairwise(starts):
-        if end > start:
-            yield slice(start, end)
-
-
-def _grouped(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One document as KGSD, where the query heads of a group see the same keys through a stride of 0."""
-    num_kv_heads, groups = k_SKD.shape[1], q_SHD.shape[1] // k_SKD.shape[1]
-    q_KGSD = torch.unflatten(q_SHD.transpose(0, 1), 0, (num_kv_heads, groups))
-    k_KGSD, v_KGSD = (x.transpose(0, 1)[:, None].expand(-1, groups, -1, -1) for x in (k_SKD, v_SKD))
-    return q_KGSD, k_KGSD, v_KGSD
-
-
-def _attend(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float) -> Tensor:
-    q_1HSD, k_1KSD, v_1KSD = (x.transpose(0, 1)[None] for x in (q_SHD, k_SKD, v_SKD))
-    gqa = q_SHD.shape[1] != k_SKD.shape[1]
-    out_1HSD = scaled_dot_product_attention(q_1HSD, k_1KSD, v_1KSD, is_causal=True, scale=scale, enable_gqa=gqa)
-    return out_1HSD[0].transpose(0, 1)
-
-
 @attend_documents.register_fake
-def _(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor, max_length: int, scale: float
-) -> tuple[Tensor, Tensor]:
+def _(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
     shape_HT = (q_THD.shape[1], q_THD.shape[0])
     return q_THD.new_empty(q_THD.shape), q_THD.new_empty(shape_HT, dtype=torch.float32)
 
@@ -158,15 +187,15 @@ def _(grad_THD: Tensor, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *_: object)
 
 
 def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q_THD, k_TKD, v_TKD, starts_N, ctx.max_length, ctx.scale = inputs
+    q_THD, k_TKD, v_TKD, starts_N, ctx.max_length = inputs
     ctx.save_for_backward(q_THD, k_TKD, v_TKD, *output, starts_N)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx, grad_THD, _):  # type: ignore[no-untyped-def]
     *tensors, starts_N = ctx.saved_tensors
-    grads = attend_documents_backward(grad_THD, *tensors, starts_N, ctx.max_length, ctx.scale)
-    return *grads, None, None, None
+    grads = attend_documents_backward(grad_THD, *tensors, starts_N, ctx.max_length)
+    return *grads, None, None
 
 
 attend_documents.register_autograd(_backward, setup_context=_keep)

@@ -30,6 +30,7 @@ class SourceConfig:
     licence, attribution: for the model card.
     chat: how a document is told in the chat phase, a `ConversationKind`; "" for as it stands.
     chat_repeats: as `repeats`, for the chat phase.
+    chat_draws: how many wordings of the conversation each document is told in.
     """
 
     name: str
@@ -41,15 +42,18 @@ class SourceConfig:
     attribution: str = ""
     chat: str = ""
     chat_repeats: float = 0.0
+    chat_draws: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "held_out_ids", _texts("held_out_ids", self.held_out_ids))
         _check_types(
             self,
-            integers=(),
+            integers=("chat_draws",),
             numbers=("repeats", "held_out", "chat_repeats"),
             texts=("name", "licence", "attribution", "chat"),
         )
+        if not 1 <= self.chat_draws <= 1000:
+            raise ValueError(f"source {self.name}: chat_draws must be 1 to 1,000")
         if not 0.0 <= self.held_out <= 1.0 or not all(0 <= n <= 10_000 for n in (self.repeats, self.chat_repeats)):
             raise ValueError(
                 f"source {self.name}: repeats and chat_repeats must be 0 to 10,000, held_out between 0 and 1"

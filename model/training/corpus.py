@@ -1,7 +1,7 @@
 """What a run learns from: texts read and split, their tokenizer, and the mixtures of its two phases."""
 
+import dataclasses
 import functools
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,26 +22,32 @@ _PRETRAINING, _CHAT = 0, 1  # tell the orders of the phases apart
 _LONGEST = 2**31  # of a piece where documents are not cut
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """What is learned from: the sources, their tokenizer, and the mixtures of tokens of the two phases."""
+    """What is learned from: the sources, their tokenizer, and the mixtures of tokens of the two phases.
+
+    texts: the training documents of each source, tokenized.
+    """
 
     config: TrainConfig
     sources: list[Source]
     tokenizer: ByteLevelTokenizer
+    texts: list[TokenizedSource]
 
     @functools.cached_property
     def pretraining(self) -> Mixture:
         """Texts."""
-        return self._mixture([self._texts(s, s.config.repeats) for s in self.sources], _PRETRAINING)
+        return self._mixture(self._repeated([source.config.repeats for source in self.sources]), _PRETRAINING)
 
     @functools.cached_property
     def chat(self) -> Mixture:
         """Conversations, and texts of sources that tell none."""
+        texts = self._repeated([source.config.chat_repeats for source in self.sources])
+        told = [source.config.chat != "" for source in self.sources]
         return self._mixture(
             [
-                self._conversations(source) if source.config.chat else self._texts(source, source.config.chat_repeats)
-                for source in self.sources
+                self._conversations(source) if is_told else text
+                for source, text, is_told in zip(self.sources, texts, told, strict=True)
             ],
             _CHAT,
         )
@@ -62,19 +68,13 @@ class Corpus:
         round_length = ROUND_BATCHES * config.tokens_per_step
         return Mixture(sources, piece_length=length, round_length=round_length, seed=config.seed, tag=tag)
 
-    def _texts(self, source: Source, repeats: float) -> TokenizedSource:
-        if not repeats:
-            return _tokenized([], repeats)
-        mark = self.tokenizer.bos_token_id
-        assert mark is not None  # every tokenizer learned here has one
-        # A window over a stream of documents needs one mark between two of them.
-        first = [mark] if self.config.mask_documents else []
-        encode = self.tokenizer.encode
-        return _tokenized((([*first, *encode(document.text), mark], None) for document in source.train), repeats)
+    def _repeated(self, repeats: Sequence[float]) -> list[TokenizedSource]:
+        return [dataclasses.replace(text, repeats=count) for text, count in zip(self.texts, repeats, strict=True)]
 
     def _conversations(self, source: Source) -> TokenizedSource:
         told = (
-            conversation(document.record, source.config.chat, _seed(self.config.seed, document.text))
+            conversation(document.record, source.config.chat, seed)
+            for seed in range(self.config.seed, self.config.seed + source.config.chat_draws)
             for document in source.train
             if source.config.chat_repeats
         )
@@ -97,10 +97,6 @@ def _tokenized(documents: Iterable[tuple[Sequence[int], Sequence[bool] | None]],
     )
 
 
-def _seed(seed: int, text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed} {text}".encode(), digest_size=8).digest(), "big")
-
-
 def read_corpus(config: TrainConfig, directory: Path, report: Callable[[str], None]) -> Corpus:
     """Read the sources, take the tokenizer out of `directory` or learn it and put it there, and tokenize.
 
@@ -112,11 +108,39 @@ def read_corpus(config: TrainConfig, directory: Path, report: Callable[[str], No
     for source in sources:
         if source.left_out:
             report(f"{source.config.name}: {source.left_out:,} documents left out, which quote what is held out")
-    corpus = Corpus(config=config, sources=sources, tokenizer=_tokenizer(config, sources, directory, report))
+    if config.chat_steps:
+        _check_conversations(sources)
+    tokenizer = _tokenizer(config, sources, directory, report)
+    corpus = Corpus(
+        config=config, sources=sources, tokenizer=tokenizer, texts=[_texts(tokenizer, source) for source in sources]
+    )
     total = corpus.pretraining.epoch_length
     epochs = config.chat_start * config.tokens_per_step / total
     report(f"{total:,} tokens an epoch, {epochs:.1f} epochs; {config.model.num_parameters:,} parameters")
     return corpus
+
+
+def _check_conversations(sources: Iterable[Source]) -> None:
+    """Raises CorpusError: of no document of a source comes a conversation. They are needed late; this comes first."""
+    for source in sources:
+        kind = source.config.chat
+        if source.config.chat_repeats and kind:
+            try:
+                told = any(conversation(document.record, kind, 0) for document in source.train)
+            except (KeyError, TypeError, ValueError) as error:
+                said = f"no {error}" if isinstance(error, KeyError) else str(error)
+                raise CorpusError(f"{source.config.path}: not a source of chat = {kind!r}: {said}") from error
+            if not told:
+                raise CorpusError(f"{source.config.path}: no conversation can be made of it; drop chat = {kind!r}")
+
+
+def _texts(tokenizer: ByteLevelTokenizer, source: Source) -> TokenizedSource:
+    """The training documents as they stand: each between two marks, in a stream of them as well as side by side."""
+    mark = tokenizer.bos_token_id
+    assert mark is not None  # every tokenizer learned here has one
+    is_told_only = source.config.chat and not source.config.repeats
+    documents = [] if is_told_only else source.train
+    return _tokenized((([mark, *tokenizer.encode(document.text), mark], None) for document in documents), 1.0)
 
 
 def _tokenizer(

@@ -115,14 +115,15 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
                 text = transcript(record["turns"]) if "turns" in record else record["text"]
                 if not isinstance(text, str):
                     raise TypeError("not a string")
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise CorpusError(f'{path}, line {number}: expected a JSON object with a "text" or "turns"') from error
             yield {**record, "text": text}
 
 
-def transcript(turns: Iterable[tuple[str, str]]) -> str:
-    """A dialogue as a text: a line a turn, with the speaker's name before it."""
-    return "\n".join(f"{_SPEAKERS[speaker]}: {text.strip()}" for speaker, text in turns)
+def transcript(turns: Iterable[tuple[str, str | list[str]]]) -> str:
+    """A dialogue as a text: a line a turn, with the speaker's name before it. Of several wordings the first is told."""
+    worded = ((speaker, text if isinstance(text, str) else text[0]) for speaker, text in turns)
+    return "\n".join(f"{_SPEAKERS[speaker]}: {text.strip()}" for speaker, text in worded)
 
 
 def _parts(text: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from model.checkpoint import check_writable
+from model.evaluation.samples import Complete, complete_one_by_one
 from model.manifest import CONFIG_FILE, MANIFEST_FILE
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.native import RANKS_FILE, SPEC_FILE, save_native
@@ -73,9 +74,13 @@ class _Facts:
 
 
 def train_own_text(
-    wish: Wish, settings: RunSettings, report: Callable[[str], None], should_stop: Callable[[], bool]
+    wish: Wish,
+    settings: RunSettings,
+    report: Callable[[str], None],
+    should_stop: Callable[[], bool],
+    complete: Complete = complete_one_by_one,
 ) -> bool:
-    """Plan and train, or go on. Returns whether the checkpoint is finished.
+    """Plan and train, or go on. Returns whether the checkpoint is finished. Arguments beyond the wish: as `train`'s.
 
     Raises:
         CorpusError: what was given is no text, or too little.
@@ -105,7 +110,7 @@ def train_own_text(
         changed=lambda config: write_recipe(directory / RECIPE_FILE, config, _comments(facts)),
     )
     config = load_train_config(directory / RECIPE_FILE)
-    done = train(config, dataclasses.replace(settings, compile=facts.compile, pace=pace), report, should_stop)
+    done = train(config, dataclasses.replace(settings, compile=facts.compile, pace=pace), report, should_stop, complete)
     clock.save()
     if done:
         dataclasses.replace(facts, finished=True).write(directory / _FACTS_FILE)

@@ -103,7 +103,9 @@ def config_facts(config: TrainConfig, corpora: list[str]) -> dict[str, Any]:
     texts = [(s, corpus) for s, corpus in hashed if s.repeats or s.held_out or s.held_out_ids]
     values["sources"] = [[s.name, s.path.name, s.repeats, s.held_out, list(s.held_out_ids)] for s, _ in texts]
     values["corpora"] = [corpus for _, corpus in texts]
-    values["chat_sources"] = [[s.name, s.chat, s.chat_repeats, corpus] for s, corpus in hashed if s.chat_repeats]
+    values["chat_sources"] = [
+        [s.name, s.chat, s.chat_repeats, s.chat_draws, corpus] for s, corpus in hashed if s.chat_repeats
+    ]
     values["sample_prompts"] = list(config.sample_prompts)
     facts: dict[str, Any] = json.loads(json.dumps(values))
     return facts

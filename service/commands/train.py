@@ -22,7 +22,8 @@ from model.training.config import MAX_NAME_CHARACTERS, TrainConfig, load_train_c
 from model.training.own_run import RECIPE_FILE, Wish, train_own_text
 from model.training.state import RUN_FILES
 from model.training.train import RunSettings, can_compile, default_precision, train
-from service.engine_builder import free_bytes
+from service.batch_completion import complete_batch
+from service.engine_builder import free_bytes, keep_freed_memory
 from service.settings import SettingsError, TrainSettings, read_settings, usable_cpus
 
 _SUMMARY = (
@@ -80,13 +81,16 @@ def main(argv: Sequence[str]) -> int:
             run_directory = run.run_directory
             _check_apart(run.checkpoint, run_directory)
             _check_memory(config, run.device)
-            done = train(config, run, _report, interruption.is_asked)
+            keep_freed_memory()
+            done = train(config, run, _report, interruption.is_asked, complete_batch)
         else:
             name = _name(settings.out)
             run = _run_settings(settings, name)
             run_directory = run.run_directory
             _check_apart(run.checkpoint, run_directory)
-            done = train_own_text(_wish(settings, name, began), run, _report, interruption.is_asked)
+            keep_freed_memory()
+            wish = _wish(settings, name, began)
+            done = train_own_text(wish, run, _report, interruption.is_asked, complete_batch)
             if done:
                 _tell(run)
     except KeyboardInterrupt:

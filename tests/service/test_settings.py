@@ -7,6 +7,7 @@ import pytest
 from model.attention.interface import ATTENTION_BACKENDS
 from model.manifest import read_manifest
 from service.settings import (
+    EvalSettings,
     GenerateSettings,
     ServeSettings,
     SettingsError,
@@ -164,6 +165,23 @@ def test_the_help_of_a_recipe_asks_for_a_file(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         read_settings(TrainSettings, ["--help"], command="train", summary="Train.")
     assert "--config FILE" in capsys.readouterr().out
+
+
+def test_a_flag_that_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def texts(*argv: str) -> tuple[str, ...]:
+        return read_settings(EvalSettings, ["--checkpoint", "c", *argv], command="eval", summary="Measure.").texts
+
+    assert texts() == ()
+    assert texts("--texts", "a=b", "--texts", "c=d=e") == ("a=b", "c=d=e")
+    monkeypatch.setenv("KVASIR_TEXTS", "a=b:c=d")
+    assert texts() == ("a=b", "c=d")
+    assert texts("--texts", "e=f") == ("e=f",)
+    for wrong in ("a", "=b", "a=", "a=b:a=c"):
+        monkeypatch.setenv("KVASIR_TEXTS", wrong)
+        with pytest.raises(
+            SettingsError, match=r"^KVASIR_TEXTS: must be NAME=FILE, each with a name of its own, not '"
+        ):
+            texts()
 
 
 def test_the_choice_of_attention_is_the_table_of_backends() -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from model.evaluation.samples import Complete
 from model.training.config import TrainConfig
 from model.training.train import RunSettings
+from service.batch_completion import complete_batch
 from service.commands import train as command
 
 RECIPE = Path(__file__).parents[2] / "model" / "training" / "configs" / "attention" / "alibi.toml"
@@ -21,8 +23,13 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[TrainConfig, RunSetti
     runs: list[tuple[TrainConfig, RunSettings]] = []
 
     def record(
-        config: TrainConfig, settings: RunSettings, report: Callable[[str], None], should_stop: Callable[[], bool]
+        config: TrainConfig,
+        settings: RunSettings,
+        report: Callable[[str], None],
+        should_stop: Callable[[], bool],
+        complete: Complete,
     ) -> bool:
+        assert complete is complete_batch, "the card's samples are the engine's"
         runs.append((config, settings))
         return True
 

@@ -230,17 +230,17 @@ def test_what_is_not_said_is_chosen(wishes: list[tuple[own_run.Wish, RunSettings
 def test_a_text_may_come_from_the_environment(
     wishes: list[tuple[own_run.Wish, RunSettings]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVASIR_CORPUS", "a.txt")
+    monkeypatch.setenv("KVASIR_CORPUS", "a.txt:b.txt")
     assert command.main(["--out", "x", "--minutes", "2.5", "--seed", "0"]) == 0
     ((wish, _),) = wishes
-    assert (wish.corpora, wish.minutes, wish.seed) == ((Path("a.txt"),), 2.5, 0)
+    assert (wish.corpora, wish.minutes, wish.seed) == ((Path("a.txt"), Path("b.txt")), 2.5, 0)
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {
-    "nothing": ([], "--corpus is needed, a text to learn from, or --config, a recipe"),
+    "nothing": ([], "give one of --corpus, a text to learn from, and --config, a recipe"),
     "both": (
         ["--corpus", "a.txt", "--config", "a.toml"],
-        "--corpus and --config exclude each other: a recipe names its",
+        "give one of --corpus, a text to learn from, and --config, a",
     ),
     "steps": (["--corpus", "a.txt", "--steps", "5"], "--steps goes with --config; with --corpus it is --minutes"),
     "minutes": (["--config", "a.toml", "--minutes", "5"], "--minutes goes with --corpus; with --config it is --steps"),

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from model.config import ModelConfig
+from model.evaluation.diversity import Diversity
 from model.evaluation.evaluation import Evaluation
+from model.evaluation.held_out import HeldOut
+from model.evaluation.prompts import PromptKind
 from model.evaluation.samples import Sample
 from model.training.card import describe_model, write_model_card
 from tests.model.configs import ROTARY
@@ -65,6 +68,33 @@ def test_it_says_what_the_recipe_says_and_no_more(tmp_path: Path) -> None:
 )
 def test_units_fit_what_was_measured(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     assert said in card(tmp_path, change)
+
+
+def test_what_was_measured_stands_in_tables(tmp_path: Path) -> None:
+    held_out = HeldOut(nats=9.0, num_tokens=8, num_bytes=20, num_greedy=3, documents=(-4.0, -5.0))
+    distinct = (0.1, 0.25, None)
+    diversity = [
+        Diversity(temperature=0.5, num_samples=80, num_words=1234, distinct=distinct, repetition=repeated)
+        for repeated in (0.0625, None)
+    ]
+    samples = [
+        Sample(prompt="The fox", completion=" ran.", kind=PromptKind.STORY),
+        Sample(prompt="Who\nare you?", completion="A fox.\n", kind=PromptKind.CHAT),
+    ]
+    measured = Evaluation(held_out={"aesop": held_out}, diversity=diversity, samples=samples)
+    source = TRAINING["sources"][0] | {"attribution": "Æsop | told by\nJacobs"}
+    write_model_card(tmp_path / "card.md", config(), TRAINING | {"sources": [source]}, measured)
+    text = (tmp_path / "card.md").read_text()
+    assert "| aesop | 2 | 0.6492 | 1.1250 | 37.5% |" in text
+    assert "| 0.5 | 1,234 | 0.100 | 0.250 | – | 0.062 |" in text
+    assert "| 0.5 | 1,234 | 0.100 | 0.250 | – | – |" in text
+    assert "| aesop | public domain | Æsop \\| told by Jacobs |" in text
+    assert "### Stories\n\n> **The fox** ran.\n\n### Answers" in text
+    assert "> **Who\n> are you?** A fox.\n" in text
+    assert "the prompts are those of every card" in text
+    assert "those of every card" not in card(tmp_path)
+    assert "###" not in card(tmp_path)
+    assert "## Attribution" not in card(tmp_path)
 
 
 def test_what_a_run_has_not_is_not_spoken_of(tmp_path: Path) -> None:

@@ -132,6 +132,8 @@ def test_whole_books_are_cut_at_line_ends(tmp_path: Path) -> None:
         ("broken.jsonl", b'{"text": "a"}\n{"text"', "line 2: expected a JSON object"),
         ("other.jsonl", b'{"body": "a"}', "line 1: expected a JSON object"),
         ("turns.jsonl", b'{"turns": [["X", "a"]]}', "line 1: expected a JSON object"),
+        ("words.jsonl", b'{"turns": [["U", [1]]]}', "line 1: expected a JSON object"),
+        ("list.jsonl", b'{"turns": [["U", []]]}', "line 1: expected a JSON object"),
         ("null.jsonl", b'{"text": null}', "line 1: expected a JSON object"),
         ("cut.jsonl.xz", lzma.compress(b'{"text": "a"}' * 99)[:-20], "not UTF-8 text"),
         ("broken.jsonl.xz", b"nothing", "not UTF-8 text|Input format"),

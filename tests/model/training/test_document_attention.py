@@ -45,7 +45,7 @@ def test_values_and_gradients_are_those_of_each_document_alone(
         for n in (heads, kv_heads, kv_heads)
     ]
     grad = torch.randn(starts[-1], heads, size, generator=generator).to(dtype)
-    out, _ = attend_documents(*inputs, torch.tensor(starts, dtype=torch.int32), 64, size**-0.5)
+    out, _ = attend_documents(*inputs, torch.tensor(starts, dtype=torch.int32), 64)
     expected = alone(*inputs, starts, size**-0.5)  # type: ignore[call-arg]
     torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance)
     ours = torch.autograd.grad(out, inputs, grad)
@@ -58,11 +58,12 @@ def test_the_operator_keeps_what_pytorch_asks_of_one() -> None:
     """Its shapes, its gradient, and that nothing it is given is changed or handed back: `torch.library.opcheck`."""
     inputs = [torch.randn(9, n, 16, requires_grad=True) for n in (4, 2, 2)]
     starts = torch.tensor([0, 4, 9], dtype=torch.int32)
-    torch.library.opcheck(attend_documents, (*inputs, starts, 8, 0.25))
+    torch.library.opcheck(attend_documents, (*inputs, starts, 8))
 
 
-def test_a_model_learns_from_packed_documents_what_it_learns_from_each() -> None:
-    config = ModelConfig.from_dict({**ROTARY, "vocab_size": 50})
+@pytest.mark.parametrize("score_scale", [None, 0.3])
+def test_a_model_learns_from_packed_documents_what_it_learns_from_each(score_scale: float | None) -> None:
+    config = ModelConfig.from_dict({**ROTARY, "vocab_size": 50, "score_scale": score_scale})
     model = Transformer(config, DocumentAttention(ATTENTION_BACKENDS["sdpa"]))
     model.initialize(1)
     lengths = (7, 1, 12)

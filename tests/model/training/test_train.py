@@ -17,6 +17,7 @@ from model.evaluation.held_out import evaluate
 from model.manifest import CheckpointError, read_manifest
 from model.tokenizer.native import load_native
 from model.training.config import SourceConfig, TrainConfig, load_train_config
+from model.training.data import CorpusError
 from model.training.optimizer import rate_factor
 from model.training.state import StateError, locked, read_log
 from model.training.train import RunSettings, train
@@ -197,6 +198,25 @@ def test_a_save_from_before_a_mechanism_came_can_be_resumed(tmp_path: Path) -> N
     said: list[str] = []
     assert not train(config(description="Fables."), settings(tmp_path, stop_after=3), said.append)
     assert "resuming at step 2 of 30" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "chat", "message"),
+    [
+        ("x\n\n" * 3 + SAMPLE.read_text(), "dialogue", "not a source of chat = 'dialogue': no 'turns'"),
+        ("\n\n".join(f"{n} {n}" for n in range(2000)), "story", "no conversation can be made of it"),
+        (SAMPLE.read_text(), "gossip", "'gossip' is not a valid ConversationKind"),
+    ],
+)
+def test_a_source_that_cannot_be_talked_about_is_refused_at_once(
+    tmp_path: Path, text: str, chat: str, message: str
+) -> None:
+    (tmp_path / "corpus.txt").write_text(text)
+    source = dataclasses.replace(
+        config().sources[0], path=tmp_path / "corpus.txt", held_out=0.0, chat=chat, chat_repeats=1.0
+    )
+    with pytest.raises(CorpusError, match=message):
+        train(config(sources=(source,), chat_steps=3), settings(tmp_path), lambda said: None)
 
 
 def test_another_corpus_of_the_same_name_is_another_run(tmp_path: Path) -> None:

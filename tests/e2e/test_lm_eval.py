@@ -1,0 +1,141 @@
+"""lm-evaluation-harness, unmodified, against a real server: its log-likelihoods are those of `kvasir eval`.
+
+Some texts are longer than the context, some look like templates. The tokenizer is the server's, which
+`local-completions` finds by itself, or the exported one.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.manifest import read_manifest
+from tests.e2e.process import Service, clean_environment, serving
+
+ROOT = Path(__file__).parents[2]
+CHECKPOINT = min((ROOT / "checkpoints").glob("*/manifest.json")).parent  # any that ships
+AESOP = (ROOT / "tests" / "data" / "aesop.txt").read_text()
+TEXTS = [
+    *AESOP.split("\n\n")[:6],
+    AESOP[:6000],
+    "{{ 1 + 1 }} <|endoftext|> ['a', 'b']",
+    "42",
+    "A 😀 in the café.\n\n\tDone.\n",
+]
+PAIRS = [
+    ("The dogs bark.", "The dogs barks."),
+    ("She has eaten the apple.", "She has ate the apple."),
+    ("Tom hurt himself.", "Tom hurt herself."),
+    ("42", "43"),
+]
+MARGIN = 1e-4
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with serving(CHECKPOINT, tmp_path_factory.mktemp("service")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `kvasir eval` writes: documents.jsonl, out.json, tasks/."""
+    directory = tmp_path_factory.mktemp("eval")
+    (directory / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    rows = [{"sentence_good": good, "sentence_bad": bad} for good, bad in PAIRS]
+    (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _run(
+        *("service.cli", "eval", "--checkpoint", CHECKPOINT, "--device", "cpu", "--threads", "1", "--samples", "0"),
+        *("--texts", f"Fables & co={directory / 'texts.jsonl'}", "--pairs", directory / "pairs.jsonl"),
+        *("--documents", directory / "documents.jsonl", "--out", directory / "out.json"),
+        *("--export-tasks", directory / "tasks"),
+    )
+    return directory
+
+
+def _run(*words: object, **variables: str) -> str:
+    command = [sys.executable, "-m", *map(str, words)]
+    environment = {**clean_environment(), **variables}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return done.stdout
+
+
+def run_harness(service: Service, tasks: Path, out: Path, *flags: str, **arguments: object) -> dict[str, Any]:
+    """The harness with no network but the service's; its results."""
+    manifest = read_manifest(CHECKPOINT)
+    told = {
+        "model": manifest.name,
+        "base_url": f"{service.url}/v1/completions",
+        "max_length": manifest.config.max_context_length,
+        **arguments,
+    }
+    _run(
+        *("lm_eval", "--model", "local-completions", "--include_path", tasks, "--log_samples", "--output_path", out),
+        *("--model_args", ",".join(f"{name}={value}" for name, value in told.items())),
+        *("--tasks", "kvasir_fables_co,kvasir_minimal_pairs", *flags),
+        HF_HUB_OFFLINE="1",
+        HF_DATASETS_OFFLINE="1",
+        HF_HOME=str(out / "hugging-face"),
+        NO_PROXY="127.0.0.1",
+        OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"),
+    )
+    (path,) = out.glob("*/results_*.json")
+    results: dict[str, Any] = json.loads(path.read_text())
+    return results
+
+
+def samples(out: Path, task: str) -> list[Any]:
+    """What the harness got for each document: its `resps`, in order."""
+    (path,) = out.glob(f"*/samples_{task}_*.jsonl")
+    rows = sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda row: row["doc_id"])
+    return [row["resps"] for row in rows]
+
+
+def check(measured: Path, out: Path, results: dict[str, Any]) -> None:
+    """Each document's and each sentence's log-likelihood, and what is made of them."""
+    rows = [json.loads(line) for line in (measured / "documents.jsonl").read_text().splitlines()]
+    texts, pairs = rows[: len(TEXTS)], rows[len(TEXTS) :]
+    theirs = samples(out, "kvasir_fables_co")
+    assert len(theirs) == len(texts) == len(TEXTS)
+    for row, responses in zip(texts, theirs, strict=True):
+        assert row["loglikelihood_rolling"] == pytest.approx(float(responses[0][0]), abs=MARGIN)
+    for row, responses in zip(pairs, samples(out, "kvasir_minimal_pairs"), strict=True):
+        good, bad = (float(response[0][0]) for response in responses)
+        assert (row["good"], row["bad"]) == (pytest.approx(good, abs=MARGIN), pytest.approx(bad, abs=MARGIN))
+    accuracy = json.loads((measured / "out.json").read_text())["pairs"]["accuracy"]
+    assert results["results"]["kvasir_minimal_pairs"]["acc,none"] == accuracy
+
+
+def test_the_harness_finds_the_tokenizer_on_the_server(service: Service, measured: Path, tmp_path: Path) -> None:
+    results = run_harness(service, measured / "tasks", tmp_path)
+    check(measured, tmp_path, results)
+
+
+def test_many_requests_at_once_and_an_exported_tokenizer(service: Service, measured: Path, tmp_path: Path) -> None:
+    """transformers takes a control mark in a text as one, so that text is left out here."""
+    tokenizer = tmp_path / "tokenizer"
+    _run("service.cli", "export-tokenizer", "--checkpoint", CHECKPOINT, "--out", tokenizer)
+    marked = next(number for number, text in enumerate(TEXTS) if "<|" in text)
+    chosen = {
+        "kvasir_fables_co": [number for number in range(len(TEXTS)) if number != marked],
+        "kvasir_minimal_pairs": list(range(len(PAIRS))),
+    }
+    flags = ("--batch_size", "4", "--samples", json.dumps(chosen))
+    run_harness(
+        *(service, measured / "tasks", tmp_path, *flags),
+        num_concurrent=4,
+        tokenizer_backend="huggingface",
+        tokenizer=tokenizer,
+    )
+    rows = [json.loads(line) for line in (measured / "documents.jsonl").read_text().splitlines()]
+    ours = [rows[number]["loglikelihood_rolling"] for number in chosen["kvasir_fables_co"]]
+    theirs = [float(responses[0][0]) for responses in samples(tmp_path, "kvasir_fables_co")]
+    assert ours == pytest.approx(theirs, abs=MARGIN)
