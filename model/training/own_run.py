@@ -234,7 +234,7 @@ def _prompt(document: str) -> str:
     """A text's first words, if possible without what a shell would have to be told about."""
     start = " ".join(document.split())[:_PROMPT_CHARACTERS]
     words = start.rsplit(" ", 1)[0] if " " in start else start[: _PROMPT_CHARACTERS // 2]
-    plain = re.split(r"['\"!`$\\]", words)[0].rstrip(" ,;:-")
+    plain = re.split(r"[\"'!`$\\]", words.lstrip("\"'“‘ "))[0].rstrip(" ,;:-")
     return plain if " " in plain else words
 
 

@@ -14,7 +14,9 @@ from model.config import ModelConfig
 from model.training.config import SourceConfig, TrainConfig
 from model.training.pace import DECAY_SHARE
 
-TOKENS_PER_PARAMETER = 8  # to see; fewer, and a smaller model gets further in the same time
+# What a model must see: fewer tokens for each of its parameters, or fewer passes over a small text, and a smaller model
+# gets further in the same time.
+TOKENS_PER_PARAMETER, ENOUGH_PASSES = 4, 12
 PARAMETERS_PER_TOKEN = 16  # of the text; more, and it is learned by heart at once
 MOST_PASSES = 24  # over the text; beyond, there is nothing left in it
 FEWEST_STEPS = 40
@@ -25,7 +27,7 @@ _SMALLEST_VOCABULARY, _LARGEST_VOCABULARY = 512, 8192
 _FEW_PASSES, _MANY_PASSES, _LARGE = 8, 16, 8  # when dropout begins; when it is more, for so many parameters a token
 _HEAD_SIZE = 32
 # Compiling takes half a minute and saves a fifth of each step.
-_COMPILE_SECONDS, _SPEEDUP, _COMPILE_FROM_SECONDS = 30.0, 1.25, 240.0
+_COMPILE_SECONDS, _SPEEDUP, _COMPILE_FROM_SECONDS = 30.0, 1.25, 480.0
 # What comes after the last step: the files and the picture of the loss; samples, drawn without a cache.
 _FINISHING_SECONDS, _SAMPLE_TOKENS, _SECONDS_A_LAYER = 4.0, 200, 0.001
 _LICENCE = "as its owner says"
@@ -121,14 +123,14 @@ class Plan:
 def vocabulary_size(num_bytes: int) -> int:
     """A power of two that grows with the root of the text: 512 for 50 KB, 8,192 for 12 MB and more."""
     power = round(math.log2(2.3 * math.sqrt(num_bytes)))
-    return min(max(2**power, _SMALLEST_VOCABULARY), _LARGEST_VOCABULARY)
+    return min(max(1 << power, _SMALLEST_VOCABULARY), _LARGEST_VOCABULARY)
 
 
 def make_plan(task: Task, seconds_left: Callable[[], float], seconds_a_step: Callable[[TrainConfig], float]) -> Plan:
     """Go up the ladder of sizes, measuring each, as long as time and text suffice for the next.
 
-    A size is too large when not even all passes that the text bears could be made in the time, nor as many as its
-    parameters ask for.
+    A size is too large when it could see neither as many tokens in the time as its parameters ask for, nor as many passes
+    over the text as are worth most.
 
     Args:
         seconds_left: for everything, from now on.
@@ -145,7 +147,7 @@ def make_plan(task: Task, seconds_left: Callable[[], float], seconds_a_step: Cal
             break
         speed = _speed(task, size, seconds_a_step)
         tokens = speed.steps(seconds_left()) * size.sequence_length * size.batch_size
-        if tokens < min(TOKENS_PER_PARAMETER * parameters, MOST_PASSES * task.num_tokens):
+        if tokens < min(TOKENS_PER_PARAMETER * parameters, ENOUGH_PASSES * task.num_tokens):
             why = "the largest that sees enough text in the time"
             break
         chosen = speed

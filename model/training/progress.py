@@ -24,11 +24,12 @@ class Progress:
         self._pace = pace
         self._report = report
         self._loss: float | None = None
-        self._seconds: float | None = None
+        self._seconds = 0.0
+        self._steps = 0
         self._held_out = ""
         self._said_at = -_LINE_SECONDS
         columns = (
-            BarColumn(bar_width=None, table_column=Column(ratio=1)),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=8)),
             TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
         )
         self._bar = RichProgress(*columns, expand=True, refresh_per_second=4) if sys.stdout.isatty() else None
@@ -49,7 +50,10 @@ class Progress:
     def update(self, config: TrainConfig, step: int, loss: float, seconds: float, held_out_loss: float | None) -> None:
         """One more step is done: its loss, its duration, and the held-out loss if it was measured."""
         self._loss = loss if self._loss is None else self._loss + (loss - self._loss) / _SMOOTHING
-        self._seconds = seconds if self._seconds is None else self._seconds + (seconds - self._seconds) / _SMOOTHING
+        self._steps += 1
+        # The first step may have waited for the compiler.
+        share = 1 / _SMOOTHING if self._steps > 2 else 1.0
+        self._seconds += (seconds - self._seconds) * share
         if held_out_loss is not None:
             self._held_out = f" (held out {held_out_loss:.2f})"
         left = self._pace.seconds_left(step, config)
