@@ -129,8 +129,8 @@ def vocabulary_size(num_bytes: int) -> int:
 def make_plan(task: Task, seconds_left: Callable[[], float], seconds_a_step: Callable[[TrainConfig], float]) -> Plan:
     """Go up the ladder of sizes, measuring each, as long as time and text suffice for the next.
 
-    A size is too large when it could see neither as many tokens in the time as its parameters ask for, nor as many passes
-    over the text as are worth most.
+    A size is too large when in the time it could see neither as many tokens as its parameters ask for, nor the text as
+    often as is worth most.
 
     Args:
         seconds_left: for everything, from now on.

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from model.manifest import read_manifest
 from model.training import pace as module
 from model.training.config import TrainConfig, load_train_config
 from model.training.optimizer import rate_factor
 from model.training.pace import Clock, Deadline, Pace
+from model.training.state import read_log
+from model.training.train import RunSettings, train
 
 RECIPE = Path(__file__).parents[3] / "model" / "training" / "configs" / "tales.toml"
 
@@ -162,6 +165,36 @@ def test_a_run_that_comes_back_after_its_deadline_decays_at_once(time: Time, tmp
         time.now += 0.5
         config = pace.after_step(step, config, None)
     assert config.steps < 310
+
+
+class Shorter(Pace):
+    """Makes a run shorter on its way."""
+
+    def after_step(self, step: int, config: TrainConfig, held_out_loss: float | None) -> TrainConfig:
+        super().after_step(step, config, held_out_loss)
+        return dataclasses.replace(config, steps=16, decay_steps=4) if step == 10 else config
+
+
+@pytest.mark.slow
+def test_a_run_that_is_shortened_is_the_shorter_run(tmp_path: Path) -> None:
+    planned_run = dataclasses.replace(planned(20), sample_prompts=("The king",), vocab_size=300, batch_size=2)
+    planned_run = dataclasses.replace(planned_run, model=dataclasses.replace(planned_run.model, vocab_size=300))
+    shorter = dataclasses.replace(planned_run, steps=16, decay_steps=4)
+    for name, config, pace in (("shortened", planned_run, Shorter()), ("short", shorter, Pace())):
+        settings = RunSettings(
+            run_directory=tmp_path / name,
+            checkpoint=tmp_path / f"{name}-model",
+            device="cpu",
+            precision="float32",
+            compile=False,
+            stop_after=None,
+            pace=pace,
+        )
+        assert train(config, settings, lambda text: None)
+    shortened, short = ([line["loss"] for line in read_log(tmp_path / n / "log.jsonl")] for n in ("shortened", "short"))
+    assert len(short) == 16
+    assert shortened == short
+    assert read_manifest(tmp_path / "shortened-model").training["steps"] == 16
 
 
 def test_without_a_deadline_the_config_stands(time: Time) -> None:
