@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from model.config import ModelConfig
@@ -21,6 +21,8 @@ from service.flags import FlagError, flag_of, parse_flags
 
 PREFIX = "KVASIR_"
 AutoOrCount = Literal["auto"] | Annotated[int, Field(ge=1)]
+# A variable holds several values as PATH does; flags give one each.
+LISTED = BeforeValidator(lambda value: value.split(os.pathsep) if isinstance(value, str) else value)
 Settings = TypeVar("Settings", bound=BaseSettings)
 
 
@@ -155,11 +157,24 @@ class TrainSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
 
-    config: Path = _option("run", "recipe: a TOML file, see docs/training.md", metavar="FILE")
+    corpus: Annotated[tuple[Path, ...], NoDecode, LISTED] = _option(
+        "a text of your own",
+        'text to learn from: .txt, .jsonl (a "text" a line), either also .xz, or a directory of such; may be repeated',
+        (),
+        metavar="FILE",
+    )
+    minutes: float | None = _option(
+        "a text of your own", "for everything, from start to finished checkpoint (default: 10)", None, gt=0, le=10_080
+    )
+    config: Path | None = _option("a recipe", "a TOML file, see docs/training.md", None, metavar="FILE")
+    steps: int | None = _option("a recipe", "optimizer steps (default: the recipe's)", None, ge=1)
     out: Path = _option("run", "directory of the finished checkpoint")
-    run_directory: Path | None = _option("run", "where to save and resume (default: runs/ and the recipe's name)", None)
-    steps: int | None = _option("run", "optimizer steps (default: the recipe's)", None, ge=1)
-    seed: int | None = _option("run", "of the weights and of the order of texts (default: the recipe's)", None, ge=0)
+    run_directory: Path | None = _option(
+        "run", "where to save and resume (default: runs/ and the name of --out, or of the recipe)", None
+    )
+    seed: int | None = _option(
+        "run", "of the weights and of the order of texts (default: 1, or the recipe's)", None, ge=0
+    )
     stop_after: int | None = _option("run", "save and leave after this step, as an interruption would", None, ge=1)
     device: Literal["auto", "cpu", "cuda"] = _option("hardware", "auto takes CUDA where there is any", "auto")
     precision: Literal["auto", "float32", "bfloat16"] = _option(
@@ -169,12 +184,22 @@ class TrainSettings(BaseSettings):
     attention: Literal["sdpa", "eager"] = _option("hardware", "attention backend", "sdpa")
     compile: bool = _option("hardware", "compile the model where a compiler is found; faster after a minute", True)
 
+    @model_validator(mode="after")
+    def _text_or_recipe(self) -> Self:
+        if bool(self.corpus) == (self.config is not None):
+            raise ValueError("give one of --corpus, a text to learn from, and --config, a recipe that names its texts")
+        if self.corpus and self.steps is not None:
+            raise ValueError("--steps goes with --config; with --corpus it is --minutes that says how long")
+        if self.config is not None and self.minutes is not None:
+            raise ValueError("--minutes goes with --corpus; with --config it is --steps that says how long")
+        return self
+
 
 class EvalSettings(CheckpointSettings):
     """`kvasir eval`."""
 
     config: Path | None = _option("what", "recipe whose held-out documents are measured", None, metavar="FILE")
-    texts: Annotated[tuple[str, ...], NoDecode] = _option(
+    texts: Annotated[tuple[str, ...], NoDecode, LISTED] = _option(
         "what", "texts to measure, .txt or .jsonl, either also .xz; may be given several times", (), metavar="NAME=FILE"
     )
     pairs: Path | None = _option(
@@ -193,11 +218,6 @@ class EvalSettings(CheckpointSettings):
     device: Literal["auto", "cpu", "cuda"] = _option("hardware", "auto takes CUDA where there is any", "auto")
     dtype: Literal["float32", "bfloat16"] = _option("hardware", "of weights and arithmetic", "float32")
     threads: AutoOrCount = _option("hardware", "CPU threads; auto: the CPUs we may use", "auto")
-
-    @field_validator("texts", mode="before")
-    @classmethod
-    def _variables_hold_a_list(cls, value: Any) -> Any:
-        return value.split(os.pathsep) if isinstance(value, str) else value
 
     @field_validator("texts")
     @classmethod

@@ -32,7 +32,8 @@ def commands(text: str = README) -> list[str]:
 
 # One tells of the next: they are run in order, and what they write goes elsewhere.
 BRING_YOUR_OWN = [command for command in commands() if " runs/" in command]
-ALONE = [command for command in commands() if command not in BRING_YOUR_OWN]
+TRAIN_YOUR_OWN = [command for command in commands() if "checkpoints/mine" in command]
+ALONE = [command for command in commands() if command not in (*BRING_YOUR_OWN, *TRAIN_YOUR_OWN)]
 RUNNABLE = [command for command in ALONE if command.startswith(("curl", ".venv/bin/kvasir generate"))]
 TEXT_ONLY = [c for c in ALONE if c.startswith((".venv/bin/kvasir tokenize", ".venv/bin/kvasir inspect"))]
 
@@ -43,9 +44,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield running
 
 
-def shell(command: str, url: str = URL) -> str:
+def shell(command: str, url: str = URL, seconds: float = 120) -> str:
     here = command.replace(URL, url).replace(".venv/bin/kvasir", f"{shlex.quote(sys.executable)} -m service.cli")
-    done = subprocess.run(here, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(here, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -71,6 +72,20 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
         assert shell(command).strip()
     words = shlex.split(served)
     assert words[1:3] == ["serve", "--checkpoint"]
+    with serving(Path(words[3]), tmp_path, *words[4:]) as running:
+        assert running.text("The king had three sons.", max_tokens=5)
+
+
+@pytest.mark.slow
+def test_a_model_trained_on_ones_own_text(tmp_path: Path) -> None:
+    mine = shlex.quote(str(tmp_path / "mine"))
+    trained, generated, served = [command.replace("checkpoints/mine", mine) for command in TRAIN_YOUR_OWN]
+    said = shell(f"{trained} --run-directory {shlex.quote(str(tmp_path / 'run'))}", seconds=400)
+    first = README[README.index(f"$ {TRAIN_YOUR_OWN[0]}\n") :].splitlines()[1]
+    assert said.startswith(first)
+    assert f"serve --checkpoint {mine}" in said
+    assert shell(generated).strip()
+    words = shlex.split(served)
     with serving(Path(words[3]), tmp_path, *words[4:]) as running:
         assert running.text("The king had three sons.", max_tokens=5)
 

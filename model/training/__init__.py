@@ -14,8 +14,14 @@ sentences  English text in lines and sentences, by simple rules
 config    TrainConfig: a TOML file, frozen and complete
 optimizer Muon for matrices, AdamW for the rest; the schedule
 state     save and resume a run, exactly, without pickle
+pace      how long a run will be: by its config, or until a deadline
 train     the loop: steps, held-out losses, saves
 progress  how far a run is, and for how long it still goes on
 finish    the end: the checkpoint directory, measured as it will be served
 card      MODEL_CARD.md from what was measured
+own_run   a text of one's own becomes a checkpoint within some minutes
+own_text  its files, checked, and cut into documents
+plan      its recipe: vocabulary, model and steps, from text, time and speed
+speed     how fast this machine trains a model
+recipe    a config written as a recipe
 """

@@ -24,7 +24,7 @@ class Optimizers:
         tables = {name: p for name, p in named.items() if p.ndim == 2 and name not in matrices}
         vectors = {name: p for name, p in named.items() if p.ndim == 1}
         self._names = {id(parameter): name for name, parameter in named.items()}
-        self._config = config
+        self.config = config
         self._muon = None
         if matrices:
             self._muon = torch.optim.Muon(
@@ -45,7 +45,7 @@ class Optimizers:
 
     def step(self, step: int) -> None:
         """Update the parameters from their gradients at the rates of this step, and drop the gradients."""
-        factor = rate_factor(step, self._config)
+        factor = rate_factor(step, self.config)
         for optimizer, peak in self._with_peaks():
             for group in optimizer.param_groups:
                 group["lr"] = peak * factor
@@ -55,8 +55,8 @@ class Optimizers:
     def _with_peaks(self) -> Iterator[tuple[torch.optim.Optimizer, float]]:
         """The optimizers and their highest rates."""
         if self._muon is not None:
-            yield self._muon, self._config.matrix_lr
-        yield self._adam, self._config.adam_lr
+            yield self._muon, self.config.matrix_lr
+        yield self._adam, self.config.adam_lr
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Every tensor both optimizers remember, by `<parameter>/<key>`."""

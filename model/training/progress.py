@@ -6,32 +6,35 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Column
+
+from model.training.config import TrainConfig
+from model.training.pace import Pace
 
 _LINE_SECONDS = 30.0
+_SMOOTHING = 20  # steps
 
 
 class Progress:
-    """Loss, tokens/s and time left, as a context manager around the loop."""
+    """Loss, tokens/s, time spent and time left, as a context manager around the loop."""
 
-    def __init__(self, steps: int, step: int, tokens_per_step: int, report: Callable[[str], None]) -> None:
-        self._steps = steps
-        self._tokens_per_step = tokens_per_step
+    def __init__(self, config: TrainConfig, step: int, pace: Pace, report: Callable[[str], None]) -> None:
+        self._pace = pace
         self._report = report
         self._loss: float | None = None
-        self._seconds: float | None = None
+        self._seconds = 0.0
+        self._steps = 0
         self._held_out = ""
         self._said_at = -_LINE_SECONDS
         columns = (
-            TextColumn("[bold]train"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=8)),
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
         )
-        self._bar = RichProgress(*columns, speed_estimate_period=300) if sys.stdout.isatty() else None
-        self._task = self._bar.add_task("", total=steps, completed=step) if self._bar else None
+        self._bar = RichProgress(*columns, expand=True, refresh_per_second=4) if sys.stdout.isatty() else None
+        waiting = f"step {step:,}/{config.steps:,}, the first one takes longest"
+        self._task = self._bar.add_task(waiting, total=config.steps, completed=step) if self._bar else None
 
     def __enter__(self) -> Self:
         if self._bar:
@@ -44,17 +47,35 @@ class Progress:
         if self._bar:
             self._bar.stop()
 
-    def update(self, step: int, loss: float, seconds: float, held_out_loss: float | None) -> None:
+    def update(self, config: TrainConfig, step: int, loss: float, seconds: float, held_out_loss: float | None) -> None:
         """One more step is done: its loss, its duration, and the held-out loss if it was measured."""
-        self._loss = loss if self._loss is None else self._loss + (loss - self._loss) / 20
-        self._seconds = seconds if self._seconds is None else self._seconds + (seconds - self._seconds) / 20
+        self._loss = loss if self._loss is None else self._loss + (loss - self._loss) / _SMOOTHING
+        self._steps += 1
+        # The first step may have waited for the compiler.
+        share = 1 / _SMOOTHING if self._steps > 2 else 1.0
+        self._seconds += (seconds - self._seconds) * share
         if held_out_loss is not None:
-            self._held_out = f", held out {held_out_loss:.3f}"
-        tokens = self._tokens_per_step / self._seconds
-        text = f"loss {self._loss:.3f}{self._held_out}, {tokens:,.0f} tokens/s"
+            self._held_out = f" (held out {held_out_loss:.2f})"
+        left = self._pace.seconds_left(step, config)
+        # What matters most stands first: a narrow terminal cuts the rest.
+        parts = (
+            "time left not known yet" if left is None else f"{duration(left)} left",
+            f"{duration(self._pace.spent)} spent",
+            f"loss {self._loss:.2f}{self._held_out}",
+            f"{config.tokens_per_step / self._seconds:,.0f} tokens/s",
+            f"step {step:,}/{config.steps:,}",
+        )
+        text = ", ".join(parts)
         if self._bar and self._task is not None:
-            self._bar.update(self._task, completed=step, description=text)
-        elif held_out_loss is not None or step == self._steps or time.monotonic() - self._said_at > _LINE_SECONDS:
+            self._bar.update(self._task, total=config.steps, completed=step, description=text)
+        elif step >= config.steps or time.monotonic() - self._said_at > _LINE_SECONDS:
             self._said_at = time.monotonic()
-            minutes = (self._steps - step) * self._seconds / 60
-            self._report(f"step {step:,}/{self._steps:,}: {text}, {minutes:.1f} min left")
+            self._report(text)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as h:mm:ss, or m:ss where there are no hours."""
+    whole = max(0, round(seconds))
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

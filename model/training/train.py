@@ -5,6 +5,7 @@ sees and which rate it uses are functions of the step alone; the rest of its pas
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 import shutil
@@ -29,6 +30,7 @@ from model.training.corpus import Corpus, read_corpus
 from model.training.data import check_sources
 from model.training.finish import FinishedRun, finish
 from model.training.optimizer import Optimizers
+from model.training.pace import Pace
 from model.training.packing import UNTRAINED, Batch, Batches, PackedDocuments
 from model.training.progress import Progress
 from model.training.state import (
@@ -53,6 +55,7 @@ class RunSettings:
     precision: "float32" or "bfloat16" (autocast: weights stay float32).
     stop_after: end early, as an interruption would, once that many steps are done; None for never.
     attention: the backend: "sdpa", or "eager" to see what the fused kernels are worth.
+    pace: watches the speed, and may change the number of steps while the learning rate is on its plateau.
     """
 
     run_directory: Path
@@ -62,6 +65,7 @@ class RunSettings:
     compile: bool
     stop_after: int | None
     attention: str = "sdpa"
+    pace: Pace = dataclasses.field(default_factory=Pace)
 
 
 def default_precision(device: str) -> str:
@@ -187,17 +191,16 @@ class Trainer:
 
     def run(self, report: Callable[[str], None], should_stop: Callable[[], bool]) -> bool:
         """Steps until the end or `stop_after`, saving as it goes. Returns whether the end was reached."""
-        config, settings = self.config, self.settings
+        settings, pace = self.settings, self.settings.pace
         if not self.step:
             self.save()  # from now on this directory is this run's
         else:
-            report(f"resuming at step {self.step:,} of {config.steps:,}")
-        stop = min(config.steps, settings.stop_after or config.steps)
+            report(f"resuming at step {self.step:,} of {self.config.steps:,}")
         saved_at = time.monotonic()
         log = RunLog(settings.run_directory / "log.jsonl", self.step)
-        with log, Progress(config.steps, self.step, config.tokens_per_step, report) as progress:
-            while self.step < stop and not should_stop():
-                began = time.monotonic()
+        with log, Progress(self.config, self.step, pace, report) as progress:
+            while self.step < self._last_step and not should_stop():
+                config, began = self.config, time.monotonic()
                 loss = self.train_step()
                 elapsed = time.monotonic() - began
                 self.seconds += elapsed
@@ -205,12 +208,21 @@ class Trainer:
                 if self._held_out and (self.step % config.evaluate_every == 0 or self.step == config.steps):
                     line |= self.held_out()
                 log.write(**line)
-                progress.update(self.step, loss, elapsed, line.get("held_out_loss"))
+                self._follow(pace.after_step(self.step, self.config, line.get("held_out_loss")))
+                progress.update(self.config, self.step, loss, elapsed, line.get("held_out_loss"))
                 if time.monotonic() - saved_at > 60 * config.checkpoint_minutes:
                     self.save()
                     saved_at = time.monotonic()
         self.save()
-        return self.step >= config.steps
+        return self.step >= self.config.steps
+
+    @property
+    def _last_step(self) -> int:
+        return min(self.config.steps, self.settings.stop_after or self.config.steps)
+
+    def _follow(self, config: TrainConfig) -> None:
+        """Go on with a config of another length."""
+        self.config = self.optimizers.config = config
 
     def train_step(self) -> float:
         """One optimizer step. Returns its loss, in nats a token.

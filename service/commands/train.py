@@ -1,16 +1,25 @@
-"""`kvasir train`: a recipe and its corpora become a checkpoint."""
+"""`kvasir train`: a text of one's own, or a recipe and its corpora, become a checkpoint."""
 
 import dataclasses
+import errno
+import json
+import os
+import re
+import shlex
+import shutil
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
 import torch
+from safetensors import SafetensorError
 
 from model.error_line import error_line
-from model.training.config import TrainConfig, load_train_config
+from model.training.config import MAX_NAME_CHARACTERS, TrainConfig, load_train_config
+from model.training.own_run import RECIPE_FILE, Wish, train_own_text
 from model.training.state import RUN_FILES
 from model.training.train import RunSettings, can_compile, default_precision, train
 from service.batch_completion import complete_batch
@@ -18,54 +27,139 @@ from service.engine_builder import free_bytes, keep_freed_memory
 from service.settings import SettingsError, TrainSettings, read_settings, usable_cpus
 
 _SUMMARY = (
-    "Train a model by a recipe and write its checkpoint, ready for `kvasir serve`. The run saves itself as it goes; "
-    "the same command goes on where it was interrupted, with the losses an uninterrupted run has."
+    "Train a model on a text of your own, or by a recipe, and write its checkpoint, ready for `kvasir serve`. The run "
+    "saves itself as it goes; the same command goes on where it was interrupted."
 )
 _INTERRUPTED = 130
+_MINUTES = 10.0
 
 
 class _Interruption:
-    """The first SIGINT or SIGTERM asks for a stop after the step at hand; the second ends the process."""
+    """The first SIGINT or SIGTERM asks for a stop after the step at hand; the second ends the process.
+
+    Before there is a step to wait for, when nothing would be lost, the first ends it too.
+    """
 
     def __init__(self) -> None:
-        self.asked = False
+        self._asked = False
+        self._steps = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._ask)
 
+    def is_asked(self) -> bool:
+        """Asked before each step."""
+        self._steps = True
+        return self._asked
+
+    @property
+    def came(self) -> bool:
+        """Whether there was one."""
+        return self._asked
+
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+        self._asked = True
         signal.signal(number, signal.SIG_DFL)
+        if not self._steps:
+            raise KeyboardInterrupt
+        print("\nstopping after this step; once more stops at once", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Exit codes: 0 done, 1 failed, 2 not understood, 130 interrupted and saved."""
+    began = time.monotonic() - _seconds_since_start()
     try:
         settings = read_settings(TrainSettings, argv, command="train", summary=_SUMMARY)
     except SettingsError as error:
         print(f"kvasir train: {error}", file=sys.stderr)
         return 2
     interruption = _Interruption()
+    run_directory = Path("runs")
     try:
-        config = load_train_config(settings.config)
-        if settings.steps is not None:
-            config = _with_steps(config, settings.steps)
-        if settings.seed is not None:
-            config = dataclasses.replace(config, seed=settings.seed)
-        run = _run_settings(settings, config)
-        _check_apart(run.checkpoint, run.run_directory)
-        _check_memory(config, run.device)
-        keep_freed_memory()
-        done = train(config, run, _report, lambda: interruption.asked, complete_batch)
-    except (ValueError, OSError) as error:
-        print(f"kvasir train: {error_line(str(error))}", file=sys.stderr)
+        if settings.config is not None:
+            config = _config(settings, settings.config)
+            run = _run_settings(settings, config.name)
+            run_directory = run.run_directory
+            _check_apart(run.checkpoint, run_directory)
+            _check_memory(config, run.device)
+            keep_freed_memory()
+            done = train(config, run, _report, interruption.is_asked, complete_batch)
+        else:
+            name = _name(settings.out)
+            run = _run_settings(settings, name)
+            run_directory = run.run_directory
+            _check_apart(run.checkpoint, run_directory)
+            keep_freed_memory()
+            wish = _wish(settings, name, began)
+            done = train_own_text(wish, run, _report, interruption.is_asked, complete_batch)
+            if done:
+                _tell(run)
+    except KeyboardInterrupt:
+        print("\nkvasir train: stopped; the same command goes on", file=sys.stderr)
+        return _INTERRUPTED
+    except (ValueError, OSError, SafetensorError) as error:
+        said = _disk_full(run_directory) if _is_disk_full(error) else str(error)
+        print(f"kvasir train: {error_line(said)}", file=sys.stderr)
         return 2 if isinstance(error, SettingsError) else 1
     except (RuntimeError, MemoryError) as error:  # torch's, whose message has several lines; a MemoryError has none
         said = next(iter(str(error).splitlines()), "out of memory")
         print(f"kvasir train: {error_line(said)}; if it is memory, lower batch_size or the sizes", file=sys.stderr)
         return 1
     if not done:
-        print(f"saved in {run.run_directory}; the same command goes on from here")
-    return _INTERRUPTED if interruption.asked and not done else 0
+        print(f"saved in {run_directory}; the same command goes on from here")
+    return _INTERRUPTED if interruption.came and not done else 0
+
+
+def _wish(settings: TrainSettings, name: str, began: float) -> Wish:
+    return Wish(
+        name=name,
+        corpora=settings.corpus,
+        minutes=_MINUTES if settings.minutes is None else settings.minutes,
+        seed=1 if settings.seed is None else settings.seed,
+        began=began,
+    )
+
+
+def _tell(run: RunSettings) -> None:
+    """How to talk to the finished model, in commands that can be copied."""
+    called = sys.argv[0]
+    program = called if Path(called).name == "kvasir" and shutil.which("kvasir") != called else "kvasir"
+    checkpoint = shlex.quote(str(run.checkpoint))
+    (prompt, *_) = load_train_config(run.run_directory / RECIPE_FILE).sample_prompts
+    body = shlex.quote(json.dumps({"prompt": prompt, "max_tokens": 100}, ensure_ascii=False))
+    header = "-H 'Content-Type: application/json'"
+    print(f"""
+To serve it, and to ask it from another terminal:
+
+  {program} serve --checkpoint {checkpoint}
+  curl -s http://127.0.0.1:8000/v1/completions {header} -d {body}
+
+Or here and now:
+
+  {program} generate --checkpoint {checkpoint} --prompt {shlex.quote(prompt)}
+""")
+
+
+def _is_disk_full(error: Exception) -> bool:
+    """The safetensors library tells it in words only."""
+    return (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left on device" in str(error)
+
+
+def _disk_full(run_directory: Path) -> str:
+    shutil.rmtree(run_directory / "state.partial", ignore_errors=True)  # of no use, and it holds some of the space
+    return f"{run_directory}: the disk is full; the last save is whole: free some space, and the same command goes on"
+
+
+def _name(out: Path) -> str:
+    """What the run and its model are called: as the directory, as far as a name may have its letters."""
+    return re.sub(r"[^\w.-]", "-", out.resolve().name).lstrip(".")[:MAX_NAME_CHARACTERS] or "own-text"
+
+
+def _config(settings: TrainSettings, path: Path) -> TrainConfig:
+    """The recipe, with what the flags replace."""
+    config = load_train_config(path)
+    if settings.steps is not None:
+        config = _with_steps(config, settings.steps)
+    return config if settings.seed is None else dataclasses.replace(config, seed=settings.seed)
 
 
 def _with_steps(config: TrainConfig, steps: int) -> TrainConfig:
@@ -105,14 +199,14 @@ def _check_memory(config: TrainConfig, device: str) -> None:
         )
 
 
-def _run_settings(settings: TrainSettings, config: TrainConfig) -> RunSettings:
+def _run_settings(settings: TrainSettings, name: str) -> RunSettings:
     has_cuda = torch.cuda.is_available()
     if settings.device == "cuda" and not has_cuda:
         raise ValueError("--device cuda: no CUDA device can be used here")
     device = "cuda" if has_cuda and settings.device != "cpu" else "cpu"
     torch.set_num_threads(usable_cpus() if settings.threads == "auto" else settings.threads)
     return RunSettings(
-        run_directory=settings.run_directory or Path("runs") / config.name,
+        run_directory=settings.run_directory or Path("runs") / name,
         checkpoint=settings.out,
         device=device,
         precision=default_precision(device) if settings.precision == "auto" else settings.precision,
@@ -124,3 +218,12 @@ def _run_settings(settings: TrainSettings, config: TrainConfig) -> RunSettings:
 
 def _report(text: str) -> None:
     print(text, flush=True)
+
+
+def _seconds_since_start() -> float:
+    """How long this process has been there, which is mostly the import of torch; 0 where the kernel does not tell."""
+    try:
+        started = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0

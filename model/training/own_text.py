@@ -1,0 +1,250 @@
+"""A text of one's own: files of whatever shape, checked and cut into documents of a size to learn from.
+
+Running text (a book, a chat log, verse) is cut into parts of about PART_CHARACTERS; texts that come one by one (JSON
+lines, `<|endoftext|>`, long pieces between blank lines) stay what they are, unless they are much longer than that.
+"""
+
+import hashlib
+import json
+import lzma
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.training.bpe import END_OF_TEXT
+from model.training.config import SourceConfig
+from model.training.contamination import leave_out_held_out
+from model.training.data import CorpusError, Document, Source
+
+LEAST_BYTES = 20_000
+MOST_BYTES = 2**30
+PART_CHARACTERS = 4000
+_FEWEST_PARTS = 25  # of a small text, so that some can be held out
+_DOCUMENT_CHARACTERS = 1000  # what blank lines part into shorter pieces on average are paragraphs, no documents
+_JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
+_TEXT_SUFFIXES = {".txt", ".text", ".md", *_JSON_SUFFIXES}
+_XZ = b"\xfd7zXZ\x00"
+_PLAIN = "give plain text in UTF-8"
+_KINDS = {
+    b"\x89PNG": f"a PNG picture; {_PLAIN}",
+    b"\xff\xd8\xff": f"a JPEG picture; {_PLAIN}",
+    b"GIF8": f"a GIF picture; {_PLAIN}",
+    b"%PDF": f"a PDF document; {_PLAIN}, as pdftotext writes it",
+    b"PK\x03\x04": f"a zip file or an office document; {_PLAIN}",
+    b"\x1f\x8b": "packed by gzip; unpack it, or pack it by xz",
+    b"BZh": "packed by bzip2; unpack it, or pack it by xz",
+    b"\x28\xb5\x2f\xfd": "packed by zstd; unpack it, or pack it by xz",
+    b"\x7fELF": f"a program; {_PLAIN}",
+}
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_BLANK_LINES = re.compile(r"\n[^\S\n]*\n\s*")
+# Where a part may end, the best first: after a sentence, at a line's end, between words.
+_ENDS = tuple(map(re.compile, (r"[.!?…。！？][\"'”’»)]*(?=\s|$)|[。！？]", r"(?=\n)", r"(?=\s)")))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnText:
+    """What was read: the SHA-256 of each file, and the documents, no two of them the same.
+
+    form: in words, how the text was parted. num_bytes: of the documents, as UTF-8.
+    """
+
+    digests: dict[str, str]
+    documents: list[str]
+    form: str
+    num_bytes: int
+
+
+def read_own_text(paths: Sequence[Path]) -> OwnText:
+    """Read files, and all texts in directories.
+
+    Raises:
+        CorpusError: a file is missing or no text, a line of JSON has no "text", or all of it is too little.
+    """
+    files = [file for path in paths for file in _files(path)]
+    named = str(paths[0]) if len(paths) == 1 else f"{len(files)} files"
+    digests: dict[str, str] = {}
+    texts: list[tuple[str, bool]] = []  # and whether it came as one document
+    total = 0
+    for file in files:
+        raw = _read(file)
+        digests[str(file)] = hashlib.sha256(raw).hexdigest()
+        text = _decoded(file, raw)
+        total += len(raw)
+        if total > MOST_BYTES:
+            raise CorpusError(
+                f"{named}: over {MOST_BYTES // 2**20:,} MB of text; give a part of it, minutes are too few"
+            )
+        texts += _texts(file, text)
+    if not any(text.strip() for text, _ in texts):
+        empty = all(not text for text, _ in texts)
+        raise CorpusError(f"{named}: {'empty' if empty else 'only white space in it'}; give a file with text")
+    size = num_bytes(text for text, _ in texts)
+    _check_size(named, size, "of text")
+    documents, form = _documented(texts)
+    unique = list({_normalised(document): document for document in documents}.values())
+    unlike = num_bytes(unique)
+    _check_size(named, unlike, f"that differ, the rest of {size_in_words(size)} says the same again")
+    return OwnText(digests=digests, documents=unique, form=form, num_bytes=unlike)
+
+
+def hold_out(documents: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Documents to learn from, in their order, and those held out: by hash, a twentieth, a tenth of a small text, no
+    fewer than two and no more than can be measured quickly.
+
+    None are held out where half of the others would have to go with them, because they quote them.
+    """
+    total = sum(map(len, documents))
+    wanted = min(total * (0.1 if total < 200_000 else 0.05), 120_000)
+    held_out: set[int] = set()
+    size = 0
+    for index in sorted(range(len(documents)), key=lambda i: hashlib.blake2b(documents[i].encode()).digest()):
+        if size >= wanted and len(held_out) >= 2:
+            break
+        held_out.add(index)
+        size += len(documents[index])
+    kept = [document for index, document in enumerate(documents) if index not in held_out]
+    held = [documents[index] for index in sorted(held_out)]
+    unlike = _without_quotations(kept, held)
+    return (unlike, held) if 2 * len(unlike) >= len(kept) else (list(documents), [])
+
+
+def _without_quotations(documents: Sequence[str], held_out: Sequence[str]) -> list[str]:
+    config = SourceConfig(name="text", path=Path(), repeats=1, held_out=0.0, licence="")
+    train = [Document(text=text, record={}) for text in documents]
+    (source,) = leave_out_held_out([Source(config=config, sha256="", train=train, held_out=list(held_out))])
+    return [document.text for document in source.train]
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    found = sorted(
+        file
+        for file in path.rglob("*")
+        if file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        and (file.with_suffix("") if file.suffix == ".xz" else file).suffix in _TEXT_SUFFIXES
+    )
+    if not found:
+        raise CorpusError(f"{path}: a directory without texts (.txt, .md or .jsonl, also as .xz)")
+    return found
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MOST_BYTES + 1)
+        if not raw.startswith(_XZ):
+            return raw
+        unpacker = lzma.LZMADecompressor()
+        unpacked = unpacker.decompress(raw, MOST_BYTES + 1)
+    except FileNotFoundError as error:
+        raise CorpusError(f"{path}: no such file") from error
+    except OSError as error:
+        raise CorpusError(f"{path}: {error.strerror}") from error
+    except lzma.LZMAError as error:
+        raise CorpusError(f"{path}: packed by xz, and damaged: {error}") from error
+    if not unpacker.eof and len(unpacked) <= MOST_BYTES:
+        raise CorpusError(f"{path}: packed by xz, and cut off; fetch or pack it again")
+    return unpacked
+
+
+def _decoded(path: Path, raw: bytes) -> str:
+    if raw.startswith(_UTF16):
+        advice = f"convert it: iconv -f UTF-16 -t UTF-8 {path.name} > utf8-{path.name}"
+        raise CorpusError(f"{path}: UTF-16, and texts are read as UTF-8; {advice}")
+    for start, kind in _KINDS.items():
+        if raw.startswith(start):
+            raise CorpusError(f"{path}: not a text but {kind}" if "packed" not in kind else f"{path}: {kind}")
+    if (place := raw.find(b"\0")) >= 0:
+        raise CorpusError(f"{path}: not a text, byte {place:,} is zero; {_PLAIN}")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        advice = f"convert it, perhaps by: iconv -f WINDOWS-1252 -t UTF-8 {path.name} > utf8-{path.name}"
+        raise CorpusError(f"{path}: not UTF-8 text, from byte {error.start:,} on; {advice}") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _texts(path: Path, text: str) -> Iterator[tuple[str, bool]]:
+    """The texts of a file, and of each whether it is a document."""
+    if (path.with_suffix("") if path.suffix == ".xz" else path).suffix in _JSON_SUFFIXES:
+        for number, line in enumerate(text.split("\n"), start=1):
+            if line.strip():
+                yield _json_text(path, number, line), True
+        return
+    if END_OF_TEXT in text:
+        yield from ((part.strip("\n"), True) for part in text.split(END_OF_TEXT))
+        return
+    pieces = _BLANK_LINES.split(text)
+    if len(pieces) > 1 and len(text) >= len(pieces) * _DOCUMENT_CHARACTERS:
+        yield from ((piece, True) for piece in pieces)
+    else:
+        yield text, False
+
+
+def _json_text(path: Path, number: int, line: str) -> str:
+    where = f"{path}, line {number:,}"
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise CorpusError(f'{where}: not JSON; each line must be an object with a "text"') from error
+    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+        found = (
+            f"its keys are {', '.join(map(json.dumps, list(record)[:5]))}" if isinstance(record, dict) else "no object"
+        )
+        raise CorpusError(f'{where}: no "text", {found}; each line must be an object with a "text"')
+    # Half a character, which JSON can write and UTF-8 cannot.
+    return str(record["text"]).encode("utf-8", "replace").decode().replace("\r\n", "\n")
+
+
+def _documented(texts: Sequence[tuple[str, bool]]) -> tuple[list[str], str]:
+    """Documents of a size to learn from, and in words what they are."""
+    total = sum(len(text) for text, _ in texts)
+    size = max(400, min(PART_CHARACTERS, total // _FEWEST_PARTS))
+    documents: list[str] = []
+    parted = 0
+    for text, is_document in texts:
+        parts = [text] if is_document and len(text) <= 3 * size else list(_parts(text, size))
+        documents += [part for part in (part.strip("\n") for part in parts) if part.strip()]
+        parted += len(parts) > 1
+    if not parted:
+        return documents, f"{len(documents):,} documents"
+    what = "running text" if len(texts) == 1 else f"{len(texts):,} texts"
+    return documents, f"{what}, cut at sentences into {len(documents):,} documents of about {size:,} characters"
+
+
+def _parts(text: str, size: int) -> Iterator[str]:
+    """A text in parts of `size` to half as many characters again, which end where a reader would pause."""
+    start = 0
+    while len(text) - start > 3 * size // 2:
+        ends = (pattern.search(text, start + size, start + 3 * size // 2) for pattern in _ENDS)
+        end = next((match.end() for match in ends if match), start + size)
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def _check_size(named: str, size: int, what: str) -> None:
+    if size < LEAST_BYTES:
+        needed = f"at least {size_in_words(LEAST_BYTES)} are needed, some ten pages, to learn anything of a language"
+        raise CorpusError(f"{named}: {size_in_words(size)} {what}; {needed}")
+
+
+def size_in_words(size: int) -> str:
+    """A number of bytes, in the unit that shows two digits of it."""
+    for unit, length in (("MB", 10**6), ("KB", 10**3)):
+        if size >= length:
+            return f"{size / length:.{0 if size >= 10 * length else 1}f} {unit}"
+    return f"{size} bytes"
+
+
+def num_bytes(texts: Iterable[str]) -> int:
+    """Bytes of texts, as UTF-8."""
+    return sum(len(text.encode()) for text in texts)
+
+
+def _normalised(text: str) -> str:
+    return "".join(text.lower().split())

@@ -1,0 +1,175 @@
+"""A text of one's own: what is read, how it is cut, and what is refused in which words."""
+
+import gzip
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+
+from model.training import own_text
+from model.training.data import CorpusError
+from model.training.own_text import LEAST_BYTES, hold_out, read_own_text
+
+SENTENCES = [f"The fox and her {number} children went home by way {number * 7}." for number in range(2000)]
+RUNNING = " ".join(SENTENCES)
+
+
+def written(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def lines(texts: list[str]) -> str:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+def squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def test_running_text_without_a_line_break_is_cut_at_sentences_and_nothing_is_lost(tmp_path: Path) -> None:
+    text = read_own_text([written(tmp_path / "a.txt", RUNNING)])
+    assert squeezed("".join(text.documents)) == squeezed(RUNNING)
+    assert len(text.documents) >= 20
+    assert all(document.rstrip().endswith(".") for document in text.documents)
+    assert max(map(len, text.documents)) <= own_text.PART_CHARACTERS * 1.5
+    assert text.form.startswith("running text, cut at sentences into")
+
+
+@pytest.mark.parametrize(
+    ("unit", "end"),
+    [("a line without a stop ", "\n"), ("кот и пёс ", " "), ("猫と犬は家に帰りました", "。"), ("x", "")],
+)
+def test_text_of_any_kind_is_cut(tmp_path: Path, unit: str, end: str) -> None:
+    content = "".join(f"{unit}{number}{end}" for number in range(8000))
+    text = read_own_text([written(tmp_path / "a.txt", content)])
+    assert squeezed("".join(text.documents)) == squeezed(content)
+    assert len(text.documents) >= 15
+
+
+def test_paragraphs_are_no_documents_and_keep_their_blank_lines(tmp_path: Path) -> None:
+    paragraphs = "\n\n".join(" ".join(SENTENCES[start : start + 5]) for start in range(0, 2000, 5))
+    text = read_own_text([written(tmp_path / "a.txt", paragraphs)])
+    assert len(text.documents) < 40
+    assert all("\n\n" in document for document in text.documents)
+
+
+def test_long_pieces_between_blank_lines_are_documents(tmp_path: Path) -> None:
+    pieces = [" ".join(SENTENCES[start : start + 40]) for start in range(0, 2000, 40)]
+    text = read_own_text([written(tmp_path / "a.txt", "\n\n".join(pieces))])
+    assert text.documents == pieces
+    assert text.form == "50 documents"
+
+
+def test_end_marks_and_json_lines_part_documents(tmp_path: Path) -> None:
+    stories = SENTENCES[:1000]
+    marked = written(tmp_path / "a.txt", "\n<|endoftext|>\n".join(stories))
+    listed = written(tmp_path / "b.jsonl", "\n" + lines(stories))
+    assert read_own_text([marked]).documents == stories
+    assert read_own_text([listed]).documents == stories
+
+
+def test_packed_files_and_directories_are_read(tmp_path: Path) -> None:
+    plain = read_own_text([written(tmp_path / "a.txt", RUNNING)])
+    (tmp_path / "all" / "deep").mkdir(parents=True)
+    written(tmp_path / "all" / "deep" / "a.txt.xz", lzma.compress(RUNNING.encode()))
+    written(tmp_path / "all" / "picture.png", b"\x89PNG")
+    written(tmp_path / "all" / ".hidden.txt", "hidden")
+    packed = read_own_text([tmp_path / "all"])
+    assert packed.documents == plain.documents
+    assert list(packed.digests.values()) == list(plain.digests.values())
+
+
+def test_several_files_are_one_text_and_the_same_twice_counts_once(tmp_path: Path) -> None:
+    first = written(tmp_path / "a.txt", RUNNING[: len(RUNNING) // 2])
+    second = written(tmp_path / "b.txt", RUNNING[len(RUNNING) // 2 :])
+    both = read_own_text([first, second])
+    assert set(both.digests) == {str(first), str(second)}
+    again = read_own_text([written(tmp_path / "c.jsonl", lines(SENTENCES * 2))])
+    assert again.documents == SENTENCES
+
+
+def test_line_ends_of_other_systems_and_a_byte_order_mark_are_no_text(tmp_path: Path) -> None:
+    ours = read_own_text([written(tmp_path / "a.txt", "\n".join(SENTENCES))])
+    theirs = read_own_text([written(tmp_path / "b.txt", b"\xef\xbb\xbf" + "\r\n".join(SENTENCES).encode())])
+    assert theirs.documents == ours.documents
+
+
+def test_half_a_character_in_json_does_not_stop_anything(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", '{"text": "\\ud800 lonely"}\n' + lines(SENTENCES))
+    assert read_own_text([path]).documents[0] == "? lonely"
+
+
+REFUSED: dict[str, tuple[str, bytes, str]] = {
+    "empty": ("a.txt", b"", "{path}: empty; give a file with text"),
+    "white": ("a.txt", b" \n\t" * 9000, "{path}: only white space in it; give a file with text"),
+    "small": ("a.txt", RUNNING[:3000].encode(), "{path}: 3.0 KB of text; at least 20 KB are needed"),
+    "repeated": ("a.txt", b"The fox ran.\n" * 10_000, "KB that differ, the rest of 130 KB says the same again"),
+    "picture": ("a.txt", b"\x89PNG\r\n\x1a\n", "{path}: not a text but a PNG picture; give plain text in UTF-8"),
+    "document": ("a.txt", b"%PDF-1.7", "{path}: not a text but a PDF document; give plain text in UTF-8, as pdftotext"),
+    "gzip": ("a.txt", gzip.compress(b"x"), "{path}: packed by gzip; unpack it, or pack it by xz"),
+    "cut off": ("a.txt.xz", lzma.compress(RUNNING.encode())[:-20], "{path}: packed by xz, and cut off"),
+    "damaged": ("a.txt.xz", lzma.compress(b"x" * 999)[:20] + b"no", "{path}: packed by xz, and"),
+    "zero": ("a.txt", b"abc\0", "{path}: not a text, byte 3 is zero"),
+    "utf-16": ("a.txt", RUNNING.encode("utf-16"), "{path}: UTF-16, and texts are read as UTF-8; convert it: iconv"),
+    "latin": ("a.txt", b"caf\xe9", "{path}: not UTF-8 text, from byte 3 on; convert it, perhaps by: iconv"),
+    "json": ("a.jsonl", b'{"text": "a"}\n{"text": "b\n', '{path}, line 2: not JSON; each line must be an object'),
+    "key": ("a.jsonl", b'{"content": "a"}\n', '{path}, line 1: no "text", its keys are "content"; each line must be'),
+    "number": ("a.jsonl", b'{"text": 1}\n', '{path}, line 1: no "text", its keys are "text"; each line must be'),
+    "list": ("a.jsonl", b'["a"]\n', '{path}, line 1: no "text", no object; each line must be an object with a "text"'),
+    "nested": ("a.jsonl", b"[" * 100_000, "{path}, line 1: not JSON"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_no_text_is_refused_in_a_line(tmp_path: Path, what: str) -> None:
+    name, content, message = REFUSED[what]
+    path = written(tmp_path / name, content)
+    with pytest.raises(CorpusError) as caught:
+        read_own_text([path])
+    assert message.format(path=path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match=r"nope\.txt: no such file"):
+        read_own_text([tmp_path / "nope.txt"])
+    with pytest.raises(CorpusError, match="a directory without texts"):
+        read_own_text([tmp_path])
+
+
+def test_there_is_a_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_text, "MOST_BYTES", 100_000)
+    path = written(tmp_path / "a.txt", RUNNING)
+    packed = written(tmp_path / "a.txt.xz", lzma.compress(RUNNING.encode()))
+    for given in ([path], [packed]):
+        with pytest.raises(CorpusError, match="give a part of it"):
+            read_own_text(given)
+
+
+def test_a_few_documents_are_held_out_whatever_their_number(tmp_path: Path) -> None:
+    for count in (500, 1200, 2000):
+        documents = read_own_text([written(tmp_path / "a.txt", " ".join(SENTENCES[:count]))]).documents
+        kept, held_out = hold_out(documents)
+        assert len(held_out) >= 2
+        assert sorted(kept + held_out) == sorted(documents)
+        assert 0.03 < sum(map(len, held_out)) / sum(map(len, documents)) < 0.25
+    assert hold_out(list(reversed(documents)))[1] == list(reversed(held_out))
+
+
+def test_of_a_large_text_no_more_is_held_out_than_can_be_measured() -> None:
+    documents = [f"{number} " + "word " * 10 + str(number * 13) for number in range(60_000)]
+    assert sum(map(len, hold_out(documents)[1])) < 130_000
+
+
+def test_nothing_is_held_out_of_texts_that_all_quote_each_other() -> None:
+    same = " ".join(f"word{number}" for number in range(30))
+    documents = [f"{number} {same}" for number in range(100)]
+    assert hold_out(documents) == (documents, [])
+
+
+def test_the_least_is_what_the_message_says(tmp_path: Path) -> None:
+    size = len(SENTENCES[0])
+    enough = RUNNING[: LEAST_BYTES + size]
+    assert read_own_text([written(tmp_path / "a.txt", enough)]).num_bytes >= LEAST_BYTES

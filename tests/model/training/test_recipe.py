@@ -1,0 +1,37 @@
+"""A config written as a recipe is read as the same config."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from model.training.config import SourceConfig, TrainConfig, load_train_config
+from model.training.recipe import write_recipe
+
+RECIPES = sorted((Path(__file__).parents[3] / "model" / "training" / "configs").rglob("*.toml"))
+
+
+def resolved(config: TrainConfig) -> TrainConfig:
+    sources = tuple(dataclasses.replace(source, path=source.path.resolve()) for source in config.sources)
+    return dataclasses.replace(config, sources=sources)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_survives(path: Path, tmp_path: Path) -> None:
+    config = load_train_config(path)
+    write_recipe(tmp_path / "recipe.toml", config, ("a remark",))
+    assert (tmp_path / "recipe.toml").read_text().startswith("# a remark\nname = ")
+    assert resolved(load_train_config(tmp_path / "recipe.toml")) == resolved(config)
+
+
+def test_letters_of_any_kind_survive_and_a_text_beside_it_moves_with_it(tmp_path: Path) -> None:
+    odd = 'a "quoted" \\ back\nslash\ttab \x7f \x01 ünï 猫 😀'
+    config = load_train_config(RECIPES[0])
+    beside = SourceConfig(name="text", path=tmp_path / "here" / "text.jsonl", repeats=1, held_out=0.0, licence=odd)
+    config = dataclasses.replace(config, description=odd, sample_prompts=(odd, "b"), sources=(beside,))
+    (tmp_path / "here").mkdir()
+    write_recipe(tmp_path / "here" / "recipe.toml", config)
+    (tmp_path / "here").rename(tmp_path / "there")
+    moved = load_train_config(tmp_path / "there" / "recipe.toml")
+    assert moved.sources[0].path == tmp_path / "there" / "text.jsonl"
+    assert (moved.description, moved.sample_prompts, moved.sources[0].licence) == (odd, (odd, "b"), odd)
