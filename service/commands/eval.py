@@ -135,7 +135,7 @@ def _load(settings: EvalSettings, manifest: Manifest) -> Transformer:
 
 def _print(manifest: Manifest, evaluation: Evaluation) -> None:
     """The tables, to stdout."""
-    console = Console()
+    console = Console(markup=False)  # names of splits and of pairs are somebody else's
     title = f"{manifest.name}, {manifest.config.num_parameters:,} parameters"
     if evaluation.held_out:
         table = _table(title, "held out", "documents", "tokens", "bits/byte", "nats/token", "top-1")

@@ -150,6 +150,16 @@ def test_what_cannot_be_measured_is_one_line(run: Run, flags: tuple[str, ...], c
     assert error.count("\n") == 1
 
 
+def test_names_are_no_markup(run: Run, texts: Path, tmp_path: Path) -> None:
+    """Somebody else's names: of splits, and in files of pairs."""
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"sentence_good": "a hen", "sentence_bad": "hen a", "UID": "[/order]"}))
+    code, told, said = run("--texts", f"[bold]={texts}", "--pairs", path, "--samples", 0)
+    assert code == 0, said
+    assert "[bold]" in told
+    assert "[/order]" in told
+
+
 def test_a_damaged_checkpoint(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(tiny_checkpoint, tmp_path / "copy"))
     (copy / "config.json").write_text("{}")
