@@ -163,12 +163,13 @@ def _config(settings: TrainSettings, path: Path) -> TrainConfig:
 
 
 def _with_steps(config: TrainConfig, steps: int) -> TrainConfig:
-    """Another length, with warm-up and decay in proportion."""
+    """Another length, with warm-up, decay and conversations in proportion."""
     return dataclasses.replace(
         config,
         steps=steps,
         warmup_steps=min(config.warmup_steps, steps // 4),
         decay_steps=config.decay_steps * steps // config.steps,
+        chat_steps=config.chat_steps * steps // config.steps,
     )
 
 

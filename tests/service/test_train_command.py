@@ -40,7 +40,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[TrainConfig, RunSetti
 
 def run(*flags: str) -> int:
     threads = str(torch.get_num_threads())
-    return command.main(["--config", str(RECIPE), "--out", "out", "--device", "cpu", "--threads", threads, *flags])
+    recipe = [] if "--config" in flags else ["--config", str(RECIPE)]
+    return command.main([*recipe, "--out", "out", "--device", "cpu", "--threads", threads, *flags])
 
 
 def test_without_flags_it_is_the_recipe(started: list[tuple[TrainConfig, RunSettings]]) -> None:
@@ -55,6 +56,18 @@ def test_flags_replace_the_recipes(started: list[tuple[TrainConfig, RunSettings]
     ((config, settings),) = started
     assert (config.seed, config.steps, config.warmup_steps, config.decay_steps) == (7, 60, 15, 20)
     assert (settings.attention, settings.compile, settings.precision) == ("eager", False, "float32")
+
+
+def test_conversations_are_shortened_with_the_rest(
+    started: list[tuple[TrainConfig, RunSettings]], tmp_path: Path
+) -> None:
+    recipe = tmp_path / "talks.toml"
+    source = {"name": '"g"', "path": '"g.jsonl"', "repeats": 1, "held_out": 0.0, "licence": '""', "chat_repeats": 1}
+    lines = [f'extends = "{RECIPE}"', "chat_steps = 90", "[[sources]]", *(f"{k} = {v}" for k, v in source.items())]
+    recipe.write_text("\n".join(lines))
+    assert run("--config", str(recipe), "--steps", "60") == 0
+    ((config, _),) = started
+    assert (config.steps, config.decay_steps, config.chat_steps) == (60, 20, 9)
 
 
 @pytest.mark.parametrize("flags", [("--seed", "-1"), ("--attention", "flash"), ("--steps", "0")])
