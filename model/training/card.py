@@ -15,6 +15,7 @@ from model.evaluation.prompts import PromptKind
 from model.evaluation.samples import COUNTED_TOKENS, SHOWN_TEMPERATURE, SHOWN_TOP_P, Sample
 from model.kinds import AttentionKind, NormKind, NormPlacement, PositionKind
 from model.training.config import TrainConfig
+from model.training.contamination import RUN_WORDS
 
 LOSS_CURVE_FILE = "loss.png"
 
@@ -37,7 +38,7 @@ _DATA = """
 
 {facts}
 """
-_SPLIT = "No held-out text stands in training (compared by letters and digits)."
+_SPLIT = f"No training document shares {RUN_WORDS} words in a row with a held-out text of any source, or is one."
 _RESULT = "The weights are a result computed from these texts and contain none of the files."
 _ATTRIBUTIONS = """
 ## Attribution
@@ -112,7 +113,12 @@ def write_model_card(
     evaluation: Evaluation,
 ) -> None:
     """The card beside the weights. What a run has not (held-out texts, samples, a description) has no place in it."""
-    sections = [_architecture(config), _data(training), _attributions(training["sources"]), _recipe(config, training)]
+    sections = [
+        _architecture(config),
+        _data(config, training),
+        _attributions(training["sources"]),
+        _recipe(config, training),
+    ]
     sections += [_held_out(evaluation.held_out), _diversity(evaluation.diversity), _samples(evaluation.samples)]
     path.write_text("\n".join(section.strip() + "\n" for section in sections if section))
 
@@ -211,9 +217,9 @@ def _positions(model: ModelConfig) -> str:
     return text + (f" ({model.rope_scaling.kind} scaling)" if model.rope_scaling is not None else "")
 
 
-def _data(training: Mapping[str, Any]) -> str:
+def _data(config: TrainConfig, training: Mapping[str, Any]) -> str:
     sources = "\n".join(
-        f"| {s['name']} | {s['documents']:,} | {s['repeats']} | {s['held_out_documents']:,} | {s['licence']} |"
+        f"| {s['name']} | {s['documents']:,} | {_repeats(config, s)} | {s['held_out_documents']:,} | {s['licence']} |"
         f" `{s['sha256'][:16]}` |"
         for s in training["sources"]
     )
@@ -223,26 +229,50 @@ def _data(training: Mapping[str, Any]) -> str:
     return _DATA.format(sources=sources, facts=textwrap.fill(" ".join([*facts, _RESULT]), 120))
 
 
+def _repeats(config: TrainConfig, source: Mapping[str, Any]) -> str:
+    told = source.get("chat_repeats", 0) if config.chat_steps else 0
+    return f"{source['repeats']}" + (f", {told} in conversations" if told else "")
+
+
 def _recipe(config: TrainConfig, training: Mapping[str, Any]) -> str:
-    averaged = training["final_loss_steps"]
-    which = f"the mean of the last {averaged} steps" if averaged > 1 else "its only step"
+    of_texts = training["tokens"] - config.chat_steps * config.tokens_per_step
     return f"""## Recipe
 
 {training["steps"]:,} steps of {config.batch_size} x {config.sequence_length} tokens
-({_amount(training["tokens"], training["epoch_tokens"])}), Muon on the matrices (peak {config.matrix_lr})
+({_amount(training["tokens"], of_texts / training["epoch_tokens"])}), Muon on the matrices (peak {config.matrix_lr})
 and AdamW on the rest (peak {config.adam_lr}), {config.warmup_steps} steps of warm-up, {config.decay_steps} of linear
 decay, weight decay {config.weight_decay}, gradients clipped at {config.grad_clip}, computed in
 {training["precision"]}; seed {config.seed}, commit `{training["commit"][:12]}`.
 {training["hardware"]}: {_duration(training["seconds"])}.
 
-![loss curve]({LOSS_CURVE_FILE})
+{_choices(config)}![loss curve]({LOSS_CURVE_FILE})
 
-Training loss at the end, {which}: {training["final_loss"]:.4f} nats a token.
-"""
+{_final_loss(config, training)}"""
 
 
-def _amount(tokens: int, epoch_tokens: int) -> str:
-    epochs = tokens / epoch_tokens
+def _choices(config: TrainConfig) -> str:
+    """What not every recipe does."""
+    parts = []
+    if config.mask_documents:
+        parts.append("Attention stays within a document.")
+    if config.dropout:
+        parts.append(f"Dropout of {config.dropout} on what each half of a block adds.")
+    if config.chat_steps:
+        parts.append(f"The last {config.chat_steps:,} steps learn conversations, and of these what the assistant says.")
+    return textwrap.fill(" ".join(parts), 120) + "\n\n" if parts else ""
+
+
+def _final_loss(config: TrainConfig, training: Mapping[str, Any]) -> str:
+    """Nothing where the log of the run is lost."""
+    averaged = training["final_loss_steps"]
+    if not averaged:
+        return ""
+    which = f"the mean of the last {averaged} steps" if averaged > 1 else "its only step"
+    of = ", of the chat phase" if config.chat_steps >= averaged else ""
+    return f"Training loss at the end, {which}{of}: {training['final_loss']:.4f} nats a token.\n"
+
+
+def _amount(tokens: int, epochs: float) -> str:
     counted = f"{tokens / 1e6:.1f} million" if tokens >= 1_000_000 else f"{tokens:,}"
     return f"{counted} tokens, {epochs:.1f} epochs" if epochs >= 1 else f"{counted} tokens, {epochs:.2g} of an epoch"
 

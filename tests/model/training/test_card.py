@@ -70,6 +70,29 @@ def test_units_fit_what_was_measured(tmp_path: Path, change: dict[str, Any], sai
     assert said in card(tmp_path, change)
 
 
+def test_the_recipes_choices_are_named(tmp_path: Path) -> None:
+    talked = dataclasses.replace(config().sources[0], name="talk", repeats=0, chat_repeats=0.5)
+    sources = [
+        TRAINING["sources"][0] | {"chat_repeats": 0.0},
+        TRAINING["sources"][0] | {"name": "talk", "repeats": 0, "chat_repeats": 0.5},
+    ]
+    text = card(
+        tmp_path,
+        {"sources": sources, "epoch_tokens": 1280, "final_loss_steps": 10},
+        **{"sources": (*config().sources, talked), "chat_steps": 10, "dropout": 0.1, "mask_documents": True},
+    )
+    assert "(3,840 tokens, 2.0 epochs)" in text, "of 30 steps 20 learn texts"
+    assert "Attention stays within a document. Dropout of 0.1 on" in text
+    assert "The last 10 steps learn conversations" in " ".join(text.split())
+    assert "the mean of the last 10 steps, of the chat phase: 3.25" in text
+    assert "| aesop | 90 | 1 | 10 |" in text
+    assert "| talk | 90 | 0, 0.5 in conversations | 10 |" in text
+    assert "shares 20 words in a row with a held-out text" in " ".join(text.split())
+    plain = card(tmp_path)
+    for absent in ("Attention stays", "Dropout", "conversations", "chat phase"):
+        assert absent not in plain
+
+
 def test_what_was_measured_stands_in_tables(tmp_path: Path) -> None:
     held_out = HeldOut(nats=9.0, num_tokens=8, num_bytes=20, num_greedy=3, documents=(-4.0, -5.0))
     distinct = (0.1, 0.25, None)
