@@ -14,6 +14,7 @@ from model.config import ModelConfig
 _T = TypeVar("_T")
 _ADVICE = "give a recipe, such as model/training/configs/tales.toml; docs/training.md says what stands in one"
 MAX_NAME_CHARACTERS = 200  # it names a directory, and the manifest takes it
+MAX_VOCAB_SIZE = 2**16  # the token ids of a corpus lie in memory, two bytes each
 # Of integers what a generator takes as its seed, of numbers what is far beyond any use: the optimizers have float32.
 _LARGEST: Mapping[object, int] = {int: 2**63 - 1, (int, float): 10**9}
 _OF_SOURCES = ("sources", "description", "sample_prompts")  # the last two speak of the texts of the first
@@ -124,6 +125,8 @@ class TrainConfig:
         for name in ("vocab_size", "sequence_length", "batch_size", "steps", "evaluate_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise ValueError(f"vocab_size must be at most {MAX_VOCAB_SIZE:,}, not {self.vocab_size:,}")
         if min(self.warmup_steps, self.decay_steps) < 0 or self.warmup_steps + self.decay_steps > self.steps:
             raise ValueError("warmup_steps and decay_steps must not be negative and must fit into steps")
         if not 0 <= self.chat_steps < self.steps:

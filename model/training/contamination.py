@@ -70,7 +70,7 @@ class _Runs:
 
     def _words(self, text: str) -> list[int]:
         numbers = self._numbers
-        words: Iterable[str] = _WORD.findall(text.lower())
+        words: Iterable[str] = _WORD.findall(text.lower()) or [text.strip()]  # of emoji and the like the whole is one
         return [numbers.setdefault(word, len(numbers)) for word in words]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from model.chatml import knows_chatml
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.native import SPEC_FILE, load_native, save_native
 from model.training.bpe import train_bpe
@@ -19,7 +20,7 @@ from model.training.mixture import Mixture, TokenizedSource
 from model.training.packing import ROUND_BATCHES, Batches
 
 _PRETRAINING, _CHAT = 0, 1  # tell the orders of the phases apart
-_LONGEST = 2**31  # of a piece where documents are not cut
+_STREAM_BATCHES = ROUND_BATCHES // 8  # tokens of a piece where documents are a stream: a round has room for several
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ class Corpus:
 
     def _mixture(self, sources: Sequence[TokenizedSource], tag: int) -> Mixture:
         config = self.config
-        length = config.sequence_length if config.mask_documents else _LONGEST
+        length = config.sequence_length if config.mask_documents else _STREAM_BATCHES * config.tokens_per_step
         round_length = ROUND_BATCHES * config.tokens_per_step
         return Mixture(sources, piece_length=length, round_length=round_length, seed=config.seed, tag=tag)
 
@@ -153,6 +154,11 @@ def _tokenizer(
         texts = (document.text for source in sources if source.config.repeats for document in source.train)
         save_native(train_bpe(texts, config.vocab_size, chat=config.chat_steps > 0), directory)
     tokenizer = load_native(directory)
+    if config.chat_steps and not knows_chatml(tokenizer.special_tokens):
+        raise ValueError(
+            f"{directory}: the run was begun without conversations, and its tokenizer has no marks for them; set "
+            f"chat_steps = 0, or use another --run-directory"
+        )
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(f"{directory}: its tokenizer has {tokenizer.vocab_size} tokens, not {config.vocab_size}")
     if tokenizer.vocab_size < config.vocab_size:

@@ -73,11 +73,13 @@ def read_source(config: SourceConfig) -> Source:
     missing = set(config.held_out_ids)
     try:
         for record in _records(config.path):
+            # A dialogue stays whole: its turns, which conversations are made of, belong to all of it.
+            parts = [record["text"]] if "turns" in record else _parts(record["text"])
             if str(record.get("id")) in config.held_out_ids:
                 missing.discard(str(record["id"]))
-                held_out.extend(_parts(record["text"]))
+                held_out.extend(part for part in parts if part.strip())
                 continue
-            for part in _parts(record["text"]):
+            for part in parts:
                 if not part.strip():
                     continue
                 if _share(record["text"] if len(record["text"]) <= _BOOK_CHARACTERS else part) < config.held_out:
@@ -98,7 +100,7 @@ def read_source(config: SourceConfig) -> Source:
 
 def _share(text: str) -> float:
     """A number from 0 to 1 that depends on the text alone."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big") / 2**64
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
@@ -115,7 +117,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
                 text = transcript(record["turns"]) if "turns" in record else record["text"]
                 if not isinstance(text, str):
                     raise TypeError("not a string")
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 raise CorpusError(f'{path}, line {number}: expected a JSON object with a "text" or "turns"') from error
             yield {**record, "text": text}
 

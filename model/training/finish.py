@@ -123,7 +123,7 @@ def _facts(run: FinishedRun, log: list[dict[str, float]]) -> dict[str, Any]:
         "hardware": _hardware(run.device),
         "torch": torch.__version__,
         "commit": _commit(),
-        "final_loss": float(np.mean([line["loss"] for line in last])),
+        "final_loss": float(np.mean([line["loss"] for line in last])) if last else None,  # where the log is lost
         "final_loss_steps": len(last),
         "sources": [_source_facts(source) for source in run.corpus.sources],
     }
@@ -155,10 +155,15 @@ def _hardware(device: str) -> str:
     return f"{threads} thread{'s' if threads > 1 else ''} of {os.cpu_count()} CPUs, {model}"
 
 
+def _git(*command: str) -> str:
+    whole = ["git", "-C", str(Path(__file__).parent), *command]
+    return subprocess.run(whole, capture_output=True, check=True, text=True).stdout.strip()
+
+
 def _commit() -> str:
     """The repository's commit, or "unknown" outside of one."""
     try:
-        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        return subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
+        # Installed in an environment inside of a repository, this file is none of that repository's.
+        return [_git(*command) for command in (("ls-files", "--error-unmatch", __file__), ("rev-parse", "HEAD"))][-1]
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -150,11 +150,14 @@ class RunLog:
 
 
 def read_log(path: Path) -> list[dict[str, float]]:
-    """All complete lines; a line cut off by a crash is passed over."""
+    """All complete lines; a line that a crash cut off, or a power cut filled with zeros, is passed over."""
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")[:-1]
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    read = []
+    for line in path.read_text(errors="replace").split("\n")[:-1]:
+        with contextlib.suppress(ValueError):
+            read.append(json.loads(line))
+    return [line for line in read if isinstance(line, dict) and "step" in line]
 
 
 def clone_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -182,8 +182,10 @@ class Trainer:
         return PackedDocuments.of(batch, self.config.sequence_length)
 
     def _loss_of(self, inputs_T: Tensor, targets_T: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """The mean over the tokens that are learned; 0 where none is, as in the middle of a long question."""
         logits_TV = self.model(inputs_T, metadata, None)
-        return functional.cross_entropy(logits_TV, targets_T, ignore_index=UNTRAINED)
+        total = functional.cross_entropy(logits_TV, targets_T, ignore_index=UNTRAINED, reduction="sum")
+        return total / (targets_T != UNTRAINED).sum().clamp(min=1)
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         enabled = self.settings.precision == "bfloat16"
@@ -234,14 +236,15 @@ class Trainer:
         if self.config.mask_documents:
             torch._dynamo.mark_dynamic(batch.starts_N, 0)  # every batch has another number of documents
         if self.config.dropout:
-            torch.manual_seed(self.config.seed * 2**32 + self.step)  # what is left out depends on the step alone
+            # What is left out depends on the step alone. A seed of the generator has 64 bits.
+            torch.manual_seed((self.config.seed * 2**32 + self.step) % 2**63)
         with self._autocast():
             loss = self._loss(batch.inputs_T, batch.targets_T, self._metadata(batch))
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
         self.optimizers.step(self.step)
         value = float(loss.detach())
-        if not math.isfinite(value):
+        if not math.isfinite(value) or not math.isfinite(norm):  # such weights must not be saved
             raise ValueError(f"the loss became {value} at step {self.step}; lower matrix_lr and adam_lr")
         self.step += 1
         return value

@@ -1,0 +1,148 @@
+"""What a run must bear: texts nobody expected, logs that were damaged, choices that do not go together."""
+
+import dataclasses
+import json
+import math
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from model.training import finish
+from model.training.config import SourceConfig, TrainConfig
+from model.training.contamination import leave_out_held_out
+from model.training.corpus import read_corpus
+from model.training.data import CorpusError, read_source
+from model.training.mixture import TokenizedSource
+from model.training.packing import ROUND_BATCHES
+from model.training.state import read_log
+from model.training.train import train
+from tests.model.training.test_train import config, losses, settings
+
+
+def source(path: Path, records: Iterable[dict[str, object]], **changes: object) -> SourceConfig:
+    """A .jsonl file of these records."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    values = {"name": path.stem, "path": path, "repeats": 1, "held_out": 0.0, "licence": "none"}
+    return SourceConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def with_dialogues(path: Path, question: str, **changes: object) -> TrainConfig:
+    """A run that ends by the answers to a question."""
+    turns = [["U", question], ["S", "Yes."]]
+    told = source(path, ({"turns": turns} for _ in range(8)), repeats=0, chat="dialogue", chat_repeats=1.0)
+    return config(sources=(*config().sources, told), **changes)
+
+
+def test_a_batch_without_a_target_teaches_nothing(tmp_path: Path) -> None:
+    """The middle of a question that is longer than a batch."""
+    recipe = with_dialogues(tmp_path / "dialogues.jsonl", "why " * 400, chat_steps=10, batch_size=2)
+    assert train(recipe, settings(tmp_path), lambda said: None)
+    assert 0.0 in losses(tmp_path, "run")[-10:]
+    assert all(map(math.isfinite, losses(tmp_path, "run")))
+
+
+def test_conversations_need_a_tokenizer_with_their_marks(tmp_path: Path) -> None:
+    """Said at once, not hours later when they begin."""
+    train(config(), settings(tmp_path, stop_after=2), lambda said: None)
+    with pytest.raises(ValueError, match="its tokenizer has no marks for them; set chat_steps = 0"):
+        train(with_dialogues(tmp_path / "d.jsonl", "Why?", chat_steps=5), settings(tmp_path), lambda said: None)
+
+
+@pytest.mark.parametrize("seed", [2**32, 2**63 - 1])
+def test_any_seed_draws_what_is_left_out(tmp_path: Path, seed: int) -> None:
+    assert not train(config(seed=seed, dropout=0.1), settings(tmp_path, stop_after=2), lambda said: None)
+    assert len(losses(tmp_path, "run")) == 2
+
+
+def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient can overflow where the loss does not."""
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(math.inf))
+    run = settings(tmp_path)
+    with pytest.raises(ValueError, match="at step 0; lower matrix_lr"):
+        train(config(checkpoint_minutes=1e-9), run, lambda said: None)
+    assert json.loads((run.run_directory / "state" / "run.json").read_text())["step"] == 0
+
+
+def test_a_log_that_a_power_cut_damaged_does_not_stop_a_run(tmp_path: Path) -> None:
+    train(config(), settings(tmp_path, stop_after=3), lambda said: None)
+    log = tmp_path / "run" / "log.jsonl"
+    log.write_bytes(log.read_bytes() + b'\0\0\0\0}\n[]\n{"st\xff')
+    assert [line["step"] for line in read_log(log)] == [0, 1, 2]
+    assert not train(config(), settings(tmp_path, stop_after=4), lambda said: None)
+    assert len(losses(tmp_path, "run")) == 4
+
+
+def test_a_run_whose_log_is_lost_names_no_loss(tmp_path: Path) -> None:
+    run = settings(tmp_path)
+    assert train(config(), run, lambda said: None)
+    (run.run_directory / "log.jsonl").unlink()
+    assert train(config(), run, lambda said: None)
+    facts = json.loads((run.checkpoint / "manifest.json").read_text())["training"]
+    assert (facts["final_loss"], facts["final_loss_steps"]) == (None, 0)
+    assert "Training loss at the end" not in (run.checkpoint / "MODEL_CARD.md").read_text()
+
+
+def test_the_commit_is_this_projects_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installed below a repository of its user, the package is not part of that."""
+    shutil.copy(finish.__file__, tmp_path / "finish.py")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@localhost"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "theirs"], check=True)
+    monkeypatch.setattr(finish, "__file__", str(tmp_path / "finish.py"))
+    assert finish._commit() == "unknown"
+    subprocess.run([*git, "add", "finish.py"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
+    assert finish._commit() == head.strip()
+
+
+def test_half_a_character_is_as_good_as_any(tmp_path: Path) -> None:
+    """JSON can name it, UTF-8 cannot hold it."""
+    records = ({"text": f"{number} hens \ud83d " * 30} for number in range(20))
+    told = source(tmp_path / "halves.jsonl", records, held_out=0.2)
+    recipe = config(sources=(told,), vocab_size=262, model=dataclasses.replace(config().model, vocab_size=262))
+    assert not train(recipe, settings(tmp_path, stop_after=1), lambda said: None)
+
+
+def test_endless_brackets_are_no_document(tmp_path: Path) -> None:
+    told = source(tmp_path / "deep.jsonl", ())
+    told.path.write_text('{"text": ' + "[" * 100_000 + "\n")
+    with pytest.raises(CorpusError, match="line 1: expected a JSON object"):
+        read_source(told)
+
+
+def test_texts_without_a_letter_are_told_apart(tmp_path: Path) -> None:
+    records = ({"text": "☃♪"[number % 2] * (1 + number)} for number in range(100))
+    read = read_source(source(tmp_path / "signs.jsonl", records, held_out=0.1))
+    assert read.held_out
+    assert leave_out_held_out([read])[0].left_out == 0
+    same = dataclasses.replace(read, train=[*read.train, dataclasses.replace(read.train[0], text=read.held_out[0])])
+    assert leave_out_held_out([same])[0].left_out == 1
+
+
+def test_a_dialogue_is_held_out_as_a_whole(tmp_path: Path) -> None:
+    """Conversations are made of its turns: if a part of it were trained on, all of it would be."""
+    turns = [["US"[number % 2], f"{number} is a number. " * 40] for number in range(200)]
+    read = read_source(source(tmp_path / "long.jsonl", [{"turns": turns}], held_out=0.5))
+    assert len(read.train) + len(read.held_out) == 1
+
+
+def test_of_a_document_longer_than_a_round_every_part_comes(tmp_path: Path) -> None:
+    recipe = config()
+    length = 3 * ROUND_BATCHES * recipe.tokens_per_step
+    whole = TokenizedSource(
+        token_ids=np.arange(length, dtype=np.uint16), starts=np.array([0, length]), trained=None, repeats=1.0
+    )
+    corpus = dataclasses.replace(read_corpus(recipe, tmp_path, lambda said: None), texts=[whole])
+    batches = corpus.batches(corpus.pretraining)
+    seen = {int(token) for number in range(8 * ROUND_BATCHES) for token in batches.batch(number).inputs_T}
+    assert len(seen) > 0.9 * length
+
+
+def test_more_tokens_than_two_bytes_can_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="vocab_size must be at most 65,536, not 65,537"):
+        config(vocab_size=65_537)
