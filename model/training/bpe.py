@@ -24,6 +24,9 @@ SPLIT_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 
+# What has no spaces, such as DNA, is counted in parts: each merge reads all of every word that it touches.
+_LONGEST_WORD = 256
+
 Pair = tuple[int, int]
 
 
@@ -43,6 +46,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, chat: bool = False) -> B
     split = regex.compile(SPLIT_PATTERN)
     for text in texts:
         words.update(split.findall(text))
+    for word in [word for word in words if len(word) > _LONGEST_WORD]:
+        count = words.pop(word)
+        for start in range(0, len(word), _LONGEST_WORD):
+            words[word[start : start + _LONGEST_WORD]] += count
     tokens = [bytes([byte]) for byte in range(256)]
     for left, right in _merges(words, vocab_size - smallest):
         tokens.append(tokens[left] + tokens[right])

@@ -64,3 +64,11 @@ def test_equal_corpora_in_another_order_give_the_same_tokenizer() -> None:
 def test_refuses_a_vocabulary_without_room_for_the_bytes() -> None:
     with pytest.raises(ValueError, match="need 257"):
         train_bpe(["a"], 256)
+
+
+def test_a_word_without_an_end_is_learned_in_parts() -> None:
+    """As DNA is written: all of it at once would be read for each merge."""
+    whole, parts = ("ab" * 128 + "cd" * 128) * 2, ("ab" * 128, "cd" * 128)
+    tokenizer = train_bpe([whole], 300)
+    assert tokenizer.ranks == train_bpe([" ".join(("", *parts, *parts)).replace(" ", "\n")], 300).ranks
+    assert tokenizer.decode(tokenizer.encode(whole)) == whole
