@@ -88,9 +88,12 @@ def train_own_text(
         CheckpointError, StateError, OSError: as `train`; the text is another than the run began with.
     """
     directory = settings.run_directory
-    text = read_own_text(wish.corpora)
+    # Where these lie in a directory of texts, they are none of them.
+    text = read_own_text(wish.corpora, apart=(directory, settings.checkpoint))
     _remove_half_written(directory, settings.checkpoint)
     check_writable(settings.checkpoint)
+    if not (directory / RECIPE_FILE).exists():
+        (directory / _CLOCK_FILE).unlink(missing_ok=True)  # of an attempt that led to nothing
     clock = Clock(directory / _CLOCK_FILE, wish.began)
     with locked(directory):
         if (directory / RECIPE_FILE).exists():

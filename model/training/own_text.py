@@ -8,7 +8,7 @@ import hashlib
 import json
 import lzma
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,13 +56,14 @@ class OwnText:
     num_bytes: int
 
 
-def read_own_text(paths: Sequence[Path]) -> OwnText:
-    """Read files, and all texts in directories.
+def read_own_text(paths: Sequence[Path], apart: Iterable[Path] = ()) -> OwnText:
+    """Read files, and all texts in directories but for those in the directories `apart`.
 
     Raises:
         CorpusError: a file is missing or no text, a line of JSON has no "text", or all of it is too little.
     """
-    files = [file for path in paths for file in _files(path)]
+    without = {path.resolve() for path in apart}
+    files = [file for path in paths for file in _files(path, without)]
     named = str(paths[0]) if len(paths) == 1 else f"{len(files)} files"
     digests: dict[str, str] = {}
     texts: list[tuple[str, bool]] = []  # and whether it came as one document
@@ -117,7 +118,7 @@ def _without_quotations(documents: Sequence[str], held_out: Sequence[str]) -> li
     return [document.text for document in source.train]
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path, without: Collection[Path]) -> list[Path]:
     if not path.is_dir():
         return [path]
     found = sorted(
@@ -126,6 +127,7 @@ def _files(path: Path) -> list[Path]:
         if file.is_file()
         and not any(part.startswith(".") for part in file.relative_to(path).parts)
         and (file.with_suffix("") if file.suffix == ".xz" else file).suffix in _TEXT_SUFFIXES
+        and without.isdisjoint(file.resolve().parents)
     )
     if not found:
         raise CorpusError(f"{path}: a directory without texts (.txt, .md or .jsonl, also as .xz)")

@@ -75,6 +75,23 @@ def losses(run_directory: Path) -> list[float]:
     return [line["loss"] for line in log]
 
 
+def test_an_attempt_that_led_to_nothing_takes_no_time_from_the_next(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_seconds_since_start", lambda: 600.0)
+    assert run("--minutes", "9") == 1
+    assert "too few --minutes" in capsys.readouterr().err
+    monkeypatch.setattr(command, "_seconds_since_start", lambda: 0.0)
+    assert run("--minutes", "9", "--stop-after", "1") == 0
+    assert json.loads((here / "runs" / "mine" / "clock.json").read_text()) < 540
+
+
+def test_a_run_inside_its_directory_of_texts_goes_on(here: Path) -> None:
+    for steps in ("1", "2"):
+        assert run("--corpus", ".", "--stop-after", steps) == 0
+    assert len(losses(here / "runs" / "mine")) == 2
+
+
 @pytest.mark.slow
 def test_killed_and_interrupted_it_goes_on_to_what_its_recipe_describes(here: Path) -> None:
     process = start(here)

@@ -173,3 +173,12 @@ def test_the_least_is_what_the_message_says(tmp_path: Path) -> None:
     size = len(SENTENCES[0])
     enough = RUNNING[: LEAST_BYTES + size]
     assert read_own_text([written(tmp_path / "a.txt", enough)]).num_bytes >= LEAST_BYTES
+
+
+def test_what_is_written_into_a_directory_of_texts_is_none_of_them(tmp_path: Path) -> None:
+    written(tmp_path / "a.txt", RUNNING)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    written(tmp_path / "runs" / "mine" / "clock.json", "3.5")
+    (tmp_path / "link").symlink_to(tmp_path / "runs" / "mine", target_is_directory=True)
+    text = read_own_text([tmp_path], apart=[tmp_path / "runs" / "mine", tmp_path / "none"])
+    assert list(text.digests) == [str(tmp_path / "a.txt")]
