@@ -8,7 +8,7 @@ import hashlib
 import json
 import lzma
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,7 +118,7 @@ def _without_quotations(documents: Sequence[str], held_out: Sequence[str]) -> li
     return [document.text for document in source.train]
 
 
-def _files(path: Path, without: Collection[Path]) -> list[Path]:
+def _files(path: Path, without: Set[Path]) -> list[Path]:
     if not path.is_dir():
         return [path]
     found = sorted(
