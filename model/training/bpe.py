@@ -25,7 +25,7 @@ SPLIT_PATTERN = (
 )
 
 # What has no spaces, such as DNA, is counted in parts: each merge reads all of every word that it touches.
-_LONGEST_WORD = 256
+_LONGEST_WORD = 64
 
 Pair = tuple[int, int]
 
