@@ -174,7 +174,9 @@ class Trainer:
     def _batch(self) -> Batch:
         """What this step learns from."""
         start = self.config.chat_start
-        return self._pretraining.batch(self.step) if self.step < start else self._chat.batch(self.step - start)
+        if self.config.chat_steps and self.step >= start:
+            return self._chat.batch(self.step - start)
+        return self._pretraining.batch(self.step)
 
     def _metadata(self, batch: Batch) -> AttentionMetadata:
         if not self.config.mask_documents:
