@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from model.attention.form import AttentionForm
 from model.attention.interface import AttentionBackend
@@ -56,7 +56,7 @@ class DocumentAttention:
         return out_THD
 
 
-@torch.library.custom_op("kvasir::attend_documents", mutates_args=())
+@library.custom_op("kvasir::attend_documents", mutates_args=())
 def attend_documents(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor, max_length: int
 ) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,7 @@ def attend_documents(
     return out_THD, q_THD.new_zeros((q_THD.shape[1], q_THD.shape[0]), dtype=torch.float32)
 
 
-@torch.library.custom_op("kvasir::attend_documents_backward", mutates_args=())
+@library.custom_op("kvasir::attend_documents_backward", mutates_args=())
 def attend_documents_backward(
     grad_THD: Tensor,
     q_THD: Tensor,

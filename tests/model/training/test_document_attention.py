@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, library
 from torch.nn import functional
 
 from model.attention.interface import ATTENTION_BACKENDS
@@ -55,10 +55,10 @@ def test_values_and_gradients_are_those_of_each_document_alone(
 
 
 def test_the_operator_keeps_what_pytorch_asks_of_one() -> None:
-    """Its shapes, its gradient, and that nothing it is given is changed or handed back: `torch.library.opcheck`."""
+    """Its shapes, its gradient, and that nothing it is given is changed or handed back, by PyTorch's own check."""
     inputs = [torch.randn(9, n, 16, requires_grad=True) for n in (4, 2, 2)]
     starts = torch.tensor([0, 4, 9], dtype=torch.int32)
-    torch.library.opcheck(attend_documents, (*inputs, starts, 8))
+    library.opcheck(attend_documents, (*inputs, starts, 8))
 
 
 @pytest.mark.parametrize("score_scale", [None, 0.3])
