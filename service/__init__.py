@@ -4,7 +4,8 @@ messages         the contract between frontend and worker: frozen, torch-free va
 settings         the only reader of environment and arguments
 flags            what a command's flags are called, and its help page
 complaints       pydantic's complaints in our words
-schemas          the OpenAI wire contract in pydantic; the error tree and its HTTP statuses
+errors           the tree of errors that answer a request, and their HTTP statuses
+schemas          the OpenAI wire contract in pydantic
 chat_schemas     the same of requests that hold a conversation
 responses        the answers, in OpenAI's shape
 chat_responses   a conversation's answers, and how completions are worded as such

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 
-from service.schemas import Overloaded
+from service.errors import Overloaded
 
 # How far back the observed rates look. Long enough to average over a batch, short enough to follow the load.
 _MEMORY_SECONDS = 30.0

@@ -10,7 +10,7 @@ from model.control_marks import ControlMarks, ForbiddenText
 from model.template_sandbox import TemplateFailure
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from service.chat_schemas import Message
-from service.schemas import EngineFailed, InvalidRequest, Overloaded
+from service.errors import EngineFailed, InvalidRequest, Overloaded
 from service.template_process import TemplateProcess
 
 # How long a conversation may wait while others are rendered. Rendering takes milliseconds; a template that hangs takes

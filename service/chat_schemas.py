@@ -5,7 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from service.schemas import MAX_MESSAGES, MAX_PARTS, Count, GenerationRequest, InvalidRequest, RequestModel
+from service.errors import InvalidRequest
+from service.schemas import MAX_MESSAGES, MAX_PARTS, Count, GenerationRequest, RequestModel
 
 # Between the text parts of one message: templates want one string.
 _BETWEEN_PARTS = "\n"

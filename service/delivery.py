@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from model.tokenizer.interface import Tokenizer
 from service.chat_responses import Dialect
+from service.errors import ApiError, ClientGone
 from service.journal import Choice, LiveRequest
 from service.logprobs import LogprobWriter
 from service.messages import Finish, FinishReason, TokenDelta
@@ -31,7 +32,6 @@ from service.responses import (
     encode,
     encode_event,
 )
-from service.schemas import ApiError, ClientGone
 
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 

@@ -23,6 +23,7 @@ from service.chat import ChatPrompts
 from service.chat_responses import Chat, Dialect, Text
 from service.chat_schemas import ChatCompletionRequest
 from service.delivery import Answer, CompletionBody, CompletionStream
+from service.errors import ApiError, Draining, Overloaded
 from service.inspection import Inspection
 from service.journal import Choice, Journal, LiveRequest
 from service.lifecycle import Lifecycle, Phase
@@ -30,13 +31,7 @@ from service.messages import API_PATH, BUS, Command, Hello, decode_events, encod
 from service.metrics import EngineState, Metrics, render
 from service.plan import LONG_TEXT, Planner
 from service.requests import json_response, read_body
-from service.schemas import (
-    ApiError,
-    CompletionRequest,
-    Draining,
-    GenerationRequest,
-    Overloaded,
-)
+from service.schemas import CompletionRequest, GenerationRequest
 from service.serving import Serving
 from service.settings import ServeSettings
 from service.tokenizer_routes import TokenizerRoutes

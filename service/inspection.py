@@ -21,12 +21,7 @@ from pydantic import Field
 from starlette.types import Receive
 
 from model.config import ModelConfig
-from service.logprobs import token_name
-from service.messages import Cancel, Command, Event, Hello, Look, Looked
-from service.plan import Planner
-from service.requests import json_response, read_body
-from service.responses import Readiness
-from service.schemas import (
+from service.errors import (
     ApiError,
     ClientGone,
     ContextLengthExceeded,
@@ -34,10 +29,13 @@ from service.schemas import (
     EngineFailed,
     InvalidRequest,
     Overloaded,
-    RequestModel,
-    TokenIds,
-    parse_body,
 )
+from service.logprobs import token_name
+from service.messages import Cancel, Command, Event, Hello, Look, Looked
+from service.plan import Planner
+from service.requests import json_response, read_body
+from service.responses import Readiness
+from service.schemas import RequestModel, TokenIds, parse_body
 
 # Looks that may be under way: the worker computes one between two steps.
 MAX_LOOKS = 4

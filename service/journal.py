@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from service.admission import Admission
+from service.errors import ApiError, ClientGone, EngineFailed
 from service.messages import (
     Cancel,
     Command,
@@ -25,7 +26,6 @@ from service.messages import (
     TokenDelta,
     TokenLogprob,
 )
-from service.schemas import ApiError, ClientGone, EngineFailed
 
 logger = logging.getLogger(__name__)
 

@@ -11,15 +11,15 @@ import msgspec
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from service import chat_responses, chat_schemas, inspection, responses, schemas
+from service import chat_responses, chat_schemas, errors, inspection, responses, schemas
 
 _REF = "#/components/schemas/{name}"
 _REFUSALS = (
-    schemas.InvalidRequest,
-    schemas.ModelNotFound,
-    schemas.BodyTooLarge,
+    errors.InvalidRequest,
+    errors.ModelNotFound,
+    errors.BodyTooLarge,
 )
-_FAILURES = (schemas.Overloaded, schemas.EngineFailed, schemas.Draining)
+_FAILURES = (errors.Overloaded, errors.EngineFailed, errors.Draining)
 _REQUESTS: tuple[type[BaseModel], ...] = (
     schemas.CompletionRequest,
     chat_schemas.ChatCompletionRequest,
@@ -81,13 +81,13 @@ def _paths() -> dict[str, Any]:
         ),
         "/v1/models": _get("List the models", _json(responses.ModelList)),
         "/v1/models/{model_id}": _get(
-            "Describe a model", _json(responses.ModelCard), (schemas.ModelNotFound,), parameters=[model_id]
+            "Describe a model", _json(responses.ModelCard), (errors.ModelNotFound,), parameters=[model_id]
         ),
         "/tokenize": _post(
             "Text, or a conversation, to token ids",
             chat_schemas.TokenizeRequest,
             _json(responses.Tokenized),
-            (*_REFUSALS, schemas.EngineFailed),
+            (*_REFUSALS, errors.EngineFailed),
         ),
         "/tokenizer_info": _get("The marks and the chat template", _json(responses.TokenizerInfo)),
         "/detokenize": _post("Token ids to text", schemas.DetokenizeRequest, _json(responses.Detokenized), _REFUSALS),
@@ -112,33 +112,34 @@ def _paths() -> dict[str, Any]:
 def _get(
     summary: str,
     content: dict[str, Any],
-    errors: tuple[type[schemas.ApiError], ...] = (),
+    refusals: tuple[type[errors.ApiError], ...] = (),
     *,
     parameters: list[dict[str, Any]] | None = None,
     not_ready: bool = False,
 ) -> dict[str, Any]:
-    answers = {"200": {"description": "OK", "content": content}, **_errors(errors)}
+    answers = {"200": {"description": "OK", "content": content}, **_errors(refusals)}
     if not_ready:
         answers["503"] = {"description": "Not now; see Retry-After", "content": content}
     return {"get": {"summary": summary, "parameters": parameters or [], "responses": answers}}
 
 
 def _post(
-    summary: str, body: type[BaseModel], content: dict[str, Any], errors: tuple[type[schemas.ApiError], ...]
+    summary: str, body: type[BaseModel], content: dict[str, Any], refusals: tuple[type[errors.ApiError], ...]
 ) -> dict[str, Any]:
     schema = {"$ref": _REF.format(name=body.__name__)}
     return {
         "post": {
             "summary": summary,
             "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-            "responses": {"200": {"description": "OK", "content": content}, **_errors(errors)},
+            "responses": {"200": {"description": "OK", "content": content}, **_errors(refusals)},
         }
     }
 
 
-def _errors(errors: tuple[type[schemas.ApiError], ...]) -> dict[str, Any]:
+def _errors(refusals: tuple[type[errors.ApiError], ...]) -> dict[str, Any]:
     return {
-        str(error.status): {"description": f"`{error.code}`", "content": _json(responses.ErrorBody)} for error in errors
+        str(error.status): {"description": f"`{error.code}`", "content": _json(responses.ErrorBody)}
+        for error in refusals
     }
 
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from model.sampling_params import SamplingParams
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from service.chat_schemas import ChatCompletionRequest
+from service.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from service.journal import Choice
 from service.logprobs import prompt_text
 from service.messages import Submit
-from service.schemas import CompletionRequest, ContextLengthExceeded, GenerationRequest, InvalidRequest, ModelNotFound
+from service.schemas import CompletionRequest, GenerationRequest
 from service.serving import Defaults
 
 # Longer texts are tokenized in a thread: tiktoken works at about 10 MB/s and releases the interpreter's lock.

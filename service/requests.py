@@ -11,8 +11,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.errors import ApiError, BodyTooLarge, InvalidRequest, MethodNotAllowed, RouteNotFound
 from service.responses import encode
-from service.schemas import ApiError, BodyTooLarge, InvalidRequest, MethodNotAllowed, RouteNotFound
 
 # Lists and objects in a body: 4,096 messages of two parts each have 16,386.
 MAX_CONTAINERS = 20_000

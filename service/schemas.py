@@ -1,24 +1,9 @@
-"""The OpenAI wire contract of requests, and the tree of errors that answers those that break it.
-
-    ApiError                        500  server_error
-    ├── InvalidRequest              400  invalid_request_error
-    │   └── ContextLengthExceeded   400  context_length_exceeded
-    ├── ModelNotFound               404  model_not_found
-    ├── RouteNotFound               404  route_not_found
-    ├── MethodNotAllowed            405  method_not_allowed
-    ├── BodyTooLarge                413  body_too_large
-    ├── ClientGone                  499  (nobody is left to read it)
-    ├── SwitchedOff                 403  switched_off; see service.inspection
-    ├── Overloaded                  429  queue_full, with Retry-After
-    │   └── NotReady                503  not_ready, with Retry-After; see service.inspection
-    ├── EngineFailed                500  engine_failed
-    └── Draining                    503  draining, with Retry-After
+"""The OpenAI wire contract of requests.
 
 Validation is strict: "1" is not a number, true is not 1. Unknown fields are refused by name. Every optional
 field may be null, which means its default.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Self, TypeVar
@@ -27,97 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from model.sampling_params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from service.complaints import in_words, unknown_field
+from service.errors import InvalidRequest
 
 Model = TypeVar("Model", bound="RequestModel")
-
-
-class ApiError(Exception):
-    """A request's ending that is not an answer. The message is for the client: no path, no traceback."""
-
-    status: ClassVar[int] = 500
-    type: ClassVar[str] = "server_error"
-    code: ClassVar[str | None] = "internal_error"
-
-    def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
-
-    def headers(self) -> dict[str, str]:
-        """What the response carries beside its body."""
-        return {}
-
-    def body(self) -> dict[str, Any]:
-        """OpenAI's error object: always these four keys."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
-
-
-class InvalidRequest(ApiError):
-    status, type, code = 400, "invalid_request_error", "invalid_request"
-
-
-class ContextLengthExceeded(InvalidRequest):
-    code = "context_length_exceeded"
-
-
-class ModelNotFound(ApiError):
-    status, type, code = 404, "invalid_request_error", "model_not_found"
-
-
-class RouteNotFound(ApiError):
-    status, type, code = 404, "invalid_request_error", "route_not_found"
-
-
-class MethodNotAllowed(ApiError):
-    status, type, code = 405, "invalid_request_error", "method_not_allowed"
-
-
-class BodyTooLarge(ApiError):
-    status, type, code = 413, "invalid_request_error", "body_too_large"
-
-
-class ClientGone(ApiError):
-    status, type, code = 499, "client_closed_request", None
-
-
-class EngineFailed(ApiError):
-    """The computation failed. `retry` tells the SDKs, which repeat a 500 twice, whether that can help."""
-
-    code = "engine_failed"
-
-    def __init__(self, message: str, *, retry: bool) -> None:
-        super().__init__(message)
-        self.retry = retry
-
-    def headers(self) -> dict[str, str]:
-        return {"x-should-retry": "true" if self.retry else "false"}
-
-
-class _ComeBackLater(ApiError):
-    """An error that a client can wait out: all three headers that the SDKs read."""
-
-    def __init__(self, message: str, *, retry_after_seconds: float) -> None:
-        super().__init__(message)
-        self.retry_after_seconds = retry_after_seconds
-
-    def headers(self) -> dict[str, str]:
-        return {
-            "retry-after": str(max(1, math.ceil(self.retry_after_seconds))),
-            "retry-after-ms": str(max(1, round(self.retry_after_seconds * 1000))),
-            "x-should-retry": "true",
-        }
-
-
-class Overloaded(_ComeBackLater):
-    status, type, code = 429, "rate_limit_error", "queue_full"
-
-
-class Draining(_ComeBackLater):
-    status, type, code = 503, "server_error", "draining"
-
-    def headers(self) -> dict[str, str]:
-        # The next attempt must open a connection of its own, which a load balancer sends elsewhere.
-        return {**super().headers(), "connection": "close"}
 
 
 class RequestModel(BaseModel):

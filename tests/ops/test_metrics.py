@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from service import schemas
+from service import errors
 from service.messages import FinishReason
 from service.metric_families import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Kind
 from service.metrics import EngineState, Metrics, Objectives, prepare_directory, render
@@ -264,17 +264,17 @@ def test_a_directory_must_be_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_error_of_the_service_is_a_known_ending() -> None:
     failures, rejections = FAMILIES["request_failures"].known, FAMILIES["admission_rejections"].known
-    refusals = (schemas.Overloaded, schemas.Draining)
+    refusals = (errors.Overloaded, errors.Draining)
     assert {(refusal.code,) for refusal in refusals} == set(rejections)
-    errors = [
+    failing = [
         error
-        for error in vars(schemas).values()
+        for error in vars(errors).values()
         if isinstance(error, type)
-        and issubclass(error, schemas.ApiError)
-        and not issubclass(error, (*refusals, schemas.ClientGone))
+        and issubclass(error, errors.ApiError)
+        and not issubclass(error, (*refusals, errors.ClientGone))
         and not error.__name__.startswith("_")
     ]
-    assert {(str(error.status), error.type) for error in errors} == set(failures)
+    assert {(str(error.status), error.type) for error in failing} == set(failures)
 
 
 def test_help_is_a_sentence_of_plain_words() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.admission import Admission, Rate
-from service.schemas import Overloaded
+from service.errors import Overloaded
 
 
 class Clock:

@@ -11,8 +11,9 @@ from model.chat_template import ChatTemplate
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from service.chat import ChatPrompts
 from service.chat_schemas import MAX_MESSAGES, MAX_PARTS, Message
+from service.errors import Overloaded
 from service.requests import MAX_CONTAINERS
-from service.schemas import MAX_PROMPTS, Overloaded
+from service.schemas import MAX_PROMPTS
 from tests.service.echo import EchoQueue
 
 HELLO = Message(role="user", content="hi")

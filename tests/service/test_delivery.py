@@ -12,11 +12,11 @@ from model.tokenizer.interface import Tokenizer
 from service import metrics as exposition
 from service.chat_responses import Text
 from service.delivery import Answer, CompletionBody, CompletionStream
+from service.errors import Draining, EngineFailed
 from service.journal import LiveRequest
 from service.messages import FinishReason, TokenLogprob
 from service.metrics import Metrics
 from service.responses import Completion, encode_event
-from service.schemas import Draining, EngineFailed
 from tests.service.sequences import make_choice, make_delta, make_finish, make_request
 
 

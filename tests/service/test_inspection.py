@@ -11,12 +11,12 @@ from fastapi import FastAPI, Request
 from starlette.testclient import TestClient
 
 from model.tokenizer.interface import Tokenizer
+from service.errors import ApiError, ClientGone, Overloaded
 from service.inspection import MAX_LOOKS, Inspection, NotReady
 from service.messages import Cancel, Command, Look, Looked, decode_command, decode_events, encode_command, encode_events
 from service.plan import Planner
 from service.requests import install_error_handlers
 from service.responses import Readiness
-from service.schemas import ApiError, ClientGone, Overloaded
 from tests.service.sequences import make_delta, make_hello
 from tests.tiny_model import tiny_config
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from service.admission import Admission
+from service.errors import ApiError, ClientGone, EngineFailed, Overloaded
 from service.journal import Choice, Journal, LiveRequest
 from service.messages import Cancel, Command, FinishReason, Hello, Submit, TokenDelta, TokenLogprob
-from service.schemas import ApiError, ClientGone, EngineFailed, Overloaded
 from tests.service.sequences import make_choice, make_delta, make_finish, make_hello, make_request
 
 

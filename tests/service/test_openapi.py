@@ -4,7 +4,7 @@ import json
 
 import msgspec
 
-from service import responses, schemas
+from service import errors, responses
 from service.openapi import openapi_document
 from service.schemas import CompletionRequest
 
@@ -33,5 +33,5 @@ def test_completions_document_every_status_and_both_media_types() -> None:
     operation = openapi_document()["paths"]["/v1/completions"]["post"]
     assert set(operation["responses"]) == {"200", "400", "404", "413", "429", "500", "503"}
     assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
-    statuses = {str(kind.status) for kind in (schemas.Overloaded, schemas.Draining, schemas.EngineFailed)}
+    statuses = {str(kind.status) for kind in (errors.Overloaded, errors.Draining, errors.EngineFailed)}
     assert statuses <= set(operation["responses"])

@@ -5,8 +5,8 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 from starlette.testclient import TestClient
 
+from service.errors import ApiError, InvalidRequest
 from service.requests import RequestId, install_error_handlers, json_response, read_body
-from service.schemas import ApiError, InvalidRequest
 
 
 @pytest.fixture

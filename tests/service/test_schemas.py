@@ -7,18 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service import schemas
+from service import errors
 from service.chat_schemas import ChatCompletionRequest, TokenizeRequest
-from service.schemas import (
-    ApiError,
-    CompletionRequest,
-    DetokenizeRequest,
-    Draining,
-    EngineFailed,
-    InvalidRequest,
-    Overloaded,
-    parse_body,
-)
+from service.errors import ApiError, Draining, EngineFailed, InvalidRequest, Overloaded
+from service.schemas import CompletionRequest, DetokenizeRequest, parse_body
 
 
 def parse(**fields: Any) -> CompletionRequest:
@@ -208,7 +200,7 @@ def _errors(kind: type[ApiError] = ApiError) -> list[type[ApiError]]:
 
 
 def test_the_error_tree_at_the_top_of_the_file_is_the_code() -> None:
-    lines = [line.strip(" ├└─│").split() for line in (schemas.__doc__ or "").splitlines()]
+    lines = [line.strip(" ├└─│").split() for line in (errors.__doc__ or "").splitlines()]
     documented = {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
     assert documented == {kind.__name__: kind.status for kind in _errors() if not kind.__name__.startswith("_")}
 
