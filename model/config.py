@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from model.kinds import (
+    SCORED_POSITIONS,
     AttentionKind,
     MlpKind,
     NormKind,
@@ -116,7 +117,7 @@ class ModelConfig:
         if rotary and (self.rotary_size % 2 or self.rotary_size > self.head_dim):
             name = "rotary_dim" if self.rotary_dim else "head_dim"
             raise ValueError(f"rotary positions need an even {name} up to head_dim, not {self.rotary_size}")
-        in_scores = rotary or self.position in _IN_SCORES
+        in_scores = rotary or self.position in SCORED_POSITIONS
         if self.attention is AttentionKind.AVERAGE and (in_scores or self.qk_norm or self.score_scale is not None):
             raise ValueError("average attention has no scores: no qk_norm, no score_scale, no position in the scores")
         needed = {
@@ -276,7 +277,6 @@ _ENUMS: dict[str, type[StrEnum]] = {
     "qk_norm_scope": QkNormScope,
     "mlp": MlpKind,
 }
-_IN_SCORES = (PositionKind.RELATIVE_BIAS, PositionKind.ALIBI, PositionKind.DISENTANGLED)
 
 
 def _linear_shapes(name: str, inputs: int, outputs: int, bias: bool) -> dict[str, tuple[int, ...]]:

@@ -27,6 +27,10 @@ class PositionKind(StrEnum):
     DISENTANGLED = "disentangled"  # content attends to positions and positions to content (DeBERTa)
 
 
+# What is told in the scores of queries and keys, by `model.attention.biases`.
+SCORED_POSITIONS = (PositionKind.RELATIVE_BIAS, PositionKind.ALIBI, PositionKind.DISENTANGLED)
+
+
 class NormKind(StrEnum):
     """What keeps the size of activations."""
 

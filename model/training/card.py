@@ -279,9 +279,10 @@ def _amount(tokens: int, epochs: float) -> str:
 
 def _duration(seconds: float) -> str:
     """In the unit that leaves at least two of it."""
-    for unit, length in (("hours", 3600.0), ("minutes", 60.0)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
+    if seconds >= 7200.0:
+        return f"{seconds / 3600.0:.1f} hours"
+    if seconds >= 120.0:
+        return f"{seconds / 60.0:.0f} minutes"
     return f"{seconds:.1f} seconds"
 
 

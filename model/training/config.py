@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from model.config import ModelConfig
+from model.kinds import SCORED_POSITIONS, AttentionKind
 
 _T = TypeVar("_T")
 _ADVICE = "give a recipe, such as model/training/configs/tales.toml; docs/training.md says what stands in one"
@@ -133,6 +134,8 @@ class TrainConfig:
             raise ValueError("chat_steps must not be negative, and less than steps: they are the last of them")
         if not 0.0 <= self.dropout < 1.0 or not isinstance(self.mask_documents, bool):
             raise ValueError("dropout must be at least 0 and less than 1, mask_documents true or false")
+        if self.mask_documents and (other := _beyond_masks(self.model)):
+            raise ValueError(f"mask_documents is not for {other}: set mask_documents = false")
         if not any(source.repeats for source in self.sources):
             raise ValueError("no source is trained on: give at least one repeats > 0")
         if self.chat_steps and not any(source.chat_repeats for source in self.sources):
@@ -149,6 +152,16 @@ class TrainConfig:
     def chat_start(self) -> int:
         """The step at which the chat phase begins; `steps` where there is none."""
         return self.steps - self.chat_steps
+
+
+def _beyond_masks(model: ModelConfig) -> str:
+    """What of a model's attention is more than queries times keys, which is all that documents side by side can have.
+    Empty where it is not."""
+    if model.attention is AttentionKind.AVERAGE:
+        return f"attention = {str(model.attention)!r}"
+    if model.sliding_window is not None:
+        return "a sliding_window"
+    return f"position = {str(model.position)!r}" if model.position in SCORED_POSITIONS else ""
 
 
 def load_train_config(path: Path) -> TrainConfig:

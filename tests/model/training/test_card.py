@@ -61,7 +61,7 @@ def test_it_says_what_the_recipe_says_and_no_more(tmp_path: Path) -> None:
     [
         ({"seconds": 4448.1}, "an abacus: 74 minutes."),
         ({"seconds": 119.0}, "an abacus: 119.0 seconds."),
-        ({"seconds": 36_000.0}, "an abacus: 10 hours."),
+        ({"seconds": 36_000.0}, "an abacus: 10.0 hours."),
         ({"tokens": 15_600_000, "epoch_tokens": 4_100_000}, "(15.6 million tokens, 3.8 epochs)"),
         ({"final_loss_steps": 1}, "at the end, its only step: 3.2500"),
     ],

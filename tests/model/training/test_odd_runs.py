@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -146,3 +147,20 @@ def test_of_a_document_longer_than_a_round_every_part_comes(tmp_path: Path) -> N
 def test_more_tokens_than_two_bytes_can_name_are_refused() -> None:
     with pytest.raises(ValueError, match="vocab_size must be at most 65,536, not 65,537"):
         config(vocab_size=65_537)
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ({"position": "alibi"}, "position = 'alibi'"),
+        ({"position": "relative_bias", "num_relative_buckets": 8, "max_relative_distance": 16}, "'relative_bias'"),
+        ({"attention": "average", "position": "learned", "qk_norm": False}, "attention = 'average'"),
+        ({"sliding_window": 8}, "a sliding_window"),
+    ],
+)
+def test_documents_side_by_side_are_for_attention_by_queries_and_keys_alone(model: dict[str, Any], named: str) -> None:
+    recipe = config()
+    shape = type(recipe.model).from_dict({**recipe.model.to_dict(), **model})
+    changed = dataclasses.replace(recipe, model=shape, mask_documents=False)
+    with pytest.raises(ValueError, match=f"mask_documents is not for .*{named}: set mask_documents = false"):
+        dataclasses.replace(changed, mask_documents=True)
