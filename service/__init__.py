@@ -1,7 +1,9 @@
 """The processes around the engine, and their wire.
 
 messages         the contract between frontend and worker: frozen, torch-free values
-settings         the only reader of environment and arguments
+settings         the only reader of environment and arguments; the settings of what runs a model
+command_settings the settings of the other commands
+options          how a setting is declared
 flags            what a command's flags are called, and its help page
 complaints       pydantic's complaints in our words
 errors           the tree of errors that answer a request, and their HTTP statuses

@@ -63,7 +63,7 @@ def _parser(kind: type[BaseSettings], command: str, summary: str, epilog: str) -
     groups: dict[str, argparse._ArgumentGroup] = {}
     for name, field in kind.model_fields.items():
         extra = field.json_schema_extra
-        assert isinstance(extra, dict), f"{name} must be declared with _option"
+        assert isinstance(extra, dict), f"{name} must be declared with `option`"
         title = str(extra["group"])
         group = groups[title] if title in groups else groups.setdefault(title, parser.add_argument_group(title))
         required, is_switch = field.is_required(), field.annotation is bool

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from service.command_settings import EvalSettings
 from service.flags import flag_of
-from service.settings import EvalSettings
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "evaluation.md").read_text()

@@ -8,7 +8,8 @@ from model.conversion.nanogpt import convert_nanogpt
 from model.conversion.safetensors_directory import convert_pickles
 from model.manifest import CheckpointError, Manifest
 from model.tokenizer.interface import TokenizerError
-from service.settings import ConvertSettings, SettingsError, read_settings
+from service.command_settings import ConvertSettings
+from service.settings import SettingsError, read_settings
 
 _SUMMARY = (
     "Make a checkpoint of one kind from another: nanoGPT's ckpt.pt to one of ours, a Hugging Face directory of pickles "

@@ -25,8 +25,9 @@ from model.training.config import SourceConfig, load_train_config
 from model.training.data import check_sources, read_source
 from model.transformer import Transformer
 from service.batch_completion import complete_batch
+from service.command_settings import EvalSettings
 from service.engine_builder import find_device
-from service.settings import EvalSettings, SettingsError, read_settings, usable_cpus
+from service.settings import SettingsError, read_settings, usable_cpus
 
 _SUMMARY = (
     "Measure a checkpoint of any family: bits per byte, nats per token and top-1 accuracy on held-out texts, accuracy "

@@ -7,7 +7,8 @@ from model.manifest import CheckpointError, read_manifest
 from model.tokenizer.export import export_tokenizer
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import TokenizerError
-from service.settings import ExportTokenizerSettings, SettingsError, read_settings
+from service.command_settings import ExportTokenizerSettings
+from service.settings import SettingsError, read_settings
 
 _SUMMARY = (
     "Write a checkpoint's tokenizer as a Hugging Face directory, which transformers.AutoTokenizer reads: benchmark "

@@ -15,7 +15,8 @@ from model.kinds import NormKind, PositionKind
 from model.manifest import CheckpointError, Manifest, read_manifest
 from model.parameter_counts import count_parameters, kv_cache_formula
 from model.tokenizer.interface import Tokenizer, TokenizerError
-from service.settings import CheckpointSettings, SettingsError, read_settings
+from service.command_settings import CheckpointSettings
+from service.settings import SettingsError, read_settings
 
 _SUMMARY = (
     "Show what is in a checkpoint: architecture, parameters by part, memory, tokens, files, training. Verifies every "

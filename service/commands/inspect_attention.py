@@ -16,8 +16,9 @@ from model.config import ModelConfig
 from model.manifest import CheckpointError, Manifest, read_manifest
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from service.attention_picture import MAX_TOKENS, SUFFIXES, draw_attention
+from service.command_settings import InspectAttentionSettings
 from service.logprobs import token_name
-from service.settings import InspectAttentionSettings, SettingsError, read_settings
+from service.settings import SettingsError, read_settings
 from service.token_labels import label
 
 _SUMMARY = (

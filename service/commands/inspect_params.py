@@ -13,7 +13,8 @@ from model.parameter_counts import (
     count_parameters,
     kv_cache_formula,
 )
-from service.settings import CheckpointSettings, SettingsError, read_settings
+from service.command_settings import CheckpointSettings
+from service.settings import SettingsError, read_settings
 
 _SUMMARY = "Count the parameters of each part by closed formula and from the tensors, and the KV-cache's bytes a token."
 _MEANINGS = {

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from model.manifest import CheckpointError, read_manifest
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import TokenizerError
+from service.command_settings import TokenizeSettings
 from service.logprobs import token_name
-from service.settings import SettingsError, TokenizeSettings, read_settings
+from service.settings import SettingsError, read_settings
 
 _SUMMARY = (
     "Show how a prompt becomes token ids: one line a token, or with --ids-only the ids alone. The mark that begins a "

@@ -23,8 +23,9 @@ from model.training.own_run import RECIPE_FILE, Wish, train_own_text
 from model.training.state import RUN_FILES
 from model.training.train import RunSettings, can_compile, default_precision, train
 from service.batch_completion import complete_batch
+from service.command_settings import TrainSettings
 from service.engine_builder import free_bytes, keep_freed_memory
-from service.settings import SettingsError, TrainSettings, read_settings, usable_cpus
+from service.settings import SettingsError, read_settings, usable_cpus
 
 _SUMMARY = (
     "Train a model on a text of your own, or by a recipe, and write its checkpoint, ready for `kvasir serve`. The run "

@@ -14,8 +14,9 @@ import pytest
 from check_jsonschema.builtin_schemas import get_builtin_schema
 from jsonschema.validators import validator_for
 
+from service.options import PREFIX
 from service.server import _CLOSE_SECONDS
-from service.settings import PREFIX, ServeSettings
+from service.settings import ServeSettings
 from tests.ops.deployment import (
     ROOT,
     compose_variables,

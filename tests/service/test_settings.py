@@ -6,12 +6,11 @@ import pytest
 
 from model.attention.interface import ATTENTION_BACKENDS
 from model.manifest import read_manifest
+from service.command_settings import EvalSettings, TrainSettings
 from service.settings import (
-    EvalSettings,
     GenerateSettings,
     ServeSettings,
     SettingsError,
-    TrainSettings,
     context_length,
     effective_values,
     read_settings,

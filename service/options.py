@@ -1,0 +1,24 @@
+"""How a setting is declared: one field, from which flag, variable, default, bounds and help all come."""
+
+import os
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_settings import SettingsConfigDict
+
+PREFIX = "KVASIR_"
+CONFIG = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
+AutoOrCount = Literal["auto"] | Annotated[int, Field(ge=1)]
+# A variable holds several values as PATH does; flags give one each.
+LISTED = BeforeValidator(lambda value: value.split(os.pathsep) if isinstance(value, str) else value)
+
+
+def option(group: str, help_: str, default: Any = ..., *, metavar: str | None = None, **bounds: Any) -> Any:
+    """A setting.
+
+    Args:
+        group: under which title the help page shows it.
+        metavar: what its value looks like there; by its type where none is given.
+        bounds: what pydantic's `Field` checks.
+    """
+    return Field(default, description=help_, json_schema_extra={"group": group, "metavar": metavar}, **bounds)
