@@ -4,7 +4,8 @@ No generator state exists, so batching, chunking, preemption, prefix hits and re
 One uniform number comes from a counter-based hash, and the token is the inverse of the cumulative distribution there,
 with tokens in the order of their ids.
 
-Filters apply to the distribution after temperature, in this order: `top_k` keeps the k most likely tokens; `top_p` the
+What a request says of single tokens comes first (`model.ruled_logits`), and the most likely token is the most likely
+of what that leaves. Filters apply to the distribution after temperature, in this order: `top_k` keeps the k most likely tokens; `top_p` the
 smallest set of the most likely ones that holds that share of what is left (Holtzman et al. 2019, arXiv 1904.09751);
 `min_p` those at least that share as likely as the most likely one (Nguyen et al. 2024, arXiv 2407.01082). Tokens
 exactly as likely as the last one kept are kept too: which of equals comes first must not depend on a sort.
@@ -17,7 +18,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from model.ruled_logits import obey
 from model.sampling_params import SamplingParams
+from model.token_rules import TokenRules
+
+# What is "drawn" where every token is impossible.
+NO_TOKEN = -1
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -43,26 +49,30 @@ def sample(
     params: Sequence[SamplingParams],
     positions: Sequence[int],
     *,
-    forbidden: Sequence[Sequence[int]] | None = None,
+    forbidden: Sequence[Sequence[int]] = (),
+    rules: Sequence[TokenRules | None] = (),
 ) -> Tensor:
-    """Draw one token a row: int64 ids_B on the logits' device.
+    """Draw one token a row: int64 ids_B on the logits' device; `NO_TOKEN` where the rules leave none.
 
     Args:
         logits_BV: float32, unscaled.
         params: each row's sampling parameters.
         positions: each row's position of the token being drawn, prompt included.
-        forbidden: token ids each row may not draw.
+        forbidden: token ids each row may not draw; empty for none at all.
+        rules: what else each row's request says of single tokens; empty for nothing at all.
 
     Raises:
         ValueError: the lengths disagree.
     """
     if not logits_BV.shape[0] == len(params) == len(positions):
         raise ValueError(f"{logits_BV.shape[0]} rows, {len(params)} params, {len(positions)} positions")
-    if forbidden is not None and any(forbidden):
-        rows = [row for row, ids in enumerate(forbidden) for _ in ids]
-        columns = [token_id for ids in forbidden for token_id in ids]
-        logits_BV = logits_BV.clone()
-        logits_BV[rows, columns] = -torch.inf
+    logits_BV, may_leave_none = obey(logits_BV, rules, forbidden)
+    ids_B = _draw(logits_BV, params, positions)
+    return ids_B.masked_fill(logits_BV.amax(dim=-1) == -torch.inf, NO_TOKEN) if may_leave_none else ids_B
+
+
+def _draw(logits_BV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
+    """Some token a row, whatever the logits are."""
     ids_B = logits_BV.argmax(dim=-1)
     drawn = [row for row, param in enumerate(params) if not param.greedy]
     if not drawn:
@@ -133,19 +143,22 @@ def _inverse_cdf(probs_BV: Tensor, uniforms: Sequence[float]) -> Tensor:
 
 def top_logprobs(
     logits_RV: Tensor, token_ids: Sequence[int], num_top: int
-) -> list[tuple[float, list[tuple[int, float]]]]:
-    """Each row's log-probability of its token, and its `num_top` most likely (id, log-probability).
+) -> list[tuple[float, int, list[tuple[int, float]]]]:
+    """Each row's log-probability of its token, that token's rank, and its `num_top` most likely (id, log-probability).
 
-    Of the model's own distribution: before temperature and filters, so that it scores text whatever was sampled.
+    Of the model's own distribution: before temperature and filters, so that it scores text whatever was sampled. The
+    rank is one more than the number of tokens that are more likely: equals share it.
     """
     logprobs_RV = logits_RV.log_softmax(dim=-1)
     ids_R1 = torch.tensor(token_ids, device=logits_RV.device)[:, None]
-    chosen_R = logprobs_RV.gather(1, ids_R1).squeeze(1).tolist()
+    chosen_R1 = logprobs_RV.gather(1, ids_R1)
+    ranks = ((logprobs_RV > chosen_R1).sum(dim=-1) + 1).tolist()
+    chosen = zip(chosen_R1.squeeze(1).tolist(), ranks, strict=True)
     if not num_top:
-        return [(logprob, []) for logprob in chosen_R]
+        return [(logprob, rank, []) for logprob, rank in chosen]
     top = logprobs_RV.topk(min(num_top, logprobs_RV.shape[1]), dim=-1)
     alternatives = zip(top.indices.tolist(), top.values.tolist(), strict=True)
     return [
-        (logprob, list(zip(ids, values, strict=True)))
-        for logprob, (ids, values) in zip(chosen_R, alternatives, strict=True)
+        (logprob, rank, list(zip(ids, values, strict=True)))
+        for (logprob, rank), (ids, values) in zip(chosen, alternatives, strict=True)
     ]

@@ -64,12 +64,13 @@ BUS = "bus"
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """A token's log-probability under the unscaled, unfiltered model, and the most likely alternatives.
 
-    `logprob` is None for the first token of a prompt, which nothing precedes.
-    `top` is (token id, logprob), most likely first.
+    `logprob` and `rank` are None for the first token of a prompt, which nothing precedes.
+    `rank` is 1 for the most likely token; equals share one. `top` is (token id, logprob), most likely first.
     """
 
     token_id: int
     logprob: float | None
+    rank: int | None
     top: tuple[tuple[int, float], ...]
 
 

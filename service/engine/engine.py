@@ -121,7 +121,7 @@ class Engine:
             self._refusals.append(_delta(sequence, finish=_finish(sequence, str(error))))
             return
         wanted = submit.params.prompt_logprobs
-        first = TokenLogprob(token_id=submit.prompt_token_ids[0], logprob=None, top=())
+        first = TokenLogprob(token_id=submit.prompt_token_ids[0], logprob=None, rank=None, top=())
         text = _Text(sequence, Detokenizer(self._tokenizer, submit.params), None if wanted is None else [first])
         self._texts[submit.uid] = text
         for token_id in submit.prior_token_ids:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -102,13 +103,13 @@ def _drawn_logprobs(
         found = _token_logprobs(logits_RV[asked], [token_ids[row] for row in asked], num_top)
         for row, entry in zip(asked, found, strict=True):
             wanted = params[row].logprobs or 0
-            entries[row] = TokenLogprob(token_id=entry.token_id, logprob=entry.logprob, top=entry.top[:wanted])
+            entries[row] = msgspec.structs.replace(entry, top=entry.top[:wanted])
     return entries
 
 
 def _token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
     found = top_logprobs(logits_RV, token_ids, num_top)
     return [
-        TokenLogprob(token_id=token_id, logprob=logprob, top=tuple(top))
-        for token_id, (logprob, top) in zip(token_ids, found, strict=True)
+        TokenLogprob(token_id=token_id, logprob=logprob, rank=rank, top=tuple(top))
+        for token_id, (logprob, rank, top) in zip(token_ids, found, strict=True)
     ]

@@ -230,6 +230,9 @@ def test_logprobs_are_those_of_an_uncached_pass() -> None:
     assert [entry.token_id for entry in scored] == ids[1:]
     for row, entry in enumerate(scored):
         assert entry.logprob == pytest.approx(float(expected[row, ids[row + 1]]), abs=1e-4)
+        assert entry.rank is not None
+        surely, perhaps = (int((expected[row] > entry.logprob + margin).sum()) for margin in (1e-4, -1e-4))
+        assert surely < entry.rank <= perhaps
         count = 2 if row < 6 else 3
         assert [token for token, _ in entry.top] == expected[row].topk(count).indices.tolist()
     assert all(delta.logprobs is None and delta.prompt_logprobs is None for delta in run.deltas["b"])

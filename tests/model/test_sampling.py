@@ -135,12 +135,18 @@ def test_forbidden_tokens_are_never_drawn() -> None:
 def test_top_logprobs_are_the_models_own() -> None:
     logits = torch.randn(3, VOCAB)
     expected = torch.log_softmax(logits.double(), dim=-1)
-    for row, (logprob, top) in enumerate(top_logprobs(logits, [4, 5, 6], 3)):
+    for row, (logprob, rank, top) in enumerate(top_logprobs(logits, [4, 5, 6], 3)):
         assert logprob == pytest.approx(float(expected[row, 4 + row]), abs=1e-5)
+        assert rank == 1 + logits[row].argsort(descending=True).tolist().index(4 + row)
         best = expected[row].topk(3)
         assert [token for token, _ in top] == best.indices.tolist()
         assert [value for _, value in top] == pytest.approx(best.values.tolist(), abs=1e-5)
-    assert [top for _, top in top_logprobs(logits, [0, 0, 0], 0)] == [[], [], []]
+    assert [top for _, _, top in top_logprobs(logits, [0, 0, 0], 0)] == [[], [], []]
+
+
+def test_equally_likely_tokens_share_a_rank() -> None:
+    logits = torch.tensor([[2.0, 3.0, 2.0, 1.0, -torch.inf, -torch.inf]] * 6)
+    assert [rank for _, rank, _ in top_logprobs(logits, range(6), 0)] == [2, 1, 2, 4, 5, 5]
 
 
 def test_lengths_must_agree() -> None:

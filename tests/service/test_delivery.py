@@ -195,7 +195,7 @@ def test_a_body_joins_the_same_deltas(tools: Any) -> None:
 
 
 def _logprob(token_id: int, logprob: float | None = -1.0) -> TokenLogprob:
-    return TokenLogprob(token_id=token_id, logprob=logprob, top=())
+    return TokenLogprob(token_id=token_id, logprob=logprob, rank=None if logprob is None else 1, top=())
 
 
 @pytest.mark.parametrize("kind", [CompletionBody, CompletionStream])

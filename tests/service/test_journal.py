@@ -135,7 +135,7 @@ def test_a_request_that_sees_two_deaths_without_a_token_fails_and_is_not_to_be_r
 
 
 def _logprob(token_id: int) -> TokenLogprob:
-    return TokenLogprob(token_id=token_id, logprob=-1.0, top=())
+    return TokenLogprob(token_id=token_id, logprob=-1.0, rank=1, top=())
 
 
 def test_prompt_logprobs_are_asked_for_again_only_if_they_were_incomplete() -> None:

@@ -12,7 +12,7 @@ from tests.tiny_model import EOS, tiny_tokenizer
 
 
 def entry(token_id: int, logprob: float | None = -1.0, top: tuple[tuple[int, float], ...] = ()) -> TokenLogprob:
-    return TokenLogprob(token_id=token_id, logprob=logprob, top=top)
+    return TokenLogprob(token_id=token_id, logprob=logprob, rank=None if logprob is None else 1, top=top)
 
 
 def test_a_token_is_named_by_its_text_its_name_or_its_bytes(tokenizer: Tokenizer) -> None:
