@@ -1,4 +1,4 @@
-"""Load and measurement, from outside: black box over HTTP, except where the name says engine, service,
+"""Load and measurement, from outside: black box over HTTP, except where the name says engine, service, frontend,
 attention or training.
 
 workload          seeded requests made of real text (tales.txt: Grimm, public domain)
@@ -16,6 +16,8 @@ in_process        a checkpoint's engine, built as the service builds it
 bench_engine      `kvasir bench`: the engine in-process over batch size and prompt length
 service_process   `kvasir serve` as a child process, and what /proc says about it
 bench_service     the running service against the engine, start time, idle cost, footprint
+instant_engine    an engine that computes nothing, in the worker of a real service
+bench_frontend    that service: what HTTP, JSON and queues cost a token
 performance_page  docs/performance.md from docs/results/*.json
 attention_rows    the mechanisms of attention: a recipe each, and what it changes
 attention_training  each of them trained by `kvasir train`

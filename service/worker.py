@@ -44,6 +44,7 @@ from service.settings import ServeSettings, effective_values
 
 if TYPE_CHECKING:
     from service.engine.engine import Engine
+    from service.engine_builder import EngineFacts
 
 logger = logging.getLogger(__name__)
 
@@ -100,20 +101,25 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
         # costs 2 s and 217 MiB.
         import torch
 
-        from service.engine_builder import build_engine
-
         self.started_seconds = self.lifecycle.epoch_seconds.value
         logs.configure(self.settings.log_level)
         _obey_only_main(self.lifecycle)
         try:
-            self.engine, self.facts = build_engine(self.settings, self.manifest)
-            self.engine.warm_up()
+            self.engine, self.facts = self.build()
             if self.lifecycle.epoch.value == 0:  # once, and when all of it is known
                 found = {**self.found, **self.facts.found()}
                 print("\n".join(effective_values(self.settings, found)), flush=True)
         except (ValueError, RuntimeError, MemoryError, OSError) as error:
             self._tell(error, is_memory=isinstance(error, (MemoryError, torch.OutOfMemoryError)))
             raise SystemExit(EXIT_TOLD) from None
+
+    def build(self) -> "tuple[Engine, EngineFacts]":
+        """The engine, ready to serve, and what "auto" came to. Raises what `engine_builder.build_engine` does."""
+        from service.engine_builder import build_engine
+
+        engine, facts = build_engine(self.settings, self.manifest)
+        engine.warm_up()
+        return engine, facts
 
     def _tell(self, error: Exception, *, is_memory: bool) -> None:
         """Why the engine cannot be built, in one line."""

@@ -1,0 +1,129 @@
+"""What the way to the client costs: the whole service over an engine that computes nothing.
+
+    python -m loadtest.bench_frontend --checkpoint checkpoints/NAME --out docs/results/frontend.json
+
+The engine draws the same token for everybody at once, so that what remains is LitServe's queues, detokenized text into
+JSON, JSON into server-sent events and these onto sockets. Everything of it happens in the API process but the
+engine's own messages. "Tokens a second on one core" are tokens over the CPU time of that process: what it would
+stream with a core of its own, whatever else the machine had to do. The clients are another process.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from loadtest import bench_http
+from loadtest.instant_engine import serve_instantly
+from loadtest.outcome import Ending
+from loadtest.provenance import provenance, quiet_or_warned
+from loadtest.service_process import ServiceFailed, ServiceProcess, cpu_seconds
+from loadtest.spread import Spread
+from loadtest.sse_client import AsyncClient, Target
+from loadtest.workload import CompletionRequest
+
+_FIRST_REQUEST = CompletionRequest(index=0, prompt="Once upon a time", max_tokens=1, temperature=0.0)
+
+
+class InstantService(ServiceProcess):
+    """The service with `loadtest.instant_engine` in its worker."""
+
+    def __init__(self, checkpoint: Path, arguments: Sequence[str] = ()) -> None:
+        super().__init__(checkpoint, arguments)
+        kvasir_serve = 2
+        self.command = [sys.executable, "-m", "loadtest.bench_frontend", "serve", *self.command[kvasir_serve:]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """Streams at once, requests in all, tokens of each answer."""
+
+    num_streams: int
+    num_requests: int
+    num_tokens: int
+
+
+def measure(service: ServiceProcess, load: Load) -> tuple[float, bench_http.Run]:
+    """CPU seconds of the API process for one load, and what its clients saw.
+
+    Raises:
+        ServiceFailed: an answer was not whole.
+    """
+    processes = service.api_processes()
+    before = cpu_seconds(processes)
+    run = asyncio.run(_ask(service.target, load))
+    spent = cpu_seconds(processes) - before
+    for outcome in run.outcomes:
+        if outcome.ending is not Ending.OK or outcome.completion_tokens != load.num_tokens:
+            raise ServiceFailed(f"request {outcome.index}: {outcome.ending.value}: {outcome.detail}")
+    return spent, run
+
+
+async def _ask(target: Target, load: Load) -> bench_http.Run:
+    client = AsyncClient(target)
+    requests = [
+        CompletionRequest(index=i, prompt="Once upon a time", max_tokens=load.num_tokens, temperature=0.0)
+        for i in range(load.num_requests)
+    ]
+    run = await bench_http.run_closed(client, requests, model=None, num_streams=load.num_streams)
+    await client.close()
+    return run
+
+
+def measure_all(checkpoint: Path, levels: Sequence[Load], repeats: int) -> dict[str, Any]:
+    """Every level so many times, after one that warms up."""
+    results = []
+    with InstantService(checkpoint) as service:
+        service.wait_first_token(_FIRST_REQUEST)
+        measure(service, levels[0])
+        for load in levels:
+            spent, runs = zip(*(measure(service, load) for _ in range(repeats)), strict=True)
+            tokens = load.num_requests * load.num_tokens
+            results.append(
+                dataclasses.asdict(load)
+                | {
+                    "tokens_per_second_on_one_core": Spread(tuple(tokens / seconds for seconds in spent)).to_dict(),
+                    "cpu_us_per_token": Spread(tuple(1e6 * seconds / tokens for seconds in spent)).to_dict(),
+                    "tokens_per_second": Spread(tuple(tokens / run.duration_seconds for run in runs)).to_dict(),
+                    "client_cpu_share": Spread(tuple(run.client_cpu_share for run in runs)).to_dict(),
+                }
+            )
+    return {"kind": "frontend", "levels": results}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and write JSON. Returns the exit code: 0, 1 when the service failed."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["serve"]:
+        return serve_instantly(given[1:])
+    parser = argparse.ArgumentParser(prog="python -m loadtest.bench_frontend", description=__doc__.split("\n")[0])
+    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="whose tokenizer and name it has")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON there (default: standard output)")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64], metavar="N", help="default: 1 16 64")
+    parser.add_argument("--requests-per-stream", type=int, default=8, metavar="N", help="default: %(default)s")
+    parser.add_argument("--output-tokens", type=int, default=200, metavar="N", help="default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="default: %(default)s")
+    arguments = parser.parse_args(given)
+    facts = provenance(parser.prog, given) | {"other_work_cores": quiet_or_warned(parser.prog)}
+    levels = [Load(n, n * arguments.requests_per_stream, arguments.output_tokens) for n in arguments.streams]
+    try:
+        facts |= measure_all(arguments.checkpoint, levels, arguments.repeats)
+    except ServiceFailed as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    text = json.dumps(facts, indent=1) + "\n"
+    if arguments.out is None:
+        print(text, end="")
+    else:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(text, encoding="utf-8")
+        print(arguments.out)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
