@@ -15,6 +15,9 @@ logprobs         log-probabilities in that shape
 token_labels     tokens as labels: what cannot be seen gets a sign
 attention_picture  attention weights as labelled heat maps
 openapi          the document that describes it all
+api_keys         who may use the server: keys with names, from a file or the environment
+access           who may ask, and from which pages: the middleware around the routes; pure ASGI
+http_protocol    HTTP itself, with bounds on a request's head
 requests         ids, body limits and error bodies around every request; pure ASGI
 serving          what is served: a checkpoint's facts, and what the settings make of them
 template_process a process that renders chat templates within bounds

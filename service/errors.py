@@ -2,7 +2,9 @@
 
 ApiError                        500  server_error
 ├── InvalidRequest              400  invalid_request_error
-│   └── ContextLengthExceeded   400  context_length_exceeded
+│   ├── ContextLengthExceeded   400  context_length_exceeded
+│   └── HeadTooLarge            431  head_too_large
+├── Unauthorized                401  invalid_api_key, with WWW-Authenticate
 ├── ModelNotFound               404  model_not_found
 ├── RouteNotFound               404  route_not_found
 ├── MethodNotAllowed            405  method_not_allowed
@@ -48,6 +50,13 @@ class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class Unauthorized(ApiError):
+    status, type, code = 401, "invalid_request_error", "invalid_api_key"
+
+    def headers(self) -> dict[str, str]:
+        return {"www-authenticate": "Bearer"}
+
+
 class ModelNotFound(ApiError):
     status, type, code = 404, "invalid_request_error", "model_not_found"
 
@@ -62,6 +71,10 @@ class MethodNotAllowed(ApiError):
 
 class BodyTooLarge(ApiError):
     status, type, code = 413, "invalid_request_error", "body_too_large"
+
+
+class HeadTooLarge(InvalidRequest):
+    status, code = 431, "head_too_large"
 
 
 class ClientGone(ApiError):

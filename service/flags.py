@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic_settings import BaseSettings
 
+from service.options import PREFIX
+
 
 class FlagError(ValueError):
     """Arguments that are none of the command's, in one line with where to look."""
@@ -21,7 +23,15 @@ def parse_flags(
         FlagError: an unknown flag, or one without its value.
         SystemExit: `--help` was asked for.
     """
-    parser = _parser(kind, command, summary, epilog)
+    secrets = [name for name in kind.model_fields if is_secret(kind, name)]
+    for name in secrets:
+        if any(word.partition("=")[0] == flag_of(name) for word in argv):
+            raise FlagError(
+                f"{flag_of(name)} is no flag, since flags show in the list of processes; "
+                f"set {variable_of(name)} instead"
+            )
+    told = (f" {variable_of(name)}: {kind.model_fields[name].description}." for name in secrets)
+    parser = _parser(kind, command, summary, epilog + "".join(told))
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}", directory=_directory(kind, unknown))
@@ -31,6 +41,17 @@ def parse_flags(
 def flag_of(name: str) -> str:
     """The flag of a field."""
     return "--" + name.replace("_", "-")
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of a field."""
+    return PREFIX + name.upper()
+
+
+def is_secret(kind: type[BaseSettings], name: str) -> bool:
+    """Whether a field has no flag, and its value is not to be shown."""
+    extra = kind.model_fields[name].json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get("secret"))
 
 
 def _directory(kind: type[BaseSettings], unknown: Sequence[str]) -> str | None:
@@ -64,6 +85,8 @@ def _parser(kind: type[BaseSettings], command: str, summary: str, epilog: str) -
     for name, field in kind.model_fields.items():
         extra = field.json_schema_extra
         assert isinstance(extra, dict), f"{name} must be declared with `option`"
+        if is_secret(kind, name):
+            continue
         title = str(extra["group"])
         group = groups[title] if title in groups else groups.setdefault(title, parser.add_argument_group(title))
         required, is_switch = field.is_required(), field.annotation is bool

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from fastapi import Request
 from fastapi.responses import HTMLResponse, Response
 from litserve.specs.base import LitSpec
@@ -79,6 +80,8 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             max_context_length=serving.max_context_length,
             max_num_choices=admission.max_num_sequences,
             defaults=serving.defaults,
+            aliases=settings.model_alias,
+            max_prompts=settings.max_prompts,
         )
         self._chat = ChatPrompts(serving.template, tokenizer, max_waiting=admission.max_num_sequences)
         max_body_bytes = settings.max_body_mb * 2**20
@@ -184,12 +187,15 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
 
     async def models(self) -> Response:
         """`GET /v1/models`."""
-        return json_response(responses.ModelList(data=[self._card]))
+        return json_response(responses.ModelList(data=[self._card, *map(self._card_of, self._settings.model_alias)]))
 
     async def model(self, model_id: str) -> Response:
         """`GET /v1/models/{id}`."""
         self._planner.check_model(model_id)
-        return json_response(self._card)
+        return json_response(self._card_of(model_id))
+
+    def _card_of(self, model_id: str) -> responses.ModelCard:
+        return msgspec.structs.replace(self._card, id=model_id)
 
     async def health(self) -> Response:
         """`GET /health`: this process answers."""

@@ -111,7 +111,7 @@ _FAMILIES = (
            ("finished_reason",), tuple((reason,) for reason in FinishReason), in_vllm=True),
     Family("request_failures", _C, "requests",
            "Requests answered with an error, by HTTP status and error type.", ("status", "error_type"),
-           (*((status, "invalid_request_error") for status in ("400", "404", "405", "413")),
+           (*((status, "invalid_request_error") for status in ("400", "401", "404", "405", "413")),
             ("500", "server_error"))),
     Family("admission_rejections", _C, "requests",
            "Requests refused before any work was done for them.", ("reason",),

@@ -12,8 +12,10 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from service import chat_responses, chat_schemas, errors, inspection, responses, schemas
+from service.access import ALWAYS_OPEN
 
 _REF = "#/components/schemas/{name}"
+_SCHEME = "apiKey"
 _REFUSALS = (
     errors.InvalidRequest,
     errors.ModelNotFound,
@@ -57,8 +59,17 @@ def openapi_document() -> dict[str, Any]:
             "version": importlib.metadata.version("kvasir"),
             "description": "Completions and conversations by a language model, in OpenAI's protocol.",
         },
-        "paths": _paths(),
-        "components": {"schemas": {**requests["$defs"], **answers}},
+        "paths": _surrounded(_paths()),
+        "components": {
+            "schemas": {**requests["$defs"], **answers},
+            "securitySchemes": {
+                _SCHEME: {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "An API key, where the server asks for one.",
+                }
+            },
+        },
     }
 
 
@@ -107,6 +118,18 @@ def _paths() -> dict[str, Any]:
         "/playground": _get("A page to try the model", page),
         "/": _get("The playground", page),
     }
+
+
+def _surrounded(paths: dict[str, Any]) -> dict[str, Any]:
+    """The routes, with what can befall every request: a head that is too large, and no key where one is asked for."""
+    for path, operations in paths.items():
+        is_guarded = path not in ALWAYS_OPEN
+        refusals = (errors.Unauthorized, errors.HeadTooLarge) if is_guarded else (errors.HeadTooLarge,)
+        for operation in operations.values():
+            operation["responses"] |= _errors(refusals)
+            if is_guarded:  # the empty one: where the server has no keys
+                operation["security"] = [{_SCHEME: []}, {}]
+    return paths
 
 
 def _get(

@@ -1,6 +1,7 @@
 """How a setting is declared: one field, from which flag, variable, default, bounds and help all come."""
 
 import os
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -13,6 +14,15 @@ AutoOrCount = Literal["auto"] | Annotated[int, Field(ge=1)]
 LISTED = BeforeValidator(lambda value: value.split(os.pathsep) if isinstance(value, str) else value)
 
 
+def _names(value: Iterable[str]) -> list[str]:
+    words = [value] if isinstance(value, str) else value
+    return [name for word in words for part in word.split(",") if (name := part.strip())]
+
+
+# Names may hold what stands between paths; commas stand between them, in variables and flags.
+NAMES = BeforeValidator(_names)
+
+
 def option(group: str, help_: str, default: Any = ..., *, metavar: str | None = None, **bounds: Any) -> Any:
     """A setting.
 
@@ -22,3 +32,8 @@ def option(group: str, help_: str, default: Any = ..., *, metavar: str | None = 
         bounds: what pydantic's `Field` checks.
     """
     return Field(default, description=help_, json_schema_extra={"group": group, "metavar": metavar}, **bounds)
+
+
+def secret(group: str, help_: str) -> Any:
+    """A setting without a flag, since flags show in the list of processes. Its type is `SecretStr | None`."""
+    return Field(None, description=help_, json_schema_extra={"group": group, "metavar": None, "secret": True})

@@ -13,7 +13,7 @@ from service.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from service.journal import Choice
 from service.logprobs import prompt_text
 from service.messages import Submit
-from service.schemas import CompletionRequest, GenerationRequest
+from service.schemas import MAX_PROMPTS, CompletionRequest, GenerationRequest
 from service.serving import Defaults
 
 # Longer texts are tokenized in a thread: tiktoken works at about 10 MB/s and releases the interpreter's lock.
@@ -27,6 +27,8 @@ class Planner:
     max_context_length: tokens of prompt and completion together.
     max_num_choices: choices that one request may ask for, over all its prompts.
     defaults: what a request gets where it says nothing.
+    aliases: further names of the model.
+    max_prompts: prompts of one request.
     """
 
     tokenizer: Tokenizer
@@ -34,6 +36,8 @@ class Planner:
     max_context_length: int
     max_num_choices: int
     defaults: Defaults = field(default_factory=Defaults)
+    aliases: tuple[str, ...] = ()
+    max_prompts: int = MAX_PROMPTS
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not ours; none means ours.
@@ -41,7 +45,7 @@ class Planner:
         Raises:
             ModelNotFound: it is another one.
         """
-        if name is not None and name != self.model_name:
+        if name is not None and name != self.model_name and name not in self.aliases:
             raise ModelNotFound(
                 f"the model {name[:100]!r} does not exist; this server has {self.model_name!r}", param="model"
             )
@@ -98,9 +102,10 @@ class Planner:
 
         Raises:
             ModelNotFound: see `check_model`.
-            InvalidRequest: a stop token is none, or there are more choices than this server holds.
+            InvalidRequest: a stop token is none, or there are more prompts or choices than this server holds.
         """
         self.check_model(request.model)
+        self.check_num_prompts(num_prompts, "prompt")
         num_samples: int = request.value("n")
         if num_prompts * num_samples > self.max_num_choices:
             raise InvalidRequest(
@@ -109,6 +114,19 @@ class Planner:
                 param="n",
             )
         self.check_ids(request.stop_token_ids or [], "stop_token_ids")
+
+    def check_num_prompts(self, num_prompts: int, param: str) -> None:
+        """Refuse more prompts than this server takes in one request.
+
+        Raises:
+            InvalidRequest: there are more.
+        """
+        if num_prompts > self.max_prompts:
+            raise InvalidRequest(
+                f"{param} holds {num_prompts} prompts, this server takes {self.max_prompts} in one request; "
+                "send them in parts",
+                param=param,
+            )
 
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
         """Token ids of a text prompt, after the mark that begins a text if the tokenizer has one and `begin` is set.

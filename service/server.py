@@ -24,12 +24,15 @@ from litserve import LitServer
 from litserve.utils import WorkerSetupStatus
 
 from model.manifest import read_manifest
+from service.access import middlewares
+from service.api_keys import ApiKeys, read_api_keys
 from service.frontend import Frontend, Sink
+from service.http_protocol import BoundedHttpProtocol
 from service.lifecycle import Lifecycle, Phase
 from service.messages import BUS
 from service.metrics import EngineState, Metrics, mark_dead, prepare_directory
 from service.openapi import openapi_document
-from service.requests import RequestId, install_error_handlers
+from service.requests import install_error_handlers
 from service.serving import read_serving
 from service.settings import ServeSettings
 from service.worker import EXIT_TOLD, EngineAPI, EngineLoop
@@ -59,6 +62,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         *,
         frontend: Frontend,
         settings: ServeSettings,
+        keys: ApiKeys,
         lifecycle: Lifecycle,
         metrics: Metrics,
     ) -> None:
@@ -68,7 +72,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
             accelerator="cpu",
             timeout=False,
             restart_workers=True,
-            middlewares=[(RequestId, {})],
+            middlewares=middlewares(settings, keys, frontend.count_error),
         )
         self.monitor_internal = _POLL_SECONDS
         self.uvicorn_graceful_timeout = _CLOSE_SECONDS
@@ -106,6 +110,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                http=BoundedHttpProtocol,
             )
         except _StoppedWhileStarting:
             return 0
@@ -246,33 +251,34 @@ class _StoppedWhileStarting(Exception):
     """A signal came before there was anything to drain."""
 
 
-def build_server(settings: ServeSettings) -> KvasirServer:
-    """Everything wired, nothing started.
+def build_server(settings: ServeSettings, *, engine_api: type[EngineAPI] = EngineAPI) -> KvasirServer:
+    """Everything wired, nothing started. `engine_api` builds the engine.
 
     Raises:
         CheckpointError, TokenizerError, ChatTemplateError, GenerationConfigError: the checkpoint cannot be used; one
             line says why.
-        SettingsError: a longer context was asked for than the model has.
+        SettingsError: a longer context was asked for than the model has, or the API keys cannot be used.
         StartError: the port is taken.
     """
     _check_port(settings.host, settings.port)
+    keys = read_api_keys(settings)
     manifest = read_manifest(settings.checkpoint)
     serving = read_serving(settings, manifest, manifest.verify())
-    for warning in serving.warnings():
+    for warning in (*keys.warnings, *serving.warnings()):
         logger.warning("%s", warning)
     prepare_directory()
     metrics = Metrics(serving.model_name)
     lifecycle = Lifecycle(main_pid=os.getpid())
     frontend = Frontend(settings, serving=serving, lifecycle=lifecycle, metrics=metrics)
-    api = EngineAPI(
+    api = engine_api(
         settings,
         manifest=manifest,
-        found=serving.found(settings),
+        found={**serving.found(settings), "api_keys": keys},
         lifecycle=lifecycle,
         loop=EngineLoop(),
         spec=frontend,
     )
-    return KvasirServer(api, frontend=frontend, settings=settings, lifecycle=lifecycle, metrics=metrics)
+    return KvasirServer(api, frontend=frontend, settings=settings, keys=keys, lifecycle=lifecycle, metrics=metrics)
 
 
 def _check_port(host: str, port: int) -> None:

@@ -7,13 +7,14 @@ Torch-free: what "auto" means on a device is decided by the worker, which knows 
 
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings
+from pydantic import SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode
 
 from model.config import ModelConfig
 from service.command_settings import (
@@ -25,10 +26,12 @@ from service.command_settings import (
     TrainSettings,
 )
 from service.complaints import EMPTY, in_words
-from service.flags import FlagError, flag_of, parse_flags
-from service.options import CONFIG, PREFIX, AutoOrCount, option
+from service.flags import FlagError, flag_of, is_secret, parse_flags, variable_of
+from service.options import CONFIG, NAMES, PREFIX, AutoOrCount, option, secret
 
 Settings = TypeVar("Settings", bound=BaseSettings)
+# As browsers send it (https://fetch.spec.whatwg.org/#origin-header).
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@]+")
 
 
 class SettingsError(ValueError):
@@ -80,6 +83,9 @@ class ServeSettings(ModelSettings):
     host: Literal["127.0.0.1", "0.0.0.0", "::"] = option("http", "address to listen on", "127.0.0.1")
     port: int = option("http", "port to listen on", 8000, ge=1024, le=65535)
     model_name: str | None = option("http", "name clients use (default: the checkpoint's)", None, min_length=1)
+    model_alias: Annotated[tuple[str, ...], NoDecode, NAMES] = option(
+        "http", "further name clients may use; may be repeated", (), metavar="NAME"
+    )
     chat_template: str = option(
         "http",
         "how messages become a prompt: auto (the checkpoint's template, else plain), plain (their texts alone), "
@@ -89,6 +95,23 @@ class ServeSettings(ModelSettings):
         min_length=1,
     )
     max_body_mb: int = option("http", "largest request body, in MiB", 2, ge=1, le=1024)
+    api_keys_file: Path | None = option(
+        "access",
+        "who may use the server: a file with NAME: KEY on each line; without any key everybody may",
+        None,
+        metavar="FILE",
+    )
+    api_keys: SecretStr | None = secret("access", "further keys, NAME: KEY, with commas between them")
+    api_key: SecretStr | None = secret("access", "one more key, without a name")
+    open_probes: bool = option("access", "/health and /ready ask for no key", True)
+    open_metrics: bool = option("access", "/metrics asks for no key", True)
+    cors_origins: Annotated[tuple[str, ...], NoDecode, NAMES] = option(
+        "access",
+        "origin whose pages may use the server, https://example.com, or * for all; may be repeated (default: none)",
+        (),
+        metavar="ORIGIN",
+    )
+    max_prompts: int = option("admission", "prompts, or texts to embed, in one request", 4096, ge=1, le=4096)
     max_waiting_requests: int = option(
         "admission", "sequences that may wait for a place in the batch; more get a 429", 256, ge=0
     )
@@ -107,6 +130,16 @@ class ServeSettings(ModelSettings):
     @classmethod
     def _localhost_is_an_address(cls, value: Any) -> Any:
         return "127.0.0.1" if value == "localhost" else value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins_are_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        origins = tuple(origin.lower().removesuffix("/") for origin in value)
+        if "*" in origins and len(origins) > 1:
+            raise ValueError("must be * alone, or origins")
+        if not all(origin == "*" or _ORIGIN.fullmatch(origin) for origin in origins):
+            raise ValueError("must be origins such as https://example.com:8443, without a path, or *")
+        return origins
 
 
 class GenerateSettings(ModelSettings):
@@ -148,12 +181,12 @@ def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, su
         if not first["loc"]:
             raise SettingsError(first["msg"].removeprefix("Value error, ")) from None
         name = str(first["loc"][0])
-        source = flag_of(name) if name in given or _variable(name) not in os.environ else _variable(name)
+        source = flag_of(name) if name in given or variable_of(name) not in os.environ else variable_of(name)
         if first["type"] == "missing":
-            raise SettingsError(f"{source} is needed (or {_variable(name)})") from None
+            raise SettingsError(f"{source} is needed (or {variable_of(name)})") from None
         is_union = kind.model_fields[name].annotation == AutoOrCount
         problem = "must be auto or at least 1" if is_union else in_words(first["type"], first["msg"])
-        instead = "" if problem == EMPTY else f", not {first['input']!r}"
+        instead = "" if problem == EMPTY or is_secret(kind, name) else f", not {first['input']!r}"
         raise SettingsError(f"{source}: {problem}{instead}") from None
 
 
@@ -206,14 +239,10 @@ def usable_cpus() -> int:
     return count if quota == "max" else max(1, min(count, math.ceil(int(quota) / int(period))))
 
 
-def _variable(name: str) -> str:
-    return PREFIX + name.upper()
-
-
 def _warn_of_unknown_variables(command: str) -> None:
     """Name variables that look like settings and are none. Only a warning: an orchestrator adds some of its own,
     as Kubernetes gives every pod KVASIR_SERVICE_HOST for a service of that name."""
-    known = {_variable(name) for kind in _COMMANDS for name in kind.model_fields}
+    known = {variable_of(name) for kind in _COMMANDS for name in kind.model_fields}
     for name in sorted(set(os.environ) - known):
         if name.startswith(PREFIX):
             print(f"kvasir {command}: warning: {name} is not a setting; ignored", file=sys.stderr)

@@ -23,6 +23,7 @@ from service.schemas import CompletionRequest
 from tests.playground import event_stream
 from tests.playground.chromium import Chromium
 from tests.playground.inside_check import INSIDE_CHECKS, INSIDE_STUB_CHECKS, choose, look
+from tests.playground.key_check import KEY_STUB_CHECKS
 from tests.playground.playground import Playground
 from tests.playground.stub_server import HOSTILE, STORY, Record, StubServer
 
@@ -254,7 +255,9 @@ CHECKS: tuple[Callable[[Playground], None], ...] = (
     check_parser, check_stream, check_nothing_moves, check_stop, check_tokens, check_copies, check_link, check_limits,
     check_markup_stays_text, check_screens, *INSIDE_CHECKS,
 )  # fmt: skip
-STUB_CHECKS = (check_scrolling, check_errors, check_busy, check_line_ends, check_no_server, *INSIDE_STUB_CHECKS)
+STUB_CHECKS = (
+    check_scrolling, check_errors, check_busy, check_line_ends, check_no_server, *INSIDE_STUB_CHECKS, *KEY_STUB_CHECKS,
+)  # fmt: skip
 
 
 def check_quiet(browser: Chromium, url: str) -> None:

@@ -46,9 +46,10 @@ class Record:
 class StubServer:
     """Serves on a free port of 127.0.0.1 from `start` to `stop`."""
 
-    def __init__(self, *, token_seconds: float = 0.01, line_end: str = "\n", looks: bool = True) -> None:
+    def __init__(self, *, token_seconds: float = 0.01, line_end: str = "\n", looks: bool = True, key: str = "") -> None:
         self.record = Record()
         attributes = {"record": self.record, "token_seconds": token_seconds, "line_end": line_end, "looks": looks}
+        attributes["key"] = key
         handler = type("Handler", (_Handler,), attributes)
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._http.daemon_threads = True
@@ -80,6 +81,18 @@ class _Handler(BaseHTTPRequestHandler):
     token_seconds: ClassVar[float]
     line_end: ClassVar[str]
     looks: ClassVar[bool]
+    key: ClassVar[str]
+
+    def parse_request(self) -> bool:
+        """Whoever asks for more than the page without the key is refused here."""
+        if not super().parse_request():
+            return False
+        has_key = self.key in ("", (self.headers["Authorization"] or "").removeprefix("Bearer "))
+        is_open = has_key or self.path in ("/", "/playground", "/ready")
+        if not is_open:
+            self.rfile.read(int(self.headers["Content-Length"] or 0))
+            self._answer_error(401, "this server asks for an API key", "invalid_api_key")
+        return is_open
 
     def log_message(self, format: str, *args: Any) -> None:
         """Quiet: the check prints what matters."""

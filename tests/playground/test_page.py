@@ -89,6 +89,15 @@ def test_every_id_the_script_names_exists(script: str, ids: set[str]) -> None:
     assert figures <= ids
 
 
+def test_the_key_goes_to_the_server_and_nowhere_else(script: str, elements: list[tuple[str, Attributes]]) -> None:
+    (key,) = [attributes for tag, attributes in elements if attributes.get("id") == "key"]
+    assert key["type"] == "password"
+    assert "name" not in key, "what has a name is put into links and requests"
+    assert len(re.findall(r"\bfetch\(", script)) == 1, "all is asked by the one function that adds the key"
+    assert re.findall(r"\$\{apiKey\}", script) == ["${apiKey}"]
+    assert "localStorage" not in script
+
+
 def test_every_reference_between_elements_holds(elements: list[tuple[str, Attributes]], ids: set[str]) -> None:
     references = ("for", "data-for", "aria-labelledby", "aria-describedby", "aria-controls")
     named = {a[name] for _, a in elements for name in references if name in a}

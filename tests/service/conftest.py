@@ -11,10 +11,12 @@ from starlette.testclient import TestClient
 from model.manifest import read_manifest
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.files import load_tokenizer
+from service.access import middlewares
+from service.api_keys import read_api_keys
 from service.frontend import Frontend
 from service.lifecycle import Lifecycle, Phase
 from service.metrics import Metrics
-from service.requests import RequestId, install_error_handlers
+from service.requests import install_error_handlers
 from service.serving import read_serving
 from service.settings import ServeSettings
 from tests.service.echo import EchoQueue
@@ -63,9 +65,10 @@ def frontend(settings: ServeSettings, metrics: Metrics, lifecycle: Lifecycle, qu
 
 
 @pytest.fixture
-def client(frontend: Frontend) -> Iterator[TestClient]:
+def client(frontend: Frontend, settings: ServeSettings) -> Iterator[TestClient]:
     app = FastAPI()
-    app.add_middleware(RequestId)
+    for kind, arguments in middlewares(settings, read_api_keys(settings), frontend.count_error):
+        app.add_middleware(kind, **arguments)
     install_error_handlers(app, frontend.count_error)
     for path, endpoint, methods in frontend.endpoints:
         app.add_api_route(path, endpoint, methods=methods)

@@ -7,6 +7,8 @@ import pytest
 from model.attention.interface import ATTENTION_BACKENDS
 from model.manifest import read_manifest
 from service.command_settings import EvalSettings, TrainSettings
+from service.flags import is_secret, variable_of
+from service.schemas import MAX_PROMPTS
 from service.settings import (
     GenerateSettings,
     ServeSettings,
@@ -47,7 +49,8 @@ def test_every_flag_of_the_contract_is_read() -> None:
         *("--block-size", "32", "--max-waiting-requests", "9", "--drain-seconds", "1.5", "--model-name", "m"),
         *("--no-enable-prefix-cache", "--max-body-mb", "4", "--log-level", "debug", "--attention", "eager"),
         *("--max-context-length", "99", "--chat-template", "plain", "--no-generation-config"),
-        *("--max-waiting-tokens", "11"),
+        *("--max-waiting-tokens", "11", "--api-keys-file", "k", "--no-open-probes", "--no-open-metrics"),
+        *("--cors-origins", "https://a.b", "--model-alias", "x:1", "--model-alias", "y,z", "--max-prompts", "7"),
     )
     assert settings.model_dump() == {
         "checkpoint": Path("c"),
@@ -68,6 +71,14 @@ def test_every_flag_of_the_contract_is_read() -> None:
         "port": 9000,
         "model_name": "m",
         "max_body_mb": 4,
+        "model_alias": ("x:1", "y", "z"),
+        "api_keys_file": Path("k"),
+        "api_keys": None,
+        "api_key": None,
+        "open_probes": False,
+        "open_metrics": False,
+        "cors_origins": ("https://a.b",),
+        "max_prompts": 7,
         "max_waiting_requests": 9,
         "max_waiting_tokens": 11,
         "drain_seconds": 1.5,
@@ -114,6 +125,20 @@ def test_localhost_is_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read("--checkpoint", "c").host == "127.0.0.1"
 
 
+@pytest.mark.parametrize(
+    "origin", ["page.example", "https://a.b/c", "https://a b", "*,https://a.b", "null", "https://*.b"]
+)
+def test_an_origin_is_what_browsers_send(origin: str) -> None:
+    with pytest.raises(SettingsError, match=r"^--cors-origins: must be "):
+        read("--checkpoint", "c", "--cors-origins", origin)
+    assert read("--checkpoint", "c", "--cors-origins", "https://A.b:8/").cors_origins == ("https://a.b:8",)
+
+
+def test_the_bound_of_prompts_is_that_of_the_contract() -> None:
+    (bound,) = [rule.le for rule in ServeSettings.model_fields["max_prompts"].metadata if hasattr(rule, "le")]
+    assert bound == ServeSettings.model_fields["max_prompts"].default == MAX_PROMPTS
+
+
 def test_a_bad_variable_is_named_as_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVASIR_PORT", "tcp://10.0.0.1:80")
     with pytest.raises(SettingsError, match="KVASIR_PORT: must be a whole number"):
@@ -138,10 +163,10 @@ def test_the_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixtur
     assert caught.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     for name, field in ServeSettings.model_fields.items():
-        assert f"--{name.replace('_', '-')}" in text
-        if not field.is_required() and field.default is not None:
+        assert (variable_of(name) if is_secret(ServeSettings, name) else f"--{name.replace('_', '-')}") in text
+        if not field.is_required() and field.default not in (None, ()):
             assert f"(default: {field.default})" in text
-    for title in ("model:", "engine:", "http:", "admission:", "operation:"):
+    for title in ("model:", "engine:", "http:", "access:", "admission:", "operation:"):
         assert title in text
 
 

@@ -1,0 +1,120 @@
+"""Who may use the server: API keys with names, from a file or the environment. Kept as digests, compared in constant
+time."""
+
+import hashlib
+import hmac
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from service.settings import ServeSettings, SettingsError
+
+# What may follow "Bearer" in a header, and what may be told of a key in a log line.
+_LINE = re.compile(r"(?P<name>[\w.@-]{1,64})(?:\s*:\s*|\s+)(?P<key>[!-~]+)(?:\s+#.*)?")
+_KEY = re.compile(r"[!-~]+")
+_COMMENT = "#"
+# Of the key that stands alone in KVASIR_API_KEY.
+DEFAULT_NAME = "default"
+# 16 characters of base64 are 96 bits. Whoever tries a million keys a second finds one of them in 10^15 years.
+_SHORT_KEY = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKeys:
+    """The keys a server knows, by name.
+
+    digests: SHA-256 of each key. The keys themselves are kept nowhere.
+    warnings: what is unwise about them, a line each, without a key.
+    """
+
+    digests: Mapping[str, bytes] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.digests)
+
+    def __str__(self) -> str:
+        return ", ".join(self.digests) or "none: everybody may use this server"
+
+    def name_of(self, key: bytes) -> str | None:
+        """Whose key this is; None for nobody's.
+
+        Takes as long whichever it is: every digest is looked at, and `compare_digest` looks at all of it.
+        """
+        presented = hashlib.sha256(key).digest()
+        found = None
+        for name, digest in self.digests.items():
+            if hmac.compare_digest(presented, digest):
+                found = name
+        return found
+
+
+def read_api_keys(settings: ServeSettings) -> ApiKeys:
+    """The keys of `--api-keys-file`, KVASIR_API_KEYS and KVASIR_API_KEY together.
+
+    Raises:
+        SettingsError: a source cannot be read or holds no key, a line is no key, or a name or key stands there twice.
+    """
+    found: list[tuple[str, str]] = []
+    warnings: list[str] = []
+    if (path := settings.api_keys_file) is not None:
+        text, has_bad_mode = _read(path)
+        found += _parse(text.splitlines(), f"--api-keys-file {path}")
+        if has_bad_mode:
+            warnings.append(f"--api-keys-file {path}: every user of this machine can read it; chmod 600 {path}")
+    if settings.api_keys is not None:
+        found += _parse(re.split(r"[,\n]", settings.api_keys.get_secret_value()), "KVASIR_API_KEYS")
+    if settings.api_key is not None:
+        key = settings.api_key.get_secret_value().strip()
+        if not _KEY.fullmatch(key):
+            raise SettingsError("KVASIR_API_KEY: must be one word of visible ASCII characters")
+        found.append((DEFAULT_NAME, key))
+    warnings += [
+        f"the API key of {name} has under {_SHORT_KEY} characters and may be guessed"
+        for name, key in found
+        if len(key) < _SHORT_KEY
+    ]
+    return ApiKeys(_digests(found), tuple(warnings))
+
+
+def _read(path: Path) -> tuple[str, bool]:
+    """The file's text, and whether others can read it."""
+    try:
+        return path.read_text("utf-8-sig"), bool(path.stat().st_mode & stat.S_IROTH)
+    except OSError as error:
+        raise SettingsError(f"--api-keys-file {path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"--api-keys-file {path}: is not a text file in UTF-8") from None
+
+
+def _parse(lines: Iterable[str], source: str) -> Iterator[tuple[str, str]]:
+    """Names and keys. What a bad line holds is not told: it may be a key."""
+    is_empty = True
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        if not text or text.startswith(_COMMENT):
+            continue
+        matched = _LINE.fullmatch(text)
+        if matched is None:
+            raise SettingsError(
+                f"{source}: entry {number} must be NAME: KEY, the name of letters, digits and . _ - @, "
+                "the key one word of visible ASCII characters"
+            )
+        is_empty = False
+        yield matched["name"], matched["key"]
+    if is_empty:
+        raise SettingsError(f"{source}: holds no key; write one NAME: KEY a line")
+
+
+def _digests(found: Iterable[tuple[str, str]]) -> dict[str, bytes]:
+    digests: dict[str, bytes] = {}
+    for name, key in found:
+        if name in digests:
+            raise SettingsError(f"two API keys are called {name}; give each a name of its own")
+        digest = hashlib.sha256(key.encode()).digest()
+        if (other := next((known for known, value in digests.items() if value == digest), None)) is not None:
+            raise SettingsError(f"{other} and {name} have the same API key; give each one of its own")
+        digests[name] = digest
+    return digests

@@ -1,0 +1,123 @@
+"""How long a request's head may be, before it is whole and after."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from service.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS, BoundedHttpProtocol
+
+
+class Wire(asyncio.Transport):
+    """What the protocol writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.is_closed = False
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def pause_reading(self) -> None:
+        """Whoever talks goes on."""
+
+    def resume_reading(self) -> None:
+        """Whoever talks has gone on."""
+
+
+async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    size = 0
+    while (message := await receive())["type"] == "http.request":
+        size += len(message["body"])
+        if not message["more_body"]:
+            break
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"%d" % size})
+
+
+def talk(*chunks: bytes) -> Wire:
+    """Send chunk by chunk, and let what is asked be answered."""
+
+    async def run() -> Wire:
+        config, wire = Config(app, http=BoundedHttpProtocol, log_config=None), Wire()
+        protocol = BoundedHttpProtocol(config, ServerState(), {})
+        protocol.connection_made(wire)
+        for chunk in chunks:
+            if wire.is_closing():
+                break
+            protocol.data_received(chunk)
+        tasks = set(protocol.tasks)
+        if tasks:
+            await asyncio.wait(tasks, timeout=10)
+        protocol.connection_lost(None)
+        return wire
+
+    return asyncio.run(run())
+
+
+def head(*fields: str, path: str = "/") -> bytes:
+    return "\r\n".join([f"POST {path} HTTP/1.1", "host: a", "content-length: 5", *fields, "", ""]).encode()
+
+
+def status(wire: Wire) -> int:
+    return int(wire.written.split()[1])
+
+
+@pytest.mark.parametrize(
+    ("request_head", "answer"),
+    [
+        (head(), 200),
+        (head(*("a: b" for _ in range(MAX_HEADERS - 2))), 200),
+        (head(*("a: b" for _ in range(MAX_HEADERS - 1))), 431),
+        (head("a: " + "b" * (MAX_HEAD_BYTES - 1000)), 200),
+        (head("a: " + "b" * MAX_HEAD_BYTES), 431),
+        (head(path="/" + "b" * MAX_HEAD_BYTES), 431),
+        (head("a" * MAX_HEAD_BYTES + ": b"), 431),
+        (b"GARBAGE\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nhost a\r\n\r\n", 400),
+    ],
+)
+@pytest.mark.parametrize("piece", [1_000_000, 7_000])
+def test_a_head_is_bounded(request_head: bytes, answer: int, piece: int) -> None:
+    sent = request_head + b"12345"
+    wire = talk(*(sent[start : start + piece] for start in range(0, len(sent), piece)))
+    assert status(wire) == answer
+    if answer != 200:
+        assert wire.is_closed
+        fields, _, body = wire.written.partition(b"\r\n\r\n")
+        assert b"content-length: %d" % len(body) in fields
+        error = json.loads(body)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["code"] == ("head_too_large" if answer == 431 else "invalid_request")
+
+
+@pytest.mark.parametrize("beginning", [b"GET /" + b"a" * 10, b"GET / HTTP/1.1\r\na: ", b"GET / HTTP/1.1\r\na"])
+def test_a_head_without_an_end_is_cut_off(beginning: bytes) -> None:
+    wire = talk(beginning, *[b"x" * 10_000] * 100)
+    assert (status(wire), wire.is_closed) == (431, True)
+
+
+def test_a_body_is_not_counted_as_head() -> None:
+    body = b"x" * 300_000
+    whole = head().replace(b"length: 5", b"length: 300000") + body
+    for cut in (30, len(whole) - 299_000):
+        wire = talk(whole[:cut], whole[cut:])
+        assert status(wire) == 200
+        assert b"\r\n300000\r\n" in wire.written
+
+
+def test_the_next_request_of_a_connection_is_bounded_too() -> None:
+    wire = talk(head() + b"12345" + b"GET / HTTP/1.1\r\na: ", *[b"x" * 10_000] * 100)
+    assert wire.is_closed
+    assert b"HTTP/1.1 431 " in wire.written
