@@ -10,8 +10,9 @@ errors           the tree of errors that answer a request, and their HTTP status
 schemas          the OpenAI wire contract in pydantic
 chat_schemas     the same of requests that hold a conversation
 responses        the answers, in OpenAI's shape
-chat_responses   a conversation's answers, and how completions are worded as such
-logprobs         log-probabilities in that shape
+chat_responses   the same of conversations
+logprobs         log-probabilities in the shapes that answers have
+dialects         how an answer is worded: one route's words, or the other's
 token_labels     tokens as labels: what cannot be seen gets a sign
 attention_picture  attention weights as labelled heat maps
 openapi          the document that describes it all
@@ -23,6 +24,7 @@ serving          what is served: a checkpoint's facts, and what the settings mak
 template_process a process that renders chat templates within bounds
 chat             a conversation becomes token ids
 plan             a validated request becomes the sequences to compute
+truncation       prompts that are cut to a length
 admission        who may wait, and what the others are told
 journal          every unfinished request: what was submitted, what came back, who waits
 delivery         a stream of server-sent events, or one body

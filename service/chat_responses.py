@@ -1,15 +1,36 @@
-"""The wire contract of a conversation's answers, and how a completion becomes one.
+"""The OpenAI wire contract of a conversation's answers."""
 
-The engine completes prompts, and delivery joins completions. `Chat` says the same in the words of
-`/v1/chat/completions`, and `Text` in those of `/v1/completions`, which need no translation.
-"""
-
-from typing import Any, ClassVar, Literal, Protocol
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from service.responses import Completion, Timings, Usage
+from service.responses import PromptLogprobs, Timings, Usage
+
+
+class ChatTopLogprob(msgspec.Struct, kw_only=True):
+    """A token that might have been. `bytes` are what it adds to the text; null for a control mark."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(msgspec.Struct, kw_only=True):
+    """A token of the answer, and the most likely ones in its place. The bytes of all, joined, are the answer's text."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, kw_only=True):
+    """One entry a token; tokens of a stop string are listed though its text is not shown."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None = None
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
@@ -25,9 +46,10 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
     index: int
     message: ChatMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length"] | None
     stop_reason: str | int | None
+    token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -38,8 +60,10 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage | UnsetType
-    timings: Timings | UnsetType
+    usage: Usage
+    timings: Timings
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
@@ -54,13 +78,14 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
 
     index: int
     delta: ChatDelta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: str | int | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct, kw_only=True):
-    """An event of a stream. `timings` come in the last two."""
+    """An event of a stream. `timings` come in the last two, what is the prompt's where the first choice begins."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -69,89 +94,5 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
-
-
-class Dialect(Protocol):
-    """How the completions of one request are worded."""
-
-    id_prefix: ClassVar[str]
-
-    def body(self, completion: Completion) -> Any:
-        """The whole answer."""
-        ...
-
-    def events(self, completion: Completion) -> tuple[Any, ...]:
-        """The events of a stream that say this piece of it."""
-        ...
-
-
-class Text:
-    """`/v1/completions`: as it is."""
-
-    id_prefix: ClassVar[str] = "cmpl-"
-
-    def body(self, completion: Completion) -> Completion:
-        """See `Dialect`."""
-        return completion
-
-    def events(self, completion: Completion) -> tuple[Completion]:
-        """See `Dialect`."""
-        return (completion,)
-
-
-class Chat:
-    """`/v1/chat/completions`: the assistant's message. One for each request: it knows who has begun to speak."""
-
-    id_prefix: ClassVar[str] = "chatcmpl-"
-
-    def __init__(self) -> None:
-        self._begun: set[int] = set()
-
-    def body(self, completion: Completion) -> ChatCompletion:
-        """See `Dialect`."""
-        return ChatCompletion(
-            id=completion.id,
-            created=completion.created,
-            model=completion.model,
-            choices=[
-                ChatChoice(
-                    index=choice.index,
-                    message=ChatMessage(content=choice.text),
-                    finish_reason=choice.finish_reason,
-                    stop_reason=choice.stop_reason,
-                )
-                for choice in completion.choices
-            ],
-            usage=completion.usage,
-            timings=completion.timings,
-        )
-
-    def events(self, completion: Completion) -> tuple[ChatCompletionChunk, ...]:
-        """See `Dialect`. A choice's first event says who speaks, and no text yet, as OpenAI's does."""
-        chunk = ChatCompletionChunk(
-            id=completion.id,
-            created=completion.created,
-            model=completion.model,
-            choices=[
-                ChatChunkChoice(
-                    index=choice.index,
-                    delta=ChatDelta(content=choice.text) if choice.text else ChatDelta(),
-                    finish_reason=choice.finish_reason,
-                    stop_reason=choice.stop_reason,
-                )
-                for choice in completion.choices
-            ],
-            usage=completion.usage,
-            timings=completion.timings,
-        )
-        new = [choice.index for choice in completion.choices if choice.index not in self._begun]
-        if not new:
-            return (chunk,)
-        self._begun.update(new)
-        opening = ChatCompletionChunk(
-            id=completion.id,
-            created=completion.created,
-            model=completion.model,
-            choices=[ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content="")) for index in new],
-        )
-        return (opening, chunk)
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from service.errors import InvalidRequest
-from service.schemas import MAX_MESSAGES, MAX_PARTS, Count, GenerationRequest, RequestModel
+from service.schemas import MAX_MESSAGES, MAX_PARTS, Count, GenerationRequest, NumLogprobs, RequestModel
 
 # Between the text parts of one message: templates want one string.
 _BETWEEN_PARTS = "\n"
@@ -58,8 +58,6 @@ class ChatCompletionRequest(GenerationRequest):
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **GenerationRequest.NEUTRAL,
-        "logprobs": (False,),
-        "top_logprobs": (0,),
         "tools": ([],),
         "tool_choice": ("none", "auto"),
         "parallel_tool_calls": (True, False),
@@ -84,8 +82,8 @@ class ChatCompletionRequest(GenerationRequest):
     add_generation_prompt: bool | None = True
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: NumLogprobs | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -109,6 +107,19 @@ class ChatCompletionRequest(GenerationRequest):
         """See `RequestModel`."""
         yield from super().parts()
         yield from message_parts(self.messages)
+
+    def check_together(self) -> None:
+        """See `GenerationRequest`. Alternatives to what nobody asked for are a mistake; none of them are not."""
+        super().check_together()
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See `GenerationRequest`."""
+        if not self.logprobs:
+            return None
+        return 0 if self.top_logprobs is None else self.top_logprobs
 
     @property
     def most_tokens(self) -> int | None:
@@ -139,6 +150,10 @@ class TokenizeRequest(RequestModel):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: bool | None = None
+    # What vLLM's clients send along; accepted where it asks for nothing.
+    continue_final_message: Literal[False] | None = None
+    chat_template: None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def parts(self) -> Iterator[tuple[str, RequestModel]]:
         """See `RequestModel`."""

@@ -7,61 +7,32 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 
-import msgspec
+from msgspec import UNSET
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from model.tokenizer.interface import Tokenizer
-from service.chat_responses import Dialect
+from service.dialects import Dialect, Piece
 from service.errors import ApiError, ClientGone
 from service.journal import Choice, LiveRequest
-from service.logprobs import LogprobWriter
 from service.messages import Finish, FinishReason, TokenDelta
 from service.metrics import Metrics
-from service.responses import (
-    DONE,
-    KEEP_ALIVE,
-    Completion,
-    CompletionChoice,
-    Logprobs,
-    PromptTokensDetails,
-    Timings,
-    Usage,
-    encode,
-    encode_event,
-)
-
-_FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """What is the same in everything that is sent for a request, and what the client wants of it."""
-
-    id: str
-    created: int
-    model: str
-    echo: bool
-    logprobs: bool
-    include_usage: bool
-    dialect: Dialect
+from service.responses import DONE, KEEP_ALIVE, PromptTokensDetails, Timings, Usage, encode, encode_event
 
 
 class Delivery(Response, ABC):
     """The response of one live request. It ends the request, however it ends.
 
     Args:
+        dialect: words the answer.
         close: forgets the request and cancels what is unfinished.
     """
 
     def __init__(
         self,
         request: LiveRequest,
-        answer: Answer,
+        dialect: Dialect,
         *,
-        tokenizer: Tokenizer,
         metrics: Metrics,
         close: Callable[[LiveRequest], None],
     ) -> None:
@@ -70,12 +41,16 @@ class Delivery(Response, ABC):
         self.background = None
         self.init_headers()
         self._request = request
-        self._answer = answer
+        self._dialect = dialect
+        self._wants = wants = dialect.answer.wants
+        self._shows_tokens = wants.token_ids or wants.logprobs is not None
         self._metrics = metrics
         self._close = close
-        self._logprobs = [LogprobWriter(tokenizer) for _ in request.choices] if answer.logprobs else None
-        self._unwritten_prompts = {choice.index for choice in request.choices} if answer.echo else set()
+        self._unbegun = {choice.index for choice in request.choices}
         self._num_unfinished = len(request.choices)
+        self._first_samples = {choice.prompt_index: choice for choice in reversed(request.choices)}.values()
+        self._num_prompt_tokens = sum(choice.num_prompt_tokens for choice in self._first_samples)
+        self._num_completion_tokens = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Deliver. A client that leaves, streaming or not, ends the request at once.
@@ -103,35 +78,36 @@ class Delivery(Response, ABC):
     @abstractmethod
     def _num_undelivered(self) -> int: ...
 
-    def _piece(self, choice: Choice, delta: TokenDelta) -> CompletionChoice | None:
+    def _piece(self, choice: Choice, delta: TokenDelta) -> Piece | None:
         """What a delta means to the client; None when there is nothing to show, as with half a character."""
-        if not (delta.token_ids or delta.text or delta.finish):
-            return None  # the prompt's logprobs, or a part of them: `choice` has gathered them
-        text, written = delta.text, None
-        if self._logprobs is not None:
-            writer = self._logprobs[choice.index]
-            if choice.index in self._unwritten_prompts:
-                written = writer.write(choice.prompt_logprobs)
-                writer.end_prompt()
-            written = _extended(written, writer.write(delta.logprobs or ()))
-        if choice.index in self._unwritten_prompts:
-            self._unwritten_prompts.remove(choice.index)
-            text = choice.prompt_text + text
-        if delta.finish is not None:
-            self._num_unfinished -= 1
-        elif not text and (written is None or not written.tokens):
+        self._num_completion_tokens += len(delta.token_ids)
+        is_first = choice.index in self._unbegun
+        # Without a token come the prompt's logprobs, or a part of them: `choice` has gathered them.
+        are_tokens_shown = delta.token_ids and (self._shows_tokens or (is_first and choice.prompt_text))
+        if not (delta.text or delta.finish or are_tokens_shown):
             return None
-        return CompletionChoice(
-            index=choice.index,
-            text=text,
-            logprobs=written,
-            finish_reason=None if delta.finish is None else _FINISH_REASONS[delta.finish.reason],  # type: ignore[arg-type]
-            stop_reason=None if delta.finish is None else delta.finish.stop_reason,
+        self._unbegun.discard(choice.index)
+        self._num_unfinished -= delta.finish is not None
+        return Piece(
+            choice=choice,
+            is_first=is_first,
+            text=delta.text,
+            token_ids=delta.token_ids,
+            logprobs=delta.logprobs or (),
+            finish=delta.finish,
         )
 
-    def _completion(self, choices: list[CompletionChoice]) -> Completion:
-        answer = self._answer
-        return Completion(id=answer.id, created=answer.created, model=answer.model, choices=choices)
+    def _usage(self) -> Usage:
+        """Tokens so far. What was cached is known when all choices are finished."""
+        told = Usage(
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=self._num_completion_tokens,
+            total_tokens=self._num_prompt_tokens + self._num_completion_tokens,
+        )
+        if not self._num_unfinished:
+            cached = sum(choice.finish.num_cached_tokens for choice in self._first_samples if choice.finish)
+            told.prompt_tokens_details = PromptTokensDetails(cached_tokens=cached)
+        return told
 
     def _observe(self, arrived: list[tuple[Choice, TokenDelta]]) -> None:
         """Count tokens as they leave."""
@@ -161,7 +137,7 @@ class Delivery(Response, ABC):
         """Count what the request's failure cost."""
         self._metrics.count_wasted_tokens("failed", self._num_undelivered())
         for choice in self._request.choices:
-            if choice.finish is not None and choice.finish.reason is FinishReason.ERROR:
+            if choice.finish is not None and choice.finish.reason in (FinishReason.ERROR, FinishReason.REFUSED):
                 self._observe_finish(choice, choice.finish)
 
 
@@ -202,16 +178,23 @@ class CompletionStream(Delivery):
         """The events of these deltas, and the stream's end after the last choice's."""
         events: list[bytes] = []
         for choice, delta in arrived:
-            if (piece := self._piece(choice, delta)) is not None:
-                completion = self._completion([piece])
-                if not self._num_unfinished:
-                    completion.timings = timings(self._request)
-                events += map(encode_event, self._answer.dialect.events(completion))
+            before = self._usage() if self._wants.running_usage else UNSET
+            if (piece := self._piece(choice, delta)) is None:
+                continue
+            if (opening := self._dialect.opening(piece)) is not None:
+                opening.usage = before
+                events.append(encode_event(opening))
+            event = self._dialect.event(piece)
+            if self._wants.running_usage:
+                event.usage = self._usage()
+            if not self._num_unfinished:
+                event.timings = timings(self._request)
+            events.append(encode_event(event))
         if not self._num_unfinished:
-            if self._answer.include_usage:
-                summary = self._completion([])
-                summary.usage, summary.timings = usage(self._request), timings(self._request)
-                events += map(encode_event, self._answer.dialect.events(summary))
+            if self._wants.usage:
+                summary = self._dialect.summary()
+                summary.usage, summary.timings = self._usage(), timings(self._request)
+                events.append(encode_event(summary))
             events.append(DONE)
         return b"".join(events)
 
@@ -226,16 +209,15 @@ class CompletionBody(Delivery):
 
     async def _deliver(self, send: Send) -> None:
         self._request.last_sent_seconds = float("inf")  # no sign of life is possible before the body
-        pieces: list[list[CompletionChoice]] = [[] for _ in self._request.choices]
+        pieces: list[list[Piece]] = [[] for _ in self._request.choices]
         while self._num_unfinished:
             arrived = await self._request.next_deltas()
             for choice, delta in arrived:
                 if (piece := self._piece(choice, delta)) is not None:
                     pieces[choice.index].append(piece)
             self._observe(arrived)
-        completion = self._completion([_whole(parts) for parts in pieces])
-        completion.usage, completion.timings = usage(self._request), timings(self._request)
-        body = encode(self._answer.dialect.body(completion))
+        wholes = [_whole(parts) for parts in pieces]
+        body = encode(self._dialect.body(wholes, self._usage(), timings(self._request)))
         headers = [*self.raw_headers, (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
@@ -248,20 +230,6 @@ async def _watch(receive: Receive, request: LiveRequest) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     request.fail(ClientGone("the client closed the connection"))
-
-
-def usage(request: LiveRequest) -> Usage:
-    """Tokens of a finished request."""
-    first_samples = {choice.prompt_index: choice for choice in reversed(request.choices)}.values()
-    num_prompt = sum(choice.num_prompt_tokens for choice in first_samples)
-    num_completion = sum(len(choice.token_ids) for choice in request.choices)
-    cached = sum(choice.finish.num_cached_tokens for choice in first_samples if choice.finish)
-    return Usage(
-        prompt_tokens=num_prompt,
-        completion_tokens=num_completion,
-        total_tokens=num_prompt + num_completion,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
-    )
 
 
 def timings(request: LiveRequest) -> Timings:
@@ -286,20 +254,13 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1000, 3)
 
 
-def _extended(first: Logprobs | None, second: Logprobs) -> Logprobs:
-    """The first with the second at its end."""
-    if first is None:
-        return second
-    first.tokens += second.tokens
-    first.token_logprobs += second.token_logprobs
-    first.top_logprobs += second.top_logprobs
-    first.text_offset += second.text_offset
-    return first
-
-
-def _whole(pieces: list[CompletionChoice]) -> CompletionChoice:
+def _whole(pieces: list[Piece]) -> Piece:
     """A choice's pieces as one. The last one has its end."""
-    last, logprobs = pieces[-1], None
-    for piece in pieces:
-        logprobs = logprobs if piece.logprobs is None else _extended(logprobs, piece.logprobs)
-    return msgspec.structs.replace(last, text="".join(piece.text for piece in pieces), logprobs=logprobs)
+    return Piece(
+        choice=pieces[0].choice,
+        is_first=True,
+        text="".join(piece.text for piece in pieces),
+        token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
+        logprobs=[entry for piece in pieces for entry in piece.logprobs],
+        finish=pieces[-1].finish,
+    )

@@ -21,9 +21,9 @@ from litserve.specs.base import LitSpec
 from service import responses
 from service.admission import Admission
 from service.chat import ChatPrompts
-from service.chat_responses import Chat, Dialect, Text
 from service.chat_schemas import ChatCompletionRequest
-from service.delivery import Answer, CompletionBody, CompletionStream
+from service.delivery import CompletionBody, CompletionStream
+from service.dialects import Answer, Chat, Dialect, Text, Wants
 from service.errors import ApiError, Draining, Overloaded
 from service.inspection import Inspection
 from service.journal import Choice, Journal, LiveRequest
@@ -148,7 +148,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             choices = await asyncio.to_thread(self._planner.plan, asked, arrival_seconds=arrival_seconds)
         else:
             choices = self._planner.plan(asked, arrival_seconds=arrival_seconds)
-        return self._answer(asked, choices, Text(), arrival_seconds)
+        return self._answer(asked, choices, Text, arrival_seconds)
 
     async def chat_completions(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
@@ -163,27 +163,23 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             more=asked.chat_template_kwargs,
         )
         choices = self._planner.plan_chat(asked, token_ids, arrival_seconds=arrival_seconds)
-        return self._answer(asked, choices, Chat(), arrival_seconds)
+        return self._answer(asked, choices, Chat, arrival_seconds)
 
     def _answer(
-        self, asked: GenerationRequest, choices: list[Choice], dialect: Dialect, arrival_seconds: float
+        self, asked: GenerationRequest, choices: list[Choice], dialect: type[Dialect], arrival_seconds: float
     ) -> Response:
         """Submit the choices; what comes of them is the response."""
         live = LiveRequest(choices=choices, arrival_seconds=arrival_seconds)
-        of_text = asked if isinstance(asked, CompletionRequest) else None
         answer = Answer(
             id=dialect.id_prefix + choices[0].submit.uid,
             created=int(time.time()),
             model=self.model_name,
-            echo=of_text is not None and bool(of_text.echo),
-            logprobs=of_text is not None and of_text.logprobs is not None,
-            include_usage=asked.include_usage,
-            dialect=dialect,
+            wants=Wants.of(asked),
         )
         self._journal.open(live)
         self._lifecycle.num_active.value = self._journal.num_requests
         delivery = CompletionStream if asked.stream else CompletionBody
-        return delivery(live, answer, tokenizer=self._tokenizer, metrics=self._metrics, close=self._close)
+        return delivery(live, dialect(answer, self._tokenizer), metrics=self._metrics, close=self._close)
 
     async def models(self) -> Response:
         """`GET /v1/models`."""

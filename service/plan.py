@@ -15,6 +15,7 @@ from service.logprobs import prompt_text
 from service.messages import Submit
 from service.schemas import MAX_PROMPTS, CompletionRequest, GenerationRequest
 from service.serving import Defaults
+from service.truncation import Truncation
 
 # Longer texts are tokenized in a thread: tiktoken works at about 10 MB/s and releases the interpreter's lock.
 LONG_TEXT = 50_000
@@ -63,14 +64,15 @@ class Planner:
         asked = request.max_tokens if "max_tokens" in request.model_fields_set else None
         choices: list[Choice] = []
         for prompt in prompts:
-            token_ids = self._prompt_ids(prompt, standard if asked is None else asked)
-            max_tokens = asked
-            if max_tokens is None:
-                max_tokens = standard if self.defaults.max_new_tokens is None else self._default_length(token_ids)
+            whole = self._prompt_ids(request, prompt, standard if asked is None else asked)
+            wanted = standard if asked is None and self.defaults.max_new_tokens is None else asked
+            token_ids = self._cut(request, whole, wanted, num_marks=len(self._marks) if isinstance(prompt, str) else 0)
+            max_tokens = self._default_length(token_ids) if wanted is None else wanted
             self._check_room(len(token_ids), max_tokens, "max_tokens")
             text = ""
-            if request.echo:
-                text = prompt if isinstance(prompt, str) else prompt_text(self.tokenizer, prompt)
+            if request.echoes:
+                is_whole = token_ids is whole
+                text = prompt if isinstance(prompt, str) and is_whole else prompt_text(self.tokenizer, token_ids)
             choices += self._choices(
                 request, token_ids, max_tokens, first=len(choices), text=text, arrival_seconds=arrival_seconds
             )
@@ -87,6 +89,7 @@ class Planner:
         if not token_ids:
             raise InvalidRequest("the messages are an empty prompt", param="messages")
         max_tokens, param = request.most_tokens, "messages"
+        token_ids = self._cut(request, token_ids, max_tokens)
         if max_tokens is None:
             max_tokens = self._default_length(token_ids)
         elif len(token_ids) < self.max_context_length:
@@ -134,9 +137,8 @@ class Planner:
         Raises:
             InvalidRequest: the tokenizer cannot split it.
         """
-        mark = self.tokenizer.bos_token_id if begin else None
         try:
-            return [*([] if mark is None else [mark]), *self.tokenizer.encode(text)]
+            return [*(self._marks if begin else ()), *self.tokenizer.encode(text)]
         except TokenizerError as error:
             raise InvalidRequest(str(error), param="prompt") from None
 
@@ -157,6 +159,29 @@ class Planner:
             raise InvalidRequest(
                 f"{param}: token id {wrong} is out of vocabulary; ids are 0 to {size - 1}", param=param
             )
+
+    @property
+    def _marks(self) -> tuple[int, ...]:
+        """What stands before a text prompt."""
+        return () if self.tokenizer.bos_token_id is None else (self.tokenizer.bos_token_id,)
+
+    def _cut(
+        self, request: GenerationRequest, token_ids: list[int], max_tokens: int | None, *, num_marks: int = 0
+    ) -> list[int]:
+        """A prompt as long as the request wants it.
+
+        Args:
+            max_tokens: tokens that must fit beside it. None: the completion gets what is left, so that is one.
+            num_marks: see `Truncation.cut`.
+
+        Raises:
+            InvalidRequest: see `Truncation.cut`.
+        """
+        truncation = Truncation.of(request)
+        if truncation is None:
+            return token_ids
+        room = self.max_context_length - (1 if max_tokens is None else max_tokens)
+        return truncation.cut(token_ids, room=room, num_marks=num_marks)
 
     def _default_length(self, token_ids: list[int]) -> int:
         """The most tokens of an answer whose length nobody asked for: the checkpoint's, within the context."""
@@ -195,7 +220,6 @@ class Planner:
 
     def _sampling_params(self, request: GenerationRequest, max_tokens: int, sample: int) -> SamplingParams:
         defaults = self.defaults.sampling
-        logprobs = request.logprobs if isinstance(request, CompletionRequest) else None
         try:
             return SamplingParams(
                 max_tokens=max_tokens,
@@ -209,17 +233,17 @@ class Planner:
                 stop_token_ids=tuple(request.stop_token_ids or ()),
                 include_stop_str_in_output=request.value("include_stop_str_in_output"),
                 ignore_eos=request.value("ignore_eos"),
-                logprobs=logprobs,
-                prompt_logprobs=logprobs if isinstance(request, CompletionRequest) and request.echo else None,
+                logprobs=request.num_logprobs,
+                prompt_logprobs=_num_prompt_logprobs(request, sample),
             )
         except ValueError as error:  # more min_tokens than max_tokens; each field alone is in range by now
             raise InvalidRequest(str(error), param="min_tokens") from None
 
-    def _prompt_ids(self, prompt: str | list[int], max_tokens: int) -> list[int]:
+    def _prompt_ids(self, request: GenerationRequest, prompt: str | list[int], max_tokens: int) -> list[int]:
         if isinstance(prompt, str):
             # A text so long that no tokenization fits is refused before it costs one.
             at_least = self.least_tokens(prompt)
-            if at_least > self.max_context_length:
+            if at_least > self.max_context_length and request.truncate_prompt_tokens is None:
                 raise self._over_context(f"at least {at_least}", max_tokens, "prompt")
             return self.encode(prompt)
         self.check_ids(prompt, "prompt")
@@ -236,6 +260,14 @@ class Planner:
             f"and max_tokens is {max_tokens}",
             param=param,
         )
+
+
+def _num_prompt_logprobs(request: GenerationRequest, sample: int) -> int | None:
+    """Alternatives to the prompt's tokens that the engine must tell; None where nobody wants the prompt scored."""
+    if sample and isinstance(request, ChatCompletionRequest):
+        return None  # its answer tells them once
+    wanted = (request.prompt_logprobs, request.num_logprobs if request.echoes else None)
+    return max((number for number in wanted if number is not None), default=None)
 
 
 def sample_seed(seed: int | None, sample: int) -> int:

@@ -1,6 +1,7 @@
 """The OpenAI wire contract of answers. What is encoded is what `/openapi.json` documents: one definition."""
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -11,6 +12,7 @@ class Logprobs(msgspec.Struct, kw_only=True):
 
     `text_offset`: characters of the choice's text before the token. A token that is not whole characters is shown
     as `bytes:\\xNN`. `top_logprobs` always has the token itself. The first token of a prompt has neither logprob.
+    With `return_tokens_as_token_ids` every token is shown as `token_id:N`.
     """
 
     tokens: list[str]
@@ -19,14 +21,32 @@ class Logprobs(msgspec.Struct, kw_only=True):
     text_offset: list[int]
 
 
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    """A token where a prompt has it, or might have it. `rank`: 1 for the most likely one; equals share one."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# For each token of a prompt: itself, then the most likely ones, by id. The first one has nothing before it.
+PromptLogprobs: TypeAlias = list[dict[int, PromptLogprob] | None]
+
+
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """A completion, or in a stream a piece of one. `stop_reason`: the stop string or token id that matched."""
+    """A completion, or in a stream a piece of one. `stop_reason`: the stop string or token id that matched.
+
+    `token_ids` and `prompt_token_ids` come with `return_token_ids`; what is the prompt's comes in the first piece.
+    """
 
     index: int
     text: str
     logprobs: Logprobs | None
     finish_reason: Literal["stop", "length"] | None
     stop_reason: str | int | None
+    token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
@@ -36,12 +56,12 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True):
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """Each prompt counts once, however many samples are drawn from it."""
+    """Each prompt counts once, however many samples are drawn from it. Details are known at the end."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
 
 
 class Timings(msgspec.Struct, kw_only=True):

@@ -6,7 +6,7 @@ field may be null, which means its default.
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -39,6 +39,8 @@ class RequestModel(BaseModel):
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=-(2**63), lt=2**63)]], Field(fail_fast=True)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+NumKept = Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)]
 MAX_STOPS = 16
 MAX_CHOICES = 128
 MAX_PROMPTS = MAX_MESSAGES = 4096
@@ -68,13 +70,8 @@ class GenerationRequest(RequestModel):
         "logit_bias": ({},),
         "allowed_token_ids": (),
         "bad_words": ([],),
-        "prompt_logprobs": (),
-        "return_token_ids": (False,),
-        "return_tokens_as_token_ids": (False,),
         "response_format": ({"type": "text"},),
         "structured_outputs": (),
-        "truncate_prompt_tokens": (),
-        "truncation_side": (),
         "priority": (0,),
         "cache_salt": (),
     }
@@ -101,13 +98,13 @@ class GenerationRequest(RequestModel):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    prompt_logprobs: int | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: str | None = None
+    truncate_prompt_tokens: NumKept | None = None
+    truncation_side: Literal["left", "right"] | None = None
     priority: int | None = None
     cache_salt: str | None = None
 
@@ -131,12 +128,17 @@ class GenerationRequest(RequestModel):
         if request.stream_options is not None:
             if not request.stream:
                 raise InvalidRequest("stream_options needs stream: true", param="stream_options")
-            if request.stream_options.continuous_usage_stats:
-                raise InvalidRequest(
-                    "stream_options.continuous_usage_stats is not supported by this server; leave it out",
-                    param="stream_options.continuous_usage_stats",
-                )
+        request.check_together()
         return request
+
+    def check_together(self) -> None:
+        """Refuse a field that means nothing without another.
+
+        Raises:
+            InvalidRequest: it names the field that is there.
+        """
+        if self.truncation_side is not None and self.truncate_prompt_tokens is None:
+            raise InvalidRequest("truncation_side needs truncate_prompt_tokens", param="truncation_side")
 
     def value(self, name: str, defaults: Mapping[str, Any] = MappingProxyType({})) -> Any:
         """The field's value; where the client sent none or null, that of `defaults`, else the field's own default."""
@@ -149,8 +151,14 @@ class GenerationRequest(RequestModel):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+    def num_logprobs(self) -> int | None:
+        """How many alternatives each token's log-probability has beside it; None for no log-probabilities."""
+        return None
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the prompt's text comes before the completion's."""
+        return False
 
 
 class CompletionRequest(GenerationRequest):
@@ -168,9 +176,19 @@ class CompletionRequest(GenerationRequest):
     ]
     max_tokens: Count | None = 16
     echo: bool | None = False
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: NumLogprobs | None = None
     best_of: int | None = None
     suffix: str | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See `GenerationRequest`."""
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        """See `GenerationRequest`."""
+        return bool(self.echo)
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
@@ -217,6 +235,7 @@ def parse_body(model: type[Model], body: bytes) -> Model:
 _UNIONS = {
     "prompt": f"must be a string, a list of strings, token ids, or a list of token-id lists, up to {MAX_PROMPTS}",
     "stop": f"must be a non-empty string, or a list of at most {MAX_STOPS} of them",
+    "truncate_prompt_tokens": "must be a whole number from 1, or -1 for as many tokens as the context allows",
     "content": f'must be a string, or up to {MAX_PARTS} {{"type": "text", "text": …}}; this server reads text only',
 }
 

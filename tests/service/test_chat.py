@@ -171,8 +171,16 @@ def _one(**message: Any) -> dict[str, Any]:
             "messages[0].content[0].size",
             "unknown field: messages[0].content[0].size",
         ),
-        ({**_one(), "logprobs": True}, "logprobs", "logprobs is not supported"),
-        ({**_one(), "top_logprobs": 2}, "top_logprobs", "top_logprobs is not supported"),
+        ({**_one(), "logprobs": 5}, "logprobs", "logprobs must be true or false"),
+        ({**_one(), "top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs: true"),
+        ({**_one(), "logprobs": False, "top_logprobs": 1}, "top_logprobs", "top_logprobs needs logprobs: true"),
+        ({**_one(), "logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({**_one(), "truncation_side": "right"}, "truncation_side", "needs truncate_prompt_tokens"),
+        (
+            {**_one(), "truncate_prompt_tokens": 9, "max_tokens": 250},
+            "truncate_prompt_tokens",
+            "truncate_prompt_tokens=9 is over the 6 tokens",
+        ),
         ({**_one(), "tools": [{}]}, "tools", "tools is not supported"),
         ({**_one(), "tool_choice": "required"}, "tool_choice", "tool_choice is not supported"),
         ({**_one(), "response_format": {"type": "json_object"}}, "response_format", "response_format is not supported"),
@@ -204,7 +212,15 @@ def test_what_cannot_be_answered_is_named(
 
 
 def test_neutral_values_change_nothing(client: TestClient) -> None:
-    fields = {"logprobs": False, "tools": [], "tool_choice": "auto", "n": None, "temperature": None, "store": False}
+    fields = {
+        "logprobs": False,
+        "top_logprobs": 0,
+        "tools": [],
+        "tool_choice": "auto",
+        "n": None,
+        "temperature": None,
+        "store": False,
+    }
     assert ask(client, "a", user="u", metadata={}, service_tier="auto", **fields).status_code == 200
 
 

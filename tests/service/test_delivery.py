@@ -10,8 +10,8 @@ import pytest
 
 from model.tokenizer.interface import Tokenizer
 from service import metrics as exposition
-from service.chat_responses import Text
-from service.delivery import Answer, CompletionBody, CompletionStream
+from service.delivery import CompletionBody, CompletionStream
+from service.dialects import Answer, Dialect, Text, Wants
 from service.errors import Draining, EngineFailed
 from service.journal import LiveRequest
 from service.messages import FinishReason, TokenLogprob
@@ -60,20 +60,19 @@ class Exchange:
     """One request being delivered to one client."""
 
     def __init__(
-        self, kind: type[CompletionBody | CompletionStream], request: LiveRequest, tools: Any, **wants: Any
+        self,
+        kind: type[CompletionBody | CompletionStream],
+        request: LiveRequest,
+        tools: Any,
+        dialect: type[Dialect] = Text,
+        **wants: Any,
     ) -> None:
         tokenizer, metrics = tools
-        answer = {"echo": False, "logprobs": False, "include_usage": False, "dialect": Text(), **wants}
+        answer = Answer(id="cmpl-1", created=5, model="tiny", wants=Wants(**wants))
         self.request = request
         self.closed: list[LiveRequest] = []
         self.client = Client()
-        response = kind(
-            request,
-            Answer(id="cmpl-1", created=5, model="tiny", **answer),
-            tokenizer=tokenizer,
-            metrics=metrics,
-            close=self.closed.append,
-        )
+        response = kind(request, dialect(answer, tokenizer), metrics=metrics, close=self.closed.append)
         self.task = asyncio.create_task(response({}, self.client.receive, self.client.send))
 
     def push(self, index: int = 0, **delta: Any) -> None:
@@ -111,7 +110,7 @@ def sample(name: str, **labels: str) -> float:
 
 def test_a_stream_has_one_event_a_delta_then_usage_then_done(tools: Any) -> None:
     async def test() -> None:
-        exchange = Exchange(CompletionStream, make_request(make_choice()), tools, include_usage=True)
+        exchange = Exchange(CompletionStream, make_request(make_choice()), tools, usage=True)
         exchange.push(ids=(97,), text="a")
         await exchange.settle()
         assert exchange.client.status == 200
@@ -202,7 +201,7 @@ def _logprob(token_id: int, logprob: float | None = -1.0) -> TokenLogprob:
 def test_echo_with_logprobs_scores_the_prompt_first(kind: Any, tools: Any) -> None:
     async def test() -> None:
         choice = make_choice(text="abc", prompt=(97, 98, 99))
-        exchange = Exchange(kind, make_request(choice), tools, echo=True, logprobs=True)
+        exchange = Exchange(kind, make_request(choice), tools, echo=True, logprobs=0)
         exchange.push(prompt_logprobs=(_logprob(97, None), _logprob(98)))
         await exchange.settle()
         assert exchange.client.status == 0
