@@ -13,6 +13,8 @@ layers         norms and MLPs
 transformer    the whole architecture on one page
 kv_cache       the block pool's tensors: write, gather
 sampling       batched, position-seeded sampling
+token_rules    what a request says of single tokens, and what of that holds for the next one, torch-free
+ruled_logits   the same, applied to logits: bias, penalties, what may not come
 tokenizer/     text to ids and back: byte-level BPE as a tiktoken.Encoding, or the tokenizers library; StreamDecoder
 manifest       the door to a checkpoint directory of either kind, verified before anything is loaded, torch-free
 checkpoint_files  JSON, plain names, hashes; CheckpointError

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from model.attention.metadata import AttentionMetadata
-from model.sampling import sample
+from model.sampling import NO_TOKEN, sample
 from model.sampling_params import SamplingParams
+from model.token_rules import TokenRules
 from model.transformer import Transformer
 
 
@@ -18,6 +19,8 @@ def generate(
     model: Transformer, prompt_token_ids: Sequence[int], params: SamplingParams, *, eos_token_ids: Sequence[int]
 ) -> list[int]:
     """Completion token ids, the ending token included. Stop strings are text's business and not handled here.
+
+    What the request says of single tokens may leave none; the completion ends there.
 
     Raises:
         ValueError: the prompt is empty or leaves no room in the context.
@@ -31,9 +34,14 @@ def generate(
     while len(token_ids) < limit:
         metadata = AttentionMetadata.uncached((len(token_ids),), device)
         logits_TV = model(torch.tensor(token_ids, device=device), metadata, None)
-        too_early = len(token_ids) - len(prompt_token_ids) < params.min_tokens
-        forbidden = [sorted(ends) if too_early else []]
-        next_id = int(sample(logits_TV[-1:], [params], [len(token_ids)], forbidden=forbidden))
+        completion = token_ids[len(prompt_token_ids) :]
+        forbidden = sorted(ends) if len(completion) < params.min_tokens else []
+        rules = TokenRules.of(params, prompt_token_ids, completion)
+        if rules is not None:
+            forbidden += rules.forbidden
+        next_id = int(sample(logits_TV[-1:], [params], [len(token_ids)], forbidden=[forbidden], rules=[rules]))
+        if next_id == NO_TOKEN:
+            break
         token_ids.append(next_id)
         if next_id in ends:
             break

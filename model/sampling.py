@@ -4,11 +4,11 @@ No generator state exists, so batching, chunking, preemption, prefix hits and re
 One uniform number comes from a counter-based hash, and the token is the inverse of the cumulative distribution there,
 with tokens in the order of their ids.
 
-What a request says of single tokens comes first (`model.ruled_logits`), and the most likely token is the most likely
-of what that leaves. Filters apply to the distribution after temperature, in this order: `top_k` keeps the k most likely tokens; `top_p` the
-smallest set of the most likely ones that holds that share of what is left (Holtzman et al. 2019, arXiv 1904.09751);
-`min_p` those at least that share as likely as the most likely one (Nguyen et al. 2024, arXiv 2407.01082). Tokens
-exactly as likely as the last one kept are kept too: which of equals comes first must not depend on a sort.
+What a request says of single tokens comes first (`model.ruled_logits`), and the most likely token is that of what it
+leaves. Filters apply to the distribution after temperature, in this order: `top_k` keeps the k most likely tokens;
+`top_p` the smallest set of the most likely ones that holds that share of what is left (Holtzman et al. 2019, arXiv
+1904.09751); `min_p` those at least that share as likely as the most likely one (Nguyen et al. 2024, arXiv 2407.01082).
+Tokens exactly as likely as the last one kept are kept too: which of equals comes first must not depend on a sort.
 
 Legend: B sequences, R rows, V vocabulary, C candidates.
 """

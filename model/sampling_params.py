@@ -5,6 +5,13 @@ from dataclasses import dataclass
 MAX_LOGPROBS = 20
 # Each is forbidden one by one in every draw before min_tokens: thousands would slow the steps of everybody.
 MAX_STOP_TOKEN_IDS = 128
+# Tokens a request may speak of one by one: each sample carries them to the engine, and each draw looks at them.
+MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_TOKEN_IDS = 4096
+MAX_BAD_WORDS = 128
+PENALTY_RANGE = (-2.0, 2.0)
+REPETITION_RANGE = (0.01, 100.0)  # a logit times the extremes is far from float32's
+LOGIT_BIAS_RANGE = (-100.0, 100.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +24,10 @@ class SamplingParams:
     `prompt_logprobs` likewise for the prompt's tokens, the first of which has none.
     `max_tokens == 0` computes the prompt (for `prompt_logprobs`) and generates nothing.
     `min_tokens` forbids ending by end-of-text, stop token or stop string before that many tokens.
+    `presence_penalty`, `frequency_penalty` and `repetition_penalty` make tokens that have come less likely, and
+    `logit_bias`, pairs of a token id and what is added to its logit, any token more or less; see `ruled_logits`.
+    `allowed_token_ids`, where there are any, are the only ones that may come.
+    `bad_word_ids` are forbidden words, each as token ids of which the last must not follow the others.
 
     Raises:
         ValueError: a value is out of range; the message names the field and the range.
@@ -35,6 +46,12 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature <= 100.0:
@@ -60,6 +77,24 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= MAX_LOGPROBS:
                 raise ValueError(f"{name} must be between 0 and {MAX_LOGPROBS}, not {value!r}")
+        self._check_token_rules()
+
+    def _check_token_rules(self) -> None:
+        for name, (low, high) in (
+            ("presence_penalty", PENALTY_RANGE),
+            ("frequency_penalty", PENALTY_RANGE),
+            ("repetition_penalty", REPETITION_RANGE),
+        ):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name} must be between {low:g} and {high:g}, not {getattr(self, name)!r}")
+        low, high = LOGIT_BIAS_RANGE
+        for token_id, bias in self.logit_bias:
+            if not low <= bias <= high:
+                raise ValueError(f"logit_bias of token {token_id} must be between {low:g} and {high:g}, not {bias!r}")
+        if len({token_id for token_id, _ in self.logit_bias}) < len(self.logit_bias):
+            raise ValueError("logit_bias names a token twice")
+        if not all(self.bad_word_ids):
+            raise ValueError("a forbidden word must not be empty")
 
     @property
     def greedy(self) -> bool:
@@ -68,3 +103,13 @@ class SamplingParams:
         Below 1e-5 a temperature would overflow float32, and means the same.
         """
         return self.temperature < 1e-5
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens that have come are less likely, or more, than they would be."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
+    def has_token_rules(self) -> bool:
+        """Whether the request speaks of single tokens at all, its ends apart."""
+        return self.has_penalties or bool(self.logit_bias or self.allowed_token_ids or self.bad_word_ids)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from service.admission import Admission
-from service.errors import ApiError, ClientGone, EngineFailed
+from service.errors import ApiError, ClientGone, EngineFailed, InvalidRequest
 from service.messages import (
     Cancel,
     Command,
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 # A request that is there when a worker dies, twice without a token between, may be what kills it.
 MAX_DEATHS_WITHOUT_PROGRESS = 2
+
+_FAILURES = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.REFUSED)
 
 # What an answer of no asked length counts as while it waits. It may fill the context, but where that is 131,072 tokens
 # two such requests would be a full queue.
@@ -197,7 +199,7 @@ class Journal:
         if entry is None or delta.attempt != entry[1].submit.attempt:
             return  # cancelled, or from a worker that died
         request, choice = entry
-        has_failed = delta.finish is not None and delta.finish.reason in (FinishReason.ERROR, FinishReason.ABORT)
+        has_failed = delta.finish is not None and delta.finish.reason in _FAILURES
         # A step that failed may have drawn tokens that nobody was told.
         if delta.index != len(choice.token_ids) and not has_failed:
             logger.error("%s: event at token %d, %d expected", delta.uid, delta.index, len(choice.token_ids))
@@ -213,7 +215,7 @@ class Journal:
             choice.finish = delta.finish
             self._forget(choice)
             if has_failed:
-                request.fail(EngineFailed("the engine failed on this request", retry=True))
+                request.fail(_failure(choice, delta.finish))
                 return
         request.push(choice, delta)
 
@@ -261,3 +263,11 @@ def _next_attempt(choice: Choice) -> Submit:
         prior_token_ids=tuple(choice.token_ids),
         params=params,
     )
+
+
+def _failure(choice: Choice, finish: Finish) -> ApiError:
+    """What a client is told of a sequence that could not be finished."""
+    if finish.reason is FinishReason.REFUSED:
+        param = "allowed_token_ids" if choice.submit.params.allowed_token_ids else "bad_words"
+        return InvalidRequest(finish.error or "no token may come next", param=param)
+    return EngineFailed("the engine failed on this request", retry=True)

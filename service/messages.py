@@ -20,6 +20,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens or the context's end
     ABORT = "abort"  # cancelled: the client left, or its deadline passed
     ERROR = "error"  # our fault; `Finish.error` says what happened
+    REFUSED = "refused"  # the request's own fault: what it forbids left no token to draw; `Finish.error` says so
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -27,6 +28,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
 
     `prior_token_ids` are completion tokens the client already has from an earlier attempt: generation goes on
     after them. `attempt` grows with each resubmission; events of older attempts are ignored.
+    `priority`: lower goes first, see `service.engine.sequence`. `cache_salt`: prefixes are shared only among equals.
     """
 
     uid: str
@@ -36,6 +38,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
     params: SamplingParams
     arrival_seconds: float
     deadline_seconds: float | None
+    priority: int = 0
+    cache_salt: str = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):

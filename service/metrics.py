@@ -140,7 +140,7 @@ class Metrics:
         self._counter("request_success", finish.reason).inc()
         num_gaps = finish.num_completion_tokens - 1
         tpot = None if ttft_seconds is None or num_gaps < 1 else (e2e_seconds - ttft_seconds) / num_gaps
-        if finish.reason is not FinishReason.ABORT:
+        if finish.reason not in (FinishReason.ABORT, FinishReason.REFUSED):
             self._count_objectives(ttft_seconds, tpot, is_served=finish.reason is not FinishReason.ERROR)
         if finish.reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return

@@ -4,6 +4,7 @@ config        EngineConfig: sizes and budgets
 sequence      one request inside the engine
 block_pool    who owns which KV block; pure Python
 prefix_cache  what has been computed before
+endings       when a token ends a sequence, and what may not come next
 plan          what one step computes: a frozen value
 scheduler     who computes how much in the next step; pure Python
 inputs        a plan's integers become the runner's tensors

@@ -12,6 +12,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 
+def root_hash(salt: str) -> bytes:
+    """What the hash of a sequence's first block is chained to: nothing, or 16 bytes that stand for its salt.
+
+    Of another kind than `block_hash`'s: nobody can choose a salt that stands for somebody's tokens.
+    """
+    return hashlib.blake2b(salt.encode(), digest_size=16, person=b"cache salt").digest() if salt else b""
+
+
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """16 bytes that stand for a full block and everything before it: BLAKE2b of the parent's hash and the ids.
 

@@ -145,7 +145,8 @@ class Engine:
             outputs = self._runner.run(build_inputs(plan, self._scheduler, block_size=size, scratch_block=scratch))
         self._scheduler.commit(plan, outputs.token_ids)
         events = self._tell(plan, outputs)
-        return StepResult(events, self._stats(plan, len(outputs.token_ids), time.perf_counter() - began))
+        num_drawn = sum(token_id is not None for token_id in outputs.token_ids)
+        return StepResult(events, self._stats(plan, num_drawn, time.perf_counter() - began))
 
     def attention_weights(self, token_ids: tuple[int, ...], *, layer: int, heads: tuple[int, ...]) -> bytes:
         """What a text's tokens attend to, see `service.messages.Looked`. Sequences and their cache are not touched.
@@ -181,7 +182,10 @@ class Engine:
     def _check_ids(self, submit: Submit) -> None:
         """One id that no embedding has would end everybody's step."""
         params, size = submit.params, self._tokenizer.vocab_size
-        for ids in (submit.prompt_token_ids, submit.prior_token_ids, params.stop_token_ids):
+        told = (token_id for token_id, _ in params.logit_bias)
+        words = (token_id for word in params.bad_word_ids for token_id in word)
+        rules = (*params.allowed_token_ids, *told, *words)
+        for ids in (submit.prompt_token_ids, submit.prior_token_ids, params.stop_token_ids, rules):
             if ids and not 0 <= min(ids) <= max(ids) < size:
                 raise ValueError(f"token ids from {min(ids)} to {max(ids)}; the vocabulary's are 0 to {size - 1}")
 
@@ -210,9 +214,11 @@ class Engine:
                 self._texts.pop(event.uid, None)
         return events
 
-    def _told_token(self, chunk: Chunk, token_id: int, logprob: TokenLogprob | None) -> TokenDelta:
+    def _told_token(self, chunk: Chunk, token_id: int | None, logprob: TokenLogprob | None) -> TokenDelta:
         """The event of one drawn token; ends its sequence where a stop string did."""
         sequence = chunk.sequence
+        if token_id is None:
+            return _delta(sequence, finish=_finish(sequence, _no_token(sequence)))
         text = self._texts[sequence.uid]
         pushed = text.detokenizer.push(token_id)
         shown, stop = pushed.text, pushed.stop
@@ -291,4 +297,12 @@ def _finish(sequence: Sequence, error: str | None = None) -> Finish:
         queue_seconds=0.0 if scheduled is None else scheduled - sequence.arrival_seconds,
         prefill_seconds=0.0 if scheduled is None or first is None else first - scheduled,
         decode_seconds=0.0 if first is None or last is None else last - first,
+    )
+
+
+def _no_token(sequence: Sequence) -> str:
+    """Why a request that leaves no token to draw is at fault."""
+    return (
+        f"no token may follow the {sequence.num_completion_tokens} of this completion: allowed_token_ids, bad_words, "
+        "min_tokens and what else was asked for forbid them all; allow more tokens, or let it end earlier"
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from model.attention.metadata import AttentionMetadata
 from model.sampling_params import SamplingParams
+from model.token_rules import TokenRules
 from service.engine.plan import Chunk, StepPlan
 from service.engine.scheduler import Scheduler
 
@@ -34,13 +35,17 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInputs:
-    """One forward pass. Its first `len(params)` logit rows are to be drawn from, in the order of the plan's chunks."""
+    """One forward pass. Its first `len(params)` logit rows are to be drawn from, in the order of the plan's chunks.
+
+    `rules` are the sequences' own, as they stand until the step is committed.
+    """
 
     token_ids_T: Tensor
     metadata: AttentionMetadata
     params: tuple[SamplingParams, ...]
     positions: tuple[int, ...]
     forbidden: tuple[tuple[int, ...], ...]
+    rules: tuple[TokenRules | None, ...]
     prompt_rows: tuple[PromptRows, ...]
 
 
@@ -74,6 +79,7 @@ def build_inputs(plan: StepPlan, scheduler: Scheduler, *, block_size: int, scrat
         params=tuple(chunk.sequence.params for chunk in draws),
         positions=tuple(len(chunk.sequence.token_ids) for chunk in draws),
         forbidden=tuple(scheduler.forbidden_token_ids(chunk.sequence) for chunk in draws),
+        rules=tuple(chunk.sequence.rules for chunk in draws),
         prompt_rows=prompt_rows,
     )
 

@@ -48,5 +48,5 @@ class PrefixCache:
         """Know the chained hashes of the first `num_blocks` blocks; tokens only ever grow, so they stay right."""
         size, hashes = self._block_size, sequence.block_hashes
         for index in range(len(hashes), num_blocks):
-            parent = hashes[-1] if hashes else b""
+            parent = hashes[-1] if hashes else sequence.root_hash
             hashes.append(block_hash(parent, sequence.token_ids[index * size : (index + 1) * size]))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from model.attention.weights import weights_of_layer
 from model.kv_cache import KVCache
-from model.sampling import sample, top_logprobs
+from model.sampling import NO_TOKEN, sample, top_logprobs
 from model.sampling_params import SamplingParams
 from model.transformer import Transformer
 from service.engine.inputs import ModelInputs
@@ -21,11 +21,12 @@ from service.messages import TokenLogprob
 class StepOutputs:
     """What one forward pass gave: a token for each row of `ModelInputs.params`, and log-probabilities where asked.
 
-    logprobs: one entry a token; None for a sequence that asked for none.
+    token_ids: None for a sequence whose request leaves no token that may come next.
+    logprobs: one entry a token; None for a sequence that asked for none, and where there is no token.
     prompt_logprobs: uid -> the scored successors of this chunk.
     """
 
-    token_ids: list[int]
+    token_ids: Sequence[int | None]
     logprobs: list[TokenLogprob | None]
     prompt_logprobs: dict[str, list[TokenLogprob]]
 
@@ -65,11 +66,11 @@ class ModelRunner:
         token_ids_T = inputs.token_ids_T.to(self._device, non_blocking=True)
         logits_RV = self._model(token_ids_T, metadata, self._cache)[:, : self._vocab_size]
         num_drawn = len(inputs.params)
-        token_ids: list[int] = []
+        token_ids: list[int | None] = []
         if num_drawn:
             drawn_BV = logits_RV[:num_drawn]
-            ids_B = sample(drawn_BV, inputs.params, inputs.positions, forbidden=inputs.forbidden)
-            token_ids = ids_B.tolist()
+            ids_B = sample(drawn_BV, inputs.params, inputs.positions, forbidden=inputs.forbidden, rules=inputs.rules)
+            token_ids = [None if token_id == NO_TOKEN else token_id for token_id in ids_B.tolist()]
         return StepOutputs(
             token_ids=token_ids,
             logprobs=_drawn_logprobs(logits_RV, token_ids, inputs.params),
@@ -93,14 +94,18 @@ class ModelRunner:
 
 
 def _drawn_logprobs(
-    logits_RV: Tensor, token_ids: list[int], params: Sequence[SamplingParams]
+    logits_RV: Tensor, token_ids: Sequence[int | None], params: Sequence[SamplingParams]
 ) -> list[TokenLogprob | None]:
     """Log-probabilities of the drawn tokens whose sequences asked for them."""
     entries: list[TokenLogprob | None] = [None] * len(params)
-    asked = [row for row, param in enumerate(params) if param.logprobs is not None]
+    asked = {
+        row: token_id
+        for row, (token_id, param) in enumerate(zip(token_ids, params, strict=True))
+        if token_id is not None and param.logprobs is not None
+    }
     if asked:
         num_top = max(params[row].logprobs or 0 for row in asked)
-        found = _token_logprobs(logits_RV[asked], [token_ids[row] for row in asked], num_top)
+        found = _token_logprobs(logits_RV[list(asked)], list(asked.values()), num_top)
         for row, entry in zip(asked, found, strict=True):
             wanted = params[row].logprobs or 0
             entries[row] = msgspec.structs.replace(entry, top=entry.top[:wanted])

@@ -5,16 +5,19 @@ There are no phases. A sequence has `num_computed_tokens` and must catch up with
 arrears (prompts), oldest first. Continuous batching, chunked prefill, prefix hits and going on after a preemption or a
 crash are all this one rule. (The idea is vLLM's; Kwon et al. 2023, Agrawal et al. 2023, arXiv 2308.16369.)
 
-Why nothing starves: what runs longest is served first and may take blocks from whatever came later, and every
-sequence that is let in fits the pool alone. So the oldest always goes on, ends, and the next is oldest.
+Why nothing starves: what ranks first (by arrival, but for priorities: `service.engine.sequence`) is served first and
+may take blocks from whatever ranks later, and every sequence that is let in fits the pool alone. So the first always
+goes on, ends, and the next is first; and new arrivals rank later and later. Nobody is thrown out for a place among
+those that run: who ranks earlier gets the next one.
 """
 
 import time
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Iterable
 
 from service.engine.block_pool import BlockPool
 from service.engine.config import EngineConfig
+from service.engine.endings import Endings
 from service.engine.plan import Chunk, StepPlan
 from service.engine.prefix_cache import PrefixCache
 from service.engine.sequence import Sequence, SequenceStatus
@@ -40,13 +43,13 @@ class Scheduler:
     ) -> None:
         self._config = config
         self._max_context_length = max_context_length
-        self._eos_token_ids = eos_token_ids
+        self._endings = Endings(eos_token_ids)
         self._clock = clock
         self._pool = BlockPool(config.num_blocks)
         self._prefix_cache = PrefixCache(self._pool, config)
         self._sequences: dict[str, Sequence] = {}
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []  # by arrival
+        self._waiting: list[Sequence] = []  # by rank, as those that run
+        self._running: list[Sequence] = []
         self._ended: list[Sequence] = []
         self._num_with_deadline = 0
         self._num_preemptions = 0
@@ -94,9 +97,9 @@ class Scheduler:
         if sequence.max_length > capacity:
             raise ValueError(f"up to {sequence.max_length} tokens; the KV-cache holds {capacity}")
         self._sequences[sequence.uid] = sequence
-        self._waiting.append(sequence)
+        insort(self._waiting, sequence, key=_rank)
         self._num_with_deadline += sequence.deadline_seconds is not None
-        if sequence.num_prior_tokens and self._ends(sequence, sequence.token_ids[-1]):
+        if sequence.num_prior_tokens and self._ends(sequence):
             self._ended.append(sequence)  # only its ending was lost
 
     def cancel(self, uid: str) -> bool:
@@ -146,10 +149,10 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
         )
 
-    def commit(self, plan: StepPlan, token_ids: list[int]) -> list[Sequence]:
+    def commit(self, plan: StepPlan, token_ids: Iterable[int | None]) -> list[Sequence]:
         """Take up what a step computed: one drawn token for each chunk that draws, in order.
 
-        Returns the sequences that ended by it, their blocks already free.
+        None is drawn where no token may come next. Returns the sequences that ended, their blocks already free.
         """
         drawn = iter(token_ids)
         now = self._clock()
@@ -161,12 +164,7 @@ class Scheduler:
                 sequence.num_scored_tokens, min(sequence.num_computed_tokens, sequence.num_prompt_tokens - 1)
             )
             if chunk.draws:
-                token_id = next(drawn)
-                sequence.token_ids.append(token_id)
-                sequence.last_token_seconds = now
-                if sequence.first_token_seconds is None:
-                    sequence.first_token_seconds = now
-                ends = self._ends(sequence, token_id)
+                ends = self._take(sequence, next(drawn), now)
             else:
                 ends = not sequence.num_remaining_tokens
                 if ends:
@@ -174,7 +172,7 @@ class Scheduler:
             if ends:
                 self._retire(sequence)
                 finished.append(sequence)
-        assert next(drawn, None) is None, "more tokens than sequences that draw"
+        assert not list(drawn), "more tokens than sequences that draw"
         return finished
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
@@ -200,11 +198,8 @@ class Scheduler:
         self._prefix_cache.forget()
 
     def forbidden_token_ids(self, sequence: Sequence) -> tuple[int, ...]:
-        """What the next draw must avoid: whatever would end the sequence before `min_tokens`."""
-        params = sequence.params
-        if sequence.num_completion_tokens >= params.min_tokens:
-            return ()
-        return params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self._eos_token_ids)
+        """What the next draw must avoid, see `Endings.forbidden`."""
+        return self._endings.forbidden(sequence)
 
     def check_integrity(self) -> None:
         """Every sequence is in one place, and every block is owned by who has it in its table, or free.
@@ -215,8 +210,8 @@ class Scheduler:
         assert all(s.status is SequenceStatus.RUNNING for s in self._running)
         assert all(s.status is SequenceStatus.WAITING and not s.block_table for s in self._waiting)
         assert len(self._running) <= self._config.max_num_running
-        numbers = [sequence.arrival_number for sequence in self._running]
-        assert numbers == sorted(numbers), "the running list is not by arrival"
+        for line in (self._running, self._waiting):
+            assert line == sorted(line, key=_rank), "sequences do not stand by rank"
         placed = [*self._running, *self._waiting]
         assert sorted(s.uid for s in placed) == sorted(self._sequences), "a sequence is lost or stands twice"
         with_deadline = sum(s.deadline_seconds is not None for s in placed)
@@ -248,25 +243,25 @@ class Scheduler:
         )
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Grow a block table to hold `num_tokens`, at the expense of later sequences if need be.
+        """Grow a block table to hold `num_tokens`, at the expense of sequences that rank later if need be.
 
-        A sequence that finds none keeps what it has and sits this step out: what came earlier goes on.
+        A sequence that finds none keeps what it has and sits this step out: what ranks earlier goes on.
         """
         missing = -(-num_tokens // self._config.block_size) - len(sequence.block_table)
         if missing <= 0:
             return True
         while self._pool.num_free < missing:
-            youngest = self._running[-1]
-            if youngest is sequence:
+            last = self._running[-1]
+            if last is sequence:
                 return False
-            self._preempt(youngest)
+            self._preempt(last)
         blocks = self._pool.allocate(missing)
         assert blocks is not None
         sequence.block_table += blocks
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the front of the queue, without blocks; its tokens stay and will be computed again."""
+        """Back to the queue, without blocks; its tokens stay and will be computed again."""
         self._running.remove(sequence)
         self._pool.free(sequence.block_table)
         sequence.block_table = []
@@ -274,7 +269,7 @@ class Scheduler:
         sequence.num_registered_blocks = 0
         sequence.num_preemptions += 1
         sequence.status = SequenceStatus.WAITING
-        self._waiting.appendleft(sequence)
+        insort(self._waiting, sequence, key=_rank)
         self._num_preemptions += 1
 
     def _admit(self) -> tuple[Sequence, int] | None:
@@ -292,29 +287,35 @@ class Scheduler:
         self._pool.acquire(known)
         blocks = self._pool.allocate(needed)
         assert blocks is not None
-        self._waiting.popleft()
+        del self._waiting[0]
         sequence.block_table = [*known, *blocks]
         sequence.num_computed_tokens = len(known) * size
         sequence.num_registered_blocks = len(known)
         if sequence.first_scheduled_seconds is None:
             sequence.num_cached_tokens = min(len(known) * size, sequence.num_prompt_tokens)
         sequence.status = SequenceStatus.RUNNING
-        self._running.append(sequence)
+        insort(self._running, sequence, key=_rank)
         return sequence, num_queried
 
-    def _ends(self, sequence: Sequence, token_id: int) -> bool:
-        """Whether this last token ends its sequence, and if so why."""
-        params = sequence.params
-        completed = sequence.num_completion_tokens
-        may_stop = completed > params.min_tokens
-        if may_stop and token_id in self._eos_token_ids and not params.ignore_eos:
-            sequence.finish_reason = FinishReason.STOP
-        elif may_stop and token_id in params.stop_token_ids:
-            sequence.finish_reason = FinishReason.STOP
-            sequence.stop_reason = token_id
-        elif len(sequence.token_ids) >= sequence.max_length:
-            sequence.finish_reason = FinishReason.LENGTH
-        return sequence.finish_reason is not None
+    def _take(self, sequence: Sequence, token_id: int | None, now: float) -> bool:
+        """Take up what was drawn for a sequence. Returns whether it ends."""
+        if token_id is None:
+            sequence.finish_reason = FinishReason.REFUSED
+            return True
+        sequence.token_ids.append(token_id)
+        if sequence.rules is not None:
+            sequence.rules.append(token_id)
+        sequence.last_token_seconds = now
+        if sequence.first_token_seconds is None:
+            sequence.first_token_seconds = now
+        return self._ends(sequence)
+
+    def _ends(self, sequence: Sequence) -> bool:
+        """Whether its last token ends a sequence; it then knows why."""
+        ending = self._endings.of(sequence)
+        if ending is not None:
+            sequence.finish_reason, sequence.stop_reason = ending
+        return ending is not None
 
     def _retire(self, sequence: Sequence) -> None:
         """Out of every list, without blocks."""
@@ -333,3 +334,7 @@ class Scheduler:
         for chunk in chunks:
             if chunk.sequence.first_scheduled_seconds is None:
                 chunk.sequence.first_scheduled_seconds = now
+
+
+def _rank(sequence: Sequence) -> tuple[float, int]:
+    return sequence.rank

@@ -1,13 +1,21 @@
 """One request inside the engine: its ids, its place in the computation, its blocks and its time stamps.
 
 A plain record. Only the scheduler changes it; everybody else reads.
+
+Who goes first is decided by rank, lowest first, and a rank never changes: a level of priority is worth
+`AGEING_SECONDS` of waiting, so that a sequence of priority p ranks as one of priority 0 that came p * AGEING_SECONDS
+later. So whoever waits is passed only by what comes within a bounded time, however much comes.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from model.sampling_params import SamplingParams
+from model.token_rules import TokenRules
+from service.engine.block_pool import root_hash
 from service.messages import FinishReason, Submit
+
+AGEING_SECONDS = 10.0
 
 
 class SequenceStatus(Enum):
@@ -29,7 +37,9 @@ class Sequence:
         block_hashes: chained hashes of the leading full blocks, as far as they have been needed.
         num_registered_blocks: leading blocks that the prefix cache knows of.
         num_scored_tokens: leading prompt tokens whose successor has been scored, for `prompt_logprobs`.
-        arrival_number: the order of submission; what came first is preempted last.
+        rank: what is lower is served first and preempted last; no two are equal.
+        rules: what its request says of single tokens, as far as it has come; None for nothing.
+        root_hash: what its first block's hash is chained to.
         *_seconds: `time.monotonic()`; None for what has not happened.
     """
 
@@ -40,7 +50,9 @@ class Sequence:
     num_prompt_tokens: int
     num_prior_tokens: int
     max_length: int
-    arrival_number: int
+    rank: tuple[float, int]
+    rules: TokenRules | None
+    root_hash: bytes
     arrival_seconds: float
     deadline_seconds: float | None
     status: SequenceStatus = SequenceStatus.WAITING
@@ -69,7 +81,10 @@ class Sequence:
 
     @classmethod
     def from_submit(cls, submit: Submit, *, arrival_number: int, max_context_length: int) -> "Sequence":
-        """A new sequence, with the tokens of an earlier attempt where there are any."""
+        """A new sequence, with the tokens of an earlier attempt where there are any.
+
+        `arrival_number`: the order of submission, for those of one rank.
+        """
         return cls(
             uid=submit.uid,
             attempt=submit.attempt,
@@ -78,7 +93,9 @@ class Sequence:
             num_prompt_tokens=len(submit.prompt_token_ids),
             num_prior_tokens=len(submit.prior_token_ids),
             max_length=min(len(submit.prompt_token_ids) + submit.params.max_tokens, max_context_length),
-            arrival_number=arrival_number,
+            rank=(submit.arrival_seconds + submit.priority * AGEING_SECONDS, arrival_number),
+            rules=TokenRules.of(submit.params, submit.prompt_token_ids, submit.prior_token_ids),
+            root_hash=root_hash(submit.cache_salt),
             arrival_seconds=submit.arrival_seconds,
             deadline_seconds=submit.deadline_seconds,
         )

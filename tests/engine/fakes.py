@@ -79,7 +79,10 @@ def expected_tokens(submit: Submit, max_context_length: int) -> list[int]:
     ends = set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, EOS}
     drawn: list[int] = []
     while len(drawn) < params.max_tokens and len(history) < max_context_length:
-        drawn.append(next_token(history, params.seed, sorted(ends) if len(drawn) < params.min_tokens else []))
+        forbidden = sorted(ends) if len(drawn) < params.min_tokens else []
+        begun = [(tuple(drawn[len(drawn) - len(word) + 1 :]), word) for word in params.bad_word_ids]
+        forbidden += [word[-1] for before, word in begun if before == word[:-1]]
+        drawn.append(next_token(history, params.seed, forbidden))
         history.append(drawn[-1])
         if drawn[-1] in ends:
             break
@@ -93,6 +96,9 @@ def make_submit(
     attempt: int = 0,
     prior: Sequence[int] = (),
     deadline: float | None = None,
+    arrival: float = 0.0,
+    priority: int = 0,
+    salt: str = "",
     **params: object,
 ) -> Submit:
     """A submission with what a test does not care about filled in."""
@@ -102,8 +108,10 @@ def make_submit(
         prompt_token_ids=tuple(prompt),
         prior_token_ids=tuple(prior),
         params=SamplingParams(**{"max_tokens": 8, **params}),  # type: ignore[arg-type]
-        arrival_seconds=0.0,
+        arrival_seconds=arrival,
         deadline_seconds=deadline,
+        priority=priority,
+        cache_salt=salt,
     )
 
 

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from service.engine.block_pool import BlockPool, block_hash
+from service.engine.block_pool import BlockPool, block_hash, root_hash
 
 NUM_BLOCKS = 7
 
@@ -147,3 +147,11 @@ def test_integrity_check_finds_leaks_and_double_owners() -> None:
 def test_refuses_an_empty_pool() -> None:
     with pytest.raises(ValueError, match="must be positive"):
         BlockPool(0)
+
+
+def test_no_salt_stands_for_anybodys_tokens() -> None:
+    """Whose salt were the bytes of another's first block would otherwise be answered from that one's context."""
+    first = block_hash(b"", [97, 98])
+    assert root_hash("a\0\0\0b\0\0\0") != first
+    assert root_hash("") == b""
+    assert len({root_hash("a"), root_hash("b"), root_hash("A")}) == 3

@@ -6,6 +6,7 @@ tokens show whether it ever read another's block.
 
 from typing import Any
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -37,6 +38,9 @@ class EngineMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         min_tokens=st.integers(0, 3),
         stop_token_ids=st.lists(st.integers(0, 255), max_size=20),
+        priority=st.sampled_from([0, 0, 0, -1, 2]),
+        salt=st.sampled_from(["", "", "mine"]),
+        bad_word_ids=st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=2).map(tuple), max_size=2).map(tuple),
     )
     def submit(self, prompt: list[int], max_tokens: int, min_tokens: int, **params: Any) -> None:
         self.count += 1
@@ -59,15 +63,7 @@ class EngineMachine(RuleBasedStateMachine):
         """As after a crash: the tokens so far, in a newer attempt."""
         uid = data.draw(st.sampled_from(sorted(self.live)))
         old = self.live[uid]
-        self.live[uid] = Submit(
-            uid=uid,
-            attempt=old.attempt + 1,
-            prompt_token_ids=old.prompt_token_ids,
-            prior_token_ids=tuple(self.drawn[uid]),
-            params=old.params,
-            arrival_seconds=0.0,
-            deadline_seconds=None,
-        )
+        self.live[uid] = msgspec.structs.replace(old, attempt=old.attempt + 1, prior_token_ids=tuple(self.drawn[uid]))
         self.engine.submit(self.live[uid])
         self.engine.submit(old)  # late, and to be ignored
         self.waited[uid] = 0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from service.admission import Admission
-from service.errors import ApiError, ClientGone, EngineFailed, Overloaded
+from service.errors import ApiError, ClientGone, EngineFailed, InvalidRequest, Overloaded
 from service.journal import Choice, Journal, LiveRequest
 from service.messages import Cancel, Command, FinishReason, Hello, Submit, TokenDelta, TokenLogprob
 from tests.service.sequences import make_choice, make_delta, make_finish, make_hello, make_request
@@ -186,6 +186,23 @@ def test_a_failure_after_tokens_that_nobody_was_told_is_told_as_what_it_is() -> 
         with pytest.raises(EngineFailed, match="the engine failed on this request"):
             await request.next_deltas()
         assert request.choices[0].finish is not None
+        assert desk.journal.num_choices == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [({"allowed_token_ids": (5,), "bad_word_ids": ((5, 5),)}, "allowed_token_ids"), ({}, "bad_words")],
+)
+def test_a_request_that_left_no_token_to_draw_is_told_so_and_not_to_try_again(params: Any, param: str) -> None:
+    async def test() -> None:
+        desk = Desk()
+        request = desk.open(make_choice("a", **params))
+        desk.journal.receive([make_delta("a", finish=make_finish(FinishReason.REFUSED, error="no token may follow"))])
+        with pytest.raises(InvalidRequest, match="no token may follow") as caught:
+            await request.next_deltas()
+        assert (caught.value.status, caught.value.param) == (400, param)
         assert desk.journal.num_choices == 0
 
     run(test)

@@ -1,0 +1,93 @@
+"""What a request says of single tokens, applied to the logits they are drawn from.
+
+In this order, which is vLLM's, and before temperature and filters:
+
+1. `logit_bias` is added.
+2. `repetition_penalty` p, for each token of prompt or completion: logit / p (Keskar et al. 2019, CTRL, arXiv
+   1909.05858, section 4.1). A negative logit is multiplied, as everybody does since: dividing would raise it.
+3. `frequency_penalty` f and `presence_penalty` q, for each token that stands c > 0 times in the completion:
+   logit - c * f - q (OpenAI, https://developers.openai.com/api/docs/guides/advanced-usage).
+4. What is not in `allowed_token_ids`, and what would complete a forbidden word or end a text too early, is impossible.
+
+Only the rows that have rules are touched, and of them only the tokens that the rules name. Each number depends on its
+own row alone.
+
+Legend: B sequences, V vocabulary, N single logits, anywhere in the batch.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model.token_rules import TokenRules
+
+
+def obey(
+    logits_BV: Tensor, rules: Sequence[TokenRules | None], forbidden: Sequence[Sequence[int]]
+) -> tuple[Tensor, bool]:
+    """The logits that the rules leave, and whether some are impossible by now.
+
+    The logits come back as they are where nobody has a rule, else a copy.
+
+    Args:
+        rules: each row's; empty for none at all.
+        forbidden: token ids that are impossible in each row; empty for none at all.
+    """
+    asked = [(row, its) for row, its in enumerate(rules) if its is not None]
+    impossible = [(row, np.array(ids, dtype=np.int64)) for row, ids in enumerate(forbidden) if ids]
+    if not asked and not impossible:
+        return logits_BV, False
+    logits_BV = logits_BV.clone()
+    _add_bias(logits_BV, [(row, its) for row, its in asked if len(its.bias_ids)])
+    _penalise(logits_BV, [(row, its) for row, its in asked if its.params.has_penalties])
+    allowed = [(row, its.allowed_ids) for row, its in asked if its.allowed_ids is not None]
+    if allowed:
+        places = _places(logits_BV, allowed)
+        kept_N = logits_BV[places]
+        logits_BV[[row for row, _ in allowed]] = -torch.inf
+        logits_BV[places] = kept_N
+    if impossible:
+        logits_BV[_places(logits_BV, impossible)] = -torch.inf
+    return logits_BV, bool(allowed or impossible)
+
+
+def _add_bias(logits_BV: Tensor, rows: Sequence[tuple[int, TokenRules]]) -> None:
+    if rows:
+        # A token is named once in a row, so that nothing is added up in an order that could differ.
+        logits_BV[_places(logits_BV, [(row, its.bias_ids) for row, its in rows])] += _column(
+            logits_BV, [its.bias for _, its in rows]
+        )
+
+
+def _penalise(logits_BV: Tensor, rows: Sequence[tuple[int, TokenRules]]) -> None:
+    counted = [its.counted for _, its in rows]
+    lengths = [len(ids) for ids, _ in counted]
+    if not sum(lengths):
+        return
+    places = _places(logits_BV, [(row, ids) for (row, _), (ids, _) in zip(rows, counted, strict=True)])
+    counts_N = _column(logits_BV, [counts for _, counts in counted])
+    repetition_N, frequency_N, presence_N = (
+        _column(logits_BV, [np.repeat(np.array(values, dtype=np.float32), lengths)])
+        for values in (
+            [its.params.repetition_penalty for _, its in rows],
+            [its.params.frequency_penalty for _, its in rows],
+            [its.params.presence_penalty for _, its in rows],
+        )
+    )
+    logits_N = logits_BV[places]
+    logits_N = torch.where(logits_N > 0, logits_N / repetition_N, logits_N * repetition_N)
+    logits_BV[places] = logits_N - counts_N * frequency_N - (counts_N > 0) * presence_N
+
+
+def _places(logits_BV: Tensor, rows: Sequence[tuple[int, NDArray[np.int64]]]) -> tuple[Tensor, Tensor]:
+    """Row and column of each of these rows' token ids: N each."""
+    rows_N = np.repeat(np.array([row for row, _ in rows], dtype=np.int64), [len(ids) for _, ids in rows])
+    columns_N = np.concatenate([ids for _, ids in rows])
+    return torch.from_numpy(rows_N).to(logits_BV.device), torch.from_numpy(columns_N).to(logits_BV.device)
+
+
+def _column(logits_BV: Tensor, parts: Sequence[NDArray[np.float32]]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts)).to(logits_BV.device)
