@@ -26,6 +26,8 @@ checkpoint     a directory as a model, a model as a directory
 conversion/    checkpoints of one kind made into another: nanoGPT, pickles, to Hugging Face; no code in a file is run
 formula        closed formulas that know their value
 parameter_counts  parameters of each part, by formula and from the tensors' shapes, torch-free
+grammar        which tokens may come next, by a grammar: llguidance's masks over any vocabulary, torch-free
+token_masks    those masks applied to logits
 chat_template  a conversation as a prompt: a checkpoint's Jinja template, torch-free
 template_sandbox  what such a template may do, and a process that bounds it
 chatml         the marks of a conversation our models know, and their chat template, torch-free

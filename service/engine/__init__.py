@@ -8,7 +8,9 @@ endings       when a token ends a sequence, and what may not come next
 plan          what one step computes: a frozen value
 scheduler     who computes how much in the next step; pure Python
 inputs        a plan's integers become the runner's tensors
+pooling       hidden states become an embedding
 runner        owns the model and the KV tensors; the only file that says `device`
+grammars      sequences that follow a grammar: compiled and masked in threads beside the engine's
 detokenizer   ids to safe text; stop strings
 engine        composition root and `step()`
 """
