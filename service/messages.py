@@ -29,6 +29,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
     `prior_token_ids` are completion tokens the client already has from an earlier attempt: generation goes on
     after them. `attempt` grows with each resubmission; events of older attempts are ignored.
     `priority`: lower goes first, see `service.engine.sequence`. `cache_salt`: prefixes are shared only among equals.
+    `grammar`: what the completion has to follow, see `model.grammar`.
     """
 
     uid: str
@@ -40,6 +41,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
     deadline_seconds: float | None
     priority: int = 0
     cache_salt: str = ""
+    grammar: str | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):

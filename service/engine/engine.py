@@ -11,6 +11,7 @@ from model.tokenizer.interface import Tokenizer
 from model.transformer import Transformer
 from service.engine.config import EngineConfig
 from service.engine.detokenizer import Detokenizer
+from service.engine.grammars import Grammars
 from service.engine.inputs import build_inputs
 from service.engine.plan import Chunk, StepPlan
 from service.engine.runner import ModelRunner, Runner, StepOutputs
@@ -66,6 +67,7 @@ class Engine:
                 vocab_size=tokenizer.vocab_size,
             )
         self._runner = runner
+        self._grammars = Grammars(tokenizer)
         self._texts: dict[str, _Text] = {}  # of every sequence whose ending has not been told
         self._refusals: list[TokenDelta] = []
         self._num_submitted = 0
@@ -73,7 +75,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return self._scheduler.has_work or bool(self._refusals)
+        return self._scheduler.has_work or bool(self._refusals) or bool(self._grammars.num_held)
 
     def warm_up(self) -> None:
         """Compute a step as long as any, and a draw, for nobody.
@@ -82,6 +84,7 @@ class Engine:
         expense, and a device that cannot hold such a step says so now.
         """
         assert not self.has_work, "sequences are waiting"
+        self._grammars.warm_up()
         capacity = self._config.num_blocks * self._config.block_size
         num_tokens = max(1, min(self._config.max_batched_tokens, self._max_context_length - 2, capacity - 2))
         self.submit(
@@ -109,14 +112,21 @@ class Engine:
             if submit.attempt <= known.attempt:
                 return
             self.cancel(submit.uid)
+        if not self._grammars.hold(submit):
+            self._take_on(submit)
+
+    def _take_on(self, submit: Submit) -> None:
+        """Let a submission wait for its turn, its grammar compiled."""
         self._num_submitted += 1
         sequence = Sequence.from_submit(
             submit, arrival_number=self._num_submitted, max_context_length=self._max_context_length
         )
         try:
             self._check_ids(submit)
+            is_complete = self._grammars.begin(submit)
             self._scheduler.add(sequence)
         except ValueError as error:
+            self._grammars.forget(submit.uid)
             sequence.finish_reason = FinishReason.ERROR
             self._refusals.append(_delta(sequence, finish=_finish(sequence, str(error))))
             return
@@ -129,21 +139,31 @@ class Engine:
             if (stop := text.detokenizer.push(token_id).stop) is not None:
                 self._scheduler.end(sequence, FinishReason.STOP, stop)
                 break
+        if is_complete:
+            self._scheduler.end(sequence, FinishReason.STOP)
 
     def cancel(self, uid: str) -> None:
         """Forget a sequence: its blocks are free now, and it has no further events. Unknown uids are passed over."""
+        self._grammars.forget(uid)
         if self._scheduler.cancel(uid):
             del self._texts[uid]
 
     def step(self) -> StepResult:
         """Compute one step of everything that is running."""
         began = time.perf_counter()
+        for submit in self._grammars.take_compiled(may_wait=not (self._scheduler.has_work or self._refusals)):
+            self._take_on(submit)
         plan = self._scheduler.schedule()
+        masks = self._grammars.masks(plan)
         outputs = _NO_OUTPUTS
         if plan.chunks:
             size, scratch = self._config.block_size, self._config.num_blocks
-            outputs = self._runner.run(build_inputs(plan, self._scheduler, block_size=size, scratch_block=scratch))
+            outputs = self._runner.run(
+                build_inputs(plan, self._scheduler, block_size=size, scratch_block=scratch, masks=masks)
+            )
         self._scheduler.commit(plan, outputs.token_ids)
+        for sequence in self._grammars.advance(plan, outputs.token_ids):
+            self._scheduler.finish(sequence, FinishReason.STOP)
         events = self._tell(plan, outputs)
         num_drawn = sum(token_id is not None for token_id in outputs.token_ids)
         return StepResult(events, self._stats(plan, num_drawn, time.perf_counter() - began))
@@ -166,6 +186,8 @@ class Engine:
             self._scheduler.finish(text.sequence, FinishReason.ERROR)
             events.append(_delta(text.sequence, finish=_finish(text.sequence, error)))
         self._scheduler.forget_prefixes()
+        for uid in self._grammars.uids:
+            self._grammars.forget(uid)
         self._refusals.clear()
         self._texts.clear()
         return events
@@ -178,6 +200,7 @@ class Engine:
         """
         self._scheduler.check_integrity()
         assert self._texts.keys() == {sequence.uid for sequence in self._scheduler.sequences()}
+        assert self._grammars.uids <= self._texts.keys()
 
     def _check_ids(self, submit: Submit) -> None:
         """One id that no embedding has would end everybody's step."""
@@ -212,13 +235,15 @@ class Engine:
         for event in events:
             if event.finish is not None:
                 self._texts.pop(event.uid, None)
+                self._grammars.forget(event.uid)
         return events
 
     def _told_token(self, chunk: Chunk, token_id: int | None, logprob: TokenLogprob | None) -> TokenDelta:
         """The event of one drawn token; ends its sequence where a stop string did."""
         sequence = chunk.sequence
         if token_id is None:
-            return _delta(sequence, finish=_finish(sequence, _no_token(sequence)))
+            reason = self._grammars.complaint(sequence.uid) or _no_token(sequence)
+            return _delta(sequence, finish=_finish(sequence, reason))
         text = self._texts[sequence.uid]
         pushed = text.detokenizer.push(token_id)
         shown, stop = pushed.text, pushed.stop
@@ -247,7 +272,7 @@ class Engine:
         )
         return StepStats(
             num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting,
+            num_waiting=self._scheduler.num_waiting + self._grammars.num_held,
             num_blocks=num_blocks,
             num_free_blocks=num_free,
             kv_usage=1 - num_free / num_blocks,
@@ -304,5 +329,5 @@ def _no_token(sequence: Sequence) -> str:
     """Why a request that leaves no token to draw is at fault."""
     return (
         f"no token may follow the {sequence.num_completion_tokens} of this completion: allowed_token_ids, bad_words, "
-        "min_tokens and what else was asked for forbid them all; allow more tokens, or let it end earlier"
+        "min_tokens and the grammar forbid them all; allow more tokens, or let it end earlier"
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 from model.attention.metadata import AttentionMetadata
 from model.sampling_params import SamplingParams
 from model.token_rules import TokenRules
+from service.engine.grammars import Masks
 from service.engine.plan import Chunk, StepPlan
 from service.engine.scheduler import Scheduler
 
@@ -37,7 +38,7 @@ class PromptRows:
 class ModelInputs:
     """One forward pass. Its first `len(params)` logit rows are to be drawn from, in the order of the plan's chunks.
 
-    `rules` are the sequences' own, as they stand until the step is committed.
+    `rules` are the sequences' own, as they stand until the step is committed. `masks` may still be being computed.
     """
 
     token_ids_T: Tensor
@@ -47,9 +48,12 @@ class ModelInputs:
     forbidden: tuple[tuple[int, ...], ...]
     rules: tuple[TokenRules | None, ...]
     prompt_rows: tuple[PromptRows, ...]
+    masks: Masks | None = None
 
 
-def build_inputs(plan: StepPlan, scheduler: Scheduler, *, block_size: int, scratch_block: int) -> ModelInputs:
+def build_inputs(
+    plan: StepPlan, scheduler: Scheduler, *, block_size: int, scratch_block: int, masks: Masks | None = None
+) -> ModelInputs:
     """Tensors for a plan of at least one chunk. Padding rows write to `scratch_block`, which no sequence owns."""
     chunks = plan.chunks
     num_padding = max(0, MIN_ROWS - plan.num_tokens)
@@ -81,6 +85,7 @@ def build_inputs(plan: StepPlan, scheduler: Scheduler, *, block_size: int, scrat
         forbidden=tuple(scheduler.forbidden_token_ids(chunk.sequence) for chunk in draws),
         rules=tuple(chunk.sequence.rules for chunk in draws),
         prompt_rows=prompt_rows,
+        masks=masks,
     )
 
 

@@ -12,6 +12,7 @@ from model.attention.weights import weights_of_layer
 from model.kv_cache import KVCache
 from model.sampling import NO_TOKEN, sample, top_logprobs
 from model.sampling_params import SamplingParams
+from model.token_masks import only_allowed
 from model.transformer import Transformer
 from service.engine.inputs import ModelInputs
 from service.messages import TokenLogprob
@@ -65,12 +66,7 @@ class ModelRunner:
         metadata = inputs.metadata.to(self._device)
         token_ids_T = inputs.token_ids_T.to(self._device, non_blocking=True)
         logits_RV = self._model(token_ids_T, metadata, self._cache)[:, : self._vocab_size]
-        num_drawn = len(inputs.params)
-        token_ids: list[int | None] = []
-        if num_drawn:
-            drawn_BV = logits_RV[:num_drawn]
-            ids_B = sample(drawn_BV, inputs.params, inputs.positions, forbidden=inputs.forbidden, rules=inputs.rules)
-            token_ids = [None if token_id == NO_TOKEN else token_id for token_id in ids_B.tolist()]
+        token_ids = _draw(logits_RV[: len(inputs.params)], inputs) if inputs.params else []
         return StepOutputs(
             token_ids=token_ids,
             logprobs=_drawn_logprobs(logits_RV, token_ids, inputs.params),
@@ -91,6 +87,20 @@ class ModelRunner:
         weights_HTT = weights_of_layer(self._model, token_ids, layer=layer)[list(heads)]
         rows, columns = torch.tril_indices(len(token_ids), len(token_ids))
         return weights_HTT[:, rows, columns].numpy().tobytes()
+
+
+def _draw(logits_BV: Tensor, inputs: ModelInputs) -> list[int | None]:
+    """A token a row; None where the request leaves none."""
+    without_token: list[int] = []
+    if inputs.masks is not None:
+        rows, allowed_RV = inputs.masks.rows, torch.from_numpy(inputs.masks.allowed())
+        logits_BV = only_allowed(logits_BV, rows, allowed_RV)
+        without_token = [row for row, some in zip(rows, allowed_RV.any(dim=1).tolist(), strict=True) if not some]
+    ids_B = sample(logits_BV, inputs.params, inputs.positions, forbidden=inputs.forbidden, rules=inputs.rules)
+    drawn = [None if token_id == NO_TOKEN else token_id for token_id in ids_B.tolist()]
+    for row in without_token:
+        drawn[row] = None
+    return drawn
 
 
 def _drawn_logprobs(

@@ -187,11 +187,12 @@ class Scheduler:
             self._ended = [ended for ended in self._ended if ended is not sequence]
 
     def end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
-        """Let the next step end a sequence without computing it; an ending it has already stays."""
+        """Let the next step end a sequence without computing it. Its ending stays, but a stop counts before a length."""
         if sequence.finish_reason is None:
-            sequence.finish_reason = reason
-            sequence.stop_reason = stop_reason
             self._ended.append(sequence)
+        elif sequence.finish_reason is not FinishReason.LENGTH or reason is not FinishReason.STOP:
+            return
+        sequence.finish_reason, sequence.stop_reason = reason, stop_reason
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache. Must follow a step that failed between `schedule` and `commit`."""
