@@ -1,0 +1,62 @@
+"""Streams, joined: the chunks of an answer as its body would say it."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+_PARTS = ("token_ids", "prompt_token_ids", "prompt_logprobs")
+
+
+def events(body: str) -> list[dict[str, Any]]:
+    """The JSON of a stream's events, which end with [DONE]."""
+    data = [line.removeprefix("data: ") for line in body.split("\n\n") if line.startswith("data: ")]
+    assert data.pop() == "[DONE]"
+    return [json.loads(event) for event in data]
+
+
+def joined(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What a body must say beside its usage and timings: `choices`, and what stands beside them.
+
+    What is told once must be told once; one choice a chunk; nothing after its finish.
+    """
+    choices: dict[int, dict[str, Any]] = {}
+    whole: dict[str, Any] = {}
+    for chunk in chunks:
+        for name in _PARTS[1:]:
+            if name in chunk:
+                assert name not in whole, f"{name} twice"
+                whole[name] = chunk[name]
+        assert len(chunk["choices"]) <= 1
+        for piece in chunk["choices"]:
+            _add(choices.setdefault(piece["index"], {"index": piece["index"], "logprobs": None}), piece)
+    return {**whole, "choices": [choices[index] for index in sorted(choices)]}
+
+
+def _add(choice: dict[str, Any], piece: dict[str, Any]) -> None:
+    assert choice.get("finish_reason") is None, "something came after the end"
+    if "delta" in piece:
+        delta = piece["delta"]
+        if "message" not in choice:
+            assert delta == {"role": "assistant", "content": ""}
+            assert piece["logprobs"] is None
+            choice["message"] = {**delta, "refusal": None}
+        else:
+            assert "role" not in delta
+            choice["message"]["content"] += delta.get("content", "")
+    else:
+        choice["text"] = choice.get("text", "") + piece["text"]
+    if (logprobs := piece["logprobs"]) is not None:
+        choice["logprobs"] = _extended(choice["logprobs"], logprobs)
+    if "token_ids" in piece:
+        choice["token_ids"] = choice.get("token_ids", []) + piece["token_ids"]
+    for name in _PARTS[1:]:
+        if name in piece:
+            assert name not in choice, f"{name} twice"
+            choice[name] = piece[name]
+    choice["finish_reason"], choice["stop_reason"] = piece["finish_reason"], piece["stop_reason"]
+
+
+def _extended(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str, Any]:
+    if first is None:
+        return second
+    return {name: value if value is None else first[name] + value for name, value in second.items()}
