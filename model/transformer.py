@@ -151,6 +151,15 @@ class Transformer(nn.Module):
         """Next-token logits, RV float32, for `metadata.logit_rows_R` (all T rows where that is None).
 
         Raises:
+            ValueError: see `hidden`.
+        """
+        x_TE = self.hidden(token_ids_T, metadata, kv_cache)
+        return self.logits(x_TE if metadata.logit_rows_R is None else x_TE[metadata.logit_rows_R])
+
+    def hidden(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
+        """What the last layer gives, TE in the model's dtype, before the final norm.
+
+        Raises:
             ValueError: token ids and metadata disagree in length, or metadata and cache do.
         """
         if token_ids_T.shape != metadata.positions_T.shape:
@@ -162,10 +171,12 @@ class Transformer(nn.Module):
         rotation = None if self.rotary is None else self.rotary(metadata.positions_T)
         for layer in self.layers:
             x_TE = layer(x_TE, rotation, metadata=metadata, kv_cache=kv_cache)
-        if metadata.logit_rows_R is not None:
-            x_TE = x_TE[metadata.logit_rows_R]
+        return x_TE
+
+    def logits(self, x_RE: Tensor) -> Tensor:
+        """Next-token logits of rows of `hidden`, RV float32."""
         head = self.token_embedding if self.lm_head is None else self.lm_head
-        return functional.linear(self.final_norm(x_TE), head.weight).float()
+        return functional.linear(self.final_norm(x_RE), head.weight).float()
 
     def _embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         """Token embeddings, with what positions add to them, TE in the model's dtype."""

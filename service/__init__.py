@@ -28,6 +28,8 @@ truncation       prompts that are cut to a length
 admission        who may wait, and what the others are told
 journal          every unfinished request: what was submitted, what came back, who waits
 delivery         a stream of server-sent events, or one body
+embedding_schemas the wire contract of texts as vectors
+embeddings       the route of texts as vectors, which the engine pools
 tokenizer_routes  the tokenizer and the chat template for those who count or compare
 inspection       what a prompt's tokens attend to: its routes, and the looks under way
 frontend         LitSpec: routes, tokenization, admission, SSE, cancel, replay

@@ -24,6 +24,7 @@ from service.chat import ChatPrompts
 from service.chat_schemas import ChatCompletionRequest
 from service.delivery import CompletionBody, CompletionStream
 from service.dialects import Answer, Chat, Dialect, Text, Wants
+from service.embeddings import Embeddings
 from service.errors import ApiError, Draining, Overloaded
 from service.inspection import Inspection
 from service.journal import Choice, Journal, LiveRequest
@@ -100,6 +101,15 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             send=self._send,
             on_change=self._count_active,
         )
+        self._embeddings = Embeddings(
+            settings,
+            planner=self._planner,
+            width=serving.manifest.config.hidden_size,
+            refuse_when_draining=self._refuse_when_draining,
+            admit=self._admit,
+            close=self._close,
+            metrics=metrics,
+        )
         self._hello: Hello | None = None
 
     @property
@@ -112,6 +122,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         for path, endpoint, methods in (
             ("/v1/completions", self.completions, ["POST"]),
             ("/v1/chat/completions", self.chat_completions, ["POST"]),
+            ("/v1/embeddings", self._embeddings.embeddings, ["POST"]),
             ("/v1/models", self.models, ["GET"]),
             ("/v1/models/{model_id:path}", self.model, ["GET"]),
             ("/tokenize", self._tokenizer_routes.tokenize, ["POST"]),
@@ -176,8 +187,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             model=self.model_name,
             wants=Wants.of(asked),
         )
-        self._journal.open(live)
-        self._lifecycle.num_active.value = self._journal.num_requests
+        self._admit(live)
         delivery = CompletionStream if asked.stream else CompletionBody
         return delivery(live, dialect(answer, self._tokenizer), metrics=self._metrics, close=self._close)
 
@@ -290,6 +300,10 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         readiness = self.readiness()
         if readiness.state == "draining":
             raise Draining("the server is shutting down", retry_after_seconds=readiness.eta_s or 1.0)
+
+    def _admit(self, live: LiveRequest) -> None:
+        self._journal.open(live)
+        self._count_active()
 
     def _close(self, live: LiveRequest) -> None:
         self._journal.close(live)

@@ -23,12 +23,20 @@ class FinishReason(StrEnum):
     REFUSED = "refused"  # the request's own fault: what it forbids left no token to draw; `Finish.error` says so
 
 
+class Pooling(StrEnum):
+    """Which of a text's hidden states, after the final norm, make its embedding."""
+
+    MEAN = "mean"  # of all its tokens
+    LAST = "last"  # the last token's, the only one that has seen them all
+
+
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """Compute one completion. A choice of a request is one of these, with a uid of its own.
 
     `prior_token_ids` are completion tokens the client already has from an earlier attempt: generation goes on
     after them. `attempt` grows with each resubmission; events of older attempts are ignored.
     `priority`: lower goes first, see `service.engine.sequence`. `cache_salt`: prefixes are shared only among equals.
+    `pooling`: the prompt's embedding is wanted, and nothing drawn; `params.max_tokens` is 0.
     `grammar`: what the completion has to follow, see `model.grammar`.
     """
 
@@ -41,6 +49,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
     deadline_seconds: float | None
     priority: int = 0
     cache_salt: str = ""
+    pooling: Pooling | None = None
     grammar: str | None = None
 
 
@@ -104,6 +113,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like
 
     `index` is the number of completion tokens before this delta (prior tokens included), so that a receiver can
     tell a repeat from news. `token_ids` may be empty when only `text`, `prompt_logprobs` or `finish` is news.
+    `embedding`: native float32, of length 1; beside the `finish` of whoever asked for one.
     """
 
     uid: str
@@ -114,6 +124,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like
     logprobs: tuple[TokenLogprob, ...] | None
     prompt_logprobs: tuple[TokenLogprob, ...] | None
     finish: Finish | None
+    embedding: bytes | None = None
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):

@@ -11,7 +11,7 @@ import msgspec
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from service import chat_responses, chat_schemas, errors, inspection, responses, schemas
+from service import chat_responses, chat_schemas, embedding_schemas, errors, inspection, responses, schemas
 from service.access import ALWAYS_OPEN
 
 _REF = "#/components/schemas/{name}"
@@ -28,6 +28,7 @@ _REQUESTS: tuple[type[BaseModel], ...] = (
     chat_schemas.TokenizeRequest,
     schemas.DetokenizeRequest,
     inspection.AttentionRequest,
+    embedding_schemas.EmbeddingRequest,
 )
 _ANSWERS = (
     responses.Completion,
@@ -44,6 +45,7 @@ _ANSWERS = (
     responses.ErrorBody,
     inspection.Attention,
     inspection.AttentionLimits,
+    embedding_schemas.EmbeddingList,
 )
 
 
@@ -89,6 +91,12 @@ def _paths() -> dict[str, Any]:
         ),
         "/v1/chat/completions": _post(
             "Answer a conversation", chat_schemas.ChatCompletionRequest, chat, (*_REFUSALS, *_FAILURES)
+        ),
+        "/v1/embeddings": _post(
+            "Vectors of texts",
+            embedding_schemas.EmbeddingRequest,
+            _json(embedding_schemas.EmbeddingList),
+            (*_REFUSALS, *_FAILURES),
         ),
         "/v1/models": _get("List the models", _json(responses.ModelList)),
         "/v1/models/{model_id}": _get(

@@ -118,6 +118,9 @@ class ServeSettings(ModelSettings):
     max_waiting_tokens: int = option(
         "admission", "prompt and completion tokens that may wait; more get a 429", 200_000, ge=1
     )
+    embedding_pooling: Literal["mean", "last"] = option(
+        "http", "an embedding is the mean of all tokens' hidden states, or the last token's", "mean"
+    )
     max_inspect_tokens: int = option(
         "admission", "tokens of a prompt whose attention may be looked at; 0 switches that off", 128, ge=0, le=512
     )

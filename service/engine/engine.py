@@ -4,7 +4,7 @@ Single-threaded: whoever calls `step` calls everything else too.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from model.sampling_params import SamplingParams
 from model.tokenizer.interface import Tokenizer
@@ -14,6 +14,7 @@ from service.engine.detokenizer import Detokenizer
 from service.engine.grammars import Grammars
 from service.engine.inputs import build_inputs
 from service.engine.plan import Chunk, StepPlan
+from service.engine.pooling import Pool
 from service.engine.runner import ModelRunner, Runner, StepOutputs
 from service.engine.scheduler import Scheduler
 from service.engine.sequence import Sequence
@@ -32,11 +33,12 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """What is told of a sequence: its text, and its prompt's scores until they are told."""
+    """What is told of a sequence: its text, its prompt's scores until they are told, and what is pooled of it."""
 
     sequence: Sequence
     detokenizer: Detokenizer
     prompt_logprobs: list[TokenLogprob] | None
+    pool: Pool = field(default_factory=Pool)
 
 
 class Engine:
@@ -222,14 +224,18 @@ class Engine:
             scored = self._texts[uid].prompt_logprobs
             assert scored is not None
             scored += logprobs
+        for chunk in plan.chunks if outputs.pooled else ():
+            if (sum_E := outputs.pooled.get(chunk.sequence.uid)) is not None:
+                self._texts[chunk.sequence.uid].pool.add(chunk, sum_E)
         drawn = zip(outputs.token_ids, outputs.logprobs, strict=True)
         for chunk in plan.chunks:
             if chunk.draws:
                 events.append(self._told_token(chunk, *next(drawn)))
             elif chunk.sequence.finish_reason is not None:  # only a prompt to be computed
-                prompt_logprobs = self._texts[chunk.sequence.uid].prompt_logprobs
-                finish = _finish(chunk.sequence)
-                events.append(_delta(chunk.sequence, prompt_logprobs=prompt_logprobs, finish=finish))
+                told, finish = self._texts[chunk.sequence.uid], _finish(chunk.sequence)
+                embedding = None if chunk.sequence.pooling is None else told.pool.embedding()
+                scores = told.prompt_logprobs
+                events.append(_delta(chunk.sequence, prompt_logprobs=scores, embedding=embedding, finish=finish))
         # Last, so that `abort_all` finds whoever is owed an ending when something above failed.
         self._refusals.clear()
         for event in events:
@@ -288,7 +294,12 @@ class Engine:
 
 
 def _delta(
-    sequence: Sequence, *, finish: Finish, text: str = "", prompt_logprobs: list[TokenLogprob] | None = None
+    sequence: Sequence,
+    *,
+    finish: Finish,
+    text: str = "",
+    prompt_logprobs: list[TokenLogprob] | None = None,
+    embedding: bytes | None = None,
 ) -> TokenDelta:
     """An ending without a token."""
     return TokenDelta(
@@ -300,6 +311,7 @@ def _delta(
         logprobs=None,
         prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
         finish=finish,
+        embedding=embedding,
     )
 
 

@@ -15,6 +15,7 @@ from model.sampling_params import SamplingParams
 from model.token_rules import TokenRules
 from service.engine.grammars import Masks
 from service.engine.plan import Chunk, StepPlan
+from service.engine.pooling import PooledRows, pooled_rows
 from service.engine.scheduler import Scheduler
 
 # A matrix product of one to three rows runs another kernel on the CPU, and rounds differently, than one of four and
@@ -49,6 +50,7 @@ class ModelInputs:
     rules: tuple[TokenRules | None, ...]
     prompt_rows: tuple[PromptRows, ...]
     masks: Masks | None = None
+    pooled_rows: tuple[PooledRows, ...] = ()
 
 
 def build_inputs(
@@ -86,6 +88,7 @@ def build_inputs(
         rules=tuple(chunk.sequence.rules for chunk in draws),
         prompt_rows=prompt_rows,
         masks=masks,
+        pooled_rows=pooled_rows(chunks),
     )
 
 

@@ -8,6 +8,7 @@ change a sequence. What is findable, and for how long, is the block pool's.
 from service.engine.block_pool import BlockPool, block_hash
 from service.engine.config import EngineConfig
 from service.engine.sequence import Sequence
+from service.messages import Pooling
 
 
 class PrefixCache:
@@ -26,6 +27,8 @@ class PrefixCache:
         num_skippable = len(sequence.token_ids) - 1
         if sequence.params.prompt_logprobs is not None and sequence.num_scored_tokens < sequence.num_prompt_tokens - 1:
             num_skippable = sequence.num_scored_tokens  # scoring the rest needs its logits
+        if sequence.pooling is Pooling.MEAN:
+            num_skippable = 0  # each token's hidden state is wanted
         num_full = num_skippable // self._block_size
         self._extend_hashes(sequence, num_full)
         return self._pool.find(sequence.block_hashes[:num_full]), len(sequence.token_ids)

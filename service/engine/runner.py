@@ -1,11 +1,13 @@
 """One forward pass and one sample. Owns the model and the KV tensors; the engine's only file that says `device`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from model.attention.weights import weights_of_layer
@@ -15,6 +17,7 @@ from model.sampling_params import SamplingParams
 from model.token_masks import only_allowed
 from model.transformer import Transformer
 from service.engine.inputs import ModelInputs
+from service.engine.pooling import PooledRows
 from service.messages import TokenLogprob
 
 
@@ -25,11 +28,13 @@ class StepOutputs:
     token_ids: None for a sequence whose request leaves no token that may come next.
     logprobs: one entry a token; None for a sequence that asked for none, and where there is no token.
     prompt_logprobs: uid -> the scored successors of this chunk.
+    pooled: uid -> the sum of the hidden states that `ModelInputs.pooled_rows` names, E float32.
     """
 
     token_ids: Sequence[int | None]
     logprobs: list[TokenLogprob | None]
     prompt_logprobs: dict[str, list[TokenLogprob]]
+    pooled: dict[str, NDArray[np.float32]] = field(default_factory=dict)
 
 
 class Runner(Protocol):
@@ -65,7 +70,8 @@ class ModelRunner:
         """Compute a step: the ids go to the host in one copy."""
         metadata = inputs.metadata.to(self._device)
         token_ids_T = inputs.token_ids_T.to(self._device, non_blocking=True)
-        logits_RV = self._model(token_ids_T, metadata, self._cache)[:, : self._vocab_size]
+        x_TE = self._model.hidden(token_ids_T, metadata, self._cache)
+        logits_RV = self._model.logits(x_TE[metadata.logit_rows_R])[:, : self._vocab_size]
         token_ids = _draw(logits_RV[: len(inputs.params)], inputs) if inputs.params else []
         return StepOutputs(
             token_ids=token_ids,
@@ -76,7 +82,16 @@ class ModelRunner:
                 )
                 for rows in inputs.prompt_rows
             },
+            pooled=self._pool(x_TE, inputs.pooled_rows),
         )
+
+    def _pool(self, x_TE: Tensor, pooled_rows: Sequence[PooledRows]) -> dict[str, NDArray[np.float32]]:
+        """Sums of hidden states after the final norm; they go to the host in one copy."""
+        if not pooled_rows:
+            return {}
+        chunks = (x_TE[rows.first_row : rows.first_row + rows.num_rows] for rows in pooled_rows)
+        sums_BE = torch.stack([self._model.final_norm(chunk_XE).float().sum(dim=0) for chunk_XE in chunks])
+        return dict(zip((rows.uid for rows in pooled_rows), sums_BE.cpu().numpy(), strict=True))
 
     def attention_weights(self, token_ids: Sequence[int], *, layer: int, heads: Sequence[int]) -> bytes:
         """What these tokens attend to: lower triangles of the `heads`, float32. Touches no cache.

@@ -169,6 +169,7 @@ class Scheduler:
                 ends = not sequence.num_remaining_tokens
                 if ends:
                     sequence.finish_reason = FinishReason.LENGTH
+                    sequence.first_token_seconds = now  # the prompt's end, which no token follows
             if ends:
                 self._retire(sequence)
                 finished.append(sequence)
@@ -187,7 +188,7 @@ class Scheduler:
             self._ended = [ended for ended in self._ended if ended is not sequence]
 
     def end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
-        """Let the next step end a sequence without computing it. Its ending stays, but a stop counts before a length."""
+        """Let the next step end a sequence without computing it. Its ending stays, but a stop comes before a length."""
         if sequence.finish_reason is None:
             self._ended.append(sequence)
         elif sequence.finish_reason is not FinishReason.LENGTH or reason is not FinishReason.STOP:

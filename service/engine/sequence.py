@@ -13,7 +13,7 @@ from enum import Enum, auto
 from model.sampling_params import SamplingParams
 from model.token_rules import TokenRules
 from service.engine.block_pool import root_hash
-from service.messages import FinishReason, Submit
+from service.messages import FinishReason, Pooling, Submit
 
 AGEING_SECONDS = 10.0
 
@@ -40,6 +40,7 @@ class Sequence:
         rank: what is lower is served first and preempted last; no two are equal.
         rules: what its request says of single tokens, as far as it has come; None for nothing.
         root_hash: what its first block's hash is chained to.
+        pooling: its embedding is wanted, and nothing drawn.
         *_seconds: `time.monotonic()`; None for what has not happened.
     """
 
@@ -55,6 +56,7 @@ class Sequence:
     root_hash: bytes
     arrival_seconds: float
     deadline_seconds: float | None
+    pooling: Pooling | None = None
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
@@ -98,4 +100,5 @@ class Sequence:
             root_hash=root_hash(submit.cache_salt),
             arrival_seconds=submit.arrival_seconds,
             deadline_seconds=submit.deadline_seconds,
+            pooling=submit.pooling,
         )

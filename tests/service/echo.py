@@ -1,19 +1,30 @@
 """A worker that answers at once."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from service.frontend import Sink
-from service.messages import Submit, decode_command, encode_events
+from service.messages import Cancel, FinishReason, Submit, decode_command, encode_events
 from tests.service.sequences import make_delta, make_finish
+
+WIDTH = 32  # of the tiny model's hidden states
 
 
 class EchoQueue:
-    """LitServe's queue with a worker behind it that completes every prompt with itself, at once."""
+    """LitServe's queue with a worker behind it that completes every prompt with itself, at once.
+
+    A text's vector is a function of its ids: `vector`.
+    """
 
     def __init__(self) -> None:
         self.frontend: Any = None
         self.submits: list[Submit] = []
+        self.cancelled: list[str] = []
         self.answers = True
+        self.failure: str | None = None
 
     def put(self, item: Any) -> None:
         api_id, _, _, payload = item
@@ -24,5 +35,20 @@ class EchoQueue:
                 ids = command.prompt_token_ids
                 text = bytes(i for i in ids if i < 256).decode("utf-8", "replace")
                 event = make_delta(command.uid, ids=ids, text=text, finish=make_finish())
+                if command.pooling is not None:
+                    event = make_delta(
+                        command.uid, attempt=command.attempt, finish=make_finish(), embedding=vector(ids).tobytes()
+                    )
+                if self.failure is not None:
+                    failed = make_finish(FinishReason.ERROR, error=self.failure)
+                    event = make_delta(command.uid, finish=failed)
                 if self.answers:
                     Sink(self.frontend).append((encode_events([event]), "OK"))
+            elif isinstance(command, Cancel):
+                self.cancelled.append(command.uid)
+
+
+def vector(token_ids: Sequence[int]) -> NDArray[np.float32]:
+    """Of length 1, another for other ids."""
+    vector_E = np.random.default_rng(list(token_ids)).normal(size=WIDTH).astype(np.float32)
+    return vector_E / np.linalg.norm(vector_E)

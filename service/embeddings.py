@@ -1,0 +1,266 @@
+"""`/v1/embeddings`: texts as vectors, pooled by the engine in its steps, beside whatever else it computes.
+
+A request of many texts goes to the engine in groups, so that it needs no more room than a few completions, and one
+that has begun waits for room where others have taken it.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Sequence
+
+from fastapi import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from model.sampling_params import SamplingParams
+from service.embedding_schemas import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage, write_vectors
+from service.errors import ApiError, ClientGone, ContextLengthExceeded, InvalidRequest, Overloaded
+from service.journal import Choice, LiveRequest
+from service.messages import FinishReason, Pooling, Submit
+from service.metrics import Metrics
+from service.plan import LONG_TEXT, Planner
+from service.requests import read_body
+from service.responses import encode
+from service.settings import ServeSettings
+from service.truncation import Truncation
+
+# Of one group; more would keep others waiting, and be a 429 where they wait already.
+_GROUP_TOKENS = 16_384
+# Answers of more numbers are written in a thread: a million take 0.2 s.
+_MANY_NUMBERS = 50_000
+
+
+class Embeddings:
+    """The route.
+
+    Args:
+        planner: names the model and encodes texts.
+        width: of a vector.
+        refuse_when_draining: raises where nothing new is taken.
+        admit: submits a live request; raises `Overloaded` where there is no room.
+        close: forgets one, and cancels what of it is unfinished.
+        metrics: what is observed.
+    """
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        *,
+        planner: Planner,
+        width: int,
+        refuse_when_draining: Callable[[], None],
+        admit: Callable[[LiveRequest], None],
+        close: Callable[[LiveRequest], None],
+        metrics: Metrics,
+    ) -> None:
+        self._pooling = Pooling(settings.embedding_pooling)
+        self._max_group = settings.max_num_running
+        self._max_body_bytes = settings.max_body_mb * 2**20
+        self._planner = planner
+        self._width = width
+        self._refuse_when_draining = refuse_when_draining
+        self._admit = admit
+        self._close = close
+        self._metrics = metrics
+
+    async def embeddings(self, request: Request) -> Response:
+        """`POST /v1/embeddings`."""
+        arrival_seconds = time.monotonic()
+        body = await read_body(request, max_bytes=self._max_body_bytes)
+        self._refuse_when_draining()
+        asked = EmbeddingRequest.parse(body)
+        if len(body) > LONG_TEXT:
+            groups = await asyncio.to_thread(self._plan, asked, arrival_seconds)
+        else:
+            groups = self._plan(asked, arrival_seconds)
+        self._admit(groups[0])
+        model = self._planner.model_name
+        return EmbeddingBody(groups, asked, model=model, admit=self._admit, close=self._close, metrics=self._metrics)
+
+    def _plan(self, asked: EmbeddingRequest, arrival_seconds: float) -> list[LiveRequest]:
+        """The texts as sequences, in groups.
+
+        Raises:
+            ModelNotFound: it is another model.
+            InvalidRequest: a text, id or number does not fit.
+        """
+        self._planner.check_model(asked.model)
+        inputs = asked.inputs
+        self._planner.check_num_prompts(len(inputs), "input")
+        if asked.dimensions is not None and asked.dimensions > self._width:
+            raise InvalidRequest(
+                f"dimensions={asked.dimensions} is over the {self._width} of this model", param="dimensions"
+            )
+        choices = [
+            Choice(index=index, prompt_index=index, prompt_text="", submit=self._submit(ids, arrival_seconds))
+            for index, ids in enumerate(self._token_ids(asked, text) for text in inputs)
+        ]
+        return [
+            LiveRequest(choices=group, arrival_seconds=arrival_seconds, last_sent_seconds=float("inf"))
+            for group in grouped(choices, self._max_group)
+        ]
+
+    def _submit(self, token_ids: list[int], arrival_seconds: float) -> Submit:
+        return Submit(
+            uid=uuid.uuid4().hex,
+            attempt=0,
+            prompt_token_ids=tuple(token_ids),
+            prior_token_ids=(),
+            params=SamplingParams(max_tokens=0),
+            arrival_seconds=arrival_seconds,
+            deadline_seconds=None,
+            pooling=self._pooling,
+        )
+
+    def _token_ids(self, asked: EmbeddingRequest, text: str | list[int]) -> list[int]:
+        """A text's ids, begin-of-text mark included, cut where the request wants that."""
+        room, kept = self._planner.max_context_length, asked.truncate_prompt_tokens
+        num_marks = 0
+        if isinstance(text, str):
+            # A text so long that no tokenization fits is refused before it costs one.
+            if kept is None and (at_least := self._planner.least_tokens(text)) > room:
+                raise self._too_long(f"at least {at_least}")
+            try:
+                token_ids = self._planner.encode(text)
+            except InvalidRequest as error:  # which speaks of a prompt
+                raise InvalidRequest(error.message, param="input") from None
+            num_marks = int(self._planner.tokenizer.bos_token_id is not None)
+        else:
+            self._planner.check_ids(text, "input")
+            token_ids = text
+        if kept is not None:
+            truncation = Truncation(num_kept=None if kept < 0 else kept, keeps_end=True)
+            token_ids = truncation.cut(token_ids, room=room, num_marks=num_marks)
+        if len(token_ids) > room:
+            raise self._too_long(str(len(token_ids)))
+        return token_ids
+
+    def _too_long(self, num_tokens: str) -> ContextLengthExceeded:
+        return ContextLengthExceeded(
+            f"this model's context is {self._planner.max_context_length} tokens, but a text has {num_tokens}; "
+            "shorten it, or cut it by truncate_prompt_tokens",
+            param="input",
+        )
+
+
+class EmbeddingBody(Response):
+    """One JSON body when every text is pooled. The first group is with the engine already."""
+
+    media_type = "application/json"
+
+    def __init__(
+        self,
+        groups: list[LiveRequest],
+        asked: EmbeddingRequest,
+        *,
+        model: str,
+        admit: Callable[[LiveRequest], None],
+        close: Callable[[LiveRequest], None],
+        metrics: Metrics,
+    ) -> None:
+        # Not Response's own: it would count the length of a body that is not here yet.
+        self.status_code = 200
+        self.background = None
+        self.init_headers()
+        self._groups = groups
+        self._current = groups[0]
+        self._asked = asked
+        self._model = model
+        self._admit = admit
+        self._close = close
+        self._metrics = metrics
+        self._vectors: dict[int, bytes] = {}
+        self._has_client = True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer. A client that leaves ends the request at once.
+
+        Raises:
+            ApiError: the request failed.
+        """
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            await self._collect()
+            for group in self._groups[1:]:
+                await self._go_on(group)
+                await self._collect()
+            many = len(self._vectors) * len(self._vectors[0]) > 4 * _MANY_NUMBERS
+            body = await asyncio.to_thread(self._body) if many else self._body()
+        except ClientGone:
+            has_started = any(choice.has_started for choice in self._current.choices)
+            self._metrics.count_cancellation("running" if has_started else "waiting")
+            return
+        finally:
+            watcher.cancel()
+            self._close(self._current)
+        headers = [*self.raw_headers, (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._has_client = False
+        self._current.fail(ClientGone("the client closed the connection"))
+
+    async def _collect(self) -> None:
+        """Wait for the vectors of the current group."""
+        request, num_missing = self._current, len(self._current.choices)
+        try:
+            while num_missing:
+                for choice, delta in await request.next_deltas():
+                    assert delta.finish is not None
+                    assert delta.embedding is not None
+                    self._vectors[choice.index] = delta.embedding
+                    num_missing -= 1
+                    self._observe(request, choice)
+        except ClientGone:
+            raise
+        except ApiError:
+            for choice in request.choices:
+                if choice.finish is not None and choice.finish.reason is FinishReason.ERROR:
+                    self._observe(request, choice)
+            raise
+
+    async def _go_on(self, group: LiveRequest) -> None:
+        """Submit the next group as soon as there is room. The last one lives until then: a drain waits for it."""
+        while True:
+            if not self._has_client:
+                raise ClientGone("the client closed the connection")
+            try:
+                self._admit(group)
+                break
+            except Overloaded as error:
+                await asyncio.sleep(min(error.retry_after_seconds, 1.0))
+        self._close(self._current)
+        self._current = group
+
+    def _observe(self, request: LiveRequest, choice: Choice) -> None:
+        assert choice.finish is not None
+        seconds = time.monotonic() - request.arrival_seconds
+        self._metrics.observe_finish(choice.finish, e2e_seconds=seconds, ttft_seconds=None, max_tokens=0)
+
+    def _body(self) -> bytes:
+        vectors = [self._vectors[index] for index in range(len(self._vectors))]
+        written = write_vectors(vectors, dimensions=self._asked.dimensions, as_text=self._asked.encoding_format)
+        num_tokens = sum(choice.num_prompt_tokens for group in self._groups for choice in group.choices)
+        answer = EmbeddingList(
+            data=[Embedding(index=index, embedding=vector) for index, vector in enumerate(written)],
+            model=self._model,
+            usage=EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
+        )
+        return encode(answer)
+
+
+def grouped(choices: Sequence[Choice], max_group: int) -> list[list[Choice]]:
+    """Neighbours together: at most `max_group`, of a bounded number of tokens where they are more than one."""
+    groups: list[list[Choice]] = []
+    num_tokens = 0
+    for choice in choices:
+        num_tokens += choice.num_prompt_tokens
+        if not groups or len(groups[-1]) == max_group or num_tokens > _GROUP_TOKENS:
+            groups.append([])
+            num_tokens = choice.num_prompt_tokens
+        groups[-1].append(choice)
+    return groups
