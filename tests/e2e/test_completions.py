@@ -20,6 +20,7 @@ from model.tokenizer.files import load_tokenizer
 from model.tokenizer.stream import StreamDecoder
 from service.plan import sample_seed
 from tests.e2e.process import Service
+from tests.service import streams
 from tests.service.bad_requests import BAD_REQUESTS
 
 pytestmark = pytest.mark.slow
@@ -190,6 +191,66 @@ def test_max_tokens_0_with_echo_scores_the_prompt(service: Service, oracle: Orac
     again = service.complete(PROMPT, max_tokens=4, temperature=0, echo=True, logprobs=0)["choices"][0]["logprobs"]
     for known, value in zip(choice["logprobs"]["token_logprobs"], again["token_logprobs"], strict=False):
         assert value == pytest.approx(known, abs=1e-5)
+
+
+def test_whatever_is_asked_for_is_the_same_streamed_or_not(service: Service, oracle: Oracle) -> None:
+    asked = {"logprobs": 2, "prompt_logprobs": 3, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    drawn: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True}
+    fields: dict[str, Any] = {"prompt": ["once", "in a hat"], "n": 2, "seed": 5, "echo": True, **drawn, **asked}
+    body = service.post(**fields).json()
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = streamed(service, **fields, stream_options=options)
+    streams.assert_close(streams.joined(chunks), {"choices": body["choices"]})
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == sorted(
+        chunk["usage"]["completion_tokens"] for chunk in chunks
+    )
+    assert chunks[-1]["usage"]["total_tokens"] == body["usage"]["total_tokens"]
+    for number, choice in enumerate(body["choices"]):
+        prompt = fields["prompt"][number // 2]
+        prompt_ids = oracle.tokenizer.encode(prompt)
+        ids = oracle.ids(prompt, seed=sample_seed(5, number % 2), **drawn)
+        assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt_ids, ids)
+        assert choice["logprobs"]["tokens"] == [f"token_id:{token_id}" for token_id in [*prompt_ids, *ids]]
+        check_prompt_logprobs(choice["prompt_logprobs"], prompt_ids, _logits(oracle, prompt_ids))
+
+
+def check_prompt_logprobs(told: list[Any], ids: list[int], logits: torch.Tensor) -> None:
+    """The model's, for each token its own and the three most likely."""
+    assert (len(told), told[0]) == (len(ids), None)
+    for row, entries in enumerate(told[1:]):
+        expected, own = logits[row].log_softmax(dim=-1), entries[str(ids[row + 1])]
+        assert 3 <= len(entries) <= 4
+        assert {rank for entry in entries.values() if (rank := entry["rank"]) <= 3} == {1, 2, 3}
+        assert own["logprob"] == pytest.approx(float(expected[ids[row + 1]]), abs=1e-4)
+        surely, perhaps = (int((expected > own["logprob"] + margin).sum()) for margin in (1e-4, -1e-4))
+        assert surely < own["rank"] <= perhaps
+
+
+def test_several_prompts_are_scored_without_a_token(service: Service, oracle: Oracle) -> None:
+    fields: dict[str, Any] = {"prompt": ["once", PROMPT], "n": 2, "max_tokens": 0, "echo": True, "logprobs": 1}
+    body = service.post(**fields).json()
+    assert [choice["text"] for choice in body["choices"]] == ["once", "once", PROMPT, PROMPT]
+    assert {choice["finish_reason"] for choice in body["choices"]} == {"length"}
+    assert body["usage"]["completion_tokens"] == 0
+    chunks = streamed(service, **fields)
+    assert len(chunks) == 4
+    streams.assert_close(streams.joined(chunks)["choices"], body["choices"])
+    ids = oracle.tokenizer.encode(PROMPT)
+    expected = _logits(oracle, ids).log_softmax(dim=-1)[range(len(ids) - 1), ids[1:]].tolist()
+    assert body["choices"][2]["logprobs"]["token_logprobs"] == [None, *(pytest.approx(x, abs=1e-4) for x in expected)]
+
+
+def test_a_prompt_that_is_cut_is_what_is_left_of_it(service: Service, oracle: Oracle) -> None:
+    ids = oracle.tokenizer.encode("the cat and the hat, " * 30)
+    fields: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
+    assert service.post(prompt=ids, **fields).status_code == 400
+    ends = {"left": ids[-20:], "right": ids[:20]}
+    texts = {side: service.text(left, **fields) for side, left in ends.items()}
+    for side, text in texts.items():
+        body = service.complete(ids, truncate_prompt_tokens=20, truncation_side=side, **fields)
+        assert (body["choices"][0]["text"], body["usage"]["prompt_tokens"]) == (text, 20)
+    assert texts["left"] != texts["right"]
+    assert service.complete(ids, truncate_prompt_tokens=-1, **fields)["usage"]["total_tokens"] <= 256
 
 
 def test_stops_act(service: Service, oracle: Oracle) -> None:

@@ -4,6 +4,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 _PARTS = ("token_ids", "prompt_token_ids", "prompt_logprobs")
 
 
@@ -60,3 +62,19 @@ def _extended(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str,
     if first is None:
         return second
     return {name: value if value is None else first[name] + value for name, value in second.items()}
+
+
+def assert_close(first: Any, second: Any) -> None:
+    """Equal, but for what another batch does to a log-probability."""
+    if isinstance(first, dict):
+        assert first.keys() == second.keys()
+        for key, value in first.items():
+            assert_close(value, second[key])
+    elif isinstance(first, list):
+        assert len(first) == len(second)
+        for one, other in zip(first, second, strict=True):
+            assert_close(one, other)
+    elif isinstance(first, float):
+        assert first == pytest.approx(second, abs=1e-5)
+    else:
+        assert first == second

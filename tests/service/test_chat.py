@@ -120,6 +120,23 @@ def test_every_sampling_field_reaches_the_engine(client: TestClient, queue: Echo
     params = queue.submits[-1].params
     assert {name: getattr(params, name) for name in fields} == fields
     assert (params.max_tokens, params.stop, params.logprobs) == (9, ("x",), None)
+    for told, found in (({}, 0), ({"top_logprobs": 3}, 3), ({"top_logprobs": None}, 0)):
+        ask(client, "a", logprobs=True, **told)
+        assert queue.submits[-1].params.logprobs == found
+
+
+def test_one_answer_of_several_scores_the_prompt_they_share(client: TestClient, queue: EchoQueue) -> None:
+    assert ask(client, "a", n=2, prompt_logprobs=1).status_code == 200
+    assert [submit.params.prompt_logprobs for submit in queue.submits] == [1, None]
+
+
+def test_a_conversation_may_be_cut(client: TestClient, queue: EchoQueue) -> None:
+    body = ask(client, "a" * 300, max_tokens=6, truncate_prompt_tokens=-1, return_token_ids=True).json()
+    assert len(prompt_of(queue)) == 250 == body["usage"]["prompt_tokens"]
+    assert bytes(i for i in prompt_of(queue)[-4:] if i < 256).endswith(b"t:")
+    assert body["prompt_token_ids"] == prompt_of(queue)
+    ask(client, "a" * 300, max_tokens=6, truncate_prompt_tokens=9, truncation_side="right")
+    assert prompt_of(queue) == tokens(client, "user: " + "a" * 300)[:9]
 
 
 def test_without_a_length_an_answer_may_fill_the_context(client: TestClient, queue: EchoQueue) -> None:
@@ -184,7 +201,9 @@ def _one(**message: Any) -> dict[str, Any]:
         ({**_one(), "tools": [{}]}, "tools", "tools is not supported"),
         ({**_one(), "tool_choice": "required"}, "tool_choice", "tool_choice is not supported"),
         ({**_one(), "response_format": {"type": "json_object"}}, "response_format", "response_format is not supported"),
-        ({**_one(), "presence_penalty": 1}, "presence_penalty", "presence_penalty is not supported"),
+        ({**_one(), "presence_penalty": 3}, "presence_penalty", "less than or equal to 2"),
+        ({**_one(), "logit_bias": {"1e3": 1}}, "logit_bias", "'1e3' is no token id"),
+        ({**_one(), "allowed_token_ids": [999]}, "allowed_token_ids", "out of vocabulary"),
         ({**_one(), "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "messages is not yours to set"),
         ({**_one(), "chat_template_kwargs": {"eos_token": ""}}, "chat_template_kwargs", "eos_token is not yours"),
         ({**_one(), "chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs", "chat_template_kwargs must"),

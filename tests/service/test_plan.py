@@ -54,6 +54,12 @@ def test_every_sampling_field_reaches_the_engine(planner: Planner) -> None:
     assert params.prompt_logprobs is None
     (scored,) = plan(planner, **fields, echo=True)
     assert scored.submit.params.prompt_logprobs == 2
+    for asked, found in ((0, 2), (5, 5)):  # the more of what is to be told
+        (scored,) = plan(planner, **fields, echo=True, prompt_logprobs=asked)
+        assert scored.submit.params.prompt_logprobs == found
+    scored, other = plan(planner, prompt_logprobs=3, n=2)
+    assert (scored.submit.params.prompt_logprobs, other.submit.params.prompt_logprobs) == (3, 3)
+    assert scored.submit.params.logprobs is None
 
 
 def test_a_top_k_of_minus_one_is_off(planner: Planner) -> None:
