@@ -16,6 +16,7 @@ dialects         how an answer is worded: one route's words, or the other's
 token_labels     tokens as labels: what cannot be seen gets a sign
 attention_picture  attention weights as labelled heat maps
 openapi          the document that describes it all
+openapi_examples a request, an answer and an error of each kind, for that document
 api_keys         who may use the server: keys with names, from a file or the environment
 access           who may ask, and from which pages: the middleware around the routes; pure ASGI
 http_protocol    HTTP itself, with bounds on a request's head
@@ -24,9 +25,11 @@ serving          what is served: a checkpoint's facts, and what the settings mak
 template_process a process that renders chat templates within bounds
 chat             a conversation becomes token ids
 plan             a validated request becomes the sequences to compute
+token_rules      what a request says of single tokens: biases, penalties, words that may not come
 truncation       prompts that are cut to a length
 admission        who may wait, and what the others are told
 journal          every unfinished request: what was submitted, what came back, who waits
+best_of          of each prompt's completions, those that are told
 delivery         a stream of server-sent events, or one body
 embedding_schemas the wire contract of texts as vectors
 embeddings       the route of texts as vectors, which the engine pools

@@ -1,6 +1,7 @@
 """`/openapi.json`: the routes with what they take, what they answer, and every status they can end with.
 
-Requests are documented by the pydantic models that check them, answers by the structs that are encoded.
+Requests are documented by the pydantic models that check them, answers by the structs that are encoded, and errors
+by one of each kind.
 """
 
 import functools
@@ -11,7 +12,16 @@ import msgspec
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from service import chat_responses, chat_schemas, embedding_schemas, errors, inspection, responses, schemas
+from service import (
+    chat_responses,
+    chat_schemas,
+    embedding_schemas,
+    errors,
+    inspection,
+    openapi_examples,
+    responses,
+    schemas,
+)
 from service.access import ALWAYS_OPEN
 
 _REF = "#/components/schemas/{name}"
@@ -22,6 +32,15 @@ _REFUSALS = (
     errors.BodyTooLarge,
 )
 _FAILURES = (errors.Overloaded, errors.EngineFailed, errors.Draining)
+_GENERATION = (*_REFUSALS, errors.ContextLengthExceeded, *_FAILURES)
+_WITH_HEAD = ("/health", "/ready", "/openapi.json", "/playground", "/")
+_REQUEST_ID = {"description": "The request's own, if it had one that fits, else ours", "schema": {"type": "string"}}
+_ERROR_HEADERS = {
+    "retry-after": {"description": "When to come back, in whole seconds", "schema": {"type": "string"}},
+    "retry-after-ms": {"description": "The same in milliseconds", "schema": {"type": "string"}},
+    "x-should-retry": {"description": "Can another attempt help?", "schema": {"enum": ["true", "false"]}},
+    "www-authenticate": {"description": "What kind of key is asked for", "schema": {"type": "string"}},
+}
 _REQUESTS: tuple[type[BaseModel], ...] = (
     schemas.CompletionRequest,
     chat_schemas.ChatCompletionRequest,
@@ -86,17 +105,13 @@ def _paths() -> dict[str, Any]:
     page = {"text/html": {"schema": {"type": "string"}}}
     model_id = {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}
     return {
-        "/v1/completions": _post(
-            "Complete a prompt", schemas.CompletionRequest, completion | stream, (*_REFUSALS, *_FAILURES)
-        ),
-        "/v1/chat/completions": _post(
-            "Answer a conversation", chat_schemas.ChatCompletionRequest, chat, (*_REFUSALS, *_FAILURES)
-        ),
+        "/v1/completions": _post("Complete a prompt", schemas.CompletionRequest, completion | stream, _GENERATION),
+        "/v1/chat/completions": _post("Answer a conversation", chat_schemas.ChatCompletionRequest, chat, _GENERATION),
         "/v1/embeddings": _post(
             "Vectors of texts",
             embedding_schemas.EmbeddingRequest,
             _json(embedding_schemas.EmbeddingList),
-            (*_REFUSALS, *_FAILURES),
+            _GENERATION,
         ),
         "/v1/models": _get("List the models", _json(responses.ModelList)),
         "/v1/models/{model_id}": _get(
@@ -116,28 +131,41 @@ def _paths() -> dict[str, Any]:
                 "What a prompt's tokens attend to in one layer",
                 inspection.AttentionRequest,
                 _json(inspection.Attention),
-                (*_REFUSALS, inspection.SwitchedOff, *_FAILURES),
+                (*_GENERATION, inspection.SwitchedOff, inspection.NotReady),
             ),
         },
         "/health": _get("Is the process alive?", _json(responses.Health)),
         "/ready": _get("Would a request be served now?", _json(responses.Readiness), not_ready=True),
         "/version": _get("The version", _json(responses.Version)),
         "/metrics": _get("Metrics for Prometheus", text),
+        "/openapi.json": _get("This document", {"application/json": {"schema": {"type": "object"}}}),
         "/playground": _get("A page to try the model", page),
         "/": _get("The playground", page),
     }
 
 
 def _surrounded(paths: dict[str, Any]) -> dict[str, Any]:
-    """The routes, with what can befall every request: a head that is too large, and no key where one is asked for."""
+    """The routes, with what can befall every request: an error of ours, a head that is too large, and no key where
+    one is asked for. Every answer has the request's id."""
     for path, operations in paths.items():
         is_guarded = path not in ALWAYS_OPEN
-        refusals = (errors.Unauthorized, errors.HeadTooLarge) if is_guarded else (errors.HeadTooLarge,)
+        around = (errors.ApiError, errors.HeadTooLarge, *([errors.Unauthorized] if is_guarded else []))
         for operation in operations.values():
-            operation["responses"] |= _errors(refusals)
+            answers = _errors((*operation.pop("refusals"), *around)) | operation["responses"]
+            operation["responses"] = dict(sorted(answers.items()))
+            for answer in operation["responses"].values():
+                answer["headers"] = {"x-request-id": _REQUEST_ID, **answer.get("headers", {})}
             if is_guarded:  # the empty one: where the server has no keys
                 operation["security"] = [{_SCHEME: []}, {}]
+        if path in _WITH_HEAD:
+            operations["head"] = _bodiless(operations["get"])
     return paths
+
+
+def _bodiless(operation: dict[str, Any]) -> dict[str, Any]:
+    """What HEAD is to GET."""
+    answers = operation["responses"].items()
+    return operation | {"responses": {status: {**answer, "content": {}} for status, answer in answers}}
 
 
 def _get(
@@ -148,36 +176,70 @@ def _get(
     parameters: list[dict[str, Any]] | None = None,
     not_ready: bool = False,
 ) -> dict[str, Any]:
-    answers = {"200": {"description": "OK", "content": content}, **_errors(refusals)}
+    answers: dict[str, Any] = {"200": {"description": "OK", "content": content}}
     if not_ready:
-        answers["503"] = {"description": "Not now; see Retry-After", "content": content}
-    return {"get": {"summary": summary, "parameters": parameters or [], "responses": answers}}
+        headers = {"retry-after": _ERROR_HEADERS["retry-after"]}
+        answers["503"] = {"description": "Not now", "headers": headers, "content": content}
+    return {"get": {"summary": summary, "parameters": parameters or [], "refusals": refusals, "responses": answers}}
 
 
 def _post(
     summary: str, body: type[BaseModel], content: dict[str, Any], refusals: tuple[type[errors.ApiError], ...]
 ) -> dict[str, Any]:
     schema = {"$ref": _REF.format(name=body.__name__)}
+    taken = {"application/json": {"schema": schema, "examples": openapi_examples.of_request(body)}}
     return {
         "post": {
             "summary": summary,
-            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-            "responses": {"200": {"description": "OK", "content": content}, **_errors(refusals)},
+            "requestBody": {"required": True, "content": taken},
+            "refusals": refusals,
+            "responses": {"200": {"description": "OK", "content": content}},
         }
     }
 
 
-def _errors(refusals: tuple[type[errors.ApiError], ...]) -> dict[str, Any]:
+def _errors(kinds: tuple[type[errors.ApiError], ...]) -> dict[str, Any]:
+    """The answers by status: one for all errors that share it."""
+    by_status: dict[str, list[errors.ApiError]] = {}
+    for kind in kinds:
+        by_status.setdefault(str(kind.status), []).append(openapi_examples.ERRORS[kind])
     return {
-        str(error.status): {"description": f"`{error.code}`", "content": _json(responses.ErrorBody)}
-        for error in refusals
+        status: {
+            "description": " or ".join(f"`{error.code}`" for error in alike),
+            "headers": {
+                name: _ERROR_HEADERS[name] for error in alike for name in error.headers() if name in _ERROR_HEADERS
+            },
+            "content": {
+                "application/json": {
+                    "schema": {"$ref": _REF.format(name=responses.ErrorBody.__name__)},
+                    "examples": {str(error.code): {"value": error.body()} for error in alike},
+                }
+            },
+        }
+        for status, alike in by_status.items()
     }
 
 
 def _stream(event: type[msgspec.Struct]) -> dict[str, Any]:
-    """Server-sent events, each with such an object as its data."""
-    return {"text/event-stream": {"schema": {"type": "string", "description": f"one {event.__name__} an event"}}}
+    """Server-sent events. The schema is that of one event, as OpenAPI before 3.2 can tell of them."""
+    data = [{"$ref": _REF.format(name=name)} for name in (event.__name__, responses.ErrorBody.__name__)]
+    schema = {
+        "description": "one event of the stream; the last one is [DONE]",
+        "type": "object",
+        "required": ["data"],
+        "properties": {
+            "data": {
+                "type": "string",
+                "anyOf": [
+                    {"const": "[DONE]"},
+                    {"contentMediaType": "application/json", "contentSchema": {"anyOf": data}},
+                ],
+            }
+        },
+    }
+    return {"text/event-stream": {"schema": schema, "examples": openapi_examples.of_stream(event)}}
 
 
 def _json(answer: type[msgspec.Struct]) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": _REF.format(name=answer.__name__)}}}
+    schema = {"$ref": _REF.format(name=answer.__name__)}
+    return {"application/json": {"schema": schema, "examples": openapi_examples.of_answer(answer)}}

@@ -9,6 +9,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.errors import ApiError, BodyTooLarge, InvalidRequest, MethodNotAllowed, RouteNotFound
@@ -96,7 +97,7 @@ def install_error_handlers(app: FastAPI, count: Callable[[ApiError], None]) -> N
         place = f"{request.method} {request.url.path[:200]}"
         if error.status_code == 405:
             answer = await api_error(request, MethodNotAllowed(f"{place}: this method is not allowed here"))
-            answer.headers.update(error.headers or {})
+            answer.headers["allow"] = ", ".join(_methods(app, request.scope))
             return answer
         if error.status_code == 404:
             return await api_error(request, RouteNotFound(f"{place}: there is no such route"))
@@ -112,3 +113,9 @@ def install_error_handlers(app: FastAPI, count: Callable[[ApiError], None]) -> N
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(ClientDisconnect, client_left)
     app.add_exception_handler(Exception, our_fault)
+
+
+def _methods(app: FastAPI, scope: Scope) -> list[str]:
+    """What a path answers to. Several routes may share one, and each knows only its own methods."""
+    routes = [route for route in app.routes if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE]
+    return sorted({method for route in routes for method in route.methods or ()})
