@@ -12,6 +12,7 @@ from msgspec import UNSET
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from service.best_of import best
 from service.dialects import Dialect, Piece
 from service.errors import ApiError, ClientGone
 from service.journal import Choice, LiveRequest
@@ -43,7 +44,8 @@ class Delivery(Response, ABC):
         self._request = request
         self._dialect = dialect
         self._wants = wants = dialect.answer.wants
-        self._shows_tokens = wants.token_ids or wants.logprobs is not None
+        # The best is known by all its tokens, though nobody is told them.
+        self._shows_tokens = wants.token_ids or wants.logprobs is not None or wants.num_best is not None
         self._metrics = metrics
         self._close = close
         self._unbegun = {choice.index for choice in request.choices}
@@ -217,6 +219,8 @@ class CompletionBody(Delivery):
                     pieces[choice.index].append(piece)
             self._observe(arrived)
         wholes = [_whole(parts) for parts in pieces]
+        if self._wants.num_best is not None:
+            wholes = best(wholes, self._wants.num_best)
         body = encode(self._dialect.body(wholes, self._usage(), timings(self._request)))
         headers = [*self.raw_headers, (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})

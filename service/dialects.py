@@ -41,6 +41,7 @@ class Wants:
     logprobs, prompt_logprobs: alternatives to each token, None for no log-probabilities.
     names_are_ids: tokens are named by their ids in `logprobs`.
     usage: in a last event of a stream; running_usage: in all the others.
+    num_best: how many of each prompt's completions are told, the best ones; None for all of them.
     """
 
     echo: bool = False
@@ -50,6 +51,7 @@ class Wants:
     names_are_ids: bool = False
     usage: bool = False
     running_usage: bool = False
+    num_best: int | None = None
 
     @classmethod
     def of(cls, request: GenerationRequest) -> "Wants":
@@ -63,6 +65,7 @@ class Wants:
             names_are_ids=bool(request.return_tokens_as_token_ids),
             usage=options is not None and bool(options.include_usage),
             running_usage=options is not None and bool(options.continuous_usage_stats),
+            num_best=request.value("n") if request.chooses else None,
         )
 
 
@@ -139,8 +142,10 @@ class Text(Dialect):
         self._writers: dict[int, LogprobWriter] = {}
 
     def body(self, pieces: Sequence[Piece], usage: Usage, timings: Timings) -> Completion:
-        """See `Dialect`."""
+        """See `Dialect`. Of completions that were chosen from more, the index is their place among the chosen."""
         completion = self._completion([self._choice(piece) for piece in pieces])
+        for index, choice in enumerate(completion.choices):
+            choice.index = index
         completion.usage, completion.timings = usage, timings
         return completion
 

@@ -1,10 +1,12 @@
 """A validated request becomes the sequences to compute: token ids, limits, seeds."""
 
+import dataclasses
 import hashlib
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from model.sampling_params import SamplingParams
 from model.tokenizer.interface import Tokenizer, TokenizerError
@@ -15,6 +17,7 @@ from service.logprobs import prompt_text
 from service.messages import Submit
 from service.schemas import MAX_PROMPTS, CompletionRequest, GenerationRequest
 from service.serving import Defaults
+from service.token_rules import check_possible, logit_bias, token_rules
 from service.truncation import Truncation
 
 # Longer texts are tokenized in a thread: tiktoken works at about 10 MB/s and releases the interpreter's lock.
@@ -63,6 +66,7 @@ class Planner:
         standard: int = type(request).model_fields["max_tokens"].default
         asked = request.max_tokens if "max_tokens" in request.model_fields_set else None
         choices: list[Choice] = []
+        rules = token_rules(request, self.tokenizer, self.defaults.sampling)
         for prompt in prompts:
             whole = self._prompt_ids(request, prompt, standard if asked is None else asked)
             wanted = standard if asked is None and self.defaults.max_new_tokens is None else asked
@@ -73,8 +77,9 @@ class Planner:
             if request.echoes:
                 is_whole = token_ids is whole
                 text = prompt if isinstance(prompt, str) and is_whole else prompt_text(self.tokenizer, token_ids)
+            params = self._sampling_params(request, max_tokens, rules)
             choices += self._choices(
-                request, token_ids, max_tokens, first=len(choices), text=text, arrival_seconds=arrival_seconds
+                request, token_ids, params, first=len(choices), text=text, arrival_seconds=arrival_seconds
             )
         return choices
 
@@ -95,7 +100,9 @@ class Planner:
         elif len(token_ids) < self.max_context_length:
             param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         self._check_room(len(token_ids), max_tokens, param)
-        choices = self._choices(request, token_ids, max_tokens, first=0, text="", arrival_seconds=arrival_seconds)
+        rules = token_rules(request, self.tokenizer, self.defaults.sampling)
+        params = self._sampling_params(request, max_tokens, rules)
+        choices = self._choices(request, token_ids, params, first=0, text="", arrival_seconds=arrival_seconds)
         for choice in choices:
             choice.has_asked_length = request.most_tokens is not None
         return choices
@@ -105,18 +112,20 @@ class Planner:
 
         Raises:
             ModelNotFound: see `check_model`.
-            InvalidRequest: a stop token is none, or there are more prompts or choices than this server holds.
+            InvalidRequest: a token id is none, or there are more prompts or choices than this server holds.
         """
         self.check_model(request.model)
         self.check_num_prompts(num_prompts, "prompt")
-        num_samples: int = request.value("n")
+        num_samples, param = request.num_samples, "best_of" if request.chooses else "n"
         if num_prompts * num_samples > self.max_num_choices:
             raise InvalidRequest(
-                f"{num_prompts} prompts times n={num_samples} are {num_prompts * num_samples} completions, "
+                f"{num_prompts} prompts times {param}={num_samples} are {num_prompts * num_samples} completions, "
                 f"more than the {self.max_num_choices} this server holds at once",
-                param="n",
+                param=param,
             )
         self.check_ids(request.stop_token_ids or [], "stop_token_ids")
+        self.check_ids(request.allowed_token_ids or [], "allowed_token_ids")
+        self.check_ids(list(logit_bias(request)), "logit_bias")
 
     def check_num_prompts(self, num_prompts: int, param: str) -> None:
         """Refuse more prompts than this server takes in one request.
@@ -192,14 +201,14 @@ class Planner:
         self,
         request: GenerationRequest,
         token_ids: list[int],
-        max_tokens: int,
+        params: SamplingParams,
         *,
         first: int,
         text: str,
         arrival_seconds: float,
     ) -> list[Choice]:
         """The samples of one prompt. `first`: the first one's index; `text`: what each echoes."""
-        num_samples: int = request.value("n")
+        num_samples = request.num_samples
         return [
             Choice(
                 index=first + sample,
@@ -210,34 +219,42 @@ class Planner:
                     attempt=0,
                     prompt_token_ids=tuple(token_ids),
                     prior_token_ids=(),
-                    params=self._sampling_params(request, max_tokens, sample),
+                    params=dataclasses.replace(
+                        params,
+                        seed=sample_seed(request.seed, sample),
+                        prompt_logprobs=_num_prompt_logprobs(request, sample),
+                    ),
                     arrival_seconds=arrival_seconds,
                     deadline_seconds=None,
+                    priority=request.value("priority"),
+                    cache_salt=request.cache_salt or "",
                 ),
             )
             for sample in range(num_samples)
         ]
 
-    def _sampling_params(self, request: GenerationRequest, max_tokens: int, sample: int) -> SamplingParams:
+    def _sampling_params(self, request: GenerationRequest, max_tokens: int, rules: Mapping[str, Any]) -> SamplingParams:
+        """What the samples of a prompt have in common. `rules`: see `token_rules`."""
         defaults = self.defaults.sampling
         try:
-            return SamplingParams(
+            params = SamplingParams(
                 max_tokens=max_tokens,
                 temperature=request.value("temperature", defaults),
                 top_k=max(0, request.value("top_k", defaults)),
                 top_p=request.value("top_p", defaults),
                 min_p=request.value("min_p", defaults),
-                seed=sample_seed(request.seed, sample),
                 min_tokens=request.value("min_tokens"),
                 stop=request.stops,
                 stop_token_ids=tuple(request.stop_token_ids or ()),
                 include_stop_str_in_output=request.value("include_stop_str_in_output"),
                 ignore_eos=request.value("ignore_eos"),
-                logprobs=request.num_logprobs,
-                prompt_logprobs=_num_prompt_logprobs(request, sample),
+                logprobs=0 if request.num_logprobs is None and request.chooses else request.num_logprobs,
+                **rules,
             )
         except ValueError as error:  # more min_tokens than max_tokens; each field alone is in range by now
             raise InvalidRequest(str(error), param="min_tokens") from None
+        check_possible(params, self.tokenizer.eos_token_ids)
+        return params
 
     def _prompt_ids(self, request: GenerationRequest, prompt: str | list[int], max_tokens: int) -> list[int]:
         if isinstance(prompt, str):

@@ -10,7 +10,16 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from model.sampling_params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+from model.sampling_params import (
+    LOGIT_BIAS_RANGE,
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+    PENALTY_RANGE,
+    REPETITION_RANGE,
+)
 from service.complaints import in_words, unknown_field
 from service.errors import InvalidRequest
 
@@ -47,6 +56,11 @@ MAX_PROMPTS = MAX_MESSAGES = 4096
 MAX_PARTS = 256  # of one message
 Texts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 SEED_RANGE = (-(2**63), 2**64 - 1)
+Penalty = Annotated[float, Field(ge=PENALTY_RANGE[0], le=PENALTY_RANGE[1])]
+LogitBias = Annotated[float, Field(ge=LOGIT_BIAS_RANGE[0], le=LOGIT_BIAS_RANGE[1])]
+BadWord = Annotated[str, Field(min_length=1, max_length=100)]
+# So that what waits at one end of the range is passed only by what comes within 2,000 levels' worth of time.
+MAX_PRIORITY = 1000
 
 
 class StreamOptions(RequestModel):
@@ -64,16 +78,8 @@ class GenerationRequest(RequestModel):
 
     # Part of the contract, not built: accepted only with a value that changes nothing.
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "presence_penalty": (0.0,),
-        "frequency_penalty": (0.0,),
-        "repetition_penalty": (1.0,),
-        "logit_bias": ({},),
-        "allowed_token_ids": (),
-        "bad_words": ([],),
         "response_format": ({"type": "text"},),
         "structured_outputs": (),
-        "priority": (0,),
-        "cache_salt": (),
     }
 
     model: str | None = None
@@ -92,12 +98,15 @@ class GenerationRequest(RequestModel):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    presence_penalty: Penalty | None = 0.0
+    frequency_penalty: Penalty | None = 0.0
+    repetition_penalty: Annotated[float, Field(ge=REPETITION_RANGE[0], le=REPETITION_RANGE[1])] | None = 1.0
+    logit_bias: (
+        Annotated[dict[str, LogitBias], Field(max_length=MAX_LOGIT_BIASES, description="by token id, as a string")]
+        | None
+    ) = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
@@ -105,8 +114,8 @@ class GenerationRequest(RequestModel):
     structured_outputs: dict[str, Any] | None = None
     truncate_prompt_tokens: NumKept | None = None
     truncation_side: Literal["left", "right"] | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower goes first")] | None = 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
 
     def parts(self) -> Iterator[tuple[str, RequestModel]]:
         """See `RequestModel`."""
@@ -151,6 +160,17 @@ class GenerationRequest(RequestModel):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
+    def num_samples(self) -> int:
+        """Completions that are computed of each prompt."""
+        number: int = self.value("n")
+        return number
+
+    @property
+    def chooses(self) -> bool:
+        """Whether more completions are computed than told."""
+        return False
+
+    @property
     def num_logprobs(self) -> int | None:
         """How many alternatives each token's log-probability has beside it; None for no log-probabilities."""
         return None
@@ -166,7 +186,6 @@ class CompletionRequest(GenerationRequest):
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **GenerationRequest.NEUTRAL,
-        "best_of": (1,),
         "suffix": ("",),
     }
 
@@ -177,8 +196,26 @@ class CompletionRequest(GenerationRequest):
     max_tokens: Count | None = 16
     echo: bool | None = False
     logprobs: NumLogprobs | None = None
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     suffix: str | None = None
+
+    def check_together(self) -> None:
+        """See `GenerationRequest`. The best is known when all are finished, so that it cannot be streamed."""
+        super().check_together()
+        if self.num_samples < self.value("n"):
+            raise InvalidRequest(f"best_of={self.best_of} is under n={self.value('n')}", param="best_of")
+        if self.stream and self.chooses:
+            raise InvalidRequest(f"best_of={self.best_of} cannot be streamed; leave out stream", param="best_of")
+
+    @property
+    def num_samples(self) -> int:
+        """See `GenerationRequest`."""
+        return super().num_samples if self.best_of is None else self.best_of
+
+    @property
+    def chooses(self) -> bool:
+        """See `GenerationRequest`."""
+        return self.num_samples > super().num_samples
 
     @property
     def num_logprobs(self) -> int | None:
