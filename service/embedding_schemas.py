@@ -4,7 +4,7 @@ Legend: N texts, E hidden size, D dimensions of the answer.
 """
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal, Self
 
 import msgspec
@@ -63,7 +63,7 @@ class EmbeddingRequest(RequestModel):
         """
         inputs: Sequence[str | list[int]]
         if isinstance(self.input, str) or (self.input and isinstance(self.input[0], int)):
-            inputs = [self.input]  # type: ignore[list-item]
+            inputs = [self.input]
         else:
             inputs = self.input  # type: ignore[assignment]
         if not inputs or not all(inputs):
@@ -97,14 +97,15 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
 
 def write_vectors(
     vectors: Sequence[bytes], *, dimensions: int | None, as_text: Literal["float", "base64"] | None
-) -> Sequence[list[float] | str]:
-    """Vectors of length 1 as they are answered. `dimensions`: only the first so many, of length 1 again."""
+) -> Iterator[list[float] | str]:
+    """Vectors of length 1 as they are answered, one by one. `dimensions`: only the first so many, of length 1 again."""
     vectors_NE = np.frombuffer(b"".join(vectors), dtype=np.float32).reshape(len(vectors), -1)
     if dimensions is not None:
         cut_ND = vectors_NE[:, :dimensions]
         lengths_N1 = np.linalg.norm(cut_ND, axis=1, keepdims=True)
         vectors_NE = cut_ND / np.maximum(lengths_N1, np.finfo(np.float32).tiny)
-    if as_text == "base64":
-        return [base64.b64encode(vector_E.astype("<f4").tobytes()).decode() for vector_E in vectors_NE]
-    lists: list[list[float]] = np.round(vectors_NE.astype(np.float64), _DECIMALS).tolist()
-    return lists
+    for vector_E in vectors_NE:
+        if as_text == "base64":
+            yield base64.b64encode(vector_E.astype("<f4").tobytes()).decode()
+        else:
+            yield np.round(vector_E.astype(np.float64), _DECIMALS).tolist()

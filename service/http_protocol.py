@@ -22,15 +22,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._is_in_head = False
-        self._num_head_bytes = 0  # received while the head had begun and was not complete
+        self._is_in_head = self._is_in_body = False
+        self._num_head_bytes = 0  # received of a head that is not complete
+        self._has_passed_head = False  # in these bytes
         self._is_too_large = False
 
     def data_received(self, data: bytes) -> None:
         """Bytes of the client."""
-        was_in_head = self._is_in_head
+        was_in_body, self._has_passed_head = self._is_in_body, False
         super().data_received(data)
-        if was_in_head and self._is_in_head and not self.transport.is_closing():
+        is_head_alone = not (was_in_body or self._has_passed_head)
+        if self._is_in_head and is_head_alone and not self.transport.is_closing():
             self._num_head_bytes += len(data)
             if self._num_head_bytes > MAX_HEAD_BYTES:
                 self._is_too_large = True
@@ -43,12 +45,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The head's end. What is raised here reaches uvicorn as a request that is not HTTP."""
-        self._is_in_head = False
+        self._is_in_head, self._is_in_body, self._has_passed_head = False, True, True
         num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if num_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
             self._is_too_large = True
             raise ValueError("the head is too large")
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The body's end."""
+        self._is_in_body = False
+        super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no request of ours, and close."""

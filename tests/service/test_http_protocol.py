@@ -102,6 +102,19 @@ def test_a_head_is_bounded(request_head: bytes, answer: int, piece: int) -> None
         assert error["code"] == ("head_too_large" if answer == 431 else "invalid_request")
 
 
+def test_requests_that_wait_in_line_are_not_one_long_head() -> None:
+    body = b"x" * 100_000
+    one = head().replace(b"length: 5", b"length: 100000")
+    for chunks in (
+        ((head() + b"12345") * 1000 + head()[:30], head()[30:] + b"12345"),
+        (one[:20], one[20:] + body + one[:20], one[20:] + body),
+        (one + body[:10], body[10:] + one[:20], one[20:] + body),
+    ):
+        wire = talk(*chunks)
+        assert status(wire) == 200
+        assert b" 431 " not in wire.written
+
+
 @pytest.mark.parametrize("beginning", [b"GET /" + b"a" * 10, b"GET / HTTP/1.1\r\na: ", b"GET / HTTP/1.1\r\na"])
 def test_a_head_without_an_end_is_cut_off(beginning: bytes) -> None:
     wire = talk(beginning, *[b"x" * 10_000] * 100)
