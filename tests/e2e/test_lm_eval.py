@@ -1,4 +1,5 @@
-"""lm-evaluation-harness, unmodified, against a real server: its log-likelihoods are those of `kvasir eval`.
+"""lm-evaluation-harness, unmodified, against a real server: its log-likelihoods are those of `kvasir eval`, and what
+it has the model write is what the server writes.
 
 Some texts are longer than the context, some look like templates. The tokenizer is the server's, which
 `local-completions` finds by itself, or the exported one.
@@ -34,6 +35,23 @@ PAIRS = [
     ("42", "43"),
 ]
 MARGIN = 1e-4
+BEGINNINGS = ["A Fox was", "The king had three sons.", "{{ 1 + 1 }}"]
+UNTIL = [".", "\n\n"]
+CONTINUATIONS = """\
+task: continuations
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: beginning
+doc_to_target: ending
+target_delimiter: ""
+generation_kwargs: {{until: {until}, max_gen_toks: 24, do_sample: false}}
+metric_list:
+  - metric: exact_match
+    aggregation: mean
+    higher_is_better: true
+"""
 
 pytestmark = pytest.mark.slow
 
@@ -68,6 +86,21 @@ def _run(*words: object, **variables: str) -> str:
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def tasks(service: Service, measured: Path) -> Path:
+    """The tasks that `kvasir eval` writes, and `continuations`, whose answers are the server's."""
+    rows = []
+    for beginning in BEGINNINGS:
+        ids = service.post("/tokenize", prompt=beginning, add_special_tokens=False).json()["tokens"]
+        ending = service.text(ids, max_tokens=24, temperature=0, stop=UNTIL)
+        rows.append(json.dumps({"beginning": beginning, "ending": ending}) + "\n")
+    data = measured / "continuations.jsonl"
+    data.write_text("".join(rows))
+    text = CONTINUATIONS.format(data=json.dumps(str(data)), until=json.dumps(UNTIL))
+    (measured / "tasks" / "continuations.yaml").write_text(text)
+    return measured / "tasks"
+
+
 def run_harness(service: Service, tasks: Path, out: Path, *flags: str, **arguments: object) -> dict[str, Any]:
     """The harness with no network but the service's; its results."""
     manifest = read_manifest(CHECKPOINT)
@@ -80,7 +113,7 @@ def run_harness(service: Service, tasks: Path, out: Path, *flags: str, **argumen
     _run(
         *("lm_eval", "--model", "local-completions", "--include_path", tasks, "--log_samples", "--output_path", out),
         *("--model_args", ",".join(f"{name}={value}" for name, value in told.items())),
-        *("--tasks", "kvasir_fables_co,kvasir_minimal_pairs", *flags),
+        *("--tasks", "kvasir_fables_co,kvasir_minimal_pairs,continuations", *flags),
         HF_HUB_OFFLINE="1",
         HF_DATASETS_OFFLINE="1",
         HF_HOME=str(out / "hugging-face"),
@@ -114,12 +147,20 @@ def check(measured: Path, out: Path, results: dict[str, Any]) -> None:
     assert results["results"]["kvasir_minimal_pairs"]["acc,none"] == accuracy
 
 
-def test_the_harness_finds_the_tokenizer_on_the_server(service: Service, measured: Path, tmp_path: Path) -> None:
-    results = run_harness(service, measured / "tasks", tmp_path)
+def test_the_harness_finds_the_tokenizer_on_the_server(
+    service: Service, measured: Path, tasks: Path, tmp_path: Path
+) -> None:
+    results = run_harness(service, tasks, tmp_path)
     check(measured, tmp_path, results)
+    assert results["results"]["continuations"]["exact_match,none"] == 1.0
+    written = [responses[0][0] for responses in samples(tmp_path, "continuations")]
+    assert len(set(written)) == len(BEGINNINGS)
+    assert not any(end in text for text in written for end in UNTIL)
 
 
-def test_many_requests_at_once_and_an_exported_tokenizer(service: Service, measured: Path, tmp_path: Path) -> None:
+def test_many_requests_at_once_and_an_exported_tokenizer(
+    service: Service, measured: Path, tasks: Path, tmp_path: Path
+) -> None:
     """transformers takes a control mark in a text as one, so that text is left out here."""
     tokenizer = tmp_path / "tokenizer"
     _run("service.cli", "export-tokenizer", "--checkpoint", CHECKPOINT, "--out", tokenizer)
@@ -127,10 +168,11 @@ def test_many_requests_at_once_and_an_exported_tokenizer(service: Service, measu
     chosen = {
         "kvasir_fables_co": [number for number in range(len(TEXTS)) if number != marked],
         "kvasir_minimal_pairs": list(range(len(PAIRS))),
+        "continuations": list(range(len(BEGINNINGS))),
     }
     flags = ("--batch_size", "4", "--samples", json.dumps(chosen))
     run_harness(
-        *(service, measured / "tasks", tmp_path, *flags),
+        *(service, tasks, tmp_path, *flags),
         num_concurrent=4,
         tokenizer_backend="huggingface",
         tokenizer=tokenizer,
