@@ -5,8 +5,10 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+CLIENTS := .venv-clients
+CLIENTS_INSTALLED := $(patsubst tests/clients/requirements/%.txt,$(CLIENTS)/%/.installed,$(wildcard tests/clients/requirements/*.txt))
 
-.PHONY: help install serve test check format bench performance attention loadtest check-monitoring clean
+.PHONY: help install serve test test-clients check format bench performance attention loadtest check-monitoring clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -24,6 +26,23 @@ serve: install ## serve the shipped model on http://127.0.0.1:8000; another by C
 
 test: install ## every test
 	$(BIN)/python -m pytest
+
+test-clients: install $(CLIENTS_INSTALLED) $(CLIENTS)/node/.installed ## every client of docs/clients.md against a live server; each gets an environment of its own (4 GB)
+	$(BIN)/python -m pytest -q tests/clients
+
+# One environment a client: they want different versions of the same packages. Torch is the build that .venv has.
+$(CLIENTS)/%/.installed: tests/clients/requirements/%.txt | $(INSTALLED)
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >$(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(@D)/constraints.txt --requirement $<
+	@touch $@
+
+$(CLIENTS)/node/.installed: tests/clients/node/package.json
+	mkdir -p $(@D)
+	cp $< $(@D)/
+	@command -v npm >/dev/null || echo "npm is not installed: the test of the Node client will say that it needs Node.js"
+	@if command -v npm >/dev/null; then cd $(@D) && npm install --silent --ignore-scripts --no-audit --no-fund && touch .installed; fi
 
 check: install ## format, lint, strict types, architecture, fast tests: about three minutes on 2 cores
 	$(BIN)/ruff format --check .
@@ -54,4 +73,4 @@ check-monitoring: ## promtool and a real Prometheus against a running service (n
 	monitoring/check.sh http://$(HOST):$(PORT)
 
 clean: ## remove what the targets made
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-clients build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

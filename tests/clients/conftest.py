@@ -1,0 +1,39 @@
+"""One service for all clients, on a model of the repository, and one that is full."""
+
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.clients.environments import CHECKPOINT, MODEL
+from tests.e2e.process import Service, serving
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with serving(CHECKPOINT, tmp_path_factory.mktemp("service"), "--model-name", MODEL) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def full(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """One request runs, one waits, and the worker stands still: whoever else comes is refused."""
+    flags = ("--model-name", MODEL, "--max-num-running", "1", "--max-waiting-requests", "1")
+    with serving(tiny_checkpoint, tmp_path_factory.mktemp("full"), *flags) as running, ThreadPoolExecutor(3) as pool:
+
+        def ask() -> int:
+            body = {"prompt": "a", "max_tokens": 1}
+            return httpx.post(running.url + "/v1/completions", json=body, timeout=None).status_code
+
+        worker = running.worker
+        worker.suspend()
+        try:
+            asked = [pool.submit(ask) for _ in range(3)]
+            (refused,), admitted = wait(asked, timeout=60, return_when=FIRST_COMPLETED)
+            assert refused.result() == 429
+            yield running
+        finally:
+            worker.resume()
+        assert [answer.result() for answer in admitted] == [200, 200]

@@ -1,0 +1,37 @@
+"""litellm: streams, usage, vectors, and what its errors are called. Arguments: a service, a full one, a model."""
+
+import json
+import sys
+from collections.abc import Callable
+
+import litellm
+
+url, full_url, model = sys.argv[1:]
+here, full = ({"api_base": f"{at}/v1", "api_key": "none", "max_retries": 0} for at in (url, full_url))
+messages = [{"role": "user", "content": "Tell me a story."}]
+text, chat = f"text-completion-openai/{model}", f"openai/{model}"
+
+
+def error_of(call: Callable[[], object]) -> list[object]:
+    try:
+        return [str(call())]
+    except (litellm.NotFoundError, litellm.BadRequestError, litellm.RateLimitError) as error:
+        return [type(error).__name__, error.status_code]
+
+
+pieces = litellm.text_completion(
+    model=text, prompt="Once upon a time", max_tokens=20, temperature=0, stream=True, **here
+)
+answer = litellm.completion(chat, messages, max_tokens=20, temperature=0, **here)
+said = {
+    "text": "".join(piece.choices[0].text or "" for piece in pieces),
+    "chat": answer.choices[0].message.content,
+    "usage": [answer.usage.prompt_tokens, answer.usage.completion_tokens],
+    "vector": litellm.embedding(chat, ["Once upon a time"], **here).data[0]["embedding"],
+    "errors": [
+        error_of(lambda: litellm.text_completion(model="text-completion-openai/nobody", prompt="Once", **here)),
+        error_of(lambda: litellm.completion(chat, messages, max_tokens=-1, **here)),
+        error_of(lambda: litellm.completion(chat, messages, max_tokens=1, **full)),
+    ],
+}
+print(json.dumps(said))

@@ -1,0 +1,34 @@
+"""openai: streams, usage, vectors, and what its errors are called. Arguments: a service, a full one, a model."""
+
+import json
+import sys
+from collections.abc import Callable
+
+import openai
+
+url, full_url, model = sys.argv[1:]
+client, full = (openai.OpenAI(base_url=f"{at}/v1", api_key="none", max_retries=0) for at in (url, full_url))
+messages = [{"role": "user", "content": "Tell me a story."}]
+
+
+def error_of(call: Callable[[], object]) -> list[object]:
+    try:
+        return [str(call())]
+    except openai.APIStatusError as error:
+        return [type(error).__name__, error.status_code]
+
+
+stream = client.completions.create(model=model, prompt="Once upon a time", max_tokens=20, temperature=0, stream=True)
+chat = client.chat.completions.create(model=model, messages=messages, max_tokens=20, temperature=0)
+said = {
+    "text": "".join(chunk.choices[0].text for chunk in stream),
+    "chat": chat.choices[0].message.content,
+    "usage": [chat.usage.prompt_tokens, chat.usage.completion_tokens],
+    "vector": client.embeddings.create(model=model, input=["Once upon a time"]).data[0].embedding,
+    "errors": [
+        error_of(lambda: client.completions.create(model="nobody", prompt="Once")),
+        error_of(lambda: client.completions.create(model=model, prompt="Once", max_tokens=-1)),
+        error_of(lambda: full.chat.completions.create(model=model, messages=messages, max_tokens=1)),
+    ],
+}
+print(json.dumps(said))

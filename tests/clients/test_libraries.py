@@ -1,0 +1,66 @@
+"""The libraries: the page's snippets, streams, usage, vectors, and each one's own errors."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.clients.environments import MODEL, PROGRAMS, URL, node, program_of, run, snippet
+from tests.e2e.process import Service
+
+PROMPT = "Once upon a time"
+MESSAGES = [{"role": "user", "content": "Tell me a story."}]
+SAMPLING = {"max_tokens": 20, "temperature": 0}
+
+
+class Library(NamedTuple):
+    """A section of the page, the environment it needs, the program that tries the rest."""
+
+    section: str
+    environment: str
+    program: str
+    bad_request: str = "BadRequestError"
+
+
+LIBRARIES = [
+    Library("openai for Python", "own", "with_openai.py"),
+    Library("openai for Node", "node", "with_openai.mjs"),
+    Library("langchain-openai", "langchain", "with_langchain.py", "OpenAIInvalidRequestError"),
+    Library("llama-index", "llama-index", "with_llama_index.py"),
+    Library("litellm", "litellm", "with_litellm.py"),
+]
+
+
+def interpreter(library: Library, directory: Path) -> str:
+    return node(directory) if library.environment == "node" else program_of(library.environment, "python")
+
+
+def talk(service: Service) -> tuple[str, list[int]]:
+    body = service.post("/v1/chat/completions", messages=MESSAGES, **SAMPLING).json()
+    usage = body["usage"]
+    return body["choices"][0]["message"]["content"], [usage["prompt_tokens"], usage["completion_tokens"]]
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.section)
+def test_the_snippet_on_the_page_runs(service: Service, library: Library, tmp_path: Path) -> None:
+    """It prints a completion, then a conversation's answer as it streams in."""
+    language, suffix = ("js", "mjs") if library.environment == "node" else ("python", "py")
+    path = tmp_path / f"snippet.{suffix}"
+    path.write_text(snippet(library.section, language).replace(URL, service.url))
+    printed = run([interpreter(library, tmp_path), path], tmp_path)
+    assert printed == f"{service.text(PROMPT, **SAMPLING)}\n{talk(service)[0]}"
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.section)
+def test_streams_usage_and_errors(service: Service, full: Service, library: Library, tmp_path: Path) -> None:
+    path = tmp_path / library.program
+    path.write_text((PROGRAMS / library.program).read_text())
+    printed = run([interpreter(library, tmp_path), path, service.url, full.url, MODEL], tmp_path)
+    said = json.loads(printed.splitlines()[-1])
+    assert said["text"] == service.text(PROMPT, **SAMPLING)
+    assert (said["chat"], said["usage"]) == talk(service)
+    if library.environment != "llama-index":  # its vectors are another package's
+        (vector,) = service.post("/v1/embeddings", input=[PROMPT]).json()["data"]
+        assert said["vector"] == pytest.approx(vector["embedding"], abs=1e-6)
+    assert said["errors"] == [["NotFoundError", 404], [library.bad_request, 400], ["RateLimitError", 429]]

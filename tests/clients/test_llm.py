@@ -1,0 +1,43 @@
+"""The `llm` command: what the page says, with and without streaming, and what it says of errors."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.clients.environments import MODEL, URL, program_of, run, snippet
+from tests.clients.test_libraries import PROMPT, SAMPLING, talk
+from tests.e2e.process import Service
+
+COMMANDS = re.findall(r"^\$ (llm .*)", snippet("llm", "console"), re.M)
+
+
+@pytest.fixture
+def home(service: Service, tmp_path: Path) -> Path:
+    """Where `llm` finds the models that the page tells of, and one more that the service has not."""
+    models = snippet("llm", "yaml").replace(URL, service.url)
+    nobody = f"- model_id: nobody\n  model_name: nobody\n  api_base: {service.url}/v1\n"
+    (tmp_path / "extra-openai-models.yaml").write_text(models + nobody)
+    return tmp_path
+
+
+def say(command: str, home: Path, *more: str) -> str:
+    words = shlex.split(command)
+    return run([program_of("llm", "llm"), *words[1:], *more], home, LLM_USER_PATH=str(home))
+
+
+@pytest.mark.parametrize("more", [(), ("--no-stream",)], ids=["streamed", "whole"])
+def test_the_commands_on_the_page_run(service: Service, home: Path, more: tuple[str, ...]) -> None:
+    text, chat = (say(command, home, *more) for command in COMMANDS)
+    assert text == service.text(PROMPT, **SAMPLING) + "\n"
+    assert chat == talk(service)[0] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [(("-m", "nobody"), 404, "does not exist"), (("-m", MODEL, "-o", "max_tokens", "100000"), 400, "context")],
+)
+def test_an_error_is_told_in_our_words(home: Path, words: tuple[str, ...], status: int, said: str) -> None:
+    with pytest.raises(AssertionError, match=rf"Error: Error code: {status} .*{said}"):
+        say("llm", home, *words, "--key", "none", "Once")

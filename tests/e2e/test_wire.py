@@ -1,0 +1,122 @@
+"""The wire as others read it: schemathesis over our document, its examples, and openai's own client."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from service.openapi import openapi_document
+from tests.clients.environments import MODEL, URL, snippet
+from tests.e2e.process import Service, serving
+
+pytestmark = pytest.mark.slow
+
+# The others need more than the document: which prompts fit, which resources depend on each other.
+CHECKS = (
+    "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,"
+    "response_schema_conformance,negative_data_rejection,unsupported_method,allow_header_conformance,ignored_auth"
+)
+EXAMPLES = [
+    pytest.param(path, example["value"], id=f"{path} {name}")
+    for path, methods in openapi_document()["paths"].items()
+    if "post" in methods
+    for name, example in methods["post"]["requestBody"]["content"]["application/json"]["examples"].items()
+]
+
+
+@pytest.fixture(scope="module")
+def service(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Short answers, and few at once: what schemathesis may ask for would take minutes."""
+    flags = (
+        "--model-name",
+        MODEL,
+        "--max-context-length",
+        "40",
+        "--max-num-running",
+        "8",
+        "--max-waiting-requests",
+        "8",
+    )
+    with serving(tiny_checkpoint, tmp_path_factory.mktemp("service"), *flags) as running:
+        yield running
+
+
+@pytest.mark.parametrize(("path", "body"), EXAMPLES)
+def test_every_example_is_answered(service: Service, path: str, body: dict[str, Any]) -> None:
+    response = service.post(path, **body)
+    assert response.status_code == 200, response.text
+    kind = "text/event-stream" if body.get("stream") else "application/json"
+    assert response.headers["content-type"].startswith(kind)
+
+
+def test_schemathesis_finds_nothing(service: Service, tmp_path: Path) -> None:
+    """Examples, every bound of every field from both sides, and a few requests at random: the same in every run."""
+    program = "from schemathesis.cli import schemathesis; schemathesis()"
+    words = ("run", f"{service.url}/openapi.json", "--checks", CHECKS, "--phases", "examples,coverage,fuzzing")
+    terms = ("--generation-deterministic", "--max-examples", "2", "--workers", "4", "--continue-on-failure")
+    output = ("--no-color", "--output-sanitize", "false", "--request-timeout", "60")
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words, *terms, *output],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2000:]
+    num_operations = sum(map(len, openapi_document()["paths"].values())) - 1  # not the document itself
+    assert f"{num_operations} selected / {num_operations} total" in done.stdout
+    assert "Traceback" not in service.log.read_text()
+
+
+def test_the_snippet_on_the_page_runs(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    code = snippet("openai for Python", "python").replace(URL, service.url)
+    exec(compile(code, "clients.md", "exec"), {})
+    sampling = {"max_tokens": 20, "temperature": 0}
+    text = service.text("Once upon a time", **sampling)
+    question = [{"role": "user", "content": "Tell me a story."}]
+    answer = service.post("/v1/chat/completions", messages=question, **sampling).json()
+    assert capsys.readouterr().out == f"{text}\n{answer['choices'][0]['message']['content']}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "code"),
+    [
+        ({"model": "nobody"}, openai.NotFoundError, "model_not_found"),
+        ({"max_tokens": -1}, openai.BadRequestError, "invalid_request"),
+        ({"max_tokens": 100}, openai.BadRequestError, "context_length_exceeded"),
+    ],
+)
+def test_errors_are_the_clients_own(
+    service: Service, fields: dict[str, Any], kind: type[openai.APIStatusError], code: str
+) -> None:
+    with openai.OpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(kind) as raised:
+            client.completions.create(**{"model": MODEL, "prompt": "Once", **fields})
+        assert raised.value.code == code
+        with pytest.raises(kind) as raised:
+            client.completions.create(**{"model": MODEL, "prompt": "Once", "stream": True, **fields})
+        assert raised.value.code == code
+
+
+def test_a_full_queue_is_a_rate_limit(service: Service) -> None:
+    """8 run, 8 may wait, and the worker stands still: two requests of 8 have room, a third has not."""
+    many: dict[str, Any] = {"model": MODEL, "prompt": "a", "n": 8, "max_tokens": 1, "seed": 1}
+    worker = service.worker
+    with openai.OpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
+        worker.suspend()
+        with ThreadPoolExecutor(3) as pool:
+            try:
+                asked = [pool.submit(client.completions.create, **many) for _ in range(3)]
+                (refused,), admitted = wait(asked, timeout=60, return_when=FIRST_COMPLETED)
+            finally:
+                worker.resume()
+    with pytest.raises(openai.RateLimitError) as raised:
+        refused.result()
+    assert raised.value.code == "queue_full"
+    assert int(raised.value.response.headers["retry-after"]) >= 1
+    assert [len(answer.result().choices) for answer in admitted] == [8, 8]
