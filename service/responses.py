@@ -107,12 +107,12 @@ class ModelList(msgspec.Struct, kw_only=True):
 
 
 class Tokenized(msgspec.Struct, kw_only=True):
-    """`token_strs` where they were asked for."""
+    """`token_strs` where they were asked for, else null."""
 
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] | UnsetType = UNSET
+    token_strs: list[str] | None = None
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):

@@ -14,6 +14,7 @@ import pytest
 from model import template_sandbox
 from tests.e2e.chat_checkpoints import CONTEXT, GENERATION, Library, save_chatml, save_llama_2
 from tests.e2e.process import Service, alive, serving, wait_until
+from tests.service.streams import assert_close, events, joined
 
 pytestmark = pytest.mark.slow
 
@@ -126,11 +127,49 @@ def test_the_openai_client_talks_and_streams(client: openai.OpenAI, library: Lib
     assert client.chat.completions.create(model="talker", messages=again, max_tokens=2).choices
 
 
+def test_the_openai_client_reads_log_probabilities(client: openai.OpenAI, service: Service) -> None:
+    messages: Any = TALK
+    asked: Any = {"model": "talker", "messages": messages, "temperature": 0, "max_tokens": 16, "logprobs": True}
+    whole = client.chat.completions.create(**asked, top_logprobs=3)
+    choice = whole.choices[0]
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert choice.logprobs.refusal is None
+    assert whole.usage is not None
+    assert len(choice.logprobs.content) == whole.usage.completion_tokens
+    for entry in choice.logprobs.content:
+        assert [top.token for top in entry.top_logprobs].count(entry.token) == 1
+        assert entry.top_logprobs[0].logprob == entry.logprob, "greedy: the most likely one, the identical float"
+        assert len(entry.top_logprobs) == 3
+    text = b"".join(bytes(entry.bytes or ()) for entry in choice.logprobs.content)
+    assert text.decode("utf-8", "replace") == choice.message.content
+    ids = tokenized(service, messages=TALK)
+    completed = service.complete(ids, temperature=0, max_tokens=16, logprobs=0)["choices"][0]["logprobs"]
+    assert [entry.token for entry in choice.logprobs.content] == completed["tokens"]
+    assert [entry.logprob for entry in choice.logprobs.content] == pytest.approx(completed["token_logprobs"], abs=1e-4)
+    few = client.chat.completions.create(**asked).choices[0].logprobs
+    assert few is not None
+    assert [entry.top_logprobs for entry in few.content or ()] == [[]] * len(choice.logprobs.content)
+
+
+def test_an_answer_is_the_same_streamed_or_not(service: Service) -> None:
+    fields: dict[str, Any] = {"messages": TALK, "n": 2, "seed": 3, "max_tokens": 8}
+    asked = {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True}
+    body = say(service, **fields, **asked)
+    response = service.post("/v1/chat/completions", **fields, **asked, stream=True)
+    told = {name: body[name] for name in ("choices", "prompt_token_ids", "prompt_logprobs")}
+    assert_close(joined(events(response.text)), told)
+    assert body["prompt_token_ids"] == tokenized(service, messages=TALK)
+    plain = say(service, **fields)
+    assert [choice["message"] for choice in plain["choices"]] == [choice["message"] for choice in body["choices"]]
+    assert plain["choices"][0]["logprobs"] is None
+
+
 def test_the_openai_client_understands_refusals(client: openai.OpenAI) -> None:
     messages: Any = HELLO
     with pytest.raises(openai.BadRequestError) as bad:
-        client.chat.completions.create(model="talker", messages=messages, logprobs=True)
-    assert (bad.value.param, bad.value.code) == ("logprobs", "invalid_request")
+        client.chat.completions.create(model="talker", messages=messages, top_logprobs=2)
+    assert (bad.value.param, bad.value.code) == ("top_logprobs", "invalid_request")
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="gpt-4", messages=messages)
     assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
@@ -141,6 +180,22 @@ def test_the_tokenizers_facts_are_the_librarys(service: Service, library: Librar
     assert info["chat_template"] == library.tokenizer.chat_template
     for name in ("eos_token", "bos_token", "pad_token"):
         assert info[name] == getattr(library.tokenizer, name)
+
+
+def test_the_mark_that_begins_a_text_comes_when_it_is_asked_for(service: Service, library: Library) -> None:
+    begin = library.tokenizer.bos_token_id
+    marks = [] if begin is None else [begin]
+    bare = library.tokenizer(TALK[0]["content"], add_special_tokens=False).input_ids
+    text = {"prompt": TALK[0]["content"]}
+    assert tokenized(service, **text, add_special_tokens=False) == bare
+    assert tokenized(service, **text) == tokenized(service, **text, add_special_tokens=True) == marks + bare
+    conversation = tokenized(service, messages=TALK)
+    assert conversation == tokenized(service, messages=TALK, add_special_tokens=False)
+    again = tokenized(service, messages=TALK, add_special_tokens=True)
+    assert again == (conversation if conversation[:1] == marks else marks + conversation)
+    assert again[: len(marks)] == marks
+    if begin is not None:  # its id, as lm-evaluation-harness asks for it
+        assert tokenized(service, prompt=library.tokenizer.bos_token, add_special_tokens=False) == marks
 
 
 def test_it_ends_where_the_answer_ends(service: Service, library: Library) -> None:

@@ -51,7 +51,7 @@ def test_tokenize_and_detokenize_are_inverse(client: TestClient) -> None:
     assert tokenized["count"] == len(tokenized["tokens"]) == len(tokenized["token_strs"])
     assert tokenized["max_model_len"] == 256
     assert client.post("/detokenize", json={"tokens": tokenized["tokens"]}).json() == {"prompt": text}
-    assert "token_strs" not in client.post("/tokenize", json={"prompt": text}).json()
+    assert client.post("/tokenize", json={"prompt": text}).json()["token_strs"] is None
     assert client.post("/detokenize", json={"tokens": [274]}).status_code == 400
     assert client.post("/tokenize", json={"prompt": "a", "model": "x"}).status_code == 404
     assert client.post("/tokenize", json={"prompt": "a" * 100_000}).json()["count"] == 100_000
@@ -73,6 +73,16 @@ def test_a_marks_id_can_be_looked_up_and_text_stays_text(client: TestClient) -> 
         ("a" + mark, {"add_special_tokens": False}),
     ):
         assert mark_id not in tokens(text, **fields)
+
+
+def test_what_vllms_clients_send_along_changes_nothing(client: TestClient) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    plain = client.post("/tokenize", json={"messages": messages}).json()
+    more = {"continue_final_message": False, "chat_template": None, "tools": [], "return_token_strs": None}
+    assert client.post("/tokenize", json={"messages": messages, **more}).json() == plain
+    for name, value in (("continue_final_message", True), ("chat_template", "x"), ("tools", [{}])):
+        response = client.post("/tokenize", json={"messages": messages, name: value})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, name)
 
 
 def test_health_version_metrics_and_pages(client: TestClient) -> None:
