@@ -9,6 +9,7 @@ Limits keep a grammar, and each mask, from taking the machine: `LIMITS`. They do
 `service.structured`.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -16,6 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from model.tokenizer.interface import Tokenizer, TokenizerError
 
 _LONGEST_REASON = 300
+_INDENTATION = 4  # of a regular expression in a message
 
 # The library's measure of work, and about what it comes to (its documentation): 20 ms for the lexer of a grammar, 15 ms
 # a mask, 100 MB of states a grammar.
@@ -33,11 +35,20 @@ class GrammarError(ValueError):
     """A grammar cannot be used. One line."""
 
     def __init__(self, message: str) -> None:
-        # The library draws arrows under a line of the grammar; its first line says what and where.
-        lines = [line.strip() for line in message.splitlines() if line.strip()]
-        told = lines[0] if lines else "it cannot be used"
-        told += f" ({lines[-1].removeprefix('error: ')})" if "error: " in message and len(lines) > 1 else ""
-        super().__init__(told[:_LONGEST_REASON])
+        super().__init__(_one_line(message)[:_LONGEST_REASON])
+
+
+def _one_line(message: str) -> str:
+    """The library draws an arrow under a line of the grammar; of a regular expression it names the place only so."""
+    if message.startswith("panic"):
+        return "the library cannot compile it; it is too large, most likely"
+    lines = [line for line in message.splitlines() if line.strip()] or ["it cannot be used"]
+    reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
+    if reason is None:
+        return re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: ", lines[0].strip())
+    arrow = next((line for line in lines if set(line.strip()) == {"^"}), None)
+    place = "" if arrow is None else f" at character {len(arrow) - len(arrow.lstrip()) - _INDENTATION}"
+    return f"not a regular expression: {reason}{place}"
 
 
 class Vocabulary:

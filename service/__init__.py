@@ -22,6 +22,9 @@ access           who may ask, and from which pages: the middleware around the ro
 http_protocol    HTTP itself, with bounds on a request's head
 requests         ids, body limits and error bodies around every request; pure ASGI
 serving          what is served: a checkpoint's facts, and what the settings make of them
+request_model    what every request is: strict, frozen, and nothing unknown in it
+structured/      structured output: what is asked for, and whether it can be followed
+bounded_process  a child process that works for strangers, within bounds
 template_process a process that renders chat templates within bounds
 chat             a conversation becomes token ids
 plan             a validated request becomes the sequences to compute

@@ -36,6 +36,7 @@ from service.requests import json_response, read_body
 from service.schemas import CompletionRequest, GenerationRequest
 from service.serving import Serving
 from service.settings import ServeSettings
+from service.structured.checker import GrammarChecker
 from service.tokenizer_routes import TokenizerRoutes
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             max_prompts=settings.max_prompts,
         )
         self._chat = ChatPrompts(serving.template, tokenizer, max_waiting=admission.max_num_sequences)
+        self._grammar_checker = GrammarChecker(tokenizer, max_waiting=admission.max_num_sequences)
         max_body_bytes = settings.max_body_mb * 2**20
         self._tokenizer_routes = TokenizerRoutes(
             serving, planner=self._planner, chat=self._chat, max_body_bytes=max_body_bytes
@@ -130,14 +132,15 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             ("/tokenizer_info", self._tokenizer_routes.info, ["GET"]),
             ("/inspect/attention", self._inspection.limits, ["GET"]),
             ("/inspect/attention", self._inspection.attention, ["POST"]),
-            ("/health", self.health, ["GET", "HEAD"]),
-            ("/ready", self.ready, ["GET", "HEAD"]),
+            ("/health", self.health, ["GET"]),
+            ("/ready", self.ready, ["GET"]),
             ("/version", self.version, ["GET"]),
             ("/metrics", self.metrics, ["GET"]),
-            ("/playground", self.playground, ["GET", "HEAD"]),
-            ("/", self.playground, ["GET", "HEAD"]),
+            ("/playground", self.playground, ["GET"]),
+            ("/", self.playground, ["GET"]),
         ):
-            self.add_endpoint(path, endpoint, methods)
+            # Collectors and probes ask with HEAD whether there is something to get.
+            self.add_endpoint(path, endpoint, [*methods, "HEAD"] if "GET" in methods else methods)
 
     def decode_request(self, request: Any, context_kwargs: Any) -> Any:
         """Not used: the worker's loop reads commands."""
@@ -159,7 +162,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             choices = await asyncio.to_thread(self._planner.plan, asked, arrival_seconds=arrival_seconds)
         else:
             choices = self._planner.plan(asked, arrival_seconds=arrival_seconds)
-        return self._answer(asked, choices, Text, arrival_seconds)
+        return await self._answer(asked, choices, Text, arrival_seconds)
 
     async def chat_completions(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
@@ -174,12 +177,13 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             more=asked.chat_template_kwargs,
         )
         choices = self._planner.plan_chat(asked, token_ids, arrival_seconds=arrival_seconds)
-        return self._answer(asked, choices, Chat, arrival_seconds)
+        return await self._answer(asked, choices, Chat, arrival_seconds)
 
-    def _answer(
+    async def _answer(
         self, asked: GenerationRequest, choices: list[Choice], dialect: type[Dialect], arrival_seconds: float
     ) -> Response:
         """Submit the choices; what comes of them is the response."""
+        await self._grammar_checker.attach(asked.wanted_output, choices)
         live = LiveRequest(choices=choices, arrival_seconds=arrival_seconds)
         answer = Answer(
             id=dialect.id_prefix + choices[0].submit.uid,
@@ -241,6 +245,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
     def close(self) -> None:
         """End what this process started."""
         self._chat.close()
+        self._grammar_checker.close()
 
     def end_all(self) -> None:
         """The time to finish is over: tell every client that is still here."""

@@ -268,6 +268,8 @@ def _next_attempt(choice: Choice) -> Submit:
 def _failure(choice: Choice, finish: Finish) -> ApiError:
     """What a client is told of a sequence that could not be finished."""
     if finish.reason is FinishReason.REFUSED:
-        param = "allowed_token_ids" if choice.submit.params.allowed_token_ids else "bad_words"
+        params = choice.submit.params
+        named = {"allowed_token_ids": params.allowed_token_ids, "bad_words": params.bad_word_ids}
+        param = next((name for name, ids in named.items() if ids), None)  # none: the grammar alone
         return InvalidRequest(finish.error or "no token may come next", param=param)
     return EngineFailed("the engine failed on this request", retry=True)

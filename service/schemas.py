@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from model.sampling_params import (
     LOGIT_BIAS_RANGE,
@@ -22,25 +22,10 @@ from model.sampling_params import (
 )
 from service.complaints import in_words, unknown_field
 from service.errors import InvalidRequest
+from service.request_model import RequestModel as RequestModel  # all requests are found here
+from service.structured.formats import ResponseFormat, StructuredOutputs, Wanted, wanted_output
 
 Model = TypeVar("Model", bound="RequestModel")
-
-
-class RequestModel(BaseModel):
-    """What every request is: strict, frozen, and nothing unknown in it."""
-
-    # `parse_body` refuses unknown fields: pydantic's own refusal lists them all, which takes 0.7 s for 2 MB.
-    model_config = ConfigDict(
-        strict=True,
-        extra="allow",
-        frozen=True,
-        allow_inf_nan=False,
-        json_schema_extra={"additionalProperties": False},
-    )
-
-    def parts(self) -> Iterator[tuple[str, "RequestModel"]]:
-        """This object and those within it, each with what stands before the names of its fields."""
-        yield "", self
 
 
 # fail_fast: a million wrong items make one error, not a million. Who knows the vocabulary checks its bounds.
@@ -78,8 +63,6 @@ class GenerationRequest(RequestModel):
 
     # Part of the contract, not built: accepted only with a value that changes nothing.
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "response_format": ({"type": "text"},),
-        "structured_outputs": (),
     }
 
     model: str | None = None
@@ -110,8 +93,8 @@ class GenerationRequest(RequestModel):
     prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     truncate_prompt_tokens: NumKept | None = None
     truncation_side: Literal["left", "right"] | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower goes first")] | None = 0
@@ -122,6 +105,8 @@ class GenerationRequest(RequestModel):
         yield "", self
         if self.stream_options is not None:
             yield "stream_options.", self.stream_options
+        for part in (self.response_format, self.structured_outputs):
+            yield from () if part is None else part.parts()
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
@@ -148,6 +133,7 @@ class GenerationRequest(RequestModel):
         """
         if self.truncation_side is not None and self.truncate_prompt_tokens is None:
             raise InvalidRequest("truncation_side needs truncate_prompt_tokens", param="truncation_side")
+        _ = self.wanted_output
 
     def value(self, name: str, defaults: Mapping[str, Any] = MappingProxyType({})) -> Any:
         """The field's value; where the client sent none or null, that of `defaults`, else the field's own default."""
@@ -169,6 +155,11 @@ class GenerationRequest(RequestModel):
     def chooses(self) -> bool:
         """Whether more completions are computed than told."""
         return False
+
+    @property
+    def wanted_output(self) -> Wanted | None:
+        """What a completion has to follow; None for any text. Raises InvalidRequest: see `structured.formats`."""
+        return wanted_output(self.response_format, self.structured_outputs)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -279,8 +270,9 @@ _UNIONS = {
 
 def _name(place: tuple[int | str, ...]) -> str:
     """The field a complaint is about, without a union's branch ("stop.list[...].3")."""
-    if place[0] == "stream_options":
-        return ".".join(map(str, place[:2]))
+    if place[0] in ("stream_options", "response_format", "structured_outputs"):
+        depth = 3 if place[:2] == ("response_format", "json_schema") else 2
+        return ".".join(map(str, place[:depth]))
     if place[0] == "messages" and len(place) > 1:
         return f"messages[{place[1]}]" + "".join(f".{part}" for part in place[2:3])
     return str(place[0])

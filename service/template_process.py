@@ -1,14 +1,10 @@
 """A process that renders chat templates, bounded by the operating system; see `model.template_sandbox`.
 
-It is started when the first conversation comes, lives as long as its parent keeps the pipe open, and is replaced when
-a limit has ended it. One conversation at a time: whoever renders does so in a thread of its own.
+It is started when the first conversation comes, and replaced when a limit has ended it. One conversation at a time:
+whoever renders does so in a thread of its own.
 """
 
-import json
-import subprocess
-import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +12,7 @@ from typing import Any, Self
 from model import template_sandbox
 from model.chat_template import MAX_CHARACTERS
 from model.template_sandbox import TemplateFailure
+from service.bounded_process import BoundedProcess, ProcessEnded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +34,7 @@ class TemplateProcess:
     def __init__(self, source: str, limits: Limits | None = None) -> None:
         self._source = source
         self._limits = Limits() if limits is None else limits
-        self._process: subprocess.Popen[str] | None = None
+        self._process = BoundedProcess([template_sandbox.__file__])
 
     def __enter__(self) -> Self:
         return self
@@ -53,25 +50,15 @@ class TemplateProcess:
         Raises:
             TemplateFailure: it is no template, or takes too much.
         """
-        if self._process is not None:
-            return
-        # -P: the script's own directory must not lend its modules' names to what Jinja imports.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", template_sandbox.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
-        )
-        self._ask(
-            {
-                "source": self._source,
-                "max_characters": self._limits.max_characters,
-                "memory_bytes": self._limits.memory_bytes,
-                "cpu_seconds": self._limits.cpu_seconds,
-            }
-        )
+        if not self._process.is_running:
+            self._ask(
+                {
+                    "source": self._source,
+                    "max_characters": self._limits.max_characters,
+                    "memory_bytes": self._limits.memory_bytes,
+                    "cpu_seconds": self._limits.cpu_seconds,
+                }
+            )
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The template's text.
@@ -84,33 +71,17 @@ class TemplateProcess:
 
     def close(self) -> None:
         """End the process. The next rendering starts another."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                with suppress(OSError):  # what was not sent to a process that is gone
-                    pipe.close()
+        self._process.close()
 
     def _ask(self, order: Mapping[str, Any]) -> str:
         process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
         try:
-            process.stdin.write(json.dumps(order) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except OSError:  # it ended before it had read everything
-            line = ""
-        if not line.endswith("\n"):
-            self.close()
+            answer = process.ask(order) if process.is_running else process.start(order)
+        except ProcessEnded:
             raise TemplateFailure(
                 f"it took over {self._limits.cpu_seconds:g} s of processor time or "
                 f"{self._limits.memory_bytes // 2**20} MiB of memory"
-            )
-        answer = json.loads(line)
+            ) from None
         if "error" in answer:
             if not answer["by_template"]:
                 self.close()  # what failed may have left it short of memory

@@ -160,6 +160,7 @@ def test_everything_public_says_what_it_is(path: Path) -> None:
         "model/training",
         "service",
         "service/engine",
+        "service/structured",
         "loadtest",
     ],
 )

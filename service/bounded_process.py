@@ -1,0 +1,84 @@
+"""A child process that works for strangers, one order at a time, and bounds itself by the operating system.
+
+Orders and answers are JSON lines. It lives as long as its parent keeps the pipe open; where a limit has ended it,
+whoever asks next starts another. Asking blocks: whoever asks does so in a thread of its own.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+
+class ProcessEnded(Exception):
+    """The child ended before it answered: a limit ended it, most likely."""
+
+
+class BoundedProcess:
+    """A Python child.
+
+    Args:
+        arguments: what Python is started with.
+    """
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._arguments = arguments
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has been started, and not been closed or lost since."""
+        return self._process is not None
+
+    def start(self, opening: Mapping[str, Any]) -> dict[str, Any]:
+        """Start it and give it its first order. Returns the answer.
+
+        Raises:
+            ProcessEnded: there was none.
+        """
+        assert self._process is None
+        # -P: a script's own directory must not lend its modules' names to what it imports.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", *self._arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+        )
+        return self.ask(opening)
+
+    def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Give it an order. Returns the answer.
+
+        Raises:
+            ProcessEnded: there was none; the child is closed.
+        """
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except OSError:  # it ended before it had read everything
+            line = ""
+        if not line.endswith("\n"):
+            self.close()
+            raise ProcessEnded
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """End it, if it runs."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                with suppress(OSError):  # what was not sent to a process that is gone
+                    pipe.close()

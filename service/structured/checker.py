@@ -1,0 +1,139 @@
+"""Whether what a request asks for can be followed, as a child process says (`check`); what it said is remembered.
+
+A grammar costs a millisecond, one that is written to cost more the processor time it may (`Limits`). Who waits for a
+crowd of those is told to come back.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from model.tokenizer.interface import Tokenizer
+from service.bounded_process import BoundedProcess, ProcessEnded
+from service.errors import EngineFailed, InvalidRequest, Overloaded
+from service.journal import Choice
+from service.structured.formats import Wanted
+
+WAIT_SECONDS = 5.0
+_MAX_REMEMBERED = 128
+_ROOT = str(Path(__file__).parents[2])
+_MAIN = f"import sys; sys.path.append({_ROOT!r}); from service.structured.check import main; main()"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Of one grammar: processor seconds; and the address space of the process."""
+
+    cpu_seconds: float = 2.0
+    memory_bytes: int = 2**30
+
+
+class GrammarChecker:
+    """Makes grammars of what requests ask for, one at a time, in a child process and a thread that waits for it.
+
+    Args:
+        max_waiting: requests that may wait for their turn.
+        wait_seconds: how long each may.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        limits: Limits | None = None,
+        *,
+        max_waiting: int = 256,
+        wait_seconds: float = WAIT_SECONDS,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._limits = Limits() if limits is None else limits
+        self._process = BoundedProcess(["-c", _MAIN])
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-check")
+        self._turn = asyncio.Lock()
+        self._num_waiting = 0
+        self._max_waiting = max_waiting
+        self._wait_seconds = wait_seconds
+        self._answers: OrderedDict[bytes, dict[str, str]] = OrderedDict()
+
+    async def grammar(self, wanted: Wanted | None) -> str | None:
+        """What a completion has to follow, for `Submit.grammar`; None for any text.
+
+        Raises:
+            InvalidRequest: it cannot be followed; says where.
+            Overloaded: too many wait for their turn, or this one did for too long.
+            EngineFailed: the child cannot be started.
+        """
+        if wanted is None:
+            return None
+        order = {"kind": wanted.kind, "content": wanted.content, "lenient": wanted.lenient}
+        key = hashlib.blake2b(json.dumps(order).encode()).digest()
+        answer = self._answers.get(key)
+        if answer is None:
+            await self._wait_for_turn()
+            asking = asyncio.get_running_loop().run_in_executor(self._thread, self._ask, order)
+            asking.add_done_callback(lambda _: self._turn.release())
+            answer = await asyncio.shield(asking)  # who leaves does not end it: the thread is busy until it is done
+            self._answers[key] = answer
+            if len(self._answers) > _MAX_REMEMBERED:
+                self._answers.popitem(last=False)
+        else:
+            self._answers.move_to_end(key)
+        if "error" in answer:
+            raise InvalidRequest(f"{wanted.param}: {answer['error']}", param=wanted.param)
+        return answer["grammar"]
+
+    async def attach(self, wanted: Wanted | None, choices: Iterable[Choice]) -> None:
+        """Have the completions of a request follow what it asks for. Raises: see `grammar`."""
+        if (grammar := await self.grammar(wanted)) is not None:
+            for choice in choices:
+                choice.submit = msgspec.structs.replace(choice.submit, grammar=grammar)
+
+    def close(self) -> None:
+        """End thread and process."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._process.close()
+
+    async def _wait_for_turn(self) -> None:
+        busy = "schemas and grammars of others are being compiled"
+        if self._num_waiting >= self._max_waiting:
+            raise Overloaded(f"{busy}, {self._num_waiting} wait", retry_after_seconds=self._wait_seconds)
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(self._wait_seconds):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise Overloaded(
+                f"{busy}, for {self._wait_seconds:g} s by now", retry_after_seconds=self._wait_seconds
+            ) from None
+        finally:
+            self._num_waiting -= 1
+
+    def _ask(self, order: dict[str, object]) -> dict[str, str]:
+        if not self._process.is_running:
+            self._start()
+        try:
+            return self._process.ask(order)
+        except ProcessEnded:
+            cpu_seconds, mib = self._limits.cpu_seconds, self._limits.memory_bytes // 2**20
+            return {"error": f"it takes over {cpu_seconds:g} s of processor time or {mib} MiB to compile; simplify it"}
+
+    def _start(self) -> None:
+        tokenizer = self._tokenizer
+        try:
+            self._process.start(
+                {
+                    "tokens": [tokenizer.token_bytes(i).decode("latin-1") for i in range(tokenizer.vocab_size)],
+                    "mark_ids": [*tokenizer.special_tokens.values()],
+                    "eos_token_ids": [*tokenizer.eos_token_ids],
+                    "memory_bytes": self._limits.memory_bytes,
+                    "cpu_seconds": self._limits.cpu_seconds,
+                }
+            )
+        except ProcessEnded:
+            raise EngineFailed("grammars cannot be compiled on this server", retry=False) from None
