@@ -33,7 +33,6 @@ _REFUSALS = (
 )
 _FAILURES = (errors.Overloaded, errors.EngineFailed, errors.Draining)
 _GENERATION = (*_REFUSALS, errors.ContextLengthExceeded, *_FAILURES)
-_WITH_HEAD = ("/health", "/ready", "/openapi.json", "/playground", "/")
 _REQUEST_ID = {"description": "The request's own, if it had one that fits, else ours", "schema": {"type": "string"}}
 _ERROR_HEADERS = {
     "retry-after": {"description": "When to come back, in whole seconds", "schema": {"type": "string"}},
@@ -157,7 +156,7 @@ def _surrounded(paths: dict[str, Any]) -> dict[str, Any]:
                 answer["headers"] = {"x-request-id": _REQUEST_ID, **answer.get("headers", {})}
             if is_guarded:  # the empty one: where the server has no keys
                 operation["security"] = [{_SCHEME: []}, {}]
-        if path in _WITH_HEAD:
+        if "get" in operations:
             operations["head"] = _bodiless(operations["get"])
     return paths
 

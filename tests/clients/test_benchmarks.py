@@ -47,7 +47,7 @@ def test_aiperf(service: Service, home: Path, endpoint: str) -> None:
     results: dict[str, Any] = json.loads((home / "out" / "profile_export_aiperf.json").read_text())
     assert results["request_count"]["avg"] == NUM_REQUESTS
     assert "error_request_count" not in results
-    assert results["output_sequence_length"]["avg"] == NUM_TOKENS
+    assert results["total_usage_completion_tokens"]["avg"] == NUM_REQUESTS * NUM_TOKENS
     assert results["time_to_first_token"]["avg"] > 0
     assert results["inter_token_latency"]["avg"] > 0
     assert counts(service) == (num_tokens + NUM_REQUESTS * NUM_TOKENS, num_failures)

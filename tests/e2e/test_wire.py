@@ -32,16 +32,8 @@ EXAMPLES = [
 @pytest.fixture(scope="module")
 def service(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """Short answers, and few at once: what schemathesis may ask for would take minutes."""
-    flags = (
-        "--model-name",
-        MODEL,
-        "--max-context-length",
-        "40",
-        "--max-num-running",
-        "8",
-        "--max-waiting-requests",
-        "8",
-    )
+    few = ("--max-num-running", "2", "--max-waiting-requests", "2")
+    flags = ("--model-name", MODEL, "--max-context-length", "40", *few)
     with serving(tiny_checkpoint, tmp_path_factory.mktemp("service"), *flags) as running:
         yield running
 
@@ -58,7 +50,7 @@ def test_schemathesis_finds_nothing(service: Service, tmp_path: Path) -> None:
     """Examples, every bound of every field from both sides, and a few requests at random: the same in every run."""
     program = "from schemathesis.cli import schemathesis; schemathesis()"
     words = ("run", f"{service.url}/openapi.json", "--checks", CHECKS, "--phases", "examples,coverage,fuzzing")
-    terms = ("--generation-deterministic", "--max-examples", "2", "--workers", "4", "--continue-on-failure")
+    terms = ("--generation-deterministic", "--max-examples", "2", "--continue-on-failure")
     output = ("--no-color", "--output-sanitize", "false", "--request-timeout", "60")
     done = subprocess.run(
         [sys.executable, "-c", program, *words, *terms, *output],
@@ -104,8 +96,8 @@ def test_errors_are_the_clients_own(
 
 
 def test_a_full_queue_is_a_rate_limit(service: Service) -> None:
-    """8 run, 8 may wait, and the worker stands still: two requests of 8 have room, a third has not."""
-    many: dict[str, Any] = {"model": MODEL, "prompt": "a", "n": 8, "max_tokens": 1, "seed": 1}
+    """Two run, two may wait, and the worker stands still: two requests of two have room, a third has not."""
+    many: dict[str, Any] = {"model": MODEL, "prompt": "a", "n": 2, "max_tokens": 1, "seed": 1}
     worker = service.worker
     with openai.OpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
         worker.suspend()
@@ -119,4 +111,4 @@ def test_a_full_queue_is_a_rate_limit(service: Service) -> None:
         refused.result()
     assert raised.value.code == "queue_full"
     assert int(raised.value.response.headers["retry-after"]) >= 1
-    assert [len(answer.result().choices) for answer in admitted] == [8, 8]
+    assert [len(answer.result().choices) for answer in admitted] == [2, 2]
