@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from model.json_file import FileError, read_object
+from model.sampling_params import REPETITION_RANGE
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 _LONGEST_SHOWN = 60
@@ -35,6 +36,7 @@ class GenerationConfig:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
     max_new_tokens: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -83,6 +85,7 @@ def _config(path: Path, values: Mapping[str, Any]) -> GenerationConfig:
         top_k=values.get("top_k"),
         top_p=values.get("top_p"),
         min_p=values.get("min_p"),
+        repetition_penalty=values.get("repetition_penalty"),
         max_new_tokens=values.get("max_new_tokens"),
         eos_token_ids=eos_token_ids,
         bos_token_id=values.get("bos_token_id"),
@@ -126,6 +129,7 @@ _RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "top_k": (_is_count, "a whole number from 0 to 2147483647"),
     "top_p": (lambda value: _is_number(value) and 0 < value <= 1, "a number over 0 up to 1"),
     "min_p": (_number_between(0, 1), "a number from 0 to 1"),
+    "repetition_penalty": (_number_between(*REPETITION_RANGE), "a number from {:g} to {:g}".format(*REPETITION_RANGE)),
     "max_new_tokens": (lambda value: _is_count(value) and value > 0, "a whole number from 1 to 2147483647"),
     "bos_token_id": (_is_id, "a token id"),
     "pad_token_id": (_is_id, "a token id"),
@@ -150,7 +154,6 @@ _HARMLESS = {
 }
 # What would change a completion, but not at this value.
 _NEUTRAL: Mapping[str, object] = {
-    "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
     "encoder_no_repeat_ngram_size": 0,

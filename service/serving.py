@@ -24,7 +24,7 @@ from service.settings import ModelSettings, ServeSettings, context_length, model
 from service.template_process import TemplateProcess
 
 # What a checkpoint may set of a request.
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -66,11 +66,9 @@ def _submit(settings: GenerateSettings, tokenizer: Tokenizer, defaults: Defaults
             f"--max-tokens {max_tokens} and a prompt of {len(prompt_ids)} tokens "
             f"are over the context of {max_context_length}"
         )
-    sampling = {
-        name: defaults.sampling[name]
-        if name in defaults.sampling and name not in settings.model_fields_set
-        else getattr(settings, name)
-        for name in ("temperature", "top_k", "top_p", "min_p")
+    flags = ("temperature", "top_k", "top_p", "min_p")
+    sampling = {name: getattr(settings, name) for name in flags} | {
+        name: value for name, value in defaults.sampling.items() if name not in settings.model_fields_set
     }
     params = SamplingParams(
         max_tokens=max_tokens,

@@ -23,7 +23,7 @@ GENERATION = {
     "top_k": 20,
     "top_p": 0.9,
     "max_new_tokens": 24,
-    "repetition_penalty": 1.1,  # not supported: to be warned of
+    "no_repeat_ngram_size": 3,  # not supported: to be warned of
 }
 
 

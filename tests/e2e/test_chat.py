@@ -226,7 +226,7 @@ def test_defaults_of_the_checkpoint_act_and_are_shown(tmp_path: Path) -> None:
     texts = [body["choices"][0]["message"]["content"] for body in (default, nulls, asked, usual)]
     assert texts[0] == texts[1] == texts[2] != texts[3]
     assert default["usage"]["completion_tokens"] == completed["usage"]["completion_tokens"] == 24
-    assert service.log.read_text().count("repetition_penalty: not supported, ignored") == 1
+    assert service.log.read_text().count("no_repeat_ngram_size: not supported, ignored") == 1
     assert printed["generation_config"] == "temperature 0.7, top_k 20, top_p 0.9, max_new_tokens 24"
     assert (printed["device"], printed["dtype"], printed["threads"]) == ("cpu", "float32", "1")
     assert printed["max_context_length"] == "200"
@@ -239,7 +239,7 @@ def test_defaults_of_the_checkpoint_act_and_are_shown(tmp_path: Path) -> None:
     with serving(checkpoint, tmp_path, "--no-generation-config") as service:
         plain = say(service, HELLO, **seeded, max_tokens=24)
         assert service.complete("Once", **seeded)["usage"]["completion_tokens"] == 16
-        assert "repetition_penalty" not in service.log.read_text()
+        assert "no_repeat_ngram_size" not in service.log.read_text()
     assert plain["choices"][0]["message"]["content"] == texts[3]
 
 

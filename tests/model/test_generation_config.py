@@ -33,6 +33,7 @@ def test_what_the_file_says_is_read(tmp_path: Path) -> None:
             "top_k": 20,
             "top_p": 0.95,
             "min_p": 0.1,
+            "repetition_penalty": 1.05,
             "max_new_tokens": 2048,
             "eos_token_id": [128001, 128009, 128001],
             "bos_token_id": 128000,
@@ -45,6 +46,7 @@ def test_what_the_file_says_is_read(tmp_path: Path) -> None:
         top_k=20,
         top_p=0.95,
         min_p=0.1,
+        repetition_penalty=1.05,
         max_new_tokens=2048,
         eos_token_ids=(128001, 128009),
         bos_token_id=128000,
@@ -63,8 +65,8 @@ def test_one_end_or_none(tmp_path: Path) -> None:
 
 
 def test_what_would_change_a_completion_is_named(tmp_path: Path) -> None:
-    values = {"repetition_penalty": 1.05, "no_repeat_ngram_size": 0, "num_beams": 4, "from_the_future": 1, "top_p": 1}
-    assert read(tmp_path, values).ignored == ("from_the_future", "num_beams", "repetition_penalty")
+    values = {"length_penalty": 1.05, "no_repeat_ngram_size": 0, "num_beams": 4, "from_the_future": 1, "top_p": 1}
+    assert read(tmp_path, values).ignored == ("from_the_future", "length_penalty", "num_beams")
 
 
 def test_the_defaults_of_transformers_are_harmless(tmp_path: Path) -> None:

@@ -56,6 +56,15 @@ def test_the_checkpoints_defaults_act(checkpoint: Path, capsys: pytest.CaptureFi
     assert ", seed 7, " in run(capsys, checkpoint, "--temperature", "1", "--seed", "7")[2]
 
 
+def test_the_checkpoints_repetition_penalty_acts(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = run(capsys, checkpoint, "--max-tokens", "20")[1]
+    values = {"do_sample": False, "repetition_penalty": 2.0}
+    (checkpoint / "generation_config.json").write_text(json.dumps(values))
+    _, text, told = run(capsys, checkpoint, "--max-tokens", "20")
+    assert text != plain
+    assert "warning" not in told
+
+
 def test_a_flag_wins(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = {run(capsys, checkpoint, "--temperature", "1.5", "--seed", str(seed))[1] for seed in range(3)}
     assert len(texts) == 3

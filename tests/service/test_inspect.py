@@ -62,11 +62,11 @@ def test_training_sources_are_words(tmp_path: Path, run: Run) -> None:
 
 def test_generation_defaults_are_shown(tmp_path: Path, run: Run) -> None:
     directory = save_tiny_checkpoint(tmp_path / "tiny")
-    (directory / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 5, "repetition_penalty": 1.1}')
+    (directory / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 5, "num_beams": 4}')
     code, out, _ = run("--checkpoint", directory)
     assert code == 0
     assert "temperature 0.6, top_k 5" in out
-    assert "ignored defaults     repetition_penalty" in out
+    assert "ignored defaults     num_beams" in out
     assert "chat template        none" in out
 
 

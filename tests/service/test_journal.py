@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from service.admission import Admission
@@ -117,6 +118,18 @@ def test_a_new_worker_gets_everything_unfinished_with_the_tokens_so_far_in_order
     run(test)
 
 
+def test_what_is_submitted_again_is_the_same_work() -> None:
+    """Its place in the queue, its cache and its rules; the tokens so far count as drawn."""
+    desk = Desk()
+    choice = make_choice("a", frequency_penalty=1.0, bad_word_ids=((5, 6),), logprobs=0)
+    choice.submit = msgspec.structs.replace(choice.submit, priority=-4, cache_salt="mine", arrival_seconds=3.0)
+    first = choice.submit
+    desk.open(choice)
+    desk.journal.receive([make_delta("a", ids=(5,))])
+    desk.journal.receive([make_hello(1)])
+    assert desk.submits()[-1] == msgspec.structs.replace(first, attempt=1, prior_token_ids=(5,))
+
+
 def test_a_request_that_sees_two_deaths_without_a_token_fails_and_is_not_to_be_repeated() -> None:
     async def test() -> None:
         desk = Desk()
@@ -193,7 +206,10 @@ def test_a_failure_after_tokens_that_nobody_was_told_is_told_as_what_it_is() -> 
 
 @pytest.mark.parametrize(
     ("params", "param"),
-    [({"allowed_token_ids": (5,), "bad_word_ids": ((5, 5),)}, "allowed_token_ids"), ({}, "bad_words")],
+    [
+        ({"allowed_token_ids": (5,), "bad_word_ids": ((5, 5),)}, "allowed_token_ids"),
+        ({"bad_word_ids": ((5,),)}, "bad_words"),
+    ],
 )
 def test_a_request_that_left_no_token_to_draw_is_told_so_and_not_to_try_again(params: Any, param: str) -> None:
     async def test() -> None:

@@ -68,13 +68,13 @@ def test_a_file_may_be_named(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_not_used_is_warned_of(checkpoint: Path) -> None:
-    write(checkpoint / "generation_config.json", {"repetition_penalty": 1.3, "num_beams": 4, "temperature": 0.5})
+    write(checkpoint / "generation_config.json", {"length_penalty": 1.3, "num_beams": 4, "temperature": 0.5})
     write(checkpoint / "chat_template.jinja", "a")
     (checkpoint / "additional_chat_templates").mkdir()
     write(checkpoint / "additional_chat_templates" / "rag.jinja", "b")
     found = serving(checkpoint)
     generation, templates = found.warnings()
-    assert generation == f"{checkpoint}/generation_config.json: num_beams, repetition_penalty: not supported, ignored"
+    assert generation == f"{checkpoint}/generation_config.json: length_penalty, num_beams: not supported, ignored"
     assert templates == f"{checkpoint}/chat_template.jinja: the templates rag are not used"
     assert serving(checkpoint, generation_config=False, chat_template="none").warnings() == []
 
@@ -88,6 +88,7 @@ def test_what_is_not_used_is_warned_of(checkpoint: Path) -> None:
         ({"do_sample": True, "top_k": 20, "min_p": 0.1}, {"top_k": 20, "min_p": 0.1}, "top_k 20, min_p 0.1"),
         ({"top_k": 2**31 - 1, "top_p": 1}, {"top_k": 2**31 - 1, "top_p": 1}, "top_k 2147483647, top_p 1"),
         ({"top_k": None}, {}, "none"),
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}, "repetition_penalty 1.1"),
     ],
 )
 def test_defaults_are_the_checkpoints(checkpoint: Path, values: Any, sampling: Any, told: str) -> None:
