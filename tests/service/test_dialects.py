@@ -1,17 +1,19 @@
 """The same pieces in the words of completions and of conversations: exact shapes."""
 
 import json
+import threading
 import time
 from typing import Any
 
 import pytest
 
 from model.tokenizer.interface import Tokenizer
-from service.delivery import CompletionBody, CompletionStream
-from service.dialects import Chat, Text, Wants
+from service.delivery import MANY_SCORES, CompletionBody, CompletionStream
+from service.dialects import Chat, Piece, Text, Wants
 from service.journal import LiveRequest
 from service.messages import FinishReason, TokenLogprob
 from service.metrics import Metrics
+from service.responses import CompletionChoice
 from service.schemas import CompletionRequest
 from tests.service.sequences import make_choice, make_finish, make_request
 from tests.service.test_delivery import Exchange, run
@@ -137,6 +139,29 @@ def test_the_time_to_the_first_token_counts_from_arrival(kind: Any, dialect: Any
         for timings in (event["timings"] for event in told):
             assert 100_000 <= timings["ttft_ms"] <= waited
             assert (timings["queue_ms"], timings["prefill_ms"]) == (250, 500)
+
+    run(test)
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, CompletionStream])
+@pytest.mark.parametrize("num_scores", [MANY_SCORES, MANY_SCORES + 1])
+def test_many_scores_are_not_written_where_all_streams_are(kind: Any, num_scores: int, tools: Any) -> None:
+    threads = set()
+
+    class Watched(Text):
+        def _choice(self, piece: Piece) -> CompletionChoice:
+            threads.add(threading.current_thread())
+            return super()._choice(piece)
+
+    async def test() -> None:
+        exchange = Exchange(kind, make_request(make_choice()), tools, Watched, prompt_logprobs=0)
+        first = TokenLogprob(token_id=97, logprob=None, rank=None, top=())
+        exchange.push(ids=(97,), text="a", prompt_logprobs=(first, *[likely(98)] * (num_scores - 1)))
+        exchange.push(ids=(98,), text="b", finish=make_finish())
+        await exchange.task
+        told = json.loads(exchange.client.body) if kind is CompletionBody else exchange.client.chunks[0]
+        assert len(told["choices"][0]["prompt_logprobs"]) == num_scores
+        assert (threads == {threading.main_thread()}) is (num_scores <= MANY_SCORES)
 
     run(test)
 
