@@ -4,8 +4,8 @@ A grammar is llguidance's own JSON (`{"grammars": [{"json_schema": …}]}`, or w
 and a vocabulary is to it a list of what each token adds to a text, so that it serves every tokenizer we have. Control
 marks have no text and are never allowed, but for the ends of text where the grammar is complete.
 
-Limits keep a grammar, and each mask, from taking the machine: `LIMITS`. They do not bound everything (a large
-`multipleOf` compiles for minutes), so a stranger's grammar is first compiled where it can be ended; see
+Limits keep a grammar, and each mask, from taking the machine: `LIMITS`. They do not bound everything (a
+`multipleOf` of a million compiles for over 10 s), so a stranger's grammar is first compiled where it can be ended; see
 `service.structured`.
 """
 

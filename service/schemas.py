@@ -62,8 +62,7 @@ class GenerationRequest(RequestModel):
     """
 
     # Part of the contract, not built: accepted only with a value that changes nothing.
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-    }
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     model: str | None = None
     max_tokens: Count | None = None
@@ -119,9 +118,8 @@ class GenerationRequest(RequestModel):
         for name, neutral in cls.NEUTRAL.items():
             if (value := getattr(request, name)) is not None and value not in neutral:
                 raise InvalidRequest(f"{name} is not supported by this server; leave it out", param=name)
-        if request.stream_options is not None:
-            if not request.stream:
-                raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+        if request.stream_options is not None and not request.stream:
+            raise InvalidRequest("stream_options needs stream: true", param="stream_options")
         request.check_together()
         return request
 
@@ -146,6 +144,11 @@ class GenerationRequest(RequestModel):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
+    def wanted_output(self) -> Wanted | None:
+        """What a completion has to follow; None for any text. Raises InvalidRequest: see `structured.formats`."""
+        return wanted_output(self.response_format, self.structured_outputs)
+
+    @property
     def num_samples(self) -> int:
         """Completions that are computed of each prompt."""
         number: int = self.value("n")
@@ -155,11 +158,6 @@ class GenerationRequest(RequestModel):
     def chooses(self) -> bool:
         """Whether more completions are computed than told."""
         return False
-
-    @property
-    def wanted_output(self) -> Wanted | None:
-        """What a completion has to follow; None for any text. Raises InvalidRequest: see `structured.formats`."""
-        return wanted_output(self.response_format, self.structured_outputs)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -1,6 +1,6 @@
 """The child process that compiles a stranger's grammar: `main`. Imports no torch.
 
-The library bounds most of what a grammar can cost, not all: a `multipleOf` of a million compiles for minutes, in one
+The library bounds most of what a grammar can cost, not all: a `multipleOf` of a million compiles for over 10 s, in one
 call that no thread can stop. So the API process hands each grammar to a child that the operating system bounds: memory
 by RLIMIT_AS, processor time by a timer whose signal ends the process. What passes here compiles in the worker too.
 

@@ -71,7 +71,7 @@ BAD_REQUESTS: list[tuple[bytes, int, str]] = [
     (_json(allowed_token_ids=[97], bad_words=["a"]), 400, "every one of them is forbidden"),
     (_json(suffix="b"), 400, "suffix is not supported"),
     (_json(presence_penalty=3), 400, "presence_penalty must"),
-    (_json(response_format={"type": "json_object"}), 400, "response_format is not supported"),
+    (_json(response_format={"type": "json_schema"}), 400, "response_format: type json_schema needs json_schema"),
     (_json(unheard_of=1), 400, "unknown field: unheard_of"),
     (_json(model="gpt-4"), 404, "does not exist"),
     (_json(user="x" * 10_000_000), 413, "over the limit"),

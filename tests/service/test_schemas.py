@@ -162,8 +162,6 @@ def test_zero_is_a_value_and_not_a_missing_one() -> None:
     ("name", "neutral", "acting"),
     [
         ("suffix", "", "b"),
-        ("response_format", {"type": "text"}, {"type": "json_object"}),
-        ("structured_outputs", None, {"choice": ["a"]}),
     ],
 )
 def test_a_field_that_is_not_built_is_refused_only_where_it_would_act(name: str, neutral: Any, acting: Any) -> None:
