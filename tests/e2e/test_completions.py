@@ -270,6 +270,33 @@ def test_stops_act(service: Service, oracle: Oracle) -> None:
     assert late["usage"]["completion_tokens"] >= 20
 
 
+def test_what_a_request_says_of_single_tokens_acts(service: Service, oracle: Oracle) -> None:
+    fields: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+    word, expected = next(chr(i) for i in oracle.ids(PROMPT, temperature=0, **fields) if 33 <= i < 127), set()
+    for said, meant in (
+        *(({f"{name}_penalty": by},) * 2 for name, by in (("presence", 2.0), ("frequency", 1.5), ("repetition", 3.0))),
+        ({"logit_bias": {"104": 100}}, {"logit_bias": ((104, 100.0),)}),
+        ({"allowed_token_ids": [97, 98, 99]}, {"allowed_token_ids": (97, 98, 99)}),
+        ({"bad_words": [word]}, {"bad_word_ids": tuple(tuple(oracle.tokenizer.encode(s + word)) for s in ("", " "))}),
+        ({}, {}),
+    ):
+        expected.add(greedy := oracle.text(PROMPT, temperature=0, **fields, **meant))
+        assert service.text(PROMPT, temperature=0, **fields, **said) == greedy
+        drawn = joined(streamed(service, prompt=PROMPT, seed=3, **fields, **said))
+        assert drawn == oracle.text(PROMPT, seed=3, **fields, **meant)
+    assert len(expected) == 7, "each of them acts"
+    walled = service.post(prompt=PROMPT, stream=True, allowed_token_ids=[97], bad_words=["aa"])
+    assert "no token may follow the 1 of" in json.loads(walled.text.split("data: ")[-1])["error"]["message"]
+
+
+def test_the_best_of_many_are_told(service: Service) -> None:
+    fields = {"prompt": PROMPT, "seed": 5, "max_tokens": 12, "logprobs": 0}
+    samples, best = (service.complete(**fields, **more) for more in ({"n": 5}, {"n": 2, "best_of": 5}))
+    means = {c["text"]: sum(own := c["logprobs"]["token_logprobs"]) / len(own) for c in samples["choices"]}
+    assert [c["text"] for c in best["choices"]] == sorted(means, key=means.__getitem__, reverse=True)[:2]
+    assert best["usage"]["completion_tokens"] == samples["usage"]["completion_tokens"]
+
+
 def test_a_repeated_prompt_is_found_in_the_cache(service: Service) -> None:
     prompt = "the cat and the hat " * 4
     first = service.complete(prompt, temperature=0)
