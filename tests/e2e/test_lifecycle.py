@@ -24,6 +24,7 @@ from tests.e2e.process import (
     serving,
     wait_until,
 )
+from tests.service.streams import assert_close, joined
 
 pytestmark = pytest.mark.slow
 
@@ -117,7 +118,9 @@ def test_streams_survive_the_death_of_the_worker(long_checkpoint: Path, tmp_path
         expected = service.text(**LONG)
         seeded = {**LONG, "temperature": 1.0, "seed": 11, "max_tokens": 1000, "stop": ["never to be seen"]}
         expected_seeded = service.text(**seeded)
-        streams = [Stream(service, **LONG), Stream(service, **seeded)]
+        scored = {**LONG, "echo": True, "logprobs": 1, "prompt_logprobs": 1, "return_token_ids": True}
+        expected_choices = service.complete(**scored)["choices"]
+        streams = [Stream(service, **LONG), Stream(service, **seeded), Stream(service, **scored)]
         wait_until(started(streams), what="the streams to begin")
         first_worker = service.worker
         first_worker.kill()
@@ -125,7 +128,9 @@ def test_streams_survive_the_death_of_the_worker(long_checkpoint: Path, tmp_path
         assert service.get("/ready").json()["state"] == "loading"
         assert service.get("/health").status_code == 200
         meanwhile = Stream(service, **LONG)
-        assert [stream.finish().text for stream in streams] == [expected, expected_seeded]
+        assert [stream.finish().text for stream in streams] == [expected, expected_seeded, LONG["prompt"] + expected]
+        chunks = [json.loads(event) for event in streams[2].events[:-1]]
+        assert_close(joined(chunks)["choices"], expected_choices)
         assert meanwhile.finish().text == expected
         assert all(stream.events[-1] == "[DONE]" for stream in streams)
         assert service.worker.pid != first_worker.pid
