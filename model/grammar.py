@@ -1,8 +1,8 @@
 """Which tokens may come next, by a grammar: llguidance's token masks over any of our vocabularies. Torch-free.
 
-A grammar is llguidance's own JSON (`{"grammars": [{"json_schema": …}]}`, or with a `lark_grammar`). It speaks of bytes,
-and a vocabulary is to it a list of what each token adds to a text, so that it serves every tokenizer we have. Control
-marks have no text and are never allowed, but for the ends of text where the grammar is complete.
+A grammar is what llguidance takes: Lark's notation, or JSON around a schema (`{"grammars": [{"json_schema": …}]}`). It
+speaks of bytes, and a vocabulary is to it a list of what each token adds to a text, so that it serves every tokenizer
+we have. Control marks have no text and are never allowed, but for the ends of text where the grammar is complete.
 
 Limits keep a grammar, and each mask, from taking the machine: `LIMITS`. They do not bound everything (a
 `multipleOf` of a million compiles for over 10 s), so a stranger's grammar is first compiled where it can be ended; see
@@ -42,6 +42,8 @@ def _one_line(message: str) -> str:
     """The library draws an arrow under a line of the grammar; of a regular expression it names the place only so."""
     if message.startswith("panic"):
         return "the library cannot compile it; it is too large, most likely"
+    if message.startswith("NoExtension"):
+        return "this model's vocabulary cannot spell it"
     lines = [line for line in message.splitlines() if line.strip()] or ["it cannot be used"]
     reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
     if reason is None:

@@ -141,5 +141,5 @@ def main() -> None:
         order = json.loads(line)
         try:
             answer = {"grammar": check(vocabulary, order["kind"], order["content"], lenient=order["lenient"])}
-        except GrammarError as error:
-            answer = {"error": str(error)}
+        except ValueError as error:  # GrammarError, and text that is no Unicode
+            answer = {"error": str(GrammarError(str(error)))}

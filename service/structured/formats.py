@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from pydantic_core import from_json
 
 from service.errors import InvalidRequest
 from service.request_model import RequestModel
@@ -148,7 +149,7 @@ def _checked(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:
     if isinstance(schema, dict):
         return schema
     try:
-        parsed = json.loads(text)
+        parsed = from_json(text)  # unlike json.loads it ends at a depth, as that of the body did
     except ValueError as error:
         raise InvalidRequest(f"{param} is not valid JSON: {error}", param=param) from None
     if not isinstance(parsed, dict):

@@ -68,7 +68,7 @@ class Service:
     @property
     def api(self) -> psutil.Process:
         """The younger of the two processes that were forked; the other one holds LitServe's queues."""
-        started = {"spawn_main", "resource_tracker", "template_sandbox"}
+        started = {"spawn_main", "resource_tracker", "template_sandbox", "structured"}
         forked = [c for c in self.children if not started & set(_words(c))]
         assert len(forked) == 2
         return max(forked, key=psutil.Process.create_time)

@@ -200,7 +200,7 @@ def _one(**message: Any) -> dict[str, Any]:
         ),
         ({**_one(), "tools": [{}]}, "tools", "tools is not supported"),
         ({**_one(), "tool_choice": "required"}, "tool_choice", "tool_choice is not supported"),
-        ({**_one(), "response_format": {"type": "json_object"}}, "response_format", "response_format is not supported"),
+        ({**_one(), "response_format": {"type": "xml"}}, "response_format.type", "response_format.type must be"),
         ({**_one(), "presence_penalty": 3}, "presence_penalty", "less than or equal to 2"),
         ({**_one(), "logit_bias": {"1e3": 1}}, "logit_bias", "'1e3' is no token id"),
         ({**_one(), "allowed_token_ids": [999]}, "allowed_token_ids", "out of vocabulary"),
