@@ -82,6 +82,9 @@ class InstantResult:
             num_prefix_queries=0,
             num_prefix_hits=0,
             num_preemptions=0,
+            num_drafts=0,
+            num_draft_tokens=0,
+            num_accepted_tokens=0,
             step_seconds=0.0,
         )
 

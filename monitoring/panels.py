@@ -322,6 +322,18 @@ ROWS: Final = (
                     Query(_mean("llm_iteration_tokens_total"), "Tokens/Step"),
                 ),
             ),
+            Panel(
+                "Draft Acceptance",
+                "Share of the drafted tokens that were drawn (speculative decoding, where it is on).",
+                "percentunit",
+                (
+                    Query(
+                        f"{_rate('llm_spec_decode_num_accepted_tokens_total')} / "
+                        f"{_rate('llm_spec_decode_num_draft_tokens_total')}",
+                        "Accepted",
+                    ),
+                ),
+            ),
         ),
     ),
 )

@@ -88,6 +88,7 @@ def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, E
         num_blocks=num_blocks,
         max_num_running=settings.max_num_running,
         max_batched_tokens=settings.max_batched_tokens,
+        max_draft_tokens=settings.speculative_tokens,
         enable_prefix_cache=settings.enable_prefix_cache,
         max_context_length=max_context_length,
     )

@@ -169,6 +169,9 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     num_prefix_queries: int
     num_prefix_hits: int
     num_preemptions: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     step_seconds: float
 
 

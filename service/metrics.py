@@ -86,6 +86,9 @@ class Metrics:
         self._prefix_queries = self._counter("prefix_cache_queries")
         self._prefix_hits = self._counter("prefix_cache_hits")
         self._preemptions = self._counter("num_preemptions")
+        self._drafts = self._counter("spec_decode_num_drafts")
+        self._draft_tokens = self._counter("spec_decode_num_draft_tokens")
+        self._accepted_tokens = self._counter("spec_decode_num_accepted_tokens")
 
         packages = ("kvasir", "torch", "litserve")
         version, torch, litserve = (importlib.metadata.version(package) for package in packages)
@@ -123,6 +126,10 @@ class Metrics:
             self._prefix_hits.inc(stats.num_prefix_hits)
         if stats.num_preemptions:
             self._preemptions.inc(stats.num_preemptions)
+        if stats.num_drafts:
+            self._drafts.inc(stats.num_drafts)
+            self._draft_tokens.inc(stats.num_draft_tokens)
+            self._accepted_tokens.inc(stats.num_accepted_tokens)
 
     def observe_first_token(self, seconds: float) -> None:
         """A choice's first token left the server, `seconds` after its request arrived."""

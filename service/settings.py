@@ -58,6 +58,9 @@ class ModelSettings(BaseSettings):
     )
     max_num_running: int = option("engine", "sequences that compute in one step", 64, ge=1, le=4096)
     max_batched_tokens: int = option("engine", "tokens computed in one step", 512, ge=1)
+    speculative_tokens: int = option(
+        "engine", "most tokens to guess ahead where a text repeats itself (prompt lookup); 0: none", 0, ge=0, le=64
+    )
     block_size: int = option("engine", "tokens a KV-cache block holds", 16, ge=1, le=1024)
     kv_cache_memory: AutoOrCount = option(
         "engine",

@@ -4,7 +4,8 @@ config        EngineConfig: sizes and budgets
 sequence      one request inside the engine
 block_pool    who owns which KV block; pure Python
 prefix_cache  what has been computed before
-endings       when a token ends a sequence, and what may not come next
+endings       drawn tokens join their sequence; when one ends it, and what may not come next
+prompt_lookup drafts of what may follow, from what followed before
 plan          what one step computes: a frozen value
 scheduler     who computes how much in the next step; pure Python
 inputs        a plan's integers become the runner's tensors
@@ -12,5 +13,6 @@ pooling       hidden states become an embedding
 runner        owns the model and the KV tensors; the only file that says `device`
 grammars      sequences that follow a grammar: compiled and masked in threads beside the engine's
 detokenizer   ids to safe text; stop strings
+deltas        what is told of a sequence at its end
 engine        composition root and `step()`
 """

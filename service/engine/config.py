@@ -13,6 +13,7 @@ class EngineConfig:
     max_batched_tokens: tokens computed in one step, decodes first, the rest on prompt chunks.
     enable_prefix_cache: share the blocks of equal prefixes.
     max_context_length: tokens at which every sequence ends; None for as many as the model has positions.
+    max_draft_tokens: of a sequence in a step, see `prompt_lookup`; 0 for no drafts.
 
     Raises:
         ValueError: a size is not positive, or the budget cannot serve every running sequence.
@@ -24,6 +25,7 @@ class EngineConfig:
     max_batched_tokens: int = 512
     enable_prefix_cache: bool = True
     max_context_length: int | None = None
+    max_draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "max_num_running", "max_batched_tokens", "max_context_length"):

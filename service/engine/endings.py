@@ -1,11 +1,16 @@
 """When a token ends its sequence, and which tokens may not come next."""
 
+from collections.abc import Sequence as Ordered
+
+from service.engine.plan import Chunk
 from service.engine.sequence import Sequence
 from service.messages import FinishReason
 
 
 class Endings:
-    """What the model's own ends of a text, and a request's, mean for a sequence. Changes none.
+    """What drawn tokens mean for a sequence: its growth, and its end by the model's own ends of a text or a request's.
+
+    The scheduler alone lets it change one.
 
     Args:
         eos_token_ids: what ends a text, any of them.
@@ -23,7 +28,43 @@ class Endings:
         ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self._eos_token_ids)
         return (*ends, *words)
 
-    def of(self, sequence: Sequence) -> tuple[FinishReason, int | None] | None:
+    def take(self, chunk: Chunk, token_ids: Ordered[int | None], now: float) -> bool:
+        """Add what was drawn for a sequence, up to where its draft was wrong. Returns whether it ends, knowing why.
+
+        token_ids: drawn at `now`, after the sequence and after each token of the draft; None where none may come next.
+        """
+        sequence, num_right = chunk.sequence, 0
+        ends = self._take(sequence, token_ids[0], now)
+        for guessed, before, token_id in zip(chunk.draft, token_ids, token_ids[1:], strict=False):
+            if ends or guessed != before:
+                break
+            num_right += 1
+            sequence.num_computed_tokens += 1
+            ends = self._take(sequence, token_id, now)
+        if sequence.lookup is not None:
+            sequence.lookup.judge(len(sequence.token_ids), len(chunk.draft), num_right)
+        return ends
+
+    def _take(self, sequence: Sequence, token_id: int | None, now: float) -> bool:
+        if token_id is None:
+            sequence.finish_reason = FinishReason.REFUSED
+            return True
+        sequence.token_ids.append(token_id)
+        if sequence.rules is not None:
+            sequence.rules.append(token_id)
+        sequence.last_token_seconds = now
+        if sequence.first_token_seconds is None:
+            sequence.first_token_seconds = now
+        return self.ends(sequence)
+
+    def ends(self, sequence: Sequence) -> bool:
+        """Whether its last token ends a sequence; it then knows why."""
+        ending = self._of(sequence)
+        if ending is not None:
+            sequence.finish_reason, sequence.stop_reason = ending
+        return ending is not None
+
+    def _of(self, sequence: Sequence) -> tuple[FinishReason, int | None] | None:
         """Why the last token ends its sequence, and the stop token that it is, if any; None where it does not."""
         params, token_id = sequence.params, sequence.token_ids[-1]
         may_stop = sequence.num_completion_tokens > params.min_tokens

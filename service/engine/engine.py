@@ -10,6 +10,7 @@ from model.sampling_params import SamplingParams
 from model.tokenizer.interface import Tokenizer
 from model.transformer import Transformer
 from service.engine.config import EngineConfig
+from service.engine.deltas import ending, finish_of, no_token
 from service.engine.detokenizer import Detokenizer
 from service.engine.grammars import Grammars
 from service.engine.inputs import build_inputs
@@ -18,7 +19,7 @@ from service.engine.pooling import Pool
 from service.engine.runner import ModelRunner, Runner, StepOutputs
 from service.engine.scheduler import Scheduler
 from service.engine.sequence import Sequence
-from service.messages import Finish, FinishReason, StepStats, Submit, TokenDelta, TokenLogprob
+from service.messages import FinishReason, StepStats, Submit, TokenDelta, TokenLogprob
 
 _NO_OUTPUTS = StepOutputs(token_ids=[], logprobs=[], prompt_logprobs={})
 
@@ -121,7 +122,10 @@ class Engine:
         """Let a submission wait for its turn, its grammar compiled."""
         self._num_submitted += 1
         sequence = Sequence.from_submit(
-            submit, arrival_number=self._num_submitted, max_context_length=self._max_context_length
+            submit,
+            arrival_number=self._num_submitted,
+            max_context_length=self._max_context_length,
+            max_draft_tokens=self._config.max_draft_tokens,
         )
         try:
             self._check_ids(submit)
@@ -130,7 +134,7 @@ class Engine:
         except ValueError as error:
             self._grammars.forget(submit.uid)
             sequence.finish_reason = FinishReason.ERROR
-            self._refusals.append(_delta(sequence, finish=_finish(sequence, str(error))))
+            self._refusals.append(ending(sequence, finish=finish_of(sequence, str(error))))
             return
         wanted = submit.params.prompt_logprobs
         first = TokenLogprob(token_id=submit.prompt_token_ids[0], logprob=None, rank=None, top=())
@@ -167,8 +171,7 @@ class Engine:
         for sequence in self._grammars.advance(plan, outputs.token_ids):
             self._scheduler.finish(sequence, FinishReason.STOP)
         events = self._tell(plan, outputs)
-        num_drawn = sum(token_id is not None for token_id in outputs.token_ids)
-        return StepResult(events, self._stats(plan, num_drawn, time.perf_counter() - began))
+        return StepResult(events, self._stats(plan, events, time.perf_counter() - began))
 
     def attention_weights(self, token_ids: tuple[int, ...], *, layer: int, heads: tuple[int, ...]) -> bytes:
         """What a text's tokens attend to, see `service.messages.Looked`. Sequences and their cache are not touched.
@@ -186,7 +189,7 @@ class Engine:
         events = list(self._refusals)
         for text in self._texts.values():
             self._scheduler.finish(text.sequence, FinishReason.ERROR)
-            events.append(_delta(text.sequence, finish=_finish(text.sequence, error)))
+            events.append(ending(text.sequence, finish=finish_of(text.sequence, error)))
         self._scheduler.forget_prefixes()
         for uid in self._grammars.uids:
             self._grammars.forget(uid)
@@ -219,7 +222,7 @@ class Engine:
         events = list(self._refusals)
         for sequence in plan.ended:
             text = self._texts[sequence.uid].detokenizer.flush().text
-            events.append(_delta(sequence, text=text, finish=_finish(sequence)))
+            events.append(ending(sequence, text=text, finish=finish_of(sequence)))
         for uid, logprobs in outputs.prompt_logprobs.items():
             scored = self._texts[uid].prompt_logprobs
             assert scored is not None
@@ -227,15 +230,15 @@ class Engine:
         for chunk in plan.chunks if outputs.pooled else ():
             if (sum_E := outputs.pooled.get(chunk.sequence.uid)) is not None:
                 self._texts[chunk.sequence.uid].pool.add(chunk, sum_E)
-        drawn = zip(outputs.token_ids, outputs.logprobs, strict=True)
+        rows = iter(plan.drawn_rows())
         for chunk in plan.chunks:
             if chunk.draws:
-                events.append(self._told_token(chunk, *next(drawn)))
+                events.append(self._told_tokens(chunk, next(rows)[1], outputs))
             elif chunk.sequence.finish_reason is not None:  # only a prompt to be computed
-                told, finish = self._texts[chunk.sequence.uid], _finish(chunk.sequence)
+                told, finish = self._texts[chunk.sequence.uid], finish_of(chunk.sequence)
                 embedding = None if chunk.sequence.pooling is None else told.pool.embedding()
                 scores = told.prompt_logprobs
-                events.append(_delta(chunk.sequence, prompt_logprobs=scores, embedding=embedding, finish=finish))
+                events.append(ending(chunk.sequence, prompt_logprobs=scores, embedding=embedding, finish=finish))
         # Last, so that `abort_all` finds whoever is owed an ending when something above failed.
         self._refusals.clear()
         for event in events:
@@ -244,38 +247,49 @@ class Engine:
                 self._grammars.forget(event.uid)
         return events
 
-    def _told_token(self, chunk: Chunk, token_id: int | None, logprob: TokenLogprob | None) -> TokenDelta:
-        """The event of one drawn token; ends its sequence where a stop string did."""
+    def _told_tokens(self, chunk: Chunk, rows: tuple[int, ...], outputs: StepOutputs) -> TokenDelta:
+        """The event of what a sequence drew: a token, and those of its draft that were right. Ends the sequence where a
+        stop string does, and takes back what came after."""
         sequence = chunk.sequence
-        if token_id is None:
-            reason = self._grammars.complaint(sequence.uid) or _no_token(sequence)
-            return _delta(sequence, finish=_finish(sequence, reason))
+        told = sequence.token_ids[chunk.num_known_tokens :]
+        if not told:
+            reason = self._grammars.complaint(sequence.uid) or no_token(sequence)
+            return ending(sequence, finish=finish_of(sequence, reason))
         text = self._texts[sequence.uid]
-        pushed = text.detokenizer.push(token_id)
-        shown, stop = pushed.text, pushed.stop
+        shown, stop = "", None
+        for number, token_id in enumerate(told, 1):
+            pushed = text.detokenizer.push(token_id)
+            shown, stop = shown + pushed.text, pushed.stop
+            if stop is not None:
+                del told[number:], sequence.token_ids[chunk.num_known_tokens + number :]
+                break
         if stop is None and sequence.finish_reason is not None:
             flushed = text.detokenizer.flush()
             shown, stop = shown + flushed.text, flushed.stop
         if stop is not None:
             self._scheduler.finish(sequence, FinishReason.STOP, stop)
-        first = sequence.num_completion_tokens == sequence.num_prior_tokens + 1
+        index = sequence.num_completion_tokens - len(told)
+        first = index == sequence.num_prior_tokens
+        logprobs = [entry for row in rows[: len(told)] if (entry := outputs.logprobs[row]) is not None]
         return TokenDelta(
             uid=sequence.uid,
             attempt=sequence.attempt,
-            index=sequence.num_completion_tokens - 1,
-            token_ids=(token_id,),
+            index=index,
+            token_ids=tuple(told),
             text=shown,
-            logprobs=None if logprob is None else (logprob,),
+            logprobs=tuple(logprobs) or None,
             prompt_logprobs=None if text.prompt_logprobs is None or not first else tuple(text.prompt_logprobs),
-            finish=None if sequence.finish_reason is None else _finish(sequence),
+            finish=None if sequence.finish_reason is None else finish_of(sequence),
         )
 
-    def _stats(self, plan: StepPlan, num_drawn: int, seconds: float) -> StepStats:
+    def _stats(self, plan: StepPlan, events: list[TokenDelta], seconds: float) -> StepStats:
         num_blocks, num_free = self._config.num_blocks, self._scheduler.num_free_blocks
         prompt_tokens = (
             max(0, min(chunk.start + chunk.num_tokens, chunk.sequence.num_prompt_tokens) - chunk.start)
             for chunk in plan.chunks
         )
+        num_drawn = sum(len(event.token_ids) for event in events)
+        drafted = [len(chunk.draft) for chunk in plan.chunks if chunk.draft]
         return StepStats(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting + self._grammars.num_held,
@@ -289,57 +303,8 @@ class Engine:
             num_prefix_queries=plan.num_prefix_queries,
             num_prefix_hits=plan.num_prefix_hits,
             num_preemptions=plan.num_preemptions,
+            num_drafts=len(drafted),
+            num_draft_tokens=sum(drafted),
+            num_accepted_tokens=num_drawn - sum(bool(event.token_ids) for event in events),
             step_seconds=seconds,
         )
-
-
-def _delta(
-    sequence: Sequence,
-    *,
-    finish: Finish,
-    text: str = "",
-    prompt_logprobs: list[TokenLogprob] | None = None,
-    embedding: bytes | None = None,
-) -> TokenDelta:
-    """An ending without a token."""
-    return TokenDelta(
-        uid=sequence.uid,
-        attempt=sequence.attempt,
-        index=sequence.num_completion_tokens,
-        token_ids=(),
-        text=text,
-        logprobs=None,
-        prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
-        finish=finish,
-        embedding=embedding,
-    )
-
-
-def _finish(sequence: Sequence, error: str | None = None) -> Finish:
-    """The facts of a sequence that has ended."""
-    assert sequence.finish_reason is not None
-    scheduled, first, last = (
-        sequence.first_scheduled_seconds,
-        sequence.first_token_seconds,
-        sequence.last_token_seconds,
-    )
-    return Finish(
-        reason=sequence.finish_reason,
-        stop_reason=sequence.stop_reason,
-        error=error,
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        num_completion_tokens=sequence.num_completion_tokens,
-        num_cached_tokens=sequence.num_cached_tokens,
-        num_preemptions=sequence.num_preemptions,
-        queue_seconds=0.0 if scheduled is None else scheduled - sequence.arrival_seconds,
-        prefill_seconds=0.0 if scheduled is None or first is None else first - scheduled,
-        decode_seconds=0.0 if first is None or last is None else last - first,
-    )
-
-
-def _no_token(sequence: Sequence) -> str:
-    """Why a request that leaves no token to draw is at fault."""
-    return (
-        f"no token may follow the {sequence.num_completion_tokens} of this completion: allowed_token_ids, bad_words, "
-        "min_tokens and the grammar forbid them all; allow more tokens, or let it end earlier"
-    )

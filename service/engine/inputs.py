@@ -17,6 +17,7 @@ from service.engine.grammars import Masks
 from service.engine.plan import Chunk, StepPlan
 from service.engine.pooling import PooledRows, pooled_rows
 from service.engine.scheduler import Scheduler
+from service.engine.sequence import Sequence
 
 # A matrix product of one to three rows runs another kernel on the CPU, and rounds differently, than one of four and
 # more (measured with float32 and bfloat16, oneDNN and MKL): with rows that nobody reads as padding, a sequence's
@@ -37,7 +38,7 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInputs:
-    """One forward pass. Its first `len(params)` logit rows are to be drawn from, in the order of the plan's chunks.
+    """One forward pass. Its first `len(params)` logit rows are to be drawn from, in the order of `drawn_rows`.
 
     `rules` are the sequences' own, as they stand until the step is committed. `masks` may still be being computed.
     """
@@ -63,13 +64,14 @@ def build_inputs(
     contexts = [chunk.start + chunk.num_tokens for chunk in chunks] + [1] * num_padding
     token_ids: list[int] = []
     for chunk in chunks:
-        token_ids += chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+        token_ids += chunk.sequence.token_ids[chunk.start : chunk.num_known_tokens]
+        token_ids += chunk.draft
     token_ids += [0] * num_padding
     tables_BN = _block_tables(chunks, contexts, block_size, scratch_block)
     positions_T = np.concatenate([np.arange(c - n, c) for n, c in zip(lengths, contexts, strict=True)])
     sequence_of_T = np.repeat(np.arange(len(lengths)), lengths)
     slots_T = tables_BN[sequence_of_T, positions_T // block_size] * block_size + positions_T % block_size
-    draws = [chunk for chunk in chunks if chunk.draws]
+    draws = _draws(plan)
     logit_rows, prompt_rows = _logit_rows(chunks)
     logit_rows += [0] * max(0, MIN_ROWS - len(logit_rows))
     return ModelInputs(
@@ -82,10 +84,10 @@ def build_inputs(
             slot_mapping_T=torch.from_numpy(slots_T),
             block_tables_BN=torch.from_numpy(tables_BN),
         ),
-        params=tuple(chunk.sequence.params for chunk in draws),
-        positions=tuple(len(chunk.sequence.token_ids) for chunk in draws),
-        forbidden=tuple(scheduler.forbidden_token_ids(chunk.sequence) for chunk in draws),
-        rules=tuple(chunk.sequence.rules for chunk in draws),
+        params=tuple(sequence.params for sequence, _ in draws),
+        positions=tuple(len(sequence.token_ids) + number for sequence, number in draws),
+        forbidden=tuple(scheduler.forbidden_token_ids(sequence) for sequence, _ in draws),
+        rules=tuple(sequence.rules for sequence, _ in draws),
         prompt_rows=prompt_rows,
         masks=masks,
         pooled_rows=pooled_rows(chunks),
@@ -100,18 +102,27 @@ def _block_tables(chunks: tuple[Chunk, ...], contexts: list[int], size: int, scr
     return np.array(tables + [padding] * (len(contexts) - len(chunks)), dtype=np.int64)
 
 
+def _draws(plan: StepPlan) -> list[tuple[Sequence, int]]:
+    """Whose token is drawn in each row, and how many drafted tokens stand before it."""
+    rows = [(row, chunk.sequence, number) for chunk, of in plan.drawn_rows() for number, row in enumerate(of)]
+    return [(sequence, number) for _, sequence, number in sorted(rows, key=lambda drawn: drawn[0])]
+
+
 def _logit_rows(chunks: tuple[Chunk, ...]) -> tuple[list[int], tuple[PromptRows, ...]]:
-    """The packed tokens whose logits are wanted: first each drawing chunk's last, then those of scored prompts."""
+    """The packed tokens whose logits are wanted: drawing chunks' last, drafts', then those of scored prompts."""
     last_rows: list[int] = []
+    draft_rows: list[int] = []
     scored: list[tuple[Chunk, int]] = []
     start_row = 0
     for chunk in chunks:
         if chunk.draws:
-            last_rows.append(start_row + chunk.num_tokens - 1)
+            end_row = start_row + chunk.num_tokens
+            last_rows.append(end_row - len(chunk.draft) - 1)
+            draft_rows += range(end_row - len(chunk.draft), end_row)
         if chunk.sequence.params.prompt_logprobs is not None:
             scored.append((chunk, start_row))
         start_row += chunk.num_tokens
-    rows = list(last_rows)
+    rows = last_rows + draft_rows
     prompt_rows: list[PromptRows] = []
     for chunk, start_row in scored:
         sequence = chunk.sequence

@@ -1,5 +1,6 @@
 """What the scheduler decides: a frozen value that says what one step computes."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from service.engine.sequence import Sequence
@@ -7,12 +8,21 @@ from service.engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Compute `num_tokens` of a sequence from position `start` on; draw its next token if `draws`."""
+    """Compute `num_tokens` of a sequence from position `start` on; draw its next token if `draws`.
+
+    `draft` are the last of these tokens: what may follow the sequence. After each of them a token is drawn, too.
+    """
 
     sequence: Sequence
     start: int
     num_tokens: int
     draws: bool
+    draft: tuple[int, ...] = ()
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens of the sequence once this is computed, before any is drawn."""
+        return self.start + self.num_tokens - len(self.draft)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,3 +40,14 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens computed."""
         return sum(chunk.num_tokens for chunk in self.chunks)
+
+    def drawn_rows(self) -> Iterator[tuple[Chunk, tuple[int, ...]]]:
+        """Each chunk that draws, and which of the step's draws are its own.
+
+        First come the draws after the sequences' own tokens, in the order of the chunks, then those after drafts.
+        """
+        draws = [chunk for chunk in self.chunks if chunk.draws]
+        after = len(draws)
+        for row, chunk in enumerate(draws):
+            yield chunk, (row, *range(after, after + len(chunk.draft)))
+            after += len(chunk.draft)

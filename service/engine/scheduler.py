@@ -23,6 +23,9 @@ from service.engine.prefix_cache import PrefixCache
 from service.engine.sequence import Sequence, SequenceStatus
 from service.messages import FinishReason
 
+# Of what a step has left beside the tokens of all that run: the rest is for prompts.
+_DRAFT_SHARE = 4
+
 
 class Scheduler:
     """Owner of all sequences and of the block pool.
@@ -99,7 +102,7 @@ class Scheduler:
         self._sequences[sequence.uid] = sequence
         insort(self._waiting, sequence, key=_rank)
         self._num_with_deadline += sequence.deadline_seconds is not None
-        if sequence.num_prior_tokens and self._ends(sequence):
+        if sequence.num_prior_tokens and self._endings.ends(sequence):
             self._ended.append(sequence)  # only its ending was lost
 
     def cancel(self, uid: str) -> bool:
@@ -115,6 +118,7 @@ class Scheduler:
         self._num_preemptions = 0
         ended = self._take_ended()
         budget = self._config.max_batched_tokens
+        draft_budget = (budget - len(self._running)) // _DRAFT_SHARE
         chunks: list[Chunk] = []
         for is_decode in (True, False):
             # A copy: whoever is served may preempt from the end of the list.
@@ -126,8 +130,10 @@ class Scheduler:
                 if wanted == 0:
                     break
                 if self._reserve(sequence, sequence.num_computed_tokens + wanted):
-                    chunks.append(self._plan(sequence, wanted))
-                    budget -= wanted
+                    draft = self._draft(sequence, draft_budget) if is_decode else ()
+                    chunks.append(self._plan(sequence, wanted, draft))
+                    budget -= wanted + len(draft)
+                    draft_budget -= len(draft)
         queries = hits = cached = 0
         while budget and self._waiting and len(self._running) < self._config.max_num_running:
             if self._num_preemptions or (admitted := self._admit()) is None:
@@ -150,21 +156,22 @@ class Scheduler:
         )
 
     def commit(self, plan: StepPlan, token_ids: Iterable[int | None]) -> list[Sequence]:
-        """Take up what a step computed: one drawn token for each chunk that draws, in order.
+        """Take up what a step computed: the drawn tokens, as `StepPlan.drawn_rows` says whose.
 
         None is drawn where no token may come next. Returns the sequences that ended, their blocks already free.
         """
-        drawn = iter(token_ids)
+        drawn = list(token_ids)
+        rows = iter(plan.drawn_rows())
         now = self._clock()
         finished: list[Sequence] = []
         for chunk in plan.chunks:
             sequence = chunk.sequence
-            sequence.num_computed_tokens += chunk.num_tokens
+            sequence.num_computed_tokens += chunk.num_tokens - len(chunk.draft)
             sequence.num_scored_tokens = max(
                 sequence.num_scored_tokens, min(sequence.num_computed_tokens, sequence.num_prompt_tokens - 1)
             )
             if chunk.draws:
-                ends = self._take(sequence, next(drawn), now)
+                ends = self._endings.take(chunk, [drawn[row] for row in next(rows)[1]], now)
             else:
                 ends = not sequence.num_remaining_tokens
                 if ends:
@@ -173,7 +180,6 @@ class Scheduler:
             if ends:
                 self._retire(sequence)
                 finished.append(sequence)
-        assert not list(drawn), "more tokens than sequences that draw"
         return finished
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
@@ -233,16 +239,28 @@ class Scheduler:
             self._retire(sequence)
         return ended
 
-    def _plan(self, sequence: Sequence, num_tokens: int) -> Chunk:
+    def _plan(self, sequence: Sequence, num_tokens: int, draft: tuple[int, ...] = ()) -> Chunk:
         """Have this step compute the next tokens of a sequence. What is planned is not preempted any more."""
         end = sequence.num_computed_tokens + num_tokens
         self._prefix_cache.register(sequence, end)
         return Chunk(
             sequence=sequence,
             start=sequence.num_computed_tokens,
-            num_tokens=num_tokens,
+            num_tokens=num_tokens + len(draft),
             draws=end == len(sequence.token_ids) < sequence.max_length,
+            draft=draft,
         )
+
+    def _draft(self, sequence: Sequence, budget: int) -> tuple[int, ...]:
+        """What may follow a sequence, within its blocks and one that nobody will miss."""
+        if sequence.lookup is None or sequence.num_completion_tokens < sequence.params.min_tokens:
+            return ()
+        length = len(sequence.token_ids)
+        draft = sequence.lookup.draft(sequence.token_ids, min(budget, sequence.max_length - length - 1))
+        size = self._config.block_size
+        if length + len(draft) > len(sequence.block_table) * size and self._pool.num_free > len(self._running):
+            sequence.block_table += self._pool.allocate(1) or []
+        return draft[: max(0, len(sequence.block_table) * size - length)]
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Grow a block table to hold `num_tokens`, at the expense of sequences that rank later if need be.
@@ -298,26 +316,6 @@ class Scheduler:
         sequence.status = SequenceStatus.RUNNING
         insort(self._running, sequence, key=_rank)
         return sequence, num_queried
-
-    def _take(self, sequence: Sequence, token_id: int | None, now: float) -> bool:
-        """Take up what was drawn for a sequence. Returns whether it ends."""
-        if token_id is None:
-            sequence.finish_reason = FinishReason.REFUSED
-            return True
-        sequence.token_ids.append(token_id)
-        if sequence.rules is not None:
-            sequence.rules.append(token_id)
-        sequence.last_token_seconds = now
-        if sequence.first_token_seconds is None:
-            sequence.first_token_seconds = now
-        return self._ends(sequence)
-
-    def _ends(self, sequence: Sequence) -> bool:
-        """Whether its last token ends a sequence; it then knows why."""
-        ending = self._endings.of(sequence)
-        if ending is not None:
-            sequence.finish_reason, sequence.stop_reason = ending
-        return ending is not None
 
     def _retire(self, sequence: Sequence) -> None:
         """Out of every list, without blocks."""

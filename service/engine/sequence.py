@@ -13,6 +13,7 @@ from enum import Enum, auto
 from model.sampling_params import SamplingParams
 from model.token_rules import TokenRules
 from service.engine.block_pool import root_hash
+from service.engine.prompt_lookup import PromptLookup
 from service.messages import FinishReason, Pooling, Submit
 
 AGEING_SECONDS = 10.0
@@ -41,6 +42,7 @@ class Sequence:
         rules: what its request says of single tokens, as far as it has come; None for nothing.
         root_hash: what its first block's hash is chained to.
         pooling: its embedding is wanted, and nothing drawn.
+        lookup: drafts what may follow; None where nothing is drafted.
         *_seconds: `time.monotonic()`; None for what has not happened.
     """
 
@@ -57,6 +59,7 @@ class Sequence:
     arrival_seconds: float
     deadline_seconds: float | None
     pooling: Pooling | None = None
+    lookup: PromptLookup | None = None
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
@@ -82,11 +85,16 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @classmethod
-    def from_submit(cls, submit: Submit, *, arrival_number: int, max_context_length: int) -> "Sequence":
+    def from_submit(
+        cls, submit: Submit, *, arrival_number: int, max_context_length: int, max_draft_tokens: int = 0
+    ) -> "Sequence":
         """A new sequence, with the tokens of an earlier attempt where there are any.
 
-        `arrival_number`: the order of submission, for those of one rank.
+        `arrival_number`: the order of submission, for those of one rank. Nothing is drafted where what may be drawn
+        depends on what has been: where there are rules, or a grammar.
         """
+        rules = TokenRules.of(submit.params, submit.prompt_token_ids, submit.prior_token_ids)
+        drafts = max_draft_tokens > 0 and rules is None and submit.grammar is None and submit.pooling is None
         return cls(
             uid=submit.uid,
             attempt=submit.attempt,
@@ -96,9 +104,10 @@ class Sequence:
             num_prior_tokens=len(submit.prior_token_ids),
             max_length=min(len(submit.prompt_token_ids) + submit.params.max_tokens, max_context_length),
             rank=(submit.arrival_seconds + submit.priority * AGEING_SECONDS, arrival_number),
-            rules=TokenRules.of(submit.params, submit.prompt_token_ids, submit.prior_token_ids),
+            rules=rules,
             root_hash=root_hash(submit.cache_salt),
             arrival_seconds=submit.arrival_seconds,
             deadline_seconds=submit.deadline_seconds,
             pooling=submit.pooling,
+            lookup=PromptLookup(max_draft_tokens) if drafts else None,
         )

@@ -235,7 +235,7 @@ def test_phases_are_timed() -> None:
     engine.submit(make_submit("b", [2], max_tokens=0))
     (event,) = engine.step().events
     assert event.finish is not None
-    assert (event.finish.prefill_seconds, event.finish.decode_seconds) == (0.0, 0.0)
+    assert event.finish.prefill_seconds > 0.0 == event.finish.decode_seconds
 
 
 def test_engine_config_refuses_what_cannot_work() -> None:

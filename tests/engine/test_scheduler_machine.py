@@ -19,9 +19,11 @@ from tests.engine.fakes import CONTEXT, EOS, expected_tokens, make_engine, make_
 class EngineMachine(RuleBasedStateMachine):
     """Requests arrive, are cancelled and resubmitted while steps go on."""
 
+    max_draft_tokens = 0
+
     def __init__(self) -> None:
         super().__init__()
-        self.engine, self.runner = make_engine()
+        self.engine, self.runner = make_engine(max_draft_tokens=self.max_draft_tokens)
         self.live: dict[str, Submit] = {}
         self.drawn: dict[str, list[int]] = {}
         self.waited: dict[str, int] = {}
@@ -134,5 +136,13 @@ class EngineMachine(RuleBasedStateMachine):
         assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, 14)
 
 
+class DraftingMachine(EngineMachine):
+    """The same where what may follow is guessed."""
+
+    max_draft_tokens = 4
+
+
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestDraftingEngine = DraftingMachine.TestCase
+TestDraftingEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

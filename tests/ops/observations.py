@@ -32,6 +32,9 @@ STEP = StepStats(
     num_prefix_queries=56,
     num_prefix_hits=32,
     num_preemptions=1,
+    num_drafts=2,
+    num_draft_tokens=7,
+    num_accepted_tokens=5,
     step_seconds=0.0625,
 )
 
@@ -106,6 +109,9 @@ _STEPPED = (
         "prefix_cache_queries_total": 56,
         "prefix_cache_hits_total": 32,
         "num_preemptions_total": 1,
+        "spec_decode_num_drafts_total": 2,
+        "spec_decode_num_draft_tokens_total": 7,
+        "spec_decode_num_accepted_tokens_total": 5,
         "engine_busy_seconds_total": 0.0625,
     }
     | _once("batch_size", 4)

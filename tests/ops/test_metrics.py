@@ -41,6 +41,9 @@ VLLM_FAMILIES = {
     "num_requests_running",
     "num_requests_waiting",
     "num_preemptions",
+    "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
     "prompt_tokens",
     "generation_tokens",
     "prompt_tokens_cached",
@@ -124,6 +127,9 @@ def test_a_step_without_prompts_leaves_the_prompt_counters(metrics: Metrics) -> 
             num_prefix_queries=0,
             num_prefix_hits=0,
             num_preemptions=0,
+            num_drafts=0,
+            num_draft_tokens=0,
+            num_accepted_tokens=0,
             step_seconds=0.03125,
         )
     )

@@ -1,0 +1,156 @@
+"""Drafts change how many steps a text takes, and nothing of the text."""
+
+import itertools
+import random
+
+import pytest
+
+from service.engine.prompt_lookup import PromptLookup
+from service.messages import FinishReason, Submit
+from tests.engine.fakes import make_submit
+from tests.engine.test_parity import EOS, TOKENIZER, Run
+from tests.model.configs import VARIANTS
+
+POEM = TOKENIZER.encode("The fox and the crow. The fox and the grapes. The fox and the")
+
+
+def test_what_followed_before_is_drafted_the_last_time_first() -> None:
+    lookup = PromptLookup(3)
+    assert lookup.draft([1, 2, 3, 9, 1, 2, 4, 8, 7, 1, 2], 3) == (4, 8, 7)
+    assert PromptLookup(2).draft([1, 2, 3, 9, 1, 2], 8) == (3, 9)
+    assert PromptLookup(8).draft([1, 2, 3, 9, 1, 2], 1) == (3,)
+    assert PromptLookup(8).draft([1, 2, 3, 9, 1, 2], 0) == ()
+    assert PromptLookup(8).draft([1, 2, 3, 4], 8) == ()
+    assert PromptLookup(8).draft([1], 8) == ()
+
+
+def test_a_longer_run_of_tokens_says_more_than_a_later_one() -> None:
+    assert PromptLookup(2).draft([5, 6, 1, 2, 30, 40, 9, 1, 2, 50, 60, 5, 6, 1, 2], 2) == (30, 40)
+
+
+def test_what_repeats_itself_goes_on() -> None:
+    assert PromptLookup(4).draft([7, 7, 7], 4) == (7, 7, 7, 7)
+    assert PromptLookup(4).draft([1, 2, 1, 2], 4) == (1, 2, 1, 2)
+
+
+def test_tokens_that_come_later_are_known() -> None:
+    lookup = PromptLookup(4)
+    ids = [1, 2, 3]
+    assert lookup.draft(ids, 4) == ()
+    ids += [9, 1, 2]
+    assert lookup.draft(ids, 4) == (3, 9, 1, 2)
+
+
+def test_drafts_grow_with_success_and_pause_after_failure() -> None:
+    lookup, ids = PromptLookup(16), [1, 2] * 4
+    assert len(lookup.draft(ids, 99)) == 4
+    lookup.judge(len(ids) + 5, 4, 4)
+    assert len(lookup.draft(ids, 99)) == 9
+    lookup.judge(len(ids), 9, 0)
+    assert lookup.draft(ids, 99) == ()
+    ids += [1]
+    assert len(lookup.draft(ids, 99)) == 4
+    lookup.judge(len(ids), 4, 0)
+    pauses = 0
+    while not lookup.draft(ids, 99):
+        ids += [1, 2] if len(ids) % 2 else [2]
+        pauses += 1
+    assert pauses > 0
+
+
+def repetitive(count: int, seed: int) -> list[Submit]:
+    """Prompts that repeat themselves, and draws that mostly do."""
+    rng = random.Random(seed)
+    made = []
+    for number in range(count):
+        run = [rng.randrange(EOS) for _ in range(rng.randint(1, 4))]
+        prompt = (run * 20)[: rng.randint(2, 30)]
+        changes = {"temperature": 0.0} if number % 3 else {"temperature": 0.7, "top_k": 3}
+        made.append(
+            make_submit(
+                f"s{number}",
+                prompt,
+                max_tokens=rng.randint(1, 64 - len(prompt)),
+                seed=rng.randrange(2**64),
+                ignore_eos=number % 2 == 0,
+                min_tokens=0,
+                stop_token_ids=tuple(rng.sample(range(EOS), 3)) if number % 5 == 0 else (),
+                logprobs=number % 2,
+                **changes,
+            )
+        )
+    return made
+
+
+LIMITS: tuple[dict[str, int], ...] = ({}, {"num_blocks": 24, "enable_prefix_cache": False}, {"max_batched_tokens": 18})
+
+
+@pytest.mark.parametrize(("name", "limits"), list(zip(VARIANTS, itertools.cycle(LIMITS), strict=False)))
+def test_the_text_is_that_without_drafts(name: str, limits: dict[str, int]) -> None:
+    submits = repetitive(14, seed=len(name))
+    plain, drafting = Run(name, **limits), Run(name, **limits, max_draft_tokens=6)
+    for run in (plain, drafting):
+        run.drive(submits)
+        run.check(submits)
+    for submit in submits:
+        scored = [
+            [entry for delta in run.deltas[submit.uid] for entry in delta.logprobs or ()] for run in (plain, drafting)
+        ]
+        assert [entry.token_id for entry in scored[1]] == [entry.token_id for entry in scored[0]]
+        for ours, theirs in zip(*scored, strict=True):
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+    assert not any(stats.num_draft_tokens for stats in plain.stats)
+    accepted = sum(stats.num_accepted_tokens for stats in drafting.stats)
+    assert 0 < accepted <= sum(stats.num_draft_tokens for stats in drafting.stats)
+    for run in (plain, drafting):
+        told = sum(len(delta.token_ids) for deltas in run.deltas.values() for delta in deltas)
+        assert sum(stats.num_completion_tokens for stats in run.stats) == told
+
+
+def test_a_text_that_repeats_itself_takes_fewer_steps() -> None:
+    submit = make_submit("a", [5, 6] * 4, max_tokens=40, temperature=0.0, logit_bias=(), ignore_eos=True)
+    steps = []
+    for max_draft_tokens in (0, 8):
+        run = Run("gpt2", max_draft_tokens=max_draft_tokens)
+        run.drive([submit])
+        run.check([submit])
+        steps.append(len(run.stats))
+    assert steps[1] < steps[0] == 40
+
+
+def test_nothing_comes_after_a_stop_string_within_a_draft() -> None:
+    """The ids told are those whose text is told, and the reason is the stop string."""
+    plain = Run("gpt2")
+    free = make_submit("a", POEM, max_tokens=24, temperature=0.0, ignore_eos=True)
+    plain.drive([free])
+    text = plain.text("a")
+    for length in range(2, 12):
+        stop = text[length : length + 2]
+        runs = [Run("gpt2"), Run("gpt2", max_draft_tokens=8)]
+        for run in runs:
+            run.drive([make_submit("a", POEM, max_tokens=24, temperature=0.0, ignore_eos=True, stop=(stop,))])
+        expected, found = runs
+        assert found.text("a") == expected.text("a")
+        assert found.token_ids("a") == expected.token_ids("a")
+        finishes = [run.deltas["a"][-1].finish for run in runs]
+        assert all(finish is not None for finish in finishes)
+        assert {(f.reason, f.stop_reason, f.num_completion_tokens) for f in finishes if f} == {
+            (FinishReason.STOP, stop, len(expected.token_ids("a")))
+        }
+
+
+@pytest.mark.parametrize(
+    "changes", [{"frequency_penalty": 0.5}, {"bad_word_ids": ((1, 2),)}, {"repetition_penalty": 1.1}]
+)
+def test_what_depends_on_earlier_draws_is_not_drafted(changes: dict[str, object]) -> None:
+    run = Run("gpt2", max_draft_tokens=8)
+    run.drive([make_submit("a", [5, 6] * 4, max_tokens=30, temperature=0.0, ignore_eos=True, **changes)])
+    assert not any(stats.num_drafts for stats in run.stats)
+
+
+def test_nothing_is_drafted_before_the_text_may_end() -> None:
+    submit = make_submit("a", [5, 6] * 4, max_tokens=30, min_tokens=20, temperature=0.0)
+    run = Run("gpt2", max_draft_tokens=8)
+    run.drive([submit])
+    run.check([submit])
+    assert not any(stats.num_drafts for stats in run.stats[:20])

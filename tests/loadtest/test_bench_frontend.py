@@ -1,0 +1,57 @@
+"""The bench of the way to the client: a real service, whose engine computes nothing."""
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+
+from loadtest import bench_frontend
+from loadtest.instant_engine import InstantEngine
+from service.messages import FinishReason
+from tests.service.sequences import make_submit
+
+
+@pytest.mark.slow
+def test_every_token_arrives_and_nothing_is_left_behind(checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "frontend.json"
+    arguments = ["--checkpoint", str(checkpoint), "--out", str(out), "--streams", "1", "4", "--repeats", "2"]
+    assert bench_frontend.main([*arguments, "--requests-per-stream", "2", "--output-tokens", "30"]) == 0
+    assert not [child for child in psutil.Process().children(recursive=True) if "serve" in child.cmdline()]
+    result = json.loads(out.read_text())
+    assert {"commit", "machine", "versions", "command", "other_work_cores"} <= set(result)
+    assert [(level["num_streams"], level["num_requests"], level["num_tokens"]) for level in result["levels"]] == [
+        (1, 2, 30),
+        (4, 8, 30),
+    ]
+    for level in result["levels"]:
+        on_one_core, us_per_token = (
+            level[name]["values"] for name in ("tokens_per_second_on_one_core", "cpu_us_per_token")
+        )
+        assert [1e6 / each for each in on_one_core] == pytest.approx(us_per_token)
+        assert len(level["tokens_per_second"]["values"]) == 2
+
+
+def test_a_service_that_cannot_start_is_reported_with_its_own_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench_frontend.main(["--checkpoint", str(tmp_path)]) == 1
+    assert "neither config.json nor manifest.json" in capsys.readouterr().err
+
+
+def test_the_engine_gives_each_sequence_its_tokens_and_one_ending() -> None:
+    engine = InstantEngine(token_id=5)
+    for uid, count in (("a", 1), ("b", 3), ("c", 9)):
+        engine.submit(make_submit(uid, max_tokens=count))
+    told: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+    for step in range(4):
+        result = engine.step()
+        assert result.stats.num_completion_tokens == len(result.events) == (3, 2, 2, 1)[step]
+        for event in result.events:
+            assert event.index == len(told[event.uid])
+            told[event.uid] += event.token_ids
+            assert (event.finish is not None) == (len(told[event.uid]) == {"a": 1, "b": 3}.get(event.uid))
+            assert event.finish is None or event.finish.reason is FinishReason.LENGTH
+    engine.cancel("c")
+    assert not engine.has_work
+    assert told == {"a": [5], "b": [5] * 3, "c": [5] * 4}
