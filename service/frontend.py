@@ -65,12 +65,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self._metrics = metrics
         self._tokenizer = tokenizer = serving.tokenizer
         self.model_name = serving.model_name
-        self._card = responses.ModelCard(
-            id=self.model_name,
-            created=serving.manifest.created_seconds,
-            owned_by="kvasir",
-            max_model_len=serving.max_context_length,
-        )
+        self._card = _model_card(serving)
         admission = Admission(
             max_num_running=settings.max_num_running,
             max_waiting_requests=settings.max_waiting_requests,
@@ -326,6 +321,15 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self._hello = hello
         if self._lifecycle.phase.value < Phase.DRAINING:
             self._metrics.set_engine_state(EngineState.READY)
+
+
+def _model_card(serving: Serving) -> responses.ModelCard:
+    return responses.ModelCard(
+        id=serving.model_name,
+        created=serving.manifest.created_seconds,
+        owned_by="kvasir",
+        max_model_len=serving.max_context_length,
+    )
 
 
 class Sink:

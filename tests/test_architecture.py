@@ -32,7 +32,11 @@ ENGINE_SIDE = {
     "service/commands/train.py",
 }
 # The worker's module is imported by main too, so it takes torch where LitServe calls it, in its own process.
-IMPORTS_LATE = {("service/worker.py", "setup")}
+IMPORTS_LATE = {
+    ("service/worker.py", "setup"),
+    ("service/worker.py", "build"),
+    ("loadtest/instant_engine.py", "build"),
+}
 TORCH_FREE = [
     "service.frontend",
     "service.server",
