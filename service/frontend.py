@@ -50,14 +50,7 @@ _PLAYGROUND = Path(__file__).parent / "playground" / "index.html"
 class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
     """The routes, and the state of one API process."""
 
-    def __init__(
-        self,
-        settings: ServeSettings,
-        *,
-        serving: Serving,
-        lifecycle: Lifecycle,
-        metrics: Metrics,
-    ) -> None:
+    def __init__(self, settings: ServeSettings, *, serving: Serving, lifecycle: Lifecycle, metrics: Metrics) -> None:
         super().__init__()
         self.api_path = API_PATH
         self._settings = settings
