@@ -139,7 +139,7 @@ class Embeddings:
 
     def _too_long(self, num_tokens: str) -> ContextLengthExceeded:
         return ContextLengthExceeded(
-            f"this model's context is {self._planner.max_context_length} tokens, but a text has {num_tokens}; "
+            f"this model's maximum context length is {self._planner.max_context_length} tokens, but a text has {num_tokens}; "
             "shorten it, or cut it by truncate_prompt_tokens",
             param="input",
         )

@@ -273,7 +273,7 @@ class Planner:
 
     def _over_context(self, num_prompt_tokens: str, max_tokens: int, param: str) -> ContextLengthExceeded:
         return ContextLengthExceeded(
-            f"this model's context is {self.max_context_length} tokens, but the prompt has {num_prompt_tokens} "
+            f"this model's maximum context length is {self.max_context_length} tokens, but the prompt has {num_prompt_tokens} "
             f"and max_tokens is {max_tokens}",
             param=param,
         )

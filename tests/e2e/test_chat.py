@@ -235,7 +235,7 @@ def test_defaults_of_the_checkpoint_act_and_are_shown(tmp_path: Path) -> None:
     assert printed["end_of_text"].startswith("<|im_end|> (")
     assert printed["begin_of_text"] == "none"
     assert card["max_model_len"] == 200
-    assert "context is 200 tokens" in too_long.json()["error"]["message"]
+    assert "context length is 200 tokens" in too_long.json()["error"]["message"]
     with serving(checkpoint, tmp_path, "--no-generation-config") as service:
         plain = say(service, HELLO, **seeded, max_tokens=24)
         assert service.complete("Once", **seeded)["usage"]["completion_tokens"] == 16

@@ -100,7 +100,7 @@ def test_a_text_is_cut_where_the_request_wants_it(client: TestClient, queue: Ech
         ({"input": [1, "a"]}, 400, "input", "input must be a string, a list of strings, token ids"),
         ({"input": ["a"] * 4097}, 400, "input", "up to 4096"),
         ({"input": [9, 274]}, 400, "input", "token id 274 is out of vocabulary"),
-        ({"input": ["b", "a" * 257]}, 400, "input", "context is 256 tokens, but a text has 257; shorten it"),
+        ({"input": ["b", "a" * 257]}, 400, "input", "context length is 256 tokens, but a text has 257; shorten it"),
         ({"input": "a" * 1_000_000}, 400, "input", "but a text has at least"),
         ({"input": "a", "model": "other"}, 404, "model", "does not exist"),
         ({"input": "a", "dimensions": 0}, 400, "dimensions", "must be greater than or equal to 1"),
