@@ -17,6 +17,7 @@ bench_engine      `kvasir bench`: the engine in-process over batch size and prom
 service_process   `kvasir serve` as a child process, and what /proc says about it
 bench_service     the running service against the engine, start time, idle cost, footprint
 instant_engine    an engine that computes nothing, in the worker of a real service
+bench_speculation  drafts by prompt lookup: what they save, and cost
 bench_frontend    that service: what HTTP, JSON and queues cost a token
 performance_page  docs/performance.md from docs/results/*.json
 attention_rows    the mechanisms of attention: a recipe each, and what it changes

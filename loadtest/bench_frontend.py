@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ from loadtest.spread import Spread
 from loadtest.sse_client import AsyncClient, Target
 from loadtest.workload import CompletionRequest
 
+# The kernel counts CPU time in ticks: a load that takes less than one has taken one.
+_TICK_SECONDS = 1.0 / os.sysconf("SC_CLK_TCK")
 _FIRST_REQUEST = CompletionRequest(index=0, prompt="Once upon a time", max_tokens=1, temperature=0.0)
 
 
@@ -56,7 +59,7 @@ def measure(service: ServiceProcess, load: Load) -> tuple[float, bench_http.Run]
     processes = service.api_processes()
     before = cpu_seconds(processes)
     run = asyncio.run(_ask(service.target, load))
-    spent = cpu_seconds(processes) - before
+    spent = max(cpu_seconds(processes) - before, _TICK_SECONDS)
     for outcome in run.outcomes:
         if outcome.ending is not Ending.OK or outcome.completion_tokens != load.num_tokens:
             raise ServiceFailed(f"request {outcome.index}: {outcome.ending.value}: {outcome.detail}")
