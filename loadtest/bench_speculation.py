@@ -3,8 +3,8 @@
     python -m loadtest.bench_speculation --checkpoint checkpoints/NAME --out docs/results/speculation.json
 
 Two engines in this process, one with drafts and one without, answer the same requests in turn. "Repetitive" prompts
-hold a passage twice and its beginning a third time, and are continued greedily; "sampled" ones are passages continued at
-temperature 1, where the next token is anybody's guess. Both must give the same tokens: that is counted, too.
+hold a passage twice and its beginning a third time, and are continued greedily; "sampled" ones are passages continued
+at temperature 1, where the next token is anybody's guess. Both must give the same tokens: that is counted, too.
 """
 
 import argparse
