@@ -1,6 +1,6 @@
 # Everything a fresh machine needs is made by these targets: Python 3.11+ and make are enough.
 PYTHON ?= python3
-CHECKPOINT ?= checkpoints/stories-7m
+CHECKPOINT ?= checkpoints/kvasir-9m
 HOST ?= 127.0.0.1
 PORT ?= 8000
 BIN := .venv/bin
@@ -24,8 +24,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 serve: install ## serve the shipped model on http://127.0.0.1:8000; another by CHECKPOINT=DIR, elsewhere by PORT=N and HOST=ADDRESS
 	$(BIN)/kvasir serve --checkpoint $(CHECKPOINT) --host $(HOST) --port $(PORT)
 
-test: install ## every test
-	$(BIN)/python -m pytest
+test: install ## every test, a file at a time on each of up to four cores
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 test-clients: install $(CLIENTS_INSTALLED) $(CLIENTS)/node/.installed ## every client of docs/clients.md against a live server; each gets an environment of its own (4 GB)
 	$(BIN)/python -m pytest -q tests/clients

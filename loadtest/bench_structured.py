@@ -188,7 +188,7 @@ def vocabularies() -> list[Tokenizer]:
         path = Path(directory) / "o200k_base.tiktoken"
         path.write_bytes(lzma.decompress(packed))
         largest = load_published_ranks(path)
-    return [load_tokenizer(_ROOT / "checkpoints/stories-7m"), largest]
+    return [load_tokenizer(_ROOT / "checkpoints/kvasir-9m"), largest]
 
 
 def _processor_ms(call: Callable[[], Any], repeats: int) -> float:

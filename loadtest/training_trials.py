@@ -33,20 +33,22 @@ OUT = ROOT / "docs" / "results" / "trials.json"
 # Small enough for minutes on two cores; its shape is the recipe's.
 _SMALL_MODEL = {"num_layers": 4, "hidden_size": 192, "num_heads": 3, "num_kv_heads": 1, "mlp_size": 512}
 _SMALL_RUN: dict[str, Any] = {
-    "batch_size": 4, "steps": 400, "warmup_steps": 40, "decay_steps": 120, "chat_steps": 0, "evaluate_every": 10_000,
+    "batch_size": 4, "steps": 300, "warmup_steps": 30, "decay_steps": 90, "chat_steps": 0, "evaluate_every": 10_000,
 }  # fmt: skip
 # What each trial changes: of the run, and under "model" of the model. "muon" is neither's: AdamW for all.
 TRIALS: Mapping[str, Mapping[str, Any]] = {
     "base": {},
     "another seed": {"seed": 2},
     "a stream, no document mask": {"mask_documents": False},
-    "AdamW alone, the same rate for all": {"muon": False},
+    "AdamW alone": {"muon": False},
+    "AdamW alone, half its rate": {"muon": False, "adam_lr": 3e-3},
+    "AdamW alone, a quarter of its rate": {"muon": False, "adam_lr": 1.5e-3},
     "half the rates": {"matrix_lr": 5e-3, "adam_lr": 3e-3},
     "twice the rates": {"matrix_lr": 2e-2, "adam_lr": 1.2e-2},
-    "half the batch, twice the steps": {"batch_size": 2, "steps": 800, "warmup_steps": 80, "decay_steps": 240},
-    "twice the batch, half the steps": {"batch_size": 8, "steps": 200, "warmup_steps": 20, "decay_steps": 60},
+    "half the batch, twice the steps": {"batch_size": 2, "steps": 600, "warmup_steps": 60, "decay_steps": 180},
+    "twice the batch, half the steps": {"batch_size": 8, "steps": 150, "warmup_steps": 15, "decay_steps": 45},
     "no decay": {"decay_steps": 0},
-    "a decay over the whole run": {"decay_steps": 360},
+    "a decay over the whole run": {"decay_steps": 270},
     "no QK-norm": {"model": {"qk_norm": False}},
     "multi-head attention": {"model": {"num_kv_heads": 3}},
     "one head of 192": {"model": {"num_heads": 1, "head_dim": 192}},

@@ -123,8 +123,11 @@ def save_shard(tensors: dict[str, torch.Tensor], path: Path, *, metadata: dict[s
     path.chmod(0o644)
 
 
-def check_writable(directory: Path) -> None:
+def check_writable(directory: Path, *, may_replace: bool = True) -> None:
     """Make the directory, unless it is there; refuse one whose files are not a checkpoint's.
+
+    Args:
+        may_replace: whether it may hold a finished checkpoint.
 
     Raises:
         CheckpointError: it is a file, cannot be written, or holds what saving might overwrite.
@@ -137,3 +140,5 @@ def check_writable(directory: Path) -> None:
         raise CheckpointError(f"{directory}: cannot be written; choose another directory")
     if any(directory.iterdir()) and not (directory / MANIFEST_FILE).is_file():
         raise CheckpointError(f"{directory}: holds files and no {MANIFEST_FILE}; choose an empty or a new directory")
+    if not may_replace and (directory / MANIFEST_FILE).is_file():
+        raise CheckpointError(f"{directory}: holds a finished model, of another run; choose a new directory")

@@ -40,8 +40,8 @@ def _run(name: str, argv: list[str]) -> int:
     # each other. By default they spin, and then one busy neighbour, such as our own API process, makes a step of two
     # threads on two cores a hundred times slower (measured: 540 ms instead of 6).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    module = importlib.import_module(COMMANDS[name][0])
     try:
+        module = importlib.import_module(COMMANDS[name][0])
         code: int = module.main(argv)
         sys.stdout.flush()
     except BrokenPipeError:  # `kvasir inspect | head`

@@ -139,8 +139,8 @@ class Embeddings:
 
     def _too_long(self, num_tokens: str) -> ContextLengthExceeded:
         return ContextLengthExceeded(
-            f"this model's maximum context length is {self._planner.max_context_length} tokens, but a text has {num_tokens}; "
-            "shorten it, or cut it by truncate_prompt_tokens",
+            f"this model's maximum context length is {self._planner.max_context_length} tokens, "
+            f"but a text has {num_tokens}; shorten it, or cut it by truncate_prompt_tokens",
             param="input",
         )
 

@@ -90,7 +90,11 @@ def _parser(kind: type[BaseSettings], command: str, summary: str, epilog: str) -
         title = str(extra["group"])
         group = groups[title] if title in groups else groups.setdefault(title, parser.add_argument_group(title))
         required, is_switch = field.is_required(), field.annotation is bool
-        default = "" if required or field.default in (None, False, ()) else f" (default: {field.default})"
+        default = (
+            ""
+            if required or any(field.default is none for none in (None, False)) or field.default == ()
+            else f" (default: {field.default})"
+        )
         group.add_argument(
             flag_of(name),
             dest=name,

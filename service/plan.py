@@ -273,8 +273,8 @@ class Planner:
 
     def _over_context(self, num_prompt_tokens: str, max_tokens: int, param: str) -> ContextLengthExceeded:
         return ContextLengthExceeded(
-            f"this model's maximum context length is {self.max_context_length} tokens, but the prompt has {num_prompt_tokens} "
-            f"and max_tokens is {max_tokens}",
+            f"this model's maximum context length is {self.max_context_length} tokens, "
+            f"but the prompt has {num_prompt_tokens} and max_tokens is {max_tokens}",
             param=param,
         )
 

@@ -8,6 +8,12 @@ import torch
 from tests.tiny_model import save_tiny_checkpoint
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Where tests run beside each other, a thread of torch's each: threads that share a core wait for each other."""
+    if hasattr(config, "workerinput"):
+        torch.set_num_threads(1)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a CUDA device, leave out what is marked `gpu`; the summary counts it as deselected."""
     if torch.cuda.is_available():

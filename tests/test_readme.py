@@ -1,5 +1,6 @@
 """The README's commands run as they stand, against a real service on the shipped model; docs/training.md's, too."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = (ROOT / "README.md").read_text()
 TRAINING = (ROOT / "docs" / "training.md").read_text()
-CHECKPOINT = ROOT / "checkpoints" / "stories-7m"
+CHECKPOINT = ROOT / "checkpoints" / "kvasir-9m"
 URL = "http://127.0.0.1:8000"
 
 
@@ -57,6 +58,25 @@ def test_commands_that_need_the_model(service: Service, command: str) -> None:
     output = shell(command, service.url)
     assert output.strip()
     assert '"error"' not in output
+
+
+@pytest.mark.slow
+def test_it_is_talked_to(service: Service) -> None:
+    """The conversation's answer has words, and ends because the model ends it."""
+    (command,) = [command for command in RUNNABLE if "/v1/chat/completions" in command]
+    (choice,) = json.loads(shell(command, service.url))["choices"]
+    assert choice["message"]["role"] == "assistant"
+    assert re.search(r"[a-z]{2}", choice["message"]["content"])
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.slow
+def test_the_story_comes_token_by_token(service: Service) -> None:
+    (command,) = [command for command in RUNNABLE if '"stream": true' in command]
+    *events, end = shell(command, service.url).strip().split("\n\n")
+    assert end == "data: [DONE]"
+    told = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
+    assert sum(text != "" for text in told) > 50
 
 
 @pytest.mark.parametrize("command", TEXT_ONLY)
@@ -114,7 +134,7 @@ def test_there_is_something_to_run() -> None:
     assert len(RUNNABLE) >= 3
     assert len(TEXT_ONLY) >= 1
     assert len(BRING_YOUR_OWN) >= 3
-    assert blocks("python")
+    assert any("chat.completions.create" in code for code in blocks("python"))
 
 
 def test_make_targets_exist() -> None:

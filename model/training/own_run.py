@@ -91,7 +91,7 @@ def train_own_text(
     # Where these lie in a directory of texts, they are none of them.
     text = read_own_text(wish.corpora, apart=(directory, settings.checkpoint))
     _remove_half_written(directory, settings.checkpoint)
-    check_writable(settings.checkpoint)
+    check_writable(settings.checkpoint, may_replace=(directory / "state").exists())
     if not (directory / RECIPE_FILE).exists():
         (directory / _CLOCK_FILE).unlink(missing_ok=True)  # of an attempt that led to nothing
     clock = Clock(directory / _CLOCK_FILE, wish.began)
@@ -184,7 +184,7 @@ def _prepared(wish: Wish, settings: RunSettings, text: OwnText, clock: Clock, re
         num_held_out_tokens=int(num_bytes(held_out) / bytes_a_token),
         may_compile=settings.compile,
         prompts=tuple(_prompt(document) for document in (held_out or kept)[:_PROMPTS]),
-        description=f"It goes on with texts in the manner of {_names(text)}, of which it has seen nothing else.",
+        description=f"It goes on with texts in the manner of {_names(text)}: it has seen no others.",
     )
 
     def measure(config: TrainConfig) -> float:

@@ -99,7 +99,7 @@ def train(
         ValueError: the loss is no longer a number; the last save is from before.
     """
     check_sources(config.sources)
-    check_writable(settings.checkpoint)
+    check_writable(settings.checkpoint, may_replace=(settings.run_directory / "state").exists())
     report(_beginning(config, settings))
     with locked(settings.run_directory):
         return _train(config, settings, report, should_stop, complete)

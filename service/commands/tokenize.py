@@ -35,8 +35,9 @@ def main(argv: Sequence[str]) -> int:
         print(*token_ids)
         return 0
     for token_id in token_ids:
-        print(f"{token_id:>8}  {token_name(tokenizer, token_id)!r}")
+        name = token_name(tokenizer, token_id)
+        print(f"{token_id:>8}  {name if name.startswith('bytes:') else repr(name)}")
     size, num_text = len(text.encode("utf-8", "surrogateescape")), len(token_ids) - len(begin)
-    mark = " (1 begins every prompt)" if begin else ""
-    print(f"{len(token_ids)} tokens{mark}, {size} bytes, {size / max(1, num_text):.2f} bytes a token of text")
+    told = f"{len(token_ids)} token{'' if len(token_ids) == 1 else 's'}{' (1 begins every prompt)' if begin else ''}"
+    print(f"{told}, {size} bytes, {size / max(1, num_text):.2f} bytes a token of text")
     return 0

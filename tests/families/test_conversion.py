@@ -24,21 +24,21 @@ from tests.families.nanogpt import ARGUMENTS, random_state, write_checkpoint
 from tests.families.test_nanogpt import Evil, meta
 from tests.families.tokenizer_files import write_byte_level
 
-SHIPPED = Path(__file__).parents[2] / "checkpoints" / "stories-7m"
+SHIPPED = Path(__file__).parents[2] / "checkpoints" / "kvasir-9m"
 STORY = "Once upon a time, there was a little dog named Max. He loved to run in the park with his friend Lily."
 PICKLE = "pytorch_model.bin"
 
 
 def test_the_library_computes_the_shipped_model_alike(tmp_path: Path) -> None:
     """Our own training, our own tokenizer, and another implementation of both: the same ids, the same logits."""
-    manifest = export_checkpoint(SHIPPED, tmp_path / "stories")
+    manifest = export_checkpoint(SHIPPED, tmp_path / "exported")
     assert manifest.config == read_manifest(SHIPPED).config
     ids = load_tokenizer(SHIPPED).encode(STORY)
-    library_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "stories", local_files_only=True)
+    library_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported", local_files_only=True)
     assert library_tokenizer.encode(STORY, add_special_tokens=False) == ids
     with torch.no_grad():
-        theirs = read_by_library(tmp_path / "stories")(torch.tensor([ids])).logits[0]
-    for directory in (SHIPPED, tmp_path / "stories"):
+        theirs = read_by_library(tmp_path / "exported")(torch.tensor([ids])).logits[0]
+    for directory in (SHIPPED, tmp_path / "exported"):
         ours = load(directory)(torch.tensor(ids), AttentionMetadata.uncached((len(ids),)), None)
         assert float((ours - theirs).abs().max() / theirs.abs().max()) <= 1e-5
 

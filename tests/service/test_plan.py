@@ -88,7 +88,9 @@ def test_seeds_are_repeatable_and_different_for_each_sample(planner: Planner) ->
 
 def test_a_request_over_the_context_is_refused_with_both_numbers(planner: Planner) -> None:
     assert len(plan(planner, prompt="a" * 60, max_tokens=4)) == 1
-    with pytest.raises(ContextLengthExceeded, match="context length is 64 tokens, but the prompt has 60 and max_tokens is 5"):
+    with pytest.raises(
+        ContextLengthExceeded, match="context length is 64 tokens, but the prompt has 60 and max_tokens is 5"
+    ):
         plan(planner, prompt="a" * 60, max_tokens=5)
     with pytest.raises(ContextLengthExceeded, match="the prompt has 65"):
         plan(planner, prompt=[97] * 65, max_tokens=0)
