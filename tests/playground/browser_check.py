@@ -31,7 +31,7 @@ DESK = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844, "phone": True}
 SHOT_STATE = "#seed=11&max_tokens=120&logprobs=on"
 SHOT_TOKEN = 40
-SHOT_LOOK = {"layer": "1", "head": "2"}  # of the shipped model: the head whose " it" looks at " dog"
+SHOT_LOOK = {"layer": "4", "head": "1"}  # of the shipped model: the head whose " it" looks at " dog"
 SHOT_WORD = " it"
 
 # Spans that show another text than their token's; a token that is not whole characters has no text of its own.
