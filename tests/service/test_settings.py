@@ -51,7 +51,7 @@ def test_every_flag_of_the_contract_is_read() -> None:
         *("--max-context-length", "99", "--chat-template", "plain", "--no-generation-config"),
         *("--max-waiting-tokens", "11", "--api-keys-file", "k", "--no-open-probes", "--no-open-metrics"),
         *("--cors-origins", "https://a.b", "--model-alias", "x:1", "--model-alias", "y,z", "--max-prompts", "7"),
-        *("--embedding-pooling", "last"),
+        *("--embedding-pooling", "last", "--speculative-tokens", "8"),
     )
     assert settings.model_dump() == {
         "checkpoint": Path("c"),
@@ -80,6 +80,7 @@ def test_every_flag_of_the_contract_is_read() -> None:
         "open_metrics": False,
         "cors_origins": ("https://a.b",),
         "max_prompts": 7,
+        "speculative_tokens": 8,
         "embedding_pooling": "last",
         "max_waiting_requests": 9,
         "max_waiting_tokens": 11,
