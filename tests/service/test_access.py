@@ -96,8 +96,12 @@ def test_without_one_nobody_comes_in(headers: list[tuple[str, Any]], caplog: pyt
     assert "sk-" not in caplog.text
 
 
-def test_a_log_line_has_the_name_and_never_the_key(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG):
+def test_a_log_line_has_the_name_and_never_the_key(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Another test may have set up logging, as a process of the service does.
+    monkeypatch.setattr(logging.getLogger("service"), "propagate", True)
+    with caplog.at_level(logging.DEBUG, logger="service.access"):
         guarded().client.get("/v1/models", headers=bearer(KEY))
     assert "GET /v1/models: by the key of alice" in caplog.messages
     assert KEY not in caplog.text
