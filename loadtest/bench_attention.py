@@ -17,7 +17,7 @@ from typing import Any
 
 from loadtest.attention_speed import measure
 from loadtest.attention_training import collect, train_all
-from loadtest.provenance import provenance, quiet_or_warned
+from loadtest.provenance import provenance, quiet_or_warned, tell
 from model.manifest import CheckpointError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,9 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.out.is_file():
         both = json.loads(arguments.out.read_text(encoding="utf-8"))
     both[arguments.phase] = result
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(both, indent=1) + "\n", encoding="utf-8")
-    print(arguments.out)
+    tell(both, arguments.out)
     return 0
 
 

@@ -10,7 +10,6 @@ the same context: the ratio is what the engine leaves of it.
 
 import argparse
 import itertools
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ from rich.table import Table
 
 from loadtest.closed_loop import EngineRun, run_closed
 from loadtest.in_process import BareModel, InProcess
-from loadtest.provenance import provenance, quiet_or_warned
+from loadtest.provenance import provenance, quiet_or_warned, tell
 from loadtest.spread import Spread
 from loadtest.workload import tales
 from model.manifest import CheckpointError
@@ -252,9 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     Console().print(table(result))
     if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print(arguments.out)
+        tell(result, arguments.out)
     return 0
 
 

@@ -11,7 +11,6 @@ stream with a core of its own, whatever else the machine had to do. The clients 
 import argparse
 import asyncio
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from typing import Any
 from loadtest import bench_http
 from loadtest.instant_engine import serve_instantly
 from loadtest.outcome import Ending
-from loadtest.provenance import provenance, quiet_or_warned
+from loadtest.provenance import provenance, quiet_or_warned, tell
 from loadtest.service_process import ServiceFailed, ServiceProcess, cpu_seconds
 from loadtest.spread import Spread
 from loadtest.sse_client import AsyncClient, Target
@@ -118,13 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ServiceFailed as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
-    text = json.dumps(facts, indent=1) + "\n"
-    if arguments.out is None:
-        print(text, end="")
-    else:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(text, encoding="utf-8")
-        print(arguments.out)
+    tell(facts, arguments.out)
     return 0
 
 

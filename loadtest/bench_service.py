@@ -11,7 +11,6 @@ follows `--` goes to `kvasir serve`, and to the engine in this process likewise.
 import argparse
 import asyncio
 import itertools
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from loadtest.closed_loop import EngineRun, run_closed
 from loadtest.discovery import discover, fetch_json
 from loadtest.in_process import InProcess
 from loadtest.outcome import Ending
-from loadtest.provenance import provenance, quiet_or_warned
+from loadtest.provenance import provenance, quiet_or_warned, tell
 from loadtest.service_process import ServiceFailed, ServiceProcess, cpu_seconds, has_torch
 from loadtest.spread import Spread
 from loadtest.sse_client import AsyncClient, Target
@@ -272,13 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ServiceFailed as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
-    text = json.dumps(facts | result, indent=1) + "\n"
-    if arguments.out is None:
-        print(text, end="")
-        return 0
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(text, encoding="utf-8")
-    print(arguments.out)
+    tell(facts | result, arguments.out)
     return 0
 
 

@@ -8,7 +8,6 @@ at temperature 1, where the next token is anybody's guess. Both must give the sa
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.in_process import InProcess
-from loadtest.provenance import provenance, quiet_or_warned
+from loadtest.provenance import provenance, quiet_or_warned, tell
 from loadtest.spread import Spread
 from loadtest.workload import TALES_PATH
 from model.sampling_params import SamplingParams
@@ -137,13 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
-    text = json.dumps(facts, indent=1) + "\n"
-    if arguments.out is None:
-        print(text, end="")
-    else:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(text, encoding="utf-8")
-        print(arguments.out)
+    tell(facts, arguments.out)
     return 0
 
 

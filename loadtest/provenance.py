@@ -1,6 +1,7 @@
 """Where a figure comes from: commit, machine, versions, time, command. Without them it is worth nothing."""
 
 import importlib.metadata
+import json
 import math
 import os
 import platform
@@ -27,6 +28,17 @@ def provenance(program: str, arguments: Sequence[str]) -> dict[str, Any]:
         "machine": machine(),
         "versions": {"python": platform.python_version()} | _versions(),
     }
+
+
+def tell(result: dict[str, Any], out: Path | None) -> None:
+    """Write a result as JSON: to a file (its directory is made, its name printed), to standard output without one."""
+    text = json.dumps(result, indent=1) + "\n"
+    if out is None:
+        print(text, end="")
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text, encoding="utf-8")
+    print(out)
 
 
 def other_work(seconds: float = 1.0) -> float:

@@ -26,6 +26,7 @@ request_model    what every request is: strict, frozen, and nothing unknown in i
 structured/      structured output: what is asked for, and whether it can be followed
 bounded_process  a child process that works for strangers, within bounds
 template_process a process that renders chat templates within bounds
+turns            work done one piece at a time in a thread, and who waits for it
 chat             a conversation becomes token ids
 plan             a validated request becomes the sequences to compute
 token_rules      what a request says of single tokens: biases, penalties, words that may not come

@@ -1,8 +1,7 @@
 """From a conversation to the token ids of a prompt: template, control marks, tokenizer."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from model.chat_template import ChatTemplate
@@ -10,8 +9,9 @@ from model.control_marks import ControlMarks, ForbiddenText
 from model.template_sandbox import TemplateFailure
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from service.chat_schemas import Message
-from service.errors import EngineFailed, InvalidRequest, Overloaded
+from service.errors import EngineFailed, InvalidRequest
 from service.template_process import TemplateProcess
+from service.turns import Turns
 
 # How long a conversation may wait while others are rendered. Rendering takes milliseconds; a template that hangs takes
 # the processor time it may (`template_process.Limits`), and who waits for a crowd of those is told to come back.
@@ -39,12 +39,8 @@ class ChatPrompts:
         self._tokenizer = tokenizer
         self._marks = ControlMarks(tokenizer)
         self._process = None if template is None else TemplateProcess(template.source)
-        # One: the template's process does one at a time, and a slow template must not hold every thread there is.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="chat")
-        self._turn = asyncio.Lock()
-        self._num_waiting = 0
-        self._max_waiting = max_waiting
-        self._wait_seconds = wait_seconds
+        # The template's process does one at a time, and a slow template must not hold every thread there is.
+        self._turns = Turns("conversations", "the chat template", max_waiting=max_waiting, wait_seconds=wait_seconds)
 
     async def encode(
         self,
@@ -76,10 +72,7 @@ class ChatPrompts:
         more = {} if more is None else more
         if taken := [name for name in more if name in variables]:
             raise InvalidRequest(f"chat_template_kwargs: {taken[0]} is not yours to set", param="chat_template_kwargs")
-        await self._wait_for_turn()
-        rendering = asyncio.get_running_loop().run_in_executor(self._thread, self._encode, variables, more)
-        rendering.add_done_callback(lambda _: self._turn.release())
-        ids = await asyncio.shield(rendering)  # who leaves does not end it: the thread is busy until it is done
+        ids = await self._turns.run(partial(self._encode, variables, more))
         begin = self._tokenizer.bos_token_id
         if add_special_tokens and begin is not None and ids[:1] != [begin]:
             ids.insert(0, begin)
@@ -87,26 +80,9 @@ class ChatPrompts:
 
     def close(self) -> None:
         """End thread and process."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._turns.close()
         if self._process is not None:
             self._process.close()
-
-    async def _wait_for_turn(self) -> None:
-        if self._num_waiting >= self._max_waiting:
-            raise Overloaded(
-                f"{self._num_waiting} conversations wait for the chat template", retry_after_seconds=self._wait_seconds
-            )
-        self._num_waiting += 1
-        try:
-            async with asyncio.timeout(self._wait_seconds):
-                await self._turn.acquire()
-        except TimeoutError:
-            raise Overloaded(
-                f"the chat template was busy with other conversations for {self._wait_seconds:g} s",
-                retry_after_seconds=self._wait_seconds,
-            ) from None
-        finally:
-            self._num_waiting -= 1
 
     def _encode(self, variables: Mapping[str, Any], more: Mapping[str, Any]) -> list[int]:
         assert self._process is not None

@@ -162,9 +162,7 @@ class CompletionStream(Delivery):
         try:
             while self._num_unfinished:
                 arrived = await self._request.next_deltas()
-                # What is the prompt's comes with a choice's first event.
-                begin = self._unbegun.intersection([choice.index for choice, _ in arrived])
-                num_scores = sum(len(self._request.choices[index].prompt_logprobs) for index in begin)
+                num_scores = self._num_prompt_scores(arrived) if self._unbegun else 0
                 body = await _written(partial(self._events, arrived), num_scores) if arrived else KEEP_ALIVE
                 if body and not is_started:
                     is_started = True
@@ -182,6 +180,11 @@ class CompletionStream(Delivery):
             self._metrics.count_failure(error.status, error.type)
             await send({"type": "http.response.body", "body": encode_event(error.body()), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _num_prompt_scores(self, arrived: list[tuple[Choice, TokenDelta]]) -> int:
+        """What is the prompt's comes with a choice's first event."""
+        begin = self._unbegun.intersection([choice.index for choice, _ in arrived])
+        return sum(len(self._request.choices[index].prompt_logprobs) for index in begin)
 
     def _events(self, arrived: list[tuple[Choice, TokenDelta]]) -> bytes:
         """The events of these deltas, and the stream's end after the last choice's."""

@@ -92,7 +92,7 @@ def _parser(kind: type[BaseSettings], command: str, summary: str, epilog: str) -
         required, is_switch = field.is_required(), field.annotation is bool
         default = (
             ""
-            if required or any(field.default is none for none in (None, False)) or field.default == ()
+            if required or field.default is None or field.default is False or field.default == ()
             else f" (default: {field.default})"
         )
         group.add_argument(

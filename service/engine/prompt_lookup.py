@@ -5,6 +5,7 @@ github.com/apoorvumang/prompt-lookup-decoding). The model computes a draft's tok
 as it would have drawn there anyway, a function of seed and position; drafted tokens that were drawn save their passes,
 and what was drawn in place of the first wrong one counts. So nothing but the number of passes changes, also where
 draws are random: speculative decoding (Leviathan et al. 2023, arXiv 2211.17192) whose draws are fixed beforehand.
+(Within float rounding, which depends on the shape of a batch, as everywhere in the engine.)
 """
 
 from collections.abc import Sequence

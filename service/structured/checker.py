@@ -4,22 +4,22 @@ A grammar costs a millisecond, one that is written to cost more the processor ti
 crowd of those is told to come back.
 """
 
-import asyncio
 import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from model.tokenizer.interface import Tokenizer
 from service.bounded_process import BoundedProcess, ProcessEnded
-from service.errors import EngineFailed, InvalidRequest, Overloaded
+from service.errors import EngineFailed, InvalidRequest
 from service.journal import Choice
 from service.structured.formats import Wanted
+from service.turns import Turns
 
 WAIT_SECONDS = 5.0
 _MAX_REMEMBERED = 128
@@ -54,11 +54,9 @@ class GrammarChecker:
         self._tokenizer = tokenizer
         self._limits = Limits() if limits is None else limits
         self._process = BoundedProcess(["-c", _MAIN])
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-check")
-        self._turn = asyncio.Lock()
-        self._num_waiting = 0
-        self._max_waiting = max_waiting
-        self._wait_seconds = wait_seconds
+        self._turns = Turns(
+            "schemas and grammars", "the grammar compiler", max_waiting=max_waiting, wait_seconds=wait_seconds
+        )
         self._answers: OrderedDict[bytes, dict[str, str]] = OrderedDict()
 
     async def grammar(self, wanted: Wanted | None) -> str | None:
@@ -75,10 +73,7 @@ class GrammarChecker:
         key = hashlib.blake2b(json.dumps(order).encode()).digest()
         answer = self._answers.get(key)
         if answer is None:
-            await self._wait_for_turn()
-            asking = asyncio.get_running_loop().run_in_executor(self._thread, self._ask, order)
-            asking.add_done_callback(lambda _: self._turn.release())
-            answer = await asyncio.shield(asking)  # who leaves does not end it: the thread is busy until it is done
+            answer = await self._turns.run(partial(self._ask, order))
             self._answers[key] = answer
             if len(self._answers) > _MAX_REMEMBERED:
                 self._answers.popitem(last=False)
@@ -96,23 +91,8 @@ class GrammarChecker:
 
     def close(self) -> None:
         """End thread and process."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._turns.close()
         self._process.close()
-
-    async def _wait_for_turn(self) -> None:
-        busy = "schemas and grammars of others are being compiled"
-        if self._num_waiting >= self._max_waiting:
-            raise Overloaded(f"{busy}, {self._num_waiting} wait", retry_after_seconds=self._wait_seconds)
-        self._num_waiting += 1
-        try:
-            async with asyncio.timeout(self._wait_seconds):
-                await self._turn.acquire()
-        except TimeoutError:
-            raise Overloaded(
-                f"{busy}, for {self._wait_seconds:g} s by now", retry_after_seconds=self._wait_seconds
-            ) from None
-        finally:
-            self._num_waiting -= 1
 
     def _ask(self, order: dict[str, object]) -> dict[str, str]:
         if not self._process.is_running:
