@@ -93,8 +93,8 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
     """The end of a sequence and the facts of its life. Seconds; a phase that never began is 0.
 
     `stop_reason` is the stop string or stop token id that matched, None for end-of-text and length.
-    queue: arrival to first scheduled; prefill: to first token, or to the prompt's end where none is drawn; decode: to the
-    last token.
+    queue: arrival to first scheduled; prefill: to first token, or to the prompt's end where none is drawn; decode: to
+    the last token.
     """
 
     reason: FinishReason
