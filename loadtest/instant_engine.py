@@ -4,7 +4,7 @@ It stands in the worker of a real service, so that all around it can be measured
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from service import logs
@@ -41,8 +41,10 @@ class InstantEngine:
     def check_integrity(self) -> None:
         """There is nothing that could break."""
 
-    def step(self) -> "InstantResult":
-        """A token for everybody."""
+    def step(self, *, before: Callable[[list[str]], None] | None = None) -> "InstantResult":
+        """A token for everybody. `before` is told who that is."""
+        if before is not None:
+            before(list(self._live))
         events = [self._next(submit, done) for submit, done in list(self._live.values())]
         return InstantResult(events, len(self._live))
 

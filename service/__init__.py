@@ -33,6 +33,7 @@ token_rules      what a request says of single tokens: biases, penalties, words 
 truncation       prompts that are cut to a length
 admission        who may wait, and what the others are told
 journal          every unfinished request: what was submitted, what came back, who waits
+suspects         who may have killed a worker
 best_of          of each prompt's completions, those that are told
 delivery         a stream of server-sent events, or one body
 embedding_schemas the wire contract of texts as vectors
@@ -43,6 +44,7 @@ frontend         LitSpec: routes, tokenization, admission, SSE, cancel, replay
 lifecycle        what the processes must know of each other, in shared memory
 batch_completion many completions by the engine, without a server
 engine_builder   from settings and a checkpoint to an engine; what "auto" means here
+driver           what the worker's thread does at every turn
 worker           LitAPI builds the engine, LitLoop runs it, in one thread
 server           supervision and drain
 logs             one line each, the process named

@@ -22,15 +22,14 @@ from service.messages import (
     Finish,
     FinishReason,
     Hello,
+    Started,
     Submit,
     TokenDelta,
     TokenLogprob,
 )
+from service.suspects import GUILTY, Suspects
 
 logger = logging.getLogger(__name__)
-
-# A request that is there when a worker dies, twice without a token between, may be what kills it.
-MAX_DEATHS_WITHOUT_PROGRESS = 2
 
 _FAILURES = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.REFUSED)
 
@@ -55,7 +54,6 @@ class Choice:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
     has_started: bool = False
-    num_deaths: int = 0
     first_token_seconds: float | None = None
     last_token_seconds: float | None = None
 
@@ -112,8 +110,9 @@ class LiveRequest:
         self._wake.set()
 
     @property
-    def is_finished(self) -> bool:
-        return all(choice.finish is not None for choice in self.choices)
+    def has_failed(self) -> bool:
+        """Whether it ends with an error, told or not yet."""
+        return self._failure is not None
 
 
 class Journal:
@@ -140,6 +139,8 @@ class Journal:
         self._on_replay = on_replay
         self._choices: dict[str, tuple[LiveRequest, Choice]] = {}
         self._requests: dict[LiveRequest, None] = {}  # in order of arrival
+        self._suspects = Suspects()
+        self._apart: str | None = None  # the suspect that was let back last
         self.last_event_seconds = time.monotonic()
 
     @property
@@ -182,6 +183,8 @@ class Journal:
                 self._replay(event)
             elif isinstance(event, TokenDelta):
                 self._receive_delta(event)
+            elif isinstance(event, Started):
+                self._receive_started(event)
 
     def fail_all(self, error: ApiError) -> None:
         """End every live request."""
@@ -193,6 +196,11 @@ class Journal:
         for request in self._requests:
             if request.last_sent_seconds < since_seconds:
                 request.poke()
+
+    def _receive_started(self, started: Started) -> None:
+        entry = self._choices.get(started.uid)
+        if entry is not None and started.attempt == entry[1].submit.attempt:
+            self._suspects.start(started.uid)
 
     def _receive_delta(self, delta: TokenDelta) -> None:
         entry = self._choices.get(delta.uid)
@@ -210,7 +218,7 @@ class Journal:
             self._admission.started(choice.num_counted_tokens)
         choice.token_ids.extend(delta.token_ids)
         choice.prompt_logprobs.extend(delta.prompt_logprobs or ())
-        choice.num_deaths = 0
+        self._clear(delta.uid)
         if delta.finish is not None:
             choice.finish = delta.finish
             self._forget(choice)
@@ -224,26 +232,46 @@ class Journal:
         self._on_hello(hello)
         if hello.epoch == 0:
             return
+        self._end_guilty(self._suspects.strike())
+        self._apart = None
         resubmitted: list[Submit] = []
         for request in self._requests:
             waiting = [choice for choice in request.choices if choice.submit.uid in self._choices]
-            for choice in waiting:
-                choice.num_deaths += 1
-            if not waiting:
-                continue
-            if any(choice.num_deaths >= MAX_DEATHS_WITHOUT_PROGRESS for choice in waiting):
-                request.fail(EngineFailed("the worker died repeatedly on this request", retry=False))
-                self._on_replay("gave_up")
+            if not waiting or request.has_failed:
                 continue
             for choice in waiting:
                 choice.submit = _next_attempt(choice)
-                resubmitted.append(choice.submit)
+                if not self._suspects.keep_apart(choice.submit.uid):
+                    resubmitted.append(choice.submit)
             self._on_replay("resubmitted")
         if resubmitted:
             self._send(resubmitted)
+        self._let_a_suspect_back()
+
+    def _end_guilty(self, suspects: dict[str, int]) -> None:
+        """End the request that killed the worker, once that is known."""
+        requests = {self._choices[uid][0] for uid in suspects}
+        if len(requests) == 1 and max(suspects.values()) >= GUILTY:
+            logger.error("a request ends with an error: it killed worker after worker (%s)", ", ".join(suspects))
+            requests.pop().fail(EngineFailed("the worker died repeatedly on this request", retry=False))
+            self._on_replay("gave_up")
+
+    def _clear(self, uid: str) -> None:
+        """Nobody need suspect this choice any more."""
+        self._suspects.clear(uid)
+        if self._apart == uid:
+            self._apart = None
+        self._let_a_suspect_back()
+
+    def _let_a_suspect_back(self) -> None:
+        """One after the other: the next when something is told of the last."""
+        if self._apart is None and (uid := self._suspects.next_apart()) is not None:
+            self._apart = uid
+            self._send([self._choices[uid][1].submit])
 
     def _forget(self, choice: Choice) -> None:
         del self._choices[choice.submit.uid]
+        self._clear(choice.submit.uid)
         if not choice.has_started:
             choice.has_started = True
             self._admission.started(choice.num_counted_tokens)

@@ -30,6 +30,8 @@ class Lifecycle:
     phase_seconds: `time.monotonic()` at which the phase began; written by main.
     epoch: how many times a worker was started again; written by main.
     epoch_seconds: `time.monotonic()` of the last start of a worker; written by main.
+    beat_seconds: `time.monotonic()` of the last sign of progress of a worker that has work, 0 while it has none;
+        written by the worker, and reset by main between two workers.
     num_active: completion requests whose response is not finished; written by the API process.
     manager_pid: LitServe's queue process, 0 until it is up; written by main.
     """
@@ -39,6 +41,7 @@ class Lifecycle:
     phase_seconds: c_double = field(default_factory=lambda: RawValue(c_double, 0.0))
     epoch: c_int = field(default_factory=lambda: RawValue(c_int, 0))
     epoch_seconds: c_double = field(default_factory=lambda: RawValue(c_double, 0.0))
+    beat_seconds: c_double = field(default_factory=lambda: RawValue(c_double, 0.0))
     num_active: c_int = field(default_factory=lambda: RawValue(c_int, 0))
     manager_pid: c_int = field(default_factory=lambda: RawValue(c_int, 0))
 
@@ -46,6 +49,10 @@ class Lifecycle:
         """Begin a phase; main only."""
         self.phase_seconds.value = time.monotonic()
         self.phase.value = phase
+
+    def beat(self, *, is_busy: bool) -> None:
+        """Make a sign of progress, or say that there is no work; the worker only."""
+        self.beat_seconds.value = time.monotonic() if is_busy else 0.0
 
     def end_if_orphaned(self) -> None:
         """End this child of main if main is gone, and the queue process with it, which never looks."""

@@ -66,6 +66,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True)
     token_ids: tuple[int, ...]
     layer: int
     heads: tuple[int, ...]
+    attempt: int = 0
 
 
 Command: TypeAlias = Submit | Cancel | Look
@@ -107,6 +108,13 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
     queue_seconds: float
     prefill_seconds: float
     decode_seconds: float
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """The worker begins to compute this now. Told ahead of it, so that it is known should the worker die of it."""
+
+    uid: str
+    attempt: int
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -152,7 +160,7 @@ class Looked(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
     compute_seconds: float
 
 
-Event: TypeAlias = TokenDelta | Hello | Looked
+Event: TypeAlias = TokenDelta | Hello | Looked | Started
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ Single-threaded: whoever calls `step` calls everything else too.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from model.sampling_params import SamplingParams
@@ -154,12 +155,14 @@ class Engine:
         if self._scheduler.cancel(uid):
             del self._texts[uid]
 
-    def step(self) -> StepResult:
-        """Compute one step of everything that is running."""
+    def step(self, *, before: Callable[[list[str]], None] | None = None) -> StepResult:
+        """Compute one step of everything that is running. `before` is told whose, and that ahead of anything."""
         began = time.perf_counter()
         for submit in self._grammars.take_compiled(may_wait=not (self._scheduler.has_work or self._refusals)):
             self._take_on(submit)
         plan = self._scheduler.schedule()
+        if before is not None:
+            before([chunk.sequence.uid for chunk in plan.chunks])
         masks = self._grammars.masks(plan)
         outputs = _NO_OUTPUTS
         if plan.chunks:

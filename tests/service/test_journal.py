@@ -10,7 +10,7 @@ import pytest
 from service.admission import Admission
 from service.errors import ApiError, ClientGone, EngineFailed, InvalidRequest, Overloaded
 from service.journal import Choice, Journal, LiveRequest
-from service.messages import Cancel, Command, FinishReason, Hello, Submit, TokenDelta, TokenLogprob
+from service.messages import Cancel, Command, FinishReason, Hello, Started, Submit, TokenDelta, TokenLogprob
 from tests.service.sequences import make_choice, make_delta, make_finish, make_hello, make_request
 
 
@@ -130,21 +130,105 @@ def test_what_is_submitted_again_is_the_same_work() -> None:
     assert desk.submits()[-1] == msgspec.structs.replace(first, attempt=1, prior_token_ids=(5,))
 
 
-def test_a_request_that_sees_two_deaths_without_a_token_fails_and_is_not_to_be_repeated() -> None:
+def begin(desk: Desk, *uids: str) -> None:
+    """The worker begins with what it was given last."""
+    attempts = {submit.uid: submit.attempt for submit in desk.submits()}
+    desk.journal.receive([Started(uid=uid, attempt=attempts[uid]) for uid in uids])
+
+
+def sent_after(desk: Desk, epoch: int) -> list[str]:
+    """What a new worker is given at once."""
+    before = len(desk.submits())
+    desk.journal.receive([make_hello(epoch)])
+    return [submit.uid for submit in desk.submits()[before:]]
+
+
+def tell(desk: Desk, uid: str, index: int = 0) -> None:
+    attempts = {submit.uid: submit.attempt for submit in desk.submits()}
+    desk.journal.receive([make_delta(uid, index=index, ids=(1,), attempt=attempts[uid])])
+
+
+def test_deaths_are_nobodys_fault_whose_computation_had_not_begun() -> None:
+    desk = Desk()
+    request = desk.open(make_choice("a"))
+    for epoch in range(1, 9):
+        assert sent_after(desk, epoch) == ["a"]
+    assert not request.has_failed
+
+
+def test_deaths_after_a_token_are_nobodys_fault() -> None:
+    desk = Desk()
+    request = desk.open(make_choice("a"))
+    for epoch in range(1, 9):
+        begin(desk, "a")
+        tell(desk, "a", index=epoch - 1)
+        assert sent_after(desk, epoch) == ["a"]
+    assert not request.has_failed
+
+
+def test_a_request_that_kills_three_workers_fails_alone_and_is_not_to_be_repeated() -> None:
     async def test() -> None:
         desk = Desk()
         poison, good = desk.open(make_choice("p")), desk.open(make_choice("g"))
-        desk.journal.receive([make_hello(1)])
-        desk.journal.receive([make_delta("g", ids=(1,), attempt=1)])
-        desk.journal.receive([make_hello(2)])
-        with pytest.raises(EngineFailed) as caught:
+        for epoch in (1, 2):
+            begin(desk, "p", "g")
+            desk.journal.receive([make_hello(epoch)])
+        assert [s.uid for s in desk.submits()] == ["p", "g", "p", "g", "p"], "apart: one after the other"
+        begin(desk, "p")
+        assert sent_after(desk, 3) == ["g"]
+        begin(desk, "g")
+        tell(desk, "g")
+        with pytest.raises(EngineFailed, match="died repeatedly on this request") as caught:
             await poison.next_deltas()
         assert caught.value.headers() == {"x-should-retry": "false"}
-        assert desk.outcomes == ["resubmitted", "resubmitted", "gave_up", "resubmitted"]
+        assert desk.outcomes[-2:] == ["gave_up", "resubmitted"]
         assert len(await good.next_deltas()) == 1
-        assert desk.submits()[-1].prior_token_ids == (1,)
 
     run(test)
+
+
+def test_suspects_come_back_one_by_one_as_the_last_is_cleared() -> None:
+    desk = Desk()
+    for uid in "abc":
+        desk.open(make_choice(uid))
+    for epoch in (1, 2):
+        begin(desk, "a", "b")
+        given = sent_after(desk, epoch)
+    assert given == ["c", "a"]
+    begin(desk, "a")
+    tell(desk, "c")
+    assert desk.submits()[-1].uid == "a", "one that is no suspect clears nobody"
+    tell(desk, "a")
+    assert desk.submits()[-1].uid == "b"
+
+
+def test_a_suspect_whose_client_leaves_makes_room_for_the_next() -> None:
+    desk = Desk()
+    first, _ = desk.open(make_choice("a")), desk.open(make_choice("b"))
+    for epoch in (1, 2):
+        begin(desk, "a", "b")
+        desk.journal.receive([make_hello(epoch)])
+    desk.journal.close(first)
+    assert desk.submits()[-1].uid == "b"
+
+
+def test_no_request_is_condemned_while_another_may_be_guilty() -> None:
+    desk = Desk()
+    requests = [desk.open(make_choice("a"))]
+    for epoch in range(1, 6):
+        requests.append(desk.open(make_choice(f"new{epoch}")))
+        begin(desk, "a", f"new{epoch}")
+        desk.journal.receive([make_hello(epoch)])
+    assert not any(request.has_failed for request in requests)
+
+
+def test_what_an_old_worker_began_does_not_count_against_the_new_attempt() -> None:
+    desk = Desk()
+    request = desk.open(make_choice("a"))
+    for epoch in range(1, 6):
+        desk.journal.receive([Started(uid="a", attempt=epoch - 2), Started(uid="unknown", attempt=0)])
+        assert sent_after(desk, epoch) == ["a"]
+    assert not request.has_failed
 
 
 def _logprob(token_id: int) -> TokenLogprob:

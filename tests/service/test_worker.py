@@ -6,11 +6,22 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
+import msgspec
 import pytest
 
-from service.messages import Cancel, Command, Event, FinishReason, StepStats, Submit, TokenDelta, encode_command
+from service.driver import Driver, Parcel
+from service.messages import (
+    Cancel,
+    Command,
+    Event,
+    FinishReason,
+    Started,
+    StepStats,
+    Submit,
+    TokenDelta,
+    encode_command,
+)
 from service.metrics import Metrics
-from service.worker import Driver, Parcel
 from tests.service.sequences import make_delta, make_finish, make_stats, make_submit
 
 
@@ -45,7 +56,8 @@ class ScriptedEngine:
     def check_integrity(self) -> None:
         self.calls.append("check")
 
-    def step(self) -> Result:
+    def step(self, *, before: Callable[[list[str]], None]) -> Result:
+        before(list(self.live))
         self.before_step()
         self.calls.append("step")
         if self.failures:
@@ -75,13 +87,29 @@ class Bench:
         self.engine = ScriptedEngine()
         self.inbox: SimpleQueue[Parcel] = SimpleQueue()
         self.sent: list[tuple[int, list[Event]]] = []
+        self.sent_now: list[tuple[int, list[Event]]] = []
+        self.beats: list[bool] = []
+        self.driver = self.make_driver(metrics)
+
+    def make_driver(self, metrics: Metrics, **more: Any) -> Driver:
         engine: Any = self.engine
-        self.driver = Driver(
-            engine, inbox=self.inbox, send=lambda api, events: self.sent.append((api, events)), metrics=metrics
+        return Driver(
+            engine,
+            inbox=self.inbox,
+            send=lambda api, events: self.sent.append((api, events)),
+            send_now=lambda api, events: self.sent_now.append((api, events)),
+            metrics=metrics,
+            beat=lambda *, is_busy: self.beats.append(is_busy),
+            **more,
         )
 
     def put(self, *commands: Command, api: int = 0) -> None:
         self.inbox.put((api, tuple(map(encode_command, commands))))
+
+    def started(self) -> list[tuple[int, str, int]]:
+        """What was told ahead of being computed: API process, uid, attempt."""
+        told = [(api, event) for api, events in self.sent_now for event in events]
+        return [(api, event.uid, event.attempt) for api, event in told if isinstance(event, Started)]
 
     def uids(self) -> list[list[str]]:
         return [[event.uid for event in events if isinstance(event, TokenDelta)] for _, events in self.sent]
@@ -195,3 +223,38 @@ def test_an_idle_loop_checks_the_engine_and_blocks(bench: Bench) -> None:
         turns.join(5)
     assert bench.engine.calls.count("check") == 2
     assert bench.inbox.empty()
+
+
+def test_what_begins_is_told_before_it_is_computed_and_once(bench: Bench) -> None:
+    told: list[int] = []
+    bench.engine.before_step = lambda: told.append(len(bench.started()))
+    bench.put(make_submit("a", max_tokens=3))
+    bench.put(make_submit("b", max_tokens=3), api=1)
+    bench.driver.turn()
+    bench.driver.turn()
+    assert told == [2, 2]
+    assert bench.started() == [(0, "a", 0), (1, "b", 0)]
+
+
+def test_a_newer_attempt_begins_anew(bench: Bench) -> None:
+    bench.put(make_submit("a"))
+    bench.driver.turn()
+    bench.put(msgspec.structs.replace(make_submit("a"), attempt=1))
+    bench.driver.turn()
+    assert bench.started() == [(0, "a", 0), (0, "a", 1)]
+
+
+def test_a_grammar_begins_when_it_comes(bench: Bench) -> None:
+    """It is compiled beside the steps, long before its sequence is computed."""
+    bench.engine.submit = lambda submit: bench.engine.calls.append(len(bench.started()))  # type: ignore[method-assign]
+    bench.put(msgspec.structs.replace(make_submit("a"), grammar="start: /a+/"), make_submit("b"))
+    bench.driver.turn()
+    assert bench.engine.calls == ["check", 1, 1]
+    assert bench.started() == [(0, "a", 0)]
+
+
+def test_every_turn_is_a_sign_of_life_and_an_idle_worker_gives_none(bench: Bench) -> None:
+    bench.put(make_submit("a", max_tokens=2))
+    bench.driver.turn()
+    bench.driver.turn()
+    assert bench.beats == [False, True, True]

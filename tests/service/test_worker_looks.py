@@ -5,6 +5,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -18,7 +19,6 @@ from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.messages import Cancel, Look, Looked, Submit, TokenDelta
 from service.metrics import Metrics
-from service.worker import Driver
 from tests.service.sequences import make_submit
 from tests.service.test_worker import Bench
 
@@ -31,13 +31,7 @@ class LookingBench(Bench):
         engine: Any = self.engine
         engine.attention_weights = self._attention_weights
         engine.before_step = lambda: self._spend(self.step_seconds)
-        self.driver = Driver(
-            engine,
-            inbox=self.inbox,
-            send=lambda api, events: self.sent.append((api, events)),
-            metrics=metrics,
-            clock=lambda: self.now,
-        )
+        self.driver = self.make_driver(metrics, clock=lambda: self.now)
         self.fails = False
         self.now = 0.0
         self.step_seconds, self.look_seconds = 3.0, 1.0
@@ -71,6 +65,12 @@ def test_a_look_alone(bench: LookingBench) -> None:
     bench.driver.turn()
     assert bench.engine.calls == ["check", ("look", (1, 2), 1, (0, 3))]
     assert bench.looked() == [(2, "a", b"weights")]
+
+
+def test_a_look_is_told_before_it_is_computed(bench: LookingBench) -> None:
+    bench.put(msgspec.structs.replace(look("a"), attempt=2), api=1)
+    bench.driver.turn()
+    assert bench.started() == [(1, "a", 2)]
 
 
 def test_streams_get_a_step_between_two_looks(bench: LookingBench) -> None:
