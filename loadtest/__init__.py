@@ -13,6 +13,7 @@ spread            median and spread of repeated figures, and of their ratios
 provenance        commit, machine and versions: what a figure is worth nothing without
 closed_loop       the engine driven in-process as N clients in a closed loop would
 in_process        a checkpoint's engine, built as the service builds it
+bench_arguments   what `kvasir bench` is told, torch-free
 bench_engine      `kvasir bench`: the engine in-process over batch size and prompt length
 service_process   `kvasir serve` as a child process, and what /proc says about it
 bench_service     the running service against the engine, start time, idle cost, footprint

@@ -14,14 +14,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from loadtest.bench_arguments import PROGRAM, read_arguments, refuse
 from loadtest.closed_loop import EngineRun, run_closed
 from loadtest.in_process import BareModel, InProcess
 from loadtest.provenance import provenance, quiet_or_warned, tell
@@ -30,7 +30,7 @@ from loadtest.workload import tales
 from model.manifest import CheckpointError
 from model.sampling_params import SamplingParams
 from service.messages import Submit
-from service.settings import ModelSettings, SettingsError, read_settings
+from service.settings import ModelSettings, SettingsError
 
 _BARE_SECONDS = 0.3
 
@@ -187,68 +187,17 @@ def table(result: dict[str, Any]) -> Table:
     return made
 
 
-class _Parser(argparse.ArgumentParser):
-    """One line and exit code 2 for what cannot be used, as every command has."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
-        prog="kvasir bench",
-        usage="kvasir bench [flags] [-- settings]",
-        allow_abbrev=False,
-        description="Measure the engine in this process, over batch size and prompt length.",
-        epilog="What follows -- are settings as `kvasir serve` knows them, like: -- --threads 1 --dtype bfloat16",
-    )
-    add = parser.add_argument
-    add("--checkpoint", required=True, metavar="DIR", help="checkpoint directory (needed)")
-    add("--out", type=Path, metavar="FILE", help="write JSON there, with every repeat's value")
-    add(
-        "--batch",
-        type=int,
-        nargs="+",
-        default=[1, 4, 16, 64],
-        metavar="N",
-        help="sequences that run at once (default: 1 4 16 64)",
-    )
-    add(
-        "--prompt-tokens",
-        type=int,
-        nargs="+",
-        default=[32, 256],
-        metavar="N",
-        help="tokens of a prompt (default: 32 256)",
-    )
-    add("--output-tokens", type=int, default=64, metavar="N", help="tokens of a completion (default: %(default)s)")
-    add("--repeats", type=int, default=5, metavar="N", help="rounds of the sweep (default: %(default)s)")
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show a table, write JSON. Returns the exit code: 0, 2 for what cannot be measured."""
     given = list(sys.argv[1:] if argv is None else argv)
-    split = given.index("--") if "--" in given else len(given)
-    parser = _parser()
-    arguments, unknown = parser.parse_known_args(given[:split])
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}; see {parser.prog} --help")
+    arguments, settings = read_arguments(given)
     try:
-        if arguments.repeats < 1:
-            raise ValueError("--repeats must be at least 1")
-        settings = read_settings(
-            ModelSettings,
-            ["--checkpoint", arguments.checkpoint, *given[split + 1 :]],
-            command="bench",
-            summary="",
-        )
-        facts = provenance(parser.prog, given) | {"other_work_cores": quiet_or_warned(parser.prog)}
+        facts = provenance(PROGRAM, given) | {"other_work_cores": quiet_or_warned(PROGRAM)}
         began = time.perf_counter()
         result = facts | measure(arguments, settings)
         result["took_seconds"] = round(time.perf_counter() - began, 1)
     except (SettingsError, CheckpointError, ValueError) as error:
-        parser.error(str(error))
+        refuse(str(error))
     Console().print(table(result))
     if arguments.out is not None:
         tell(result, arguments.out)

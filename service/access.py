@@ -98,5 +98,6 @@ class Authentication:
             raise Unauthorized("this server asks for an API key: send it as Authorization: Bearer KEY")
         name = self._keys.name_of(key.strip())
         if name is None:
-            raise Unauthorized("this server does not know the API key that was sent")
+            # litellm takes a 401 for a BadRequestError unless it has OpenAI's first words.
+            raise Unauthorized("Incorrect API key provided: this server does not know it")
         return name

@@ -1,21 +1,62 @@
-"""`kvasir`: one table of commands. A command is imported when it is called, so that `tokenize` costs no torch."""
+"""`kvasir`: one table of commands.
+
+A command is imported when its flags are understood: torch takes seconds, and a typo should not.
+"""
 
 import importlib
 import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "serve": ("service.commands.serve", "serve a checkpoint over HTTP, in OpenAI's protocol"),
-    "generate": ("service.commands.generate", "continue a text here and now, without a server"),
-    "train": ("service.commands.train", "train a model and write its checkpoint"),
-    "eval": ("service.commands.eval", "measure a model: held-out texts, minimal pairs, samples"),
-    "bench": ("service.commands.bench", "measure the engine in this process"),
-    "tokenize": ("service.commands.tokenize", "show how a text becomes token ids"),
-    "export-tokenizer": ("service.commands.export_tokenizer", "write the tokenizer for other tools to count with"),
-    "convert": ("service.commands.convert", "make a checkpoint of one kind from another"),
-    "inspect": ("service.commands.inspect", "show what is in a checkpoint"),
+from pydantic_settings import BaseSettings
+
+from service.command_settings import (
+    ConvertSettings,
+    EvalSettings,
+    ExportTokenizerSettings,
+    InspectAttentionSettings,
+    InspectParamsSettings,
+    InspectSettings,
+    TokenizeSettings,
+    TrainSettings,
+)
+from service.settings import GenerateSettings, ServeSettings, SettingsError, read_settings
+
+
+class Command(NamedTuple):
+    """What one word does.
+
+    module: its `main` takes the settings and returns the exit code.
+    line: what the list of commands says.
+    settings: their docstring heads the help page. None: `main` takes the arguments as they are.
+    """
+
+    module: str
+    line: str
+    settings: type[BaseSettings] | None
+
+
+_IN = "service.commands."
+COMMANDS = {
+    "serve": Command(_IN + "serve", "serve a checkpoint over HTTP, in OpenAI's protocol", ServeSettings),
+    "generate": Command(_IN + "generate", "continue a text here and now, without a server", GenerateSettings),
+    "train": Command(_IN + "train", "train a model and write its checkpoint", TrainSettings),
+    "eval": Command(_IN + "eval", "measure a model: held-out texts, minimal pairs, samples", EvalSettings),
+    "bench": Command(_IN + "bench", "measure the engine in this process", None),
+    "tokenize": Command(_IN + "tokenize", "show how a text becomes token ids", TokenizeSettings),
+    "export-tokenizer": Command(
+        _IN + "export_tokenizer", "write the tokenizer for other tools to count with", ExportTokenizerSettings
+    ),
+    "convert": Command(_IN + "convert", "make a checkpoint of one kind from another", ConvertSettings),
+    "inspect": Command(_IN + "inspect", "show what is in a checkpoint", InspectSettings),
+}
+# `kvasir inspect WORD`.
+LOOKS = {
+    "params": Command(_IN + "inspect_params", "count every matrix", InspectParamsSettings),
+    "attention": Command(_IN + "inspect_attention", "where a prompt's tokens look", InspectAttentionSettings),
 }
 
 
@@ -29,21 +70,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         case ["--version", *_]:
             print(f"kvasir {importlib.metadata.version('kvasir')}")
             return 0
+        case ["inspect", look, *rest] if not look.startswith("-"):
+            return _run(f"inspect {look}", LOOKS[look], rest) if look in LOOKS else _no_look(look)
         case [name, *rest] if name in COMMANDS:
-            return _run(name, rest)
+            return _run(name, COMMANDS[name], rest)
     print(f"kvasir: no command {arguments[0]!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
 
 
-def _run(name: str, argv: list[str]) -> int:
+def _no_look(word: str) -> int:
+    looks = " and ".join(f"`kvasir inspect {look}`" for look in LOOKS)
+    hint = f"did you mean --checkpoint {word}?" if Path(word).is_dir() else f"there are {looks}"
+    print(f"kvasir inspect: nothing called {word!r}; {hint}", file=sys.stderr)
+    return 2
+
+
+def _run(name: str, command: Command, argv: list[str]) -> int:
     # Before torch is loaded, here or in a worker that inherits it: OpenMP's threads are to sleep while they wait for
     # each other. By default they spin, and then one busy neighbour, such as our own API process, makes a step of two
     # threads on two cores a hundred times slower (measured: 540 ms instead of 6).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        module = importlib.import_module(COMMANDS[name][0])
-        code: int = module.main(argv)
+        given: object = argv
+        if command.settings is not None:
+            summary = " ".join((command.settings.__doc__ or "").split())
+            given = read_settings(command.settings, argv, command=name, summary=summary)
+        code: int = importlib.import_module(command.module).main(given)
         sys.stdout.flush()
+    except SettingsError as error:
+        print(f"kvasir {name}: {error}", file=sys.stderr)
+        return 2
     except BrokenPipeError:  # `kvasir inspect | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -54,7 +110,7 @@ def _run(name: str, argv: list[str]) -> int:
 
 def _help() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
+    lines = [f"  {name:<{width}}  {command.line}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
             "Kvasir serves decoder-only language models.",

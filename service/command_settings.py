@@ -1,4 +1,7 @@
-"""The settings of the commands that serve nothing: read by `service.settings`, like those of the others."""
+"""The settings of the commands that serve nothing: read by `service.settings`, like those of the others.
+
+The docstring of each heads the help page of its command.
+"""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -10,15 +13,27 @@ from service.options import CONFIG, LISTED, AutoOrCount, option
 
 
 class CheckpointSettings(BaseSettings):
-    """`kvasir inspect`."""
+    """Which checkpoint."""
 
     model_config = CONFIG
 
     checkpoint: Path = option("model", "checkpoint directory")
 
 
+class InspectSettings(CheckpointSettings):
+    """Show what is in a checkpoint: architecture, parameters by part, memory, tokens, files, training. Verifies every
+    hash. `kvasir inspect params` counts every matrix, `kvasir inspect attention` draws where a prompt's tokens look.
+    """
+
+
+class InspectParamsSettings(CheckpointSettings):
+    """Count the parameters of each part by closed formula and from the tensors, and the KV-cache's bytes a token."""
+
+
 class InspectAttentionSettings(CheckpointSettings):
-    """`kvasir inspect attention`."""
+    """Show what the tokens of a prompt attend to in one layer: on stdout where the last ones look most, in --out a heat
+    map of each head. Layers and heads count from 0. Computed in float32 on the CPU.
+    """
 
     prompt: str = option("text", "text whose tokens are looked at", min_length=1)
     layer: int = option("look", "which layer, from 0", ge=0)
@@ -27,7 +42,9 @@ class InspectAttentionSettings(CheckpointSettings):
 
 
 class TokenizeSettings(CheckpointSettings):
-    """`kvasir tokenize`."""
+    """Show how a prompt becomes token ids: one line a token, or with --ids-only the ids alone. The mark that begins a
+    prompt is shown and counted, as POST /tokenize does; --no-begin leaves it out.
+    """
 
     text: str | None = option("text", "text to tokenize (default: standard input)", None)
     ids_only: bool = option("text", "print the ids alone, on one line", False)
@@ -35,13 +52,18 @@ class TokenizeSettings(CheckpointSettings):
 
 
 class ExportTokenizerSettings(CheckpointSettings):
-    """`kvasir export-tokenizer`."""
+    """Write a checkpoint's tokenizer as a Hugging Face directory, which transformers.AutoTokenizer reads: benchmark
+    tools then count the tokens this service counts. One difference stays: transformers takes a control mark that stands
+    in a text as one, the service takes it as text.
+    """
 
     out: Path = option("result", "directory to write: a new or an empty one, or an earlier export")
 
 
 class TrainSettings(BaseSettings):
-    """`kvasir train`."""
+    """Train a model on a text of your own, or by a recipe, and write its checkpoint, ready for `kvasir serve`. The run
+    saves itself as it goes; the same command goes on where it was interrupted.
+    """
 
     model_config = CONFIG
 
@@ -84,7 +106,9 @@ class TrainSettings(BaseSettings):
 
 
 class EvalSettings(CheckpointSettings):
-    """`kvasir eval`."""
+    """Measure a checkpoint of any family: bits per byte, nats per token and top-1 accuracy on held-out texts, accuracy
+    on minimal pairs, and what samples of fixed prompts repeat. docs/evaluation.md says what each figure means.
+    """
 
     config: Path | None = option("what", "recipe whose held-out documents are measured", None, metavar="FILE")
     texts: Annotated[tuple[str, ...], NoDecode, LISTED] = option(
@@ -117,7 +141,10 @@ class EvalSettings(CheckpointSettings):
 
 
 class ConvertSettings(BaseSettings):
-    """`kvasir convert`: one source, one directory to write."""
+    """Make a checkpoint of one kind from another: nanoGPT's ckpt.pt to one of ours, a Hugging Face directory of pickles
+    to one of safetensors, one of ours to a Hugging Face directory. Code in a file is never run. What is written is
+    verified.
+    """
 
     model_config = CONFIG
 

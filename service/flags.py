@@ -90,11 +90,9 @@ def _parser(kind: type[BaseSettings], command: str, summary: str, epilog: str) -
         title = str(extra["group"])
         group = groups[title] if title in groups else groups.setdefault(title, parser.add_argument_group(title))
         required, is_switch = field.is_required(), field.annotation is bool
-        default = (
-            ""
-            if required or field.default is None or field.default is False or field.default == ()
-            else f" (default: {field.default})"
-        )
+        default = f" (default: {extra.get('told') or field.default})"
+        if required or field.default is None or field.default is False or field.default == ():
+            default = ""
         group.add_argument(
             flag_of(name),
             dest=name,

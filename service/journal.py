@@ -44,6 +44,7 @@ class Choice:
 
     has_asked_length: the client said how long it may get; else `max_tokens` is what the context leaves.
     """
+    grammar_param: the field of the request that its grammar is from.
 
     index: int
     prompt_index: int
@@ -51,6 +52,7 @@ class Choice:
     submit: Submit
     has_asked_length: bool = True
     token_ids: list[int] = field(default_factory=list)
+    grammar_param: str | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
     has_started: bool = False
@@ -298,6 +300,6 @@ def _failure(choice: Choice, finish: Finish) -> ApiError:
     if finish.reason is FinishReason.REFUSED:
         params = choice.submit.params
         named = {"allowed_token_ids": params.allowed_token_ids, "bad_words": params.bad_word_ids}
-        param = next((name for name, ids in named.items() if ids), None)  # none: the grammar alone
+        param = next((name for name, ids in named.items() if ids), choice.grammar_param)
         return InvalidRequest(finish.error or "no token may come next", param=param)
     return EngineFailed("the engine failed on this request", retry=True)

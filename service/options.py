@@ -23,15 +23,25 @@ def _names(value: Iterable[str]) -> list[str]:
 NAMES = BeforeValidator(_names)
 
 
-def option(group: str, help_: str, default: Any = ..., *, metavar: str | None = None, **bounds: Any) -> Any:
+def option(
+    group: str,
+    help_: str,
+    default: Any = ...,
+    *,
+    metavar: str | None = None,
+    told: str | None = None,
+    **bounds: Any,
+) -> Any:
     """A setting.
 
     Args:
         group: under which title the help page shows it.
         metavar: what its value looks like there; by its type where none is given.
+        told: what is said of the default there; its value where none is given.
         bounds: what pydantic's `Field` checks.
     """
-    return Field(default, description=help_, json_schema_extra={"group": group, "metavar": metavar}, **bounds)
+    extra: dict[str, Any] = {"group": group, "metavar": metavar, "told": told}
+    return Field(default, description=help_, json_schema_extra=extra, **bounds)
 
 
 def secret(group: str, help_: str) -> Any:

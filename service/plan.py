@@ -65,14 +65,15 @@ class Planner:
         self.check(request, num_prompts=len(prompts))
         standard: int = type(request).model_fields["max_tokens"].default
         asked = request.max_tokens if "max_tokens" in request.model_fields_set else None
+        wanted = standard if asked is None and self.defaults.max_new_tokens is None else asked
+        told = _told_length(wanted, is_asked=asked is not None)
         choices: list[Choice] = []
         rules = token_rules(request, self.tokenizer, self.defaults.sampling)
         for prompt in prompts:
-            whole = self._prompt_ids(request, prompt, standard if asked is None else asked)
-            wanted = standard if asked is None and self.defaults.max_new_tokens is None else asked
+            whole = self._prompt_ids(request, prompt, told)
             token_ids = self._cut(request, whole, wanted, num_marks=len(self._marks) if isinstance(prompt, str) else 0)
+            self._check_room(len(token_ids), wanted, "max_tokens", told)
             max_tokens = self._default_length(token_ids) if wanted is None else wanted
-            self._check_room(len(token_ids), max_tokens, "max_tokens")
             text = ""
             if request.echoes:
                 is_whole = token_ids is whole
@@ -95,11 +96,11 @@ class Planner:
             raise InvalidRequest("the messages are an empty prompt", param="messages")
         max_tokens, param = request.most_tokens, "messages"
         token_ids = self._cut(request, token_ids, max_tokens)
+        if max_tokens is not None and len(token_ids) < self.max_context_length:
+            param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        self._check_room(len(token_ids), max_tokens, param, _told_length(max_tokens))
         if max_tokens is None:
             max_tokens = self._default_length(token_ids)
-        elif len(token_ids) < self.max_context_length:
-            param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-        self._check_room(len(token_ids), max_tokens, param)
         rules = token_rules(request, self.tokenizer, self.defaults.sampling)
         params = self._sampling_params(request, max_tokens, rules)
         choices = self._choices(request, token_ids, params, first=0, text="", arrival_seconds=arrival_seconds)
@@ -256,27 +257,35 @@ class Planner:
         check_possible(params, self.tokenizer.eos_token_ids)
         return params
 
-    def _prompt_ids(self, request: GenerationRequest, prompt: str | list[int], max_tokens: int) -> list[int]:
+    def _prompt_ids(self, request: GenerationRequest, prompt: str | list[int], told: str) -> list[int]:
         if isinstance(prompt, str):
             # A text so long that no tokenization fits is refused before it costs one.
             at_least = self.least_tokens(prompt)
             if at_least > self.max_context_length and request.truncate_prompt_tokens is None:
-                raise self._over_context(f"at least {at_least}", max_tokens, "prompt")
+                raise self._over_context(f"at least {at_least}", told, "prompt")
             return self.encode(prompt)
         self.check_ids(prompt, "prompt")
         return prompt
 
-    def _check_room(self, num_prompt_tokens: int, max_tokens: int, param: str) -> None:
-        if num_prompt_tokens + max_tokens > self.max_context_length:
+    def _check_room(self, num_prompt_tokens: int, max_tokens: int | None, param: str, told: str) -> None:
+        """`max_tokens`: what must fit beside the prompt; None: what is left, so that is one. `told`: `_told_length`."""
+        if num_prompt_tokens + (1 if max_tokens is None else max_tokens) > self.max_context_length:
             fits = param != "max_tokens" or num_prompt_tokens < self.max_context_length
-            raise self._over_context(str(num_prompt_tokens), max_tokens, param if fits else "prompt")
+            raise self._over_context(str(num_prompt_tokens), told, param if fits else "prompt")
 
-    def _over_context(self, num_prompt_tokens: str, max_tokens: int, param: str) -> ContextLengthExceeded:
+    def _over_context(self, num_prompt_tokens: str, told: str, param: str) -> ContextLengthExceeded:
         return ContextLengthExceeded(
             f"this model's maximum context length is {self.max_context_length} tokens, "
-            f"but the prompt has {num_prompt_tokens} and max_tokens is {max_tokens}",
+            f"but the prompt has {num_prompt_tokens}{told}",
             param=param,
         )
+
+
+def _told_length(max_tokens: int | None, *, is_asked: bool = True) -> str:
+    """How a refusal goes on that has named the prompt's length."""
+    if max_tokens is None:
+        return ", which leaves none for a completion"
+    return f" and max_tokens is {max_tokens}{'' if is_asked else ', its default'}"
 
 
 def _num_prompt_logprobs(request: GenerationRequest, sample: int) -> int | None:

@@ -81,7 +81,7 @@ class ModelSettings(BaseSettings):
 
 
 class ServeSettings(ModelSettings):
-    """`kvasir serve`."""
+    """Serve a checkpoint over HTTP, in OpenAI's protocol. SIGTERM or Ctrl-C drains, a second one ends at once."""
 
     host: Literal["127.0.0.1", "0.0.0.0", "::"] = option("http", "address to listen on", "127.0.0.1")
     port: int = option("http", "port to listen on", 8000, ge=1024, le=65535)
@@ -149,14 +149,30 @@ class ServeSettings(ModelSettings):
 
 
 class GenerateSettings(ModelSettings):
-    """`kvasir generate`."""
+    """Continue a text: the completion goes to stdout as it is made, its figures to stderr."""
 
     prompt: str = option("completion", "text to continue", min_length=1)
-    max_tokens: int = option("completion", "most tokens to generate", 200, ge=0)
-    temperature: float = option("completion", "0 always takes the most likely token", 0.8, ge=0, le=2)
-    top_k: int = option("completion", "keep the k most likely tokens; 0: all", 0, ge=0)
-    top_p: float = option("completion", "keep the most likely tokens of this total probability", 0.95, gt=0, le=1)
-    min_p: float = option("completion", "drop tokens below this share of the likeliest", 0.0, ge=0, le=1)
+    max_tokens: int = option("completion", "most tokens to generate", 200, told="the checkpoint's, else 200", ge=0)
+    temperature: float = option(
+        "completion", "0 always takes the most likely token", 0.8, told="the checkpoint's, else 0.8", ge=0, le=2
+    )
+    top_k: int = option("completion", "keep the k most likely tokens; 0: all", 0, told="the checkpoint's, else 0", ge=0)
+    top_p: float = option(
+        "completion",
+        "keep the most likely tokens of this total probability",
+        0.95,
+        told="the checkpoint's, else 0.95",
+        gt=0,
+        le=1,
+    )
+    min_p: float = option(
+        "completion",
+        "drop tokens below this share of the likeliest",
+        0.0,
+        told="the checkpoint's, else 0.0",
+        ge=0,
+        le=1,
+    )
     seed: int | None = option("completion", "same seed, same text (default: a random one)", None, ge=0, lt=2**64)
     stop: str | None = option("completion", "stop before this text", None, min_length=1)
 
@@ -192,7 +208,8 @@ def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, su
             raise SettingsError(f"{source} is needed (or {variable_of(name)})") from None
         is_union = kind.model_fields[name].annotation == AutoOrCount
         problem = "must be auto or at least 1" if is_union else in_words(first["type"], first["msg"])
-        instead = "" if problem == EMPTY or is_secret(kind, name) else f", not {first['input']!r}"
+        value = ", ".join(map(str, first["input"])) if isinstance(first["input"], list) else first["input"]
+        instead = "" if problem == EMPTY or is_secret(kind, name) else f", not {value!r}"
         raise SettingsError(f"{source}: {problem}{instead}") from None
 
 

@@ -93,7 +93,6 @@ def finish(run: FinishedRun, directory: Path, complete: Complete, report: Callab
     for sample in evaluation.samples[:_SHOWN_SAMPLES]:
         report(f"\n{sample.prompt}{sample.completion}")
     write_model_card(directory / "MODEL_CARD.md", config, training, evaluation)
-    report(f"\nserve it: kvasir serve --checkpoint {directory}")
 
 
 def _samples(run: FinishedRun, model: Transformer, complete: Complete) -> list[Sample]:

@@ -1,5 +1,13 @@
 """`kvasir bench`."""
 
-from loadtest.bench_engine import main
+import importlib
+from collections.abc import Sequence
 
-__all__ = ["main"]
+from loadtest.bench_arguments import read_arguments
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure. The arguments are read here first, so that a typo costs no import of torch."""
+    read_arguments(argv)
+    code: int = importlib.import_module("loadtest.bench_engine").main(argv)
+    return code

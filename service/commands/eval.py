@@ -1,6 +1,7 @@
 """`kvasir eval`: what a checkpoint is worth, as a table and as files."""
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,20 +28,15 @@ from model.transformer import Transformer
 from service.batch_completion import complete_batch
 from service.command_settings import EvalSettings
 from service.engine_builder import find_device
-from service.settings import SettingsError, read_settings, usable_cpus
+from service.settings import SettingsError, usable_cpus
 
-_SUMMARY = (
-    "Measure a checkpoint of any family: bits per byte, nats per token and top-1 accuracy on held-out texts, accuracy "
-    "on minimal pairs, and what samples of fixed prompts repeat. docs/evaluation.md says what each figure means."
-)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _USUAL_CONTEXT = 2048
 
 
-def main(argv: Sequence[str]) -> int:
+def main(settings: EvalSettings) -> int:
     """Run the command. Exit codes: 0 done, 1 failed, 2 not understood."""
     try:
-        settings = read_settings(EvalSettings, argv, command="eval", summary=_SUMMARY)
         _check_outputs(settings)
         manifest = read_manifest(settings.checkpoint)
         length = _context_length(settings, manifest.config)
@@ -60,14 +56,13 @@ def main(argv: Sequence[str]) -> int:
         _print(manifest, evaluation)
         if settings.out is not None:
             facts = {"checkpoint": _facts(manifest), "settings": _settings_facts(settings, model, length)}
-            _write(settings.out, json.dumps({**facts, **evaluation.to_dict()}, indent=2, ensure_ascii=False) + "\n")
+            _write(settings.out, _json({**facts, **evaluation.to_dict()}, indent=2) + "\n")
         if settings.documents is not None:
             _say("measuring each document as lm-evaluation-harness does")
             rows = _documents(evaluation, splits, model, tokenizer, length)
-            _write(settings.documents, "".join(json.dumps(row) + "\n" for row in rows))
-    except SettingsError as error:
-        print(f"kvasir eval: {error}", file=sys.stderr)
-        return 2
+            _write(settings.documents, "".join(_json(row) + "\n" for row in rows))
+    except SettingsError:
+        raise  # `service.cli` says it
     except (ValueError, OSError, RuntimeError, MemoryError) as error:  # torch's have several lines
         said = next(iter(str(error).splitlines()), "out of memory")
         print(f"kvasir eval: {error_line(said)}", file=sys.stderr)
@@ -216,6 +211,19 @@ def _how_to_run(manifest: Manifest, directory: Path, tasks: Iterable[str], lengt
         f"tasks in {directory}; with the checkpoint served on port 8000:\n"
         f"lm_eval --model local-completions --model_args {model} --include_path {directory} --tasks {','.join(tasks)}"
     )
+
+
+def _json(value: Any, *, indent: int | None = None) -> str:
+    """As text. A number that JSON has not, of a model whose weights are broken, is null."""
+    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _write(path: Path, text: str) -> None:

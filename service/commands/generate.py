@@ -3,7 +3,6 @@
 import secrets
 import sys
 import time
-from collections.abc import Sequence
 
 from model.generation_config import GENERATION_CONFIG_FILE
 from model.manifest import read_manifest
@@ -12,15 +11,12 @@ from model.tokenizer.interface import Tokenizer
 from service.engine_builder import build_engine
 from service.messages import Finish, Submit
 from service.serving import Defaults, read_defaults
-from service.settings import GenerateSettings, SettingsError, context_length, read_settings
-
-_SUMMARY = "Continue a text: the completion goes to stdout as it is made, its figures to stderr."
+from service.settings import GenerateSettings, SettingsError, context_length
 
 
-def main(argv: Sequence[str]) -> int:
+def main(settings: GenerateSettings) -> int:
     """Print the completion of `--prompt`."""
     try:
-        settings = read_settings(GenerateSettings, argv, command="generate", summary=_SUMMARY)
         manifest = read_manifest(settings.checkpoint)
         tokenizer = manifest.verify()
         defaults = read_defaults(settings, manifest.directory)
@@ -31,9 +27,8 @@ def main(argv: Sequence[str]) -> int:
             )
         submit = _submit(settings, tokenizer, defaults, context_length(settings, manifest.config))
         engine, facts = build_engine(settings, manifest)
-    except SettingsError as error:
-        print(f"kvasir generate: {error}", file=sys.stderr)
-        return 2
+    except SettingsError:
+        raise  # `service.cli` says it
     except (ValueError, RuntimeError) as error:  # CheckpointError, TokenizerError, GenerationConfigError are the first
         print(f"kvasir generate: {error}", file=sys.stderr)
         return 1

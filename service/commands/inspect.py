@@ -1,7 +1,6 @@
-"""`kvasir inspect`: the facts of a checkpoint; `kvasir inspect params` and `kvasir inspect attention` look closer."""
+"""`kvasir inspect`: the facts of a checkpoint."""
 
 import dataclasses
-import importlib
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,24 +14,14 @@ from model.kinds import NormKind, PositionKind
 from model.manifest import CheckpointError, Manifest, read_manifest
 from model.parameter_counts import count_parameters, kv_cache_formula
 from model.tokenizer.interface import Tokenizer, TokenizerError
-from service.command_settings import CheckpointSettings
-from service.settings import SettingsError, read_settings
+from service.command_settings import InspectSettings
 
-_SUMMARY = (
-    "Show what is in a checkpoint: architecture, parameters by part, memory, tokens, files, training. Verifies every "
-    "hash. `kvasir inspect params` counts every matrix, `kvasir inspect attention` draws where a prompt's tokens look."
-)
-# Imported when called: what draws pictures costs torch and matplotlib.
-_LOOKS = {"params": "service.commands.inspect_params", "attention": "service.commands.inspect_attention"}
 Rows = Iterator[tuple[str, object]]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print the facts of a checkpoint, or take the closer look that the first argument names."""
-    if argv and not argv[0].startswith("-"):
-        return _look_closer(argv[0], argv[1:])
+def main(settings: InspectSettings) -> int:
+    """Print the facts of a checkpoint."""
     try:
-        settings = read_settings(CheckpointSettings, argv, command="inspect", summary=_SUMMARY)
         manifest = read_manifest(settings.checkpoint)
         tokenizer = manifest.verify()
         sections: dict[str, list[tuple[str, object]]] = {
@@ -45,24 +34,14 @@ def main(argv: Sequence[str]) -> int:
             ),
             "training": list(_flat(manifest.training)),
         }
-    except (SettingsError, CheckpointError, TokenizerError, GenerationConfigError, ChatTemplateError) as error:
+    except (CheckpointError, TokenizerError, GenerationConfigError, ChatTemplateError) as error:
         print(f"kvasir inspect: {error}", file=sys.stderr)
-        return 2 if isinstance(error, SettingsError) else 1
+        return 1
     for title, rows in sections.items():
         if rows:
             width = max(len(name) for name, _ in rows)
             print(title, *(f"  {name:<{width}}  {value}" for name, value in rows), "", sep="\n")
     return 0
-
-
-def _look_closer(name: str, argv: Sequence[str]) -> int:
-    if name not in _LOOKS:
-        looks = " and ".join(f"`kvasir inspect {look}`" for look in _LOOKS)
-        hint = f"did you mean --checkpoint {name}?" if Path(name).is_dir() else f"there are {looks}"
-        print(f"kvasir inspect: nothing called {name!r}; {hint}", file=sys.stderr)
-        return 2
-    code: int = importlib.import_module(_LOOKS[name]).main(argv)
-    return code
 
 
 def _choices(config: ModelConfig) -> Rows:
@@ -147,19 +126,20 @@ def _flat(values: Mapping[str, Any]) -> Rows:
         elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
             yield from ((name if index == 0 else "", _in_words(item)) for index, item in enumerate(value))
         else:
-            yield name, value
+            yield name, _short(value)
 
 
 def _in_words(values: Mapping[str, Any]) -> str:
     words = dict(values)
     begin = f"{words.pop('name')}: " if "name" in words else ""
-    return begin + ", ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in words.items())
+    told = {name.replace("_", " "): _short(value) for name, value in words.items() if value not in ("", None)}
+    return begin + ", ".join(f"{name} {value}" for name, value in told.items())
 
 
 def _short(value: object) -> str:
-    """A hash by its beginning, a fraction by four digits."""
+    """A hash by its beginning, a number that is not whole by four digits, or by all before the point."""
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:.4g}" if abs(value) < 10_000 else f"{value:.0f}"
     text = str(value)
     return f"{text[:16]}…" if len(text) == 64 and " " not in text else text
 

@@ -18,22 +18,17 @@ from model.tokenizer.interface import Tokenizer, TokenizerError
 from service.attention_picture import MAX_TOKENS, SUFFIXES, draw_attention
 from service.command_settings import InspectAttentionSettings
 from service.logprobs import token_name
-from service.settings import SettingsError, read_settings
+from service.settings import SettingsError
 from service.token_labels import label
 
-_SUMMARY = (
-    "Show what the tokens of a prompt attend to in one layer: on stdout where the last ones look most, in --out a heat "
-    "map of each head. Layers and heads count from 0. Computed in float32 on the CPU."
-)
 _NUM_TOLD = 12
 _LINE_WIDTH = 112
 _DRAWN_LENGTH = 10  # characters of a label in the picture
 
 
-def main(argv: Sequence[str]) -> int:
+def main(settings: InspectAttentionSettings) -> int:
     """Look at one layer of one prompt."""
     try:
-        settings = read_settings(InspectAttentionSettings, argv, command="inspect attention", summary=_SUMMARY)
         if settings.out is not None:
             _check_out(settings.out)
         manifest = read_manifest(settings.checkpoint)
@@ -50,9 +45,6 @@ def main(argv: Sequence[str]) -> int:
             short = [label(name, max_length=_DRAWN_LENGTH) for name in names]
             draw_attention(settings.out, weights_HTT.numpy(), short, heads=heads, title=title)
             print(f"\ndrawn in {settings.out}")
-    except SettingsError as error:
-        print(f"kvasir inspect attention: {error}", file=sys.stderr)
-        return 2
     except (CheckpointError, TokenizerError, RuntimeError, MemoryError, OSError) as error:
         print(f"kvasir inspect attention: {error}", file=sys.stderr)
         return 1

@@ -1,7 +1,7 @@
 """`kvasir inspect params`."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from model.config import ModelConfig
 from model.manifest import CheckpointError, read_manifest
@@ -13,10 +13,8 @@ from model.parameter_counts import (
     count_parameters,
     kv_cache_formula,
 )
-from service.command_settings import CheckpointSettings
-from service.settings import SettingsError, read_settings
+from service.command_settings import InspectParamsSettings
 
-_SUMMARY = "Count the parameters of each part by closed formula and from the tensors, and the KV-cache's bytes a token."
 _MEANINGS = {
     "V": "vocabulary",
     "n": "longest context",
@@ -33,14 +31,13 @@ _MEANINGS = {
 _DTYPES = {"float32": 4, "bfloat16": 2}
 
 
-def main(argv: Sequence[str]) -> int:
+def main(settings: InspectParamsSettings) -> int:
     """Print the table. Exit code 1 if a formula and the tensors disagree: a bug, or a config of a later version."""
     try:
-        settings = read_settings(CheckpointSettings, argv, command="inspect params", summary=_SUMMARY)
         manifest = read_manifest(settings.checkpoint)
-    except (SettingsError, CheckpointError) as error:
+    except CheckpointError as error:
         print(f"kvasir inspect params: {error}", file=sys.stderr)
-        return 2 if isinstance(error, SettingsError) else 1
+        return 1
     config, rows = manifest.config, count_parameters(manifest.config)
     print(f"{manifest.name}: {config.num_parameters:,} parameters, {attention_name(config)} attention\n")
     for lines in (_letters(config), _table(rows, config), _attention(config), _kv_cache(config)):

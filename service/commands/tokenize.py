@@ -1,29 +1,21 @@
 """`kvasir tokenize`."""
 
 import sys
-from collections.abc import Sequence
 
 from model.manifest import CheckpointError, read_manifest
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import TokenizerError
 from service.command_settings import TokenizeSettings
 from service.logprobs import token_name
-from service.settings import SettingsError, read_settings
-
-_SUMMARY = (
-    "Show how a prompt becomes token ids: one line a token, or with --ids-only the ids alone. The mark that begins a "
-    "prompt is shown and counted, as POST /tokenize does; --no-begin leaves it out."
-)
 
 
-def main(argv: Sequence[str]) -> int:
+def main(settings: TokenizeSettings) -> int:
     """Tokenize `--text`, or standard input."""
     try:
-        settings = read_settings(TokenizeSettings, argv, command="tokenize", summary=_SUMMARY)
         tokenizer = load_tokenizer(read_manifest(settings.checkpoint).directory)
-    except (SettingsError, CheckpointError, TokenizerError) as error:
+    except (CheckpointError, TokenizerError) as error:
         print(f"kvasir tokenize: {error}", file=sys.stderr)
-        return 2 if isinstance(error, SettingsError) else 1
+        return 1
     begin = [] if settings.no_begin or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     try:
         text = sys.stdin.buffer.read().decode() if settings.text is None else settings.text

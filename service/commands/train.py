@@ -24,15 +24,13 @@ from model.training.state import RUN_FILES
 from model.training.train import RunSettings, can_compile, default_precision, train
 from service.batch_completion import complete_batch
 from service.command_settings import TrainSettings
+from service.commands.program import program
 from service.engine_builder import free_bytes, keep_freed_memory
-from service.settings import SettingsError, read_settings, usable_cpus
+from service.settings import SettingsError, usable_cpus
 
-_SUMMARY = (
-    "Train a model on a text of your own, or by a recipe, and write its checkpoint, ready for `kvasir serve`. The run "
-    "saves itself as it goes; the same command goes on where it was interrupted."
-)
 _INTERRUPTED = 130
 _MINUTES = 10.0
+_PROMPT = "Once upon a time"  # where a recipe has none of its own
 
 
 class _Interruption:
@@ -65,14 +63,9 @@ class _Interruption:
         print("\nstopping after this step; once more stops at once", file=sys.stderr, flush=True)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command. Exit codes: 0 done, 1 failed, 2 not understood, 130 interrupted and saved."""
+def main(settings: TrainSettings) -> int:
+    """Run the command. Exit codes: 0 done, 1 failed, 2 for unusable settings, 130 interrupted and saved."""
     began = time.monotonic() - _seconds_since_start()
-    try:
-        settings = read_settings(TrainSettings, argv, command="train", summary=_SUMMARY)
-    except SettingsError as error:
-        print(f"kvasir train: {error}", file=sys.stderr)
-        return 2
     interruption = _Interruption()
     run_directory = Path("runs")
     try:
@@ -84,6 +77,8 @@ def main(argv: Sequence[str]) -> int:
             _check_memory(config, run.device)
             keep_freed_memory()
             done = train(config, run, _report, interruption.is_asked, complete_batch)
+            if done:
+                _tell(run, config.sample_prompts)
         else:
             name = _name(settings.out)
             run = _run_settings(settings, name)
@@ -93,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
             wish = _wish(settings, name, began)
             done = train_own_text(wish, run, _report, interruption.is_asked, complete_batch)
             if done:
-                _tell(run)
+                _tell(run, load_train_config(run.run_directory / RECIPE_FILE).sample_prompts)
     except KeyboardInterrupt:
         print("\nkvasir train: stopped; the same command goes on", file=sys.stderr)
         return _INTERRUPTED
@@ -120,23 +115,21 @@ def _wish(settings: TrainSettings, name: str, began: float) -> Wish:
     )
 
 
-def _tell(run: RunSettings) -> None:
+def _tell(run: RunSettings, prompts: Sequence[str]) -> None:
     """How to talk to the finished model, in commands that can be copied."""
-    called = sys.argv[0]
-    program = called if Path(called).name == "kvasir" and shutil.which("kvasir") != called else "kvasir"
-    checkpoint = shlex.quote(str(run.checkpoint))
-    (prompt, *_) = load_train_config(run.run_directory / RECIPE_FILE).sample_prompts
+    kvasir, checkpoint = program(), shlex.quote(str(run.checkpoint))
+    prompt = prompts[0] if prompts else _PROMPT
     body = shlex.quote(json.dumps({"prompt": prompt, "max_tokens": 100}, ensure_ascii=False))
     header = "-H 'Content-Type: application/json'"
     print(f"""
 To serve it, and to ask it from another terminal:
 
-  {program} serve --checkpoint {checkpoint}
+  {kvasir} serve --checkpoint {checkpoint}
   curl -s http://127.0.0.1:8000/v1/completions {header} -d {body}
 
 Or here and now:
 
-  {program} generate --checkpoint {checkpoint} --prompt {shlex.quote(prompt)}
+  {kvasir} generate --checkpoint {checkpoint} --prompt {shlex.quote(prompt)}
 """)
 
 

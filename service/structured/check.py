@@ -9,6 +9,7 @@ A schema that cannot be used is searched for the innermost part that cannot be u
 
 import json
 import random
+import re
 import resource
 import signal
 import sys
@@ -46,7 +47,21 @@ def grammar_of(kind: str, content: Any, *, lenient: bool) -> str:
     try:
         return llguidance.grammar_from("grammar", content)
     except ValueError as error:
-        raise GrammarError(str(error).removeprefix("Failed to convert the grammar from GBNF to Lark: ")) from None
+        reason = str(error).removeprefix("Failed to convert the grammar from GBNF to Lark: ")
+        raise GrammarError(_placed(reason, content)) from None
+
+
+def _placed(reason: str, grammar: str) -> str:
+    """A complaint of GBNF with its line first, as those of Lark have it."""
+    if found := re.fullmatch(r"(.*) at line (\d+), '(.*)' \^ '(.*)'", reason, re.DOTALL):
+        what, number, before, after = found.groups()  # the last two in Rust's notation, where \\n is a line end
+        beside = f"before {after}" if after else f"after {before}"
+        return f"line {number}: {what} {beside.replace(chr(92) + 'n', ' ').strip()}"
+    if found := re.fullmatch(r"Rule '(?P<rule>[\w-]+)' not found", reason):
+        for number, line in enumerate(grammar.splitlines(), 1):
+            if re.search(rf"(?<![\w\"-]){found['rule']}(?![\w\"-])", line):
+                return f"line {number}: {reason}"
+    return reason
 
 
 def check(vocabulary: LLTokenizer, kind: str, content: Any, *, lenient: bool = False) -> str:

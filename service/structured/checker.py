@@ -87,6 +87,7 @@ class GrammarChecker:
         """Have the completions of a request follow what it asks for. Raises: see `grammar`."""
         if (grammar := await self.grammar(wanted)) is not None:
             for choice in choices:
+                choice.grammar_param = None if wanted is None else wanted.param
                 choice.submit = msgspec.structs.replace(choice.submit, grammar=grammar)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.clients.environments import CHECKPOINT, MODEL
+from tests.clients.environments import CHECKPOINT, KEY, MODEL
 from tests.e2e.process import Service, serving
 
 
@@ -19,13 +19,26 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="session")
 def full(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One request runs, one waits, and the worker stands still: whoever else comes is refused."""
-    flags = ("--model-name", MODEL, "--max-num-running", "1", "--max-waiting-requests", "1")
-    with serving(tiny_checkpoint, tmp_path_factory.mktemp("full"), *flags) as running, ThreadPoolExecutor(3) as pool:
+    """Asks for a key. One request runs, one waits, and the worker stands still: whoever else comes is refused."""
+    directory = tmp_path_factory.mktemp("full")
+    keys = directory / "keys"
+    keys.write_text(f"tests: {KEY}\n")
+    keys.chmod(0o600)
+    flags = (
+        "--model-name",
+        MODEL,
+        "--max-num-running",
+        "1",
+        "--max-waiting-requests",
+        "1",
+        "--api-keys-file",
+        str(keys),
+    )
+    with serving(tiny_checkpoint, directory, *flags) as running, ThreadPoolExecutor(3) as pool:
 
         def ask() -> int:
-            body = {"prompt": "a", "max_tokens": 1}
-            return httpx.post(running.url + "/v1/completions", json=body, timeout=None).status_code
+            body, headers = {"prompt": "a", "max_tokens": 1}, {"authorization": f"Bearer {KEY}"}
+            return httpx.post(running.url + "/v1/completions", json=body, headers=headers, timeout=None).status_code
 
         worker = running.worker
         worker.suspend()

@@ -17,6 +17,8 @@ PROGRAMS = Path(__file__).parent / "programs"
 # As the page has them.
 URL = "http://127.0.0.1:8000"
 MODEL = "demo"
+# Of the service that asks for one.
+KEY = "sk-clients-0123456789abcdef"
 _ENVIRONMENTS = ROOT / ".venv-clients"
 # Nothing is fetched, and nobody is told: what some of the clients do unless they are asked not to.
 _QUIET = {

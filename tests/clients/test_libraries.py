@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.clients.environments import MODEL, PROGRAMS, URL, node, program_of, run, snippet
+from tests.clients.environments import KEY, MODEL, PROGRAMS, URL, node, program_of, run, snippet
 from tests.e2e.process import Service
 
 PROMPT = "Once upon a time"
@@ -22,12 +22,14 @@ class Library(NamedTuple):
     program: str
     bad_request: str = "BadRequestError"
     rate_limit: str = "RateLimitError"
+    authentication: str = "AuthenticationError"
 
 
+LANGCHAIN_ERRORS = ("OpenAIInvalidRequestError", "OpenAIRateLimitError", "OpenAIAuthenticationError")
 LIBRARIES = [
     Library("openai for Python", "own", "with_openai.py"),
     Library("openai for Node", "node", "with_openai.mjs"),
-    Library("langchain-openai", "langchain", "with_langchain.py", "OpenAIInvalidRequestError", "OpenAIRateLimitError"),
+    Library("langchain-openai", "langchain", "with_langchain.py", *LANGCHAIN_ERRORS),
     Library("llama-index", "llama-index", "with_llama_index.py"),
     Library("litellm", "litellm", "with_litellm.py"),
 ]
@@ -57,7 +59,7 @@ def test_the_snippet_on_the_page_runs(service: Service, library: Library, tmp_pa
 def test_streams_usage_and_errors(service: Service, full: Service, library: Library, tmp_path: Path) -> None:
     path = tmp_path / library.program
     path.write_text((PROGRAMS / library.program).read_text())
-    printed = run([interpreter(library, tmp_path), path, service.url, full.url, MODEL], tmp_path)
+    printed = run([interpreter(library, tmp_path), path, service.url, full.url, MODEL, KEY], tmp_path)
     said = json.loads(printed.splitlines()[-1])
     assert said["text"] == service.text(PROMPT, **SAMPLING)
     assert (said["chat"], said["usage"]) == talk(service)
@@ -65,4 +67,6 @@ def test_streams_usage_and_errors(service: Service, full: Service, library: Libr
         (vector,) = service.post("/v1/embeddings", input=[PROMPT]).json()["data"]
         assert said["vector"] == pytest.approx(vector["embedding"], abs=1e-6)
     bad, busy = library.bad_request, library.rate_limit
-    assert said["errors"] == [["NotFoundError", 404], [bad, 400], [busy, 429]]
+    assert said["errors"] == [["NotFoundError", 404], [bad, 400], [busy, 429], [library.authentication, 401]]
+    if library.section.startswith("openai"):
+        assert said["models"] == [MODEL], "with the key"

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from model.attention.interface import ATTENTION_BACKENDS
+from model.checkpoint import load_model, save_checkpoint
 from model.evaluation.prompts import PROMPTS
-from model.manifest import file_digest
+from model.manifest import file_digest, read_manifest
 from service.cli import main
 
 Run = Callable[..., tuple[int, str, str]]
@@ -174,3 +176,27 @@ def test_a_sentence_over_the_context(run: Run, tmp_path: Path) -> None:
     code, _, error = run("--pairs", path, "--samples", 0)
     assert code == 1
     assert error.endswith("the model's context is 256\n")
+
+
+def test_what_json_cannot_say_is_null(run: Run, texts: Path, tmp_path: Path, tiny_checkpoint: Path) -> None:
+    manifest = read_manifest(tiny_checkpoint)
+    model = load_model(manifest, device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["eager"])
+    broken = tmp_path / "broken"
+    save_checkpoint(
+        broken,
+        config=manifest.config,
+        tensors={name: torch.full_like(tensor, torch.nan) for name, tensor in model.state_dict().items()},
+        tokenizer=manifest.verify(),
+        name="broken",
+        training={},
+    )
+    out, documents = tmp_path / "out.json", tmp_path / "documents.jsonl"
+    flags = ("--texts", f"mine={texts}", "--samples", 0, "--out", out, "--documents", documents)
+    assert run(*flags, checkpoint=broken)[0] == 0
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    assert json.loads(out.read_text(), parse_constant=refuse)["held_out"]["mine"]["bits_per_byte"] is None
+    rows = [json.loads(line, parse_constant=refuse) for line in documents.read_text().splitlines()]
+    assert [row["log_likelihood"] for row in rows] == [None] * len(TEXTS)

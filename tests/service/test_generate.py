@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from service.commands.generate import main
+from service.cli import main
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def _threads_as_before() -> Iterator[None]:
 def run(capsys: pytest.CaptureFixture[str], checkpoint: Path, *flags: str) -> tuple[int, str, str]:
     """Exit code, text and what stands on stderr."""
     fixed = ("--prompt", "once", "--device", "cpu", "--threads", "1", "--kv-cache-memory", "1")
-    code = main(["--checkpoint", str(checkpoint), *fixed, *flags])
+    code = main(["generate", "--checkpoint", str(checkpoint), *fixed, *flags])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 

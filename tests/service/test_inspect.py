@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,13 +51,23 @@ def test_only_what_acts_is_shown(tiny_checkpoint: Path, run: Run) -> None:
 
 def test_training_sources_are_words(tmp_path: Path, run: Run) -> None:
     directory = save_tiny_checkpoint(tmp_path / "tiny")
-    sources = [{"name": "tales", "licence": "public domain", "sha256": "ab" * 32}, {"name": "more", "share": 0.25}]
-    write_manifest(directory, name="tiny", training={"sources": sources, "loss": {"held out": 1.23456}})
+    sources = [
+        {"name": "tales", "licence": "public domain", "sha256": "ab" * 32, "attribution": ""},
+        {"name": "more", "share": 0.25},
+    ]
+    write_manifest(
+        directory,
+        name="tiny",
+        training={"sources": sources, "loss": {"held out": 1.23456}, "final_loss": 2.34567891, "seconds": 10160.3},
+    )
     code, out, _ = run("--checkpoint", directory)
     assert code == 0
     assert "tales: licence public domain, sha256 abababababababab…" in out
     assert "more: share 0.25" in out
     assert "held out 1.235" in out
+    assert "attribution" not in out, "there is none"
+    assert re.search(r"final_loss +2\.346\n", out)
+    assert re.search(r"seconds +10160\n", out)
     assert "{" not in out
 
 

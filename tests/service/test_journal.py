@@ -293,12 +293,15 @@ def test_a_failure_after_tokens_that_nobody_was_told_is_told_as_what_it_is() -> 
     [
         ({"allowed_token_ids": (5,), "bad_word_ids": ((5, 5),)}, "allowed_token_ids"),
         ({"bad_word_ids": ((5,),)}, "bad_words"),
+        ({}, "structured_outputs.grammar"),
     ],
 )
 def test_a_request_that_left_no_token_to_draw_is_told_so_and_not_to_try_again(params: Any, param: str) -> None:
     async def test() -> None:
         desk = Desk()
-        request = desk.open(make_choice("a", **params))
+        choice = make_choice("a", **params)
+        choice.grammar_param = "structured_outputs.grammar"
+        request = desk.open(choice)
         desk.journal.receive([make_delta("a", finish=make_finish(FinishReason.REFUSED, error="no token may follow"))])
         with pytest.raises(InvalidRequest, match="no token may follow") as caught:
             await request.next_deltas()

@@ -197,6 +197,16 @@ def test_the_help_of_a_recipe_asks_for_a_file(capsys: pytest.CaptureFixture[str]
 def test_a_flag_that_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     def texts(*argv: str) -> tuple[str, ...]:
         return read_settings(EvalSettings, ["--checkpoint", "c", *argv], command="eval", summary="Measure.").texts
+def test_the_help_of_generate_says_whose_default_wins(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_settings(GenerateSettings, ["--help"], command="generate", summary="Generate.")
+    said = capsys.readouterr().out
+    for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p"):
+        assert f"(default: the checkpoint's, else {GenerateSettings.model_fields[name].default})" in " ".join(
+            said.split()
+        )
+
+
 
     assert texts() == ()
     assert texts("--texts", "a=b", "--texts", "c=d=e") == ("a=b", "c=d=e")
@@ -206,6 +216,8 @@ def test_a_flag_that_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ("a", "=b", "a=", "a=b:a=c"):
         monkeypatch.setenv("KVASIR_TEXTS", wrong)
         with pytest.raises(
+    with pytest.raises(SettingsError, match=r"must be NAME=FILE, each with a name of its own, not 'a, b=c'$"):
+        texts("--texts", "a", "--texts", "b=c")
             SettingsError, match=r"^KVASIR_TEXTS: must be NAME=FILE, each with a name of its own, not '"
         ):
             texts()

@@ -11,6 +11,7 @@ from service.errors import InvalidRequest, Overloaded
 from service.schemas import CompletionRequest
 from service.structured.checker import GrammarChecker, Limits
 from service.structured.formats import MAX_SCHEMA_CHARACTERS, Kind, Wanted
+from tests.service.sequences import make_choice
 from tests.tiny_model import tiny_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -123,7 +124,10 @@ def checked(checker: GrammarChecker, kind: Kind, content: Any, *, lenient: bool 
         (Kind.REGEX, "ab(c", "field: not a regular expression: unclosed group at character 2"),
         (Kind.REGEX, "(?=a)b", "look-around, including look-ahead and look-behind, is not supported"),
         (Kind.GRAMMAR, 'start: "a"\n  b', "field: line 2, column 4: "),
-        (Kind.GRAMMAR, "root ::= other", "field: Rule 'other' not found"),
+        (Kind.GRAMMAR, "root ::= other", "field: line 1: Rule 'other' not found"),
+        (Kind.GRAMMAR, 'root ::= a-b\na-b ::= "a-c"\n d ::= a-c', "field: line 3: Rule 'a-c' not found"),
+        (Kind.GRAMMAR, 'root ::= "a"\nb ::= ?', "field: line 2: Expected name before ?"),
+        (Kind.GRAMMAR, 'root ::= "a"\nb ::= [x', "field: line 2: Unexpected end of input after oot"),
         (Kind.REGEX, "\ud800", "field: 'utf-8' codec can't encode"),
         # Without a bound: a compilation that does not end, a first mask of seconds, a nest of brackets.
         (Kind.JSON, {"type": "integer", "multipleOf": 1234567}, "field: it takes over 1 s of processor time"),
@@ -162,6 +166,14 @@ def test_every_kind_becomes_a_grammar(checker: GrammarChecker) -> None:
     assert len(grammars) == 4
     assert all(grammars)
     assert asyncio.run(checker.grammar(None)) is None
+
+
+def test_a_choice_knows_where_its_grammar_is_from(checker: GrammarChecker) -> None:
+    """So that a refusal in the middle of a text can name the field."""
+    choice = make_choice()
+    asyncio.run(checker.attach(Wanted(Kind.REGEX, "a+", "structured_outputs.regex"), [choice]))
+    assert choice.submit.grammar is not None
+    assert choice.grammar_param == "structured_outputs.regex"
 
 
 def test_who_waits_too_long_is_told_to_come_back() -> None:

@@ -12,6 +12,7 @@ from model.evaluation.samples import Complete
 from model.training.config import TrainConfig
 from model.training.train import RunSettings
 from service.batch_completion import complete_batch
+from service.cli import main
 from service.commands import train as command
 
 RECIPE = Path(__file__).parents[2] / "model" / "training" / "configs" / "attention" / "alibi.toml"
@@ -41,7 +42,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[TrainConfig, RunSetti
 def run(*flags: str) -> int:
     threads = str(torch.get_num_threads())
     recipe = [] if "--config" in flags else ["--config", str(RECIPE)]
-    return command.main([*recipe, "--out", "out", "--device", "cpu", "--threads", threads, *flags])
+    return main(["train", *recipe, "--out", "out", "--device", "cpu", "--threads", threads, *flags])
 
 
 def test_without_flags_it_is_the_recipe(started: list[tuple[TrainConfig, RunSettings]]) -> None:

@@ -18,6 +18,7 @@ from model.training import own_run, state
 from model.training.config import load_train_config
 from model.training.state import read_log
 from model.training.train import RunSettings, train
+from service.cli import main
 from service.commands import train as command
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +44,7 @@ def flags(*more: str) -> list[str]:
 
 
 def run(*more: str) -> int:
-    return command.main(flags(*more))
+    return main(["train", *flags(*more)])
 
 
 def start(directory: Path) -> subprocess.Popen[str]:
@@ -236,7 +237,7 @@ def wishes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[own_run.Wish, RunSetti
 
 
 def test_what_is_not_said_is_chosen(wishes: list[tuple[own_run.Wish, RunSettings]]) -> None:
-    assert command.main(["--corpus", "a.txt", "--corpus", "b.jsonl", "--out", "checkpoints/My tales!"]) == 0
+    assert main(["train", "--corpus", "a.txt", "--corpus", "b.jsonl", "--out", "checkpoints/My tales!"]) == 0
     ((wish, settings),) = wishes
     assert wish.corpora == (Path("a.txt"), Path("b.jsonl"))
     assert (wish.minutes, wish.seed, wish.name) == (10.0, 1, "My-tales-")
@@ -248,7 +249,7 @@ def test_a_text_may_come_from_the_environment(
     wishes: list[tuple[own_run.Wish, RunSettings]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVASIR_CORPUS", "a.txt:b.txt")
-    assert command.main(["--out", "x", "--minutes", "2.5", "--seed", "0"]) == 0
+    assert main(["train", "--out", "x", "--minutes", "2.5", "--seed", "0"]) == 0
     ((wish, _),) = wishes
     assert (wish.corpora, wish.minutes, wish.seed) == ((Path("a.txt"), Path("b.txt")), 2.5, 0)
 
@@ -274,7 +275,7 @@ def test_what_makes_no_sense_is_refused(
     wishes: list[tuple[own_run.Wish, RunSettings]], what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given, message = REFUSED[what]
-    assert command.main([*given, "--out", "x"]) == 2
+    assert main(["train", *given, "--out", "x"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"kvasir train: {message}")
     assert said.count("\n") == 1

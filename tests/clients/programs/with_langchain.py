@@ -1,4 +1,5 @@
-"""langchain-openai: streams, usage, vectors, what its errors are called. Arguments: a service, a full one, a model."""
+"""langchain-openai: streams, usage, vectors, what its errors are called. Arguments: a service, a full one
+that asks for a key, a model, the key."""
 
 import json
 import sys
@@ -7,13 +8,13 @@ from collections.abc import Callable
 import openai
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 
-url, full_url, model = sys.argv[1:]
+url, full_url, model, full_key = sys.argv[1:]
 
 
-def told(at: str = url, *, model: str = model, max_tokens: int = 20) -> dict[str, object]:
+def told(at: str = url, *, key: str = "none", model: str = model, max_tokens: int = 20) -> dict[str, object]:
     return {
         "base_url": f"{at}/v1",
-        "api_key": "none",
+        "api_key": key,
         "model": model,
         "max_tokens": max_tokens,
         "temperature": 0,
@@ -39,7 +40,8 @@ said = {
     "errors": [
         error_of(lambda: OpenAI(**told(model="nobody")).invoke("Once")),
         error_of(lambda: ChatOpenAI(**told(max_tokens=-1)).invoke("Once")),
-        error_of(lambda: ChatOpenAI(**told(full_url, max_tokens=1)).invoke("Once")),
+        error_of(lambda: ChatOpenAI(**told(full_url, key=full_key, max_tokens=1)).invoke("Once")),
+        error_of(lambda: ChatOpenAI(**told(full_url)).invoke("Once")),
     ],
 }
 print(json.dumps(said))

@@ -1,4 +1,5 @@
-"""litellm: streams, usage, vectors, and what its errors are called. Arguments: a service, a full one, a model."""
+"""litellm: streams, usage, vectors, and what its errors are called. Arguments: a service, a full one
+that asks for a key, a model, the key."""
 
 import json
 import sys
@@ -6,16 +7,21 @@ from collections.abc import Callable
 
 import litellm
 
-url, full_url, model = sys.argv[1:]
-here, full = ({"api_base": f"{at}/v1", "api_key": "none", "max_retries": 0} for at in (url, full_url))
+url, full_url, model, full_key = sys.argv[1:]
+here, full, stranger = (
+    {"api_base": f"{at}/v1", "api_key": key, "max_retries": 0}
+    for at, key in ((url, "none"), (full_url, full_key), (full_url, "none"))
+)
 messages = [{"role": "user", "content": "Tell me a story."}]
 text, chat = f"text-completion-openai/{model}", f"openai/{model}"
+
+told = (litellm.AuthenticationError, litellm.NotFoundError, litellm.BadRequestError, litellm.RateLimitError)
 
 
 def error_of(call: Callable[[], object]) -> list[object]:
     try:
         return [str(call())]
-    except (litellm.NotFoundError, litellm.BadRequestError, litellm.RateLimitError) as error:
+    except told as error:
         return [type(error).__name__, error.status_code]
 
 
@@ -32,6 +38,7 @@ said = {
         error_of(lambda: litellm.text_completion(model="text-completion-openai/nobody", prompt="Once", **here)),
         error_of(lambda: litellm.completion(chat, messages, max_tokens=-1, **here)),
         error_of(lambda: litellm.completion(chat, messages, max_tokens=1, **full)),
+        error_of(lambda: litellm.completion(chat, messages, **stranger)),
     ],
 }
 print(json.dumps(said))

@@ -1,4 +1,5 @@
-"""llama-index: streams, usage, and what its errors are called. Arguments: a service, a full one, a model."""
+"""llama-index: streams, usage, and what its errors are called. Arguments: a service, a full one
+that asks for a key, a model, the key."""
 
 import json
 import sys
@@ -8,14 +9,16 @@ import openai
 from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike
 
-url, full_url, model = sys.argv[1:]
+url, full_url, model, full_key = sys.argv[1:]
 messages = [ChatMessage(role="user", content="Tell me a story.")]
 
 
-def llm(at: str = url, *, model: str = model, is_chat_model: bool = False, max_tokens: int = 20) -> OpenAILike:
+def llm(
+    at: str = url, *, key: str = "none", model: str = model, is_chat_model: bool = False, max_tokens: int = 20
+) -> OpenAILike:
     return OpenAILike(
         api_base=f"{at}/v1",
-        api_key="none",
+        api_key=key,
         model=model,
         is_chat_model=is_chat_model,
         max_tokens=max_tokens,
@@ -39,7 +42,8 @@ said = {
     "errors": [
         error_of(lambda: llm(model="nobody").complete("Once")),
         error_of(lambda: llm(max_tokens=100_000).complete("Once")),
-        error_of(lambda: llm(full_url, is_chat_model=True, max_tokens=1).chat(messages)),
+        error_of(lambda: llm(full_url, key=full_key, is_chat_model=True, max_tokens=1).chat(messages)),
+        error_of(lambda: llm(full_url).complete("Once")),
     ],
 }
 print(json.dumps(said))

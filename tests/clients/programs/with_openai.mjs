@@ -1,9 +1,10 @@
-// openai: streams, usage, vectors, and what its errors are called. Arguments: a service, a full one, a model.
+// openai: streams, usage, vectors, and what its errors are called. Arguments: a service, a full one that asks for a key,
+// a model, the key.
 import OpenAI from "openai";
 
-const [url, fullUrl, model] = process.argv.slice(2);
-const [client, full] = [url, fullUrl].map(
-  (at) => new OpenAI({ baseURL: `${at}/v1`, apiKey: "none", maxRetries: 0 }),
+const [url, fullUrl, model, fullKey] = process.argv.slice(2);
+const [client, full, stranger] = [[url, "none"], [fullUrl, fullKey], [fullUrl, "none"]].map(
+  ([at, apiKey]) => new OpenAI({ baseURL: `${at}/v1`, apiKey, maxRetries: 0 }),
 );
 const messages = [{ role: "user", content: "Tell me a story." }];
 
@@ -31,10 +32,12 @@ const said = {
   chat: chat.choices[0].message.content,
   usage: [chat.usage.prompt_tokens, chat.usage.completion_tokens],
   vector: (await client.embeddings.create({ model, input: ["Once upon a time"] })).data[0].embedding,
+  models: (await full.models.list()).data.map((card) => card.id),
   errors: [
     await errorOf(() => client.completions.create({ model: "nobody", prompt: "Once" })),
     await errorOf(() => client.completions.create({ model, prompt: "Once", max_tokens: -1 })),
     await errorOf(() => full.chat.completions.create({ model, messages, max_tokens: 1 })),
+    await errorOf(() => stranger.models.list()),
   ],
 };
 console.log(JSON.stringify(said));

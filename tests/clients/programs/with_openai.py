@@ -1,4 +1,5 @@
-"""openai: streams, usage, vectors, and what its errors are called. Arguments: a service, a full one, a model."""
+"""openai: streams, usage, vectors, and what its errors are called. Arguments: a service, a full one
+that asks for a key, a model, the key."""
 
 import json
 import sys
@@ -6,8 +7,11 @@ from collections.abc import Callable
 
 import openai
 
-url, full_url, model = sys.argv[1:]
-client, full = (openai.OpenAI(base_url=f"{at}/v1", api_key="none", max_retries=0) for at in (url, full_url))
+url, full_url, model, full_key = sys.argv[1:]
+client, full, stranger = (
+    openai.OpenAI(base_url=f"{at}/v1", api_key=key, max_retries=0)
+    for at, key in ((url, "none"), (full_url, full_key), (full_url, "none"))
+)
 messages = [{"role": "user", "content": "Tell me a story."}]
 
 
@@ -25,10 +29,12 @@ said = {
     "chat": chat.choices[0].message.content,
     "usage": [chat.usage.prompt_tokens, chat.usage.completion_tokens],
     "vector": client.embeddings.create(model=model, input=["Once upon a time"]).data[0].embedding,
+    "models": [card.id for card in full.models.list()],
     "errors": [
         error_of(lambda: client.completions.create(model="nobody", prompt="Once")),
         error_of(lambda: client.completions.create(model=model, prompt="Once", max_tokens=-1)),
         error_of(lambda: full.chat.completions.create(model=model, messages=messages, max_tokens=1)),
+        error_of(lambda: stranger.models.list()),
     ],
 }
 print(json.dumps(said))
