@@ -43,16 +43,16 @@ class Choice:
     """One completion of a request. `index` is its place in the answer, `prompt_index` its prompt's.
 
     has_asked_length: the client said how long it may get; else `max_tokens` is what the context leaves.
-    """
     grammar_param: the field of the request that its grammar is from.
+    """
 
     index: int
     prompt_index: int
     prompt_text: str
     submit: Submit
     has_asked_length: bool = True
-    token_ids: list[int] = field(default_factory=list)
     grammar_param: str | None = None
+    token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
     has_started: bool = False

@@ -194,9 +194,6 @@ def test_the_help_of_a_recipe_asks_for_a_file(capsys: pytest.CaptureFixture[str]
     assert "--config FILE" in capsys.readouterr().out
 
 
-def test_a_flag_that_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    def texts(*argv: str) -> tuple[str, ...]:
-        return read_settings(EvalSettings, ["--checkpoint", "c", *argv], command="eval", summary="Measure.").texts
 def test_the_help_of_generate_says_whose_default_wins(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         read_settings(GenerateSettings, ["--help"], command="generate", summary="Generate.")
@@ -207,17 +204,20 @@ def test_the_help_of_generate_says_whose_default_wins(capsys: pytest.CaptureFixt
         )
 
 
+def test_a_flag_that_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def texts(*argv: str) -> tuple[str, ...]:
+        return read_settings(EvalSettings, ["--checkpoint", "c", *argv], command="eval", summary="Measure.").texts
 
     assert texts() == ()
     assert texts("--texts", "a=b", "--texts", "c=d=e") == ("a=b", "c=d=e")
     monkeypatch.setenv("KVASIR_TEXTS", "a=b:c=d")
     assert texts() == ("a=b", "c=d")
     assert texts("--texts", "e=f") == ("e=f",)
+    with pytest.raises(SettingsError, match=r"must be NAME=FILE, each with a name of its own, not 'a, b=c'$"):
+        texts("--texts", "a", "--texts", "b=c")
     for wrong in ("a", "=b", "a=", "a=b:a=c"):
         monkeypatch.setenv("KVASIR_TEXTS", wrong)
         with pytest.raises(
-    with pytest.raises(SettingsError, match=r"must be NAME=FILE, each with a name of its own, not 'a, b=c'$"):
-        texts("--texts", "a", "--texts", "b=c")
             SettingsError, match=r"^KVASIR_TEXTS: must be NAME=FILE, each with a name of its own, not '"
         ):
             texts()
