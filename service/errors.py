@@ -12,7 +12,6 @@ ApiError                        500  server_error
 ├── ClientGone                  499  (nobody is left to read it)
 ├── SwitchedOff                 403  switched_off; see service.inspection
 ├── Overloaded                  429  queue_full, with Retry-After
-│   └── NotReady                503  not_ready, with Retry-After; see service.inspection
 ├── EngineFailed                500  engine_failed
 └── Draining                    503  draining, with Retry-After
 """

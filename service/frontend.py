@@ -87,7 +87,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             config=serving.manifest.config,
             max_tokens=settings.max_inspect_tokens,
             max_body_bytes=max_body_bytes,
-            readiness=self.readiness,
+            refuse_when_draining=self._refuse_when_draining,
             send=self._send,
             on_change=self._count_active,
         )
@@ -101,6 +101,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             metrics=metrics,
         )
         self._hello: Hello | None = None
+        self.inboxes: tuple[Any, ...] = ()  # of one worker after the other; set before this process is forked
 
     @property
     def stream(self) -> bool:
@@ -227,7 +228,6 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         while True:
             await asyncio.sleep(1.0)
             self._lifecycle.end_if_orphaned()
-            self._inspection.end_lost(is_ready=self._worker_is_up())
             self._journal.poke_silent(since_seconds=time.monotonic() - KEEP_ALIVE_SECONDS)
 
     def close(self) -> None:
@@ -244,7 +244,9 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
     def receive(self, message: bytes) -> None:
         """One message of a worker. Raises nothing: LitServe's reader task would end for good."""
         try:
-            self._journal.receive(self._inspection.receive(decode_events(message)))
+            events = decode_events(message)
+            self._journal.receive(events)
+            self._inspection.receive(events)
         except Exception:
             logger.exception("a worker's message could not be read")
             self._journal.fail_all(ApiError("internal error"))
@@ -260,7 +262,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
                 elapsed_s=round(elapsed, 3),
                 eta_s=round(max(0.0, self._settings.drain_seconds - elapsed), 3),
             )
-        if not self._worker_is_up():
+        if self._hello is None or self._hello.epoch < lifecycle.epoch.value:
             elapsed = now - lifecycle.epoch_seconds.value
             usual = None if self._hello is None else round(max(0.0, self._hello.startup_seconds - elapsed), 3)
             return responses.Readiness(
@@ -275,9 +277,6 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             elapsed_s=round(now - lifecycle.epoch_seconds.value, 3),
             eta_s=0.0,
         )
-
-    def _worker_is_up(self) -> bool:
-        return self._hello is not None and self._hello.epoch >= self._lifecycle.epoch.value
 
     def count_error(self, error: ApiError) -> None:
         """Count a request that was refused or failed."""
@@ -306,12 +305,13 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self._lifecycle.num_active.value = self._journal.num_requests + self._inspection.num_looks
 
     def _send(self, commands: Sequence[Command]) -> None:
-        """Put commands on LitServe's queue: one trip through its manager, however many they are."""
+        """Put commands on the worker's queue, or on its dead predecessor's: one trip through LitServe's manager."""
         payload = tuple(map(encode_command, commands))
         self.request_queue.put((self.response_queue_id, BUS, time.monotonic(), payload))
 
     def _hear_hello(self, hello: Hello) -> None:
         self._hello = hello
+        self.request_queue = self.inboxes[hello.epoch % len(self.inboxes)]
         if self._lifecycle.phase.value < Phase.DRAINING:
             self._metrics.set_engine_state(EngineState.READY)
 

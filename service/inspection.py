@@ -12,6 +12,7 @@ import time
 import uuid
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
@@ -25,20 +26,20 @@ from service.errors import (
     ApiError,
     ClientGone,
     ContextLengthExceeded,
-    Draining,
     EngineFailed,
     InvalidRequest,
     Overloaded,
 )
 from service.logprobs import token_name
-from service.messages import Cancel, Command, Event, Hello, Look, Looked
+from service.messages import Cancel, Command, Event, Hello, Look, Looked, Started
 from service.plan import Planner
 from service.requests import json_response, read_body
-from service.responses import Readiness
 from service.schemas import RequestModel, TokenIds, parse_body
 
 # Looks that may be under way: the worker computes one between two steps.
 MAX_LOOKS = 4
+# A look during whose computation so many workers died is what kills them.
+_MAX_DEATHS = 2
 # Weights on the wire are whole millionths: a row of 512 sums to 1 within 3e-4.
 _MILLION = 1_000_000
 _WANTED = {
@@ -51,12 +52,6 @@ class SwitchedOff(ApiError):
     """A route that this server does not offer."""
 
     status, type, code = 403, "invalid_request_error", "switched_off"
-
-
-class NotReady(Overloaded):
-    """No worker to look with: it is being started, or it died meanwhile."""
-
-    status, type, code = 503, "server_error", "not_ready"
 
 
 class AttentionRequest(RequestModel):
@@ -99,6 +94,16 @@ class Attention(msgspec.Struct, kw_only=True):
     timings: LookTimings
 
 
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A look under way. `has_started`: the worker that has it now computes it."""
+
+    look: Look
+    answer: "asyncio.Future[Looked]"
+    has_started: bool = False
+    num_deaths: int = 0
+
+
 class Inspection:
     """The routes, and the looks that are under way. One thread: the API process' event loop.
 
@@ -107,7 +112,7 @@ class Inspection:
         config: the model's layers and heads.
         max_tokens: of a prompt; 0 switches looking off.
         max_body_bytes: of a request.
-        readiness: whether a worker would look now.
+        refuse_when_draining: raises `Draining` where the service takes on nothing new.
         send: puts commands on the worker's queue.
         on_change: told when `num_looks` has changed.
     """
@@ -119,7 +124,7 @@ class Inspection:
         config: ModelConfig,
         max_tokens: int,
         max_body_bytes: int,
-        readiness: Callable[[], Readiness],
+        refuse_when_draining: Callable[[], None],
         send: Callable[[Sequence[Command]], None],
         on_change: Callable[[], None],
     ) -> None:
@@ -127,10 +132,10 @@ class Inspection:
         self._config = config
         self._max_tokens = min(max_tokens, planner.max_context_length)
         self._max_body_bytes = max_body_bytes
-        self._readiness = readiness
+        self._refuse_when_draining = refuse_when_draining
         self._send = send
         self._on_change = on_change
-        self._looks: dict[str, asyncio.Future[Looked]] = {}
+        self._looks: dict[str, _Waiting] = {}
 
     @property
     def num_looks(self) -> int:
@@ -156,7 +161,9 @@ class Inspection:
         self._refuse_when_off()
         body = await read_body(request, max_bytes=self._max_body_bytes)
         look = self._plan(_parse(body))
-        self._refuse_when_not_ready()
+        self._refuse_when_draining()
+        if len(self._looks) >= MAX_LOOKS:
+            raise Overloaded(f"{MAX_LOOKS} looks are under way, try again later", retry_after_seconds=1.0)
         looked = await self._answer(look, request.receive)
         if looked.weights is None:
             raise EngineFailed("the engine failed on this request", retry=True)
@@ -166,42 +173,38 @@ class Inspection:
 
     # What comes back.
 
-    def receive(self, events: Sequence[Event]) -> list[Event]:
-        """Take this message's answers to looks; returns the other events."""
-        others: list[Event] = []
+    def receive(self, events: Sequence[Event]) -> None:
+        """Take this message's answers to looks. A worker that is up and empty gets all that are unanswered."""
         for event in events:
-            if isinstance(event, Hello):  # a new worker knows of no look
-                self.end_lost(is_ready=False)
-            if not isinstance(event, Looked):
-                others.append(event)
-            elif (waiting := self._looks.get(event.uid)) is not None and not waiting.done():
-                waiting.set_result(event)
-        return others
-
-    def end_lost(self, *, is_ready: bool) -> None:
-        """Where no worker is up, nobody will answer: end every look."""
-        if not is_ready:
-            self.fail_all(NotReady("the worker was replaced while it looked", retry_after_seconds=1.0))
+            if isinstance(event, Hello):
+                self._replay()
+            elif isinstance(event, Started | Looked) and (waiting := self._looks.get(event.uid)) is not None:
+                if isinstance(event, Started):
+                    waiting.has_started = waiting.has_started or event.attempt == waiting.look.attempt
+                elif not waiting.answer.done():
+                    waiting.answer.set_result(event)
 
     def fail_all(self, error: ApiError) -> None:
         """End every look."""
         for waiting in self._looks.values():
-            if not waiting.done():
-                waiting.set_exception(error)
+            _fail(waiting, error)
+
+    def _replay(self) -> None:
+        again: list[Look] = []
+        for waiting in self._looks.values():
+            waiting.num_deaths += waiting.has_started
+            if waiting.num_deaths >= _MAX_DEATHS:
+                _fail(waiting, EngineFailed("the worker died repeatedly on this request", retry=False))
+            elif not waiting.answer.done():
+                waiting.look = msgspec.structs.replace(waiting.look, attempt=waiting.look.attempt + 1)
+                waiting.has_started = False
+                again.append(waiting.look)
+        if again:
+            self._send(again)
 
     def _refuse_when_off(self) -> None:
         if self._max_tokens == 0:
             raise SwitchedOff("looking at attention is switched off on this server (--max-inspect-tokens 0)")
-
-    def _refuse_when_not_ready(self) -> None:
-        readiness = self._readiness()
-        seconds = 1.0 if readiness.eta_s is None else readiness.eta_s
-        if readiness.state == "draining":
-            raise Draining("the server is shutting down", retry_after_seconds=seconds)
-        if readiness.state != "ready":
-            raise NotReady(f"no worker can look now: {readiness.phase}", retry_after_seconds=seconds)
-        if len(self._looks) >= MAX_LOOKS:
-            raise Overloaded(f"{MAX_LOOKS} looks are under way, try again later", retry_after_seconds=1.0)
 
     def _plan(self, asked: AttentionRequest) -> Look:
         """What the worker is asked for.
@@ -251,7 +254,7 @@ class Inspection:
             ApiError: what `fail_all` was told.
         """
         waiting: asyncio.Future[Looked] = asyncio.get_running_loop().create_future()
-        with self._under_way(look.uid, waiting):
+        with self._under_way(look, waiting):
             self._send([look])
             watch = asyncio.create_task(_disconnected(receive))
             try:
@@ -263,17 +266,17 @@ class Inspection:
             return waiting.result()
 
     @contextlib.contextmanager
-    def _under_way(self, uid: str, waiting: "asyncio.Future[Looked]") -> Iterator[None]:
+    def _under_way(self, look: Look, answer: "asyncio.Future[Looked]") -> Iterator[None]:
         """Count a look while it lasts; tell the worker if nobody waits for it any more."""
-        self._looks[uid] = waiting
+        self._looks[look.uid] = _Waiting(look, answer)
         self._on_change()
         try:
             yield
         finally:
-            del self._looks[uid]
+            del self._looks[look.uid]
             self._on_change()
-            if not waiting.done():
-                self._send([Cancel(uid=uid)])
+            if not answer.done():
+                self._send([Cancel(uid=look.uid)])
 
     def _attention(self, look: Look, looked: Looked, arrival_seconds: float) -> Response:
         assert looked.weights is not None
@@ -294,6 +297,11 @@ class Inspection:
             ),
         )
         return json_response(answer)
+
+
+def _fail(waiting: _Waiting, error: ApiError) -> None:
+    if not waiting.answer.done():
+        waiting.answer.set_exception(error)
 
 
 def _parse(body: bytes) -> AttentionRequest:

@@ -130,7 +130,7 @@ def _paths() -> dict[str, Any]:
                 "What a prompt's tokens attend to in one layer",
                 inspection.AttentionRequest,
                 _json(inspection.Attention),
-                (*_GENERATION, inspection.SwitchedOff, inspection.NotReady),
+                (*_GENERATION, inspection.SwitchedOff),
             ),
         },
         "/health": _get("Is the process alive?", _json(responses.Health)),

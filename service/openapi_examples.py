@@ -138,7 +138,6 @@ _ERRORS: Final[Sequence[errors.ApiError]] = (
     errors.EngineFailed("the engine failed on this request", retry=True),
     errors.Draining("the server is shutting down", retry_after_seconds=1.0),
     inspection.SwitchedOff("looking at attention is switched off on this server"),
-    inspection.NotReady("no worker can look now: starting a worker", retry_after_seconds=1.0),
 )
 ERRORS: Final[Mapping[type[errors.ApiError], errors.ApiError]] = MappingProxyType(
     {type(error): error for error in _ERRORS}

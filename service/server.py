@@ -40,6 +40,10 @@ from service.worker import EXIT_TOLD, EngineAPI, EngineLoop
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
+# A worker that is killed while it waits for its queue leaves somebody waiting in its place, for as long as it would
+# have (a second), in LitServe's queue process: who takes what comes next, and it is lost. So each worker has another
+# queue than those before it, as far back as workers can have died meanwhile.
+_NUM_INBOXES = 8
 _FOREIGN_PAGES = ("/docs", "/docs/oauth2-redirect", "/redoc")
 # More deaths in a minute than this are no accident: starting again would not end.
 _MAX_WORKER_DEATHS_A_MINUTE = 5
@@ -84,6 +88,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         self._hurry = threading.Event()
         self._exit_code = 0
         self._manager: Any = None
+        self._inboxes: tuple[Any, ...] = ()
         self.response_buffer[BUS] = Sink(frontend)
         install_error_handlers(self.app, frontend.count_error)
         self.app.openapi = openapi_document
@@ -126,7 +131,12 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
     def _init_manager(self, num_api_servers: int) -> Any:
         self._manager = super()._init_manager(num_api_servers)
         self._lifecycle.manager_pid.value = self._manager._process.pid
+        self._inboxes = self._frontend.inboxes = tuple(self._manager.Queue() for _ in range(_NUM_INBOXES))
         return self._manager
+
+    def _get_request_queue(self, api_path: str) -> Any:
+        """LitServe asks for it when it starts a worker."""
+        return self._inboxes[self._lifecycle.epoch.value % _NUM_INBOXES]
 
     def verify_worker_status(self) -> None:
         """Wait for the worker. One that fails has said why in a line and ended.

@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -126,6 +127,7 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
         callback_runner: Any,
     ) -> NoReturn:
         """Serve until the process ends."""
+        _empty(request_queue)
         inbox: SimpleQueue[Parcel] = SimpleQueue()
 
         outbox: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
@@ -188,6 +190,13 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
             if item is not None:
                 api_id, _, _, payload = item
                 inbox.put((api_id, payload))
+
+
+def _empty(request_queue: Any) -> None:
+    """What is in there was meant for an earlier worker. This one gets all that is unfinished once it has said hello."""
+    with suppress(Empty):
+        while True:
+            request_queue.get_nowait()
 
 
 def _obey_only_main(lifecycle: Lifecycle) -> None:

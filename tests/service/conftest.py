@@ -57,7 +57,7 @@ def settings(tiny_checkpoint: Path) -> ServeSettings:
 def frontend(settings: ServeSettings, metrics: Metrics, lifecycle: Lifecycle, queue: EchoQueue) -> Iterator[Frontend]:
     serving = read_serving(settings, read_manifest(settings.checkpoint), load_tokenizer(settings.checkpoint))
     frontend = Frontend(settings, serving=serving, lifecycle=lifecycle, metrics=metrics)
-    frontend.request_queue, frontend.response_queue_id = queue, 0
+    frontend.request_queue, frontend.response_queue_id, frontend.inboxes = queue, 0, (queue,)
     frontend.pre_setup(None)
     queue.frontend = frontend
     yield frontend

@@ -6,23 +6,32 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from fastapi import FastAPI, Request
 from starlette.testclient import TestClient
 
 from model.tokenizer.interface import Tokenizer
-from service.errors import ApiError, ClientGone, Overloaded
-from service.inspection import MAX_LOOKS, Inspection, NotReady
-from service.messages import Cancel, Command, Look, Looked, decode_command, decode_events, encode_command, encode_events
+from service.errors import ApiError, ClientGone, Draining, EngineFailed, Overloaded
+from service.inspection import MAX_LOOKS, Inspection
+from service.messages import (
+    Cancel,
+    Command,
+    Look,
+    Looked,
+    Started,
+    decode_command,
+    decode_events,
+    encode_command,
+    encode_events,
+)
 from service.plan import Planner
 from service.requests import install_error_handlers
-from service.responses import Readiness
 from tests.service.sequences import make_delta, make_hello
 from tests.tiny_model import tiny_config
 
 ROUTE = "/inspect/attention"
 MAX_TOKENS = 32
-READY = Readiness(state="ready", phase="serving", elapsed_s=1.0, eta_s=0.0)
 
 
 def even_weights(look: Look) -> bytes:
@@ -37,7 +46,7 @@ class Bench:
     def __init__(self, tokenizer: Tokenizer, max_tokens: int = MAX_TOKENS) -> None:
         self.sent: list[Command] = []
         self.counts: list[int] = []
-        self.readiness = READY
+        self.is_draining = False
         self.weights: Callable[[Look], bytes | None] = even_weights
         self.answers = True
         planner = Planner(tokenizer=tokenizer, model_name="tiny", max_context_length=256, max_num_choices=4)
@@ -46,17 +55,21 @@ class Bench:
             config=tiny_config(274),
             max_tokens=max_tokens,
             max_body_bytes=100_000,
-            readiness=lambda: self.readiness,
+            refuse_when_draining=self._refuse_when_draining,
             send=self._take,
             on_change=lambda: self.counts.append(self.inspection.num_looks),
         )
+
+    def _refuse_when_draining(self) -> None:
+        if self.is_draining:
+            raise Draining("the server is shutting down", retry_after_seconds=2.5)
 
     def _take(self, commands: Sequence[Command]) -> None:
         for command in (decode_command(encode_command(command)) for command in commands):
             self.sent.append(command)
             if isinstance(command, Look) and self.answers:
                 looked = Looked(uid=command.uid, weights=self.weights(command), compute_seconds=0.0125)
-                assert self.inspection.receive(decode_events(encode_events([looked]))) == []
+                self.inspection.receive(decode_events(encode_events([looked])))
 
     def client(self) -> TestClient:
         app = FastAPI()
@@ -186,14 +199,10 @@ def test_switched_off(tokenizer: Tokenizer) -> None:
             assert "--max-inspect-tokens 0" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("state", "status", "code"),
-    [("draining", 503, "draining"), ("loading", 503, "not_ready"), ("stalled", 503, "not_ready")],
-)
-def test_no_worker(client: TestClient, bench: Bench, state: str, status: int, code: str) -> None:
-    bench.readiness = Readiness(state=state, phase="…", elapsed_s=1.0, eta_s=2.5)
+def test_a_service_that_drains_looks_no_more(client: TestClient, bench: Bench) -> None:
+    bench.is_draining = True
     response = client.post(ROUTE, json={"prompt": "a", "layer": 0})
-    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "draining")
     assert response.headers["retry-after"] == "3"
     assert bench.sent == []
 
@@ -243,24 +252,48 @@ def test_a_client_that_leaves_cancels(bench: Bench) -> None:
     assert bench.counts == [1, 0]
 
 
-@pytest.mark.parametrize("how", ["hello", "silence"])
-def test_a_worker_that_dies_ends_its_looks(bench: Bench, how: str) -> None:
+def answer_all(bench: Bench) -> None:
+    """What a worker answers to all that was sent."""
+    looks = [command for command in bench.sent if isinstance(command, Look)]
+    bench.inspection.receive([Looked(uid=k.uid, weights=even_weights(k), compute_seconds=0.0) for k in looks])
+
+
+def test_a_look_whose_worker_dies_is_computed_by_the_next(bench: Bench) -> None:
     async def die() -> None:
-        (task,) = await waiting(bench, 1)
-        if how == "hello":
-            hello = make_hello(epoch=1)
-            assert bench.inspection.receive([hello]) == [hello]
-        else:
-            bench.inspection.end_lost(is_ready=True)
-            bench.inspection.end_lost(is_ready=False)
-        with pytest.raises(NotReady, match="replaced"):
-            await task
+        tasks = await waiting(bench, 2)
+        bench.inspection.receive(
+            [Looked(uid=bench.sent[1].uid, weights=None, compute_seconds=0.0), make_hello(epoch=1)]
+        )
+        first, _, again = bench.sent
+        assert isinstance(first, Look)
+        assert again == msgspec.structs.replace(first, attempt=1), "the one without an answer"
+        answer_all(bench)
+        assert (await tasks[0]).status_code == 200
+        with pytest.raises(EngineFailed, match="the engine failed"):
+            await tasks[1]
 
     asyncio.run(die())
     assert bench.inspection.num_looks == 0
 
 
+def test_a_look_that_kills_two_workers_ends(bench: Bench) -> None:
+    async def die() -> None:
+        (task,) = await waiting(bench, 1)
+        for epoch in range(1, 5):  # nobody computes it
+            bench.inspection.receive([make_hello(epoch), Started(uid=bench.sent[0].uid, attempt=0)])
+        for epoch in (5, 6):
+            assert not task.done()
+            bench.inspection.receive([Started(uid=bench.sent[0].uid, attempt=epoch - 1), make_hello(epoch)])
+        with pytest.raises(EngineFailed, match="died repeatedly") as caught:
+            await task
+        assert caught.value.headers() == {"x-should-retry": "false"}
+
+    asyncio.run(die())
+    assert len(bench.sent) == 6
+
+
 def test_other_events_and_late_answers_pass_by(bench: Bench) -> None:
     delta = make_delta("a", ids=(1,), text="x")
     late = Looked(uid="unknown", weights=None, compute_seconds=0.0)
-    assert bench.inspection.receive([late, delta]) == [delta]
+    bench.inspection.receive([late, delta])
+    assert bench.inspection.num_looks == 0
