@@ -19,7 +19,8 @@ openapi          the document that describes it all
 openapi_examples a request, an answer and an error of each kind, for that document
 api_keys         who may use the server: keys with names, from a file or the environment
 access           who may ask, and from which pages: the middleware around the routes; pure ASGI
-http_protocol    HTTP itself, with bounds on a request's head
+http_protocol    HTTP itself, with bounds on a request's head, on waiting for clients, and on connections
+open_files       how many connections the limit of open files leaves room for
 requests         ids, body limits and error bodies around every request; pure ASGI
 serving          what is served: a checkpoint's facts, and what the settings make of them
 request_model    what every request is: strict, frozen, and nothing unknown in it

@@ -3,7 +3,9 @@
 ApiError                        500  server_error
 ├── InvalidRequest              400  invalid_request_error
 │   ├── ContextLengthExceeded   400  context_length_exceeded
-│   └── HeadTooLarge            431  head_too_large
+│   ├── HeadTooLarge            431  head_too_large
+│   ├── RequestTimeout          408  request_timeout
+│   └── UnsupportedEncoding     415  unsupported_encoding
 ├── Unauthorized                401  invalid_api_key, with WWW-Authenticate
 ├── ModelNotFound               404  model_not_found
 ├── RouteNotFound               404  route_not_found
@@ -12,6 +14,9 @@ ApiError                        500  server_error
 ├── ClientGone                  499  (nobody is left to read it)
 ├── SwitchedOff                 403  switched_off; see service.inspection
 ├── Overloaded                  429  queue_full, with Retry-After
+│   ├── WaitTooLong             429  queue_time, with Retry-After
+│   └── TooManyConnections      503  too_many_connections, with Retry-After
+├── QueueTimeout                408  queue_timeout, with Retry-After
 ├── EngineFailed                500  engine_failed
 └── Draining                    503  draining, with Retry-After
 """
@@ -76,6 +81,14 @@ class HeadTooLarge(InvalidRequest):
     status, code = 431, "head_too_large"
 
 
+class RequestTimeout(InvalidRequest):
+    status, code = 408, "request_timeout"
+
+
+class UnsupportedEncoding(InvalidRequest):
+    status, code = 415, "unsupported_encoding"
+
+
 class ClientGone(ApiError):
     status, type, code = 499, "client_closed_request", None
 
@@ -110,6 +123,18 @@ class _ComeBackLater(ApiError):
 
 class Overloaded(_ComeBackLater):
     status, type, code = 429, "rate_limit_error", "queue_full"
+
+
+class WaitTooLong(Overloaded):
+    code = "queue_time"
+
+
+class TooManyConnections(Overloaded):
+    status, type, code = 503, "server_error", "too_many_connections"
+
+
+class QueueTimeout(_ComeBackLater):
+    status, type, code = 408, "timeout_error", "queue_timeout"
 
 
 class Draining(_ComeBackLater):

@@ -1,73 +1,273 @@
-"""HTTP itself, within bounds: uvicorn's protocol on httptools, which takes as long a request head as a client sends.
+"""HTTP itself, within bounds: uvicorn's protocol on httptools, which waits for a client as long as the client likes.
 
-The head is the request line and the header fields. One over the bounds is a 431, and one that is no HTTP a 400, both in
-the shape of our errors; the connection is closed.
+Bounded are a request's head (the request line and the header fields), the time that a client takes to send its request
+and to take its answer, the requests that it sends ahead, and the number of connections. What is refused is told in the
+shape of our errors, if no other answer is under way, and the connection is closed.
 """
 
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Final
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from service.errors import HeadTooLarge, InvalidRequest
+from service.errors import (
+    ApiError,
+    HeadTooLarge,
+    InvalidRequest,
+    RequestTimeout,
+    TooManyConnections,
+    UnsupportedEncoding,
+)
 from service.responses import encode
 
 # What nginx takes by default is 32 KiB, and browsers send under a hundred fields.
 MAX_HEAD_BYTES: Final = 64 * 1024
 MAX_HEADERS: Final = 100
-_REASONS: Final = {400: "Bad Request", 431: "Request Header Fields Too Large"}
+# Requests of one connection that are not answered yet. Browsers and SDKs send one at a time.
+MAX_PIPELINED: Final = 32
+# A body gets a second more for so many bytes of it.
+BODY_BYTES_A_SECOND: Final = 10_000
+# What frames a body (sizes of chunks, fields after them) may be so many times longer than it, and a head beside.
+MAX_FRAMING: Final = 8
+# What a client that is behind must take of its answer each time.
+MIN_TAKEN_BYTES: Final = 16 * 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConnectionLimits:
+    """What a client may ask of a connection.
+
+    max_connections: of all clients. One more takes the place of the connection that has waited longest for its client.
+    client_seconds: for a request's head, for its body and a second more for each 10 kB of it, and for each 16 KiB of
+        an answer that the client is behind with.
+    max_body_bytes: no body gets more time than one of this size.
+    """
+
+    max_connections: int = 1024
+    client_seconds: float = 30.0
+    max_body_bytes: int = 2 * 2**20
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection. What uvicorn does, with a bound on what a request's head may hold."""
+    """One connection. What uvicorn does, within bounds.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Args:
+        limits: the bounds.
+        count: told of each refusal.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        limits: ConnectionLimits | None = None,
+        count: Callable[[ApiError], None] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._limits = ConnectionLimits() if limits is None else limits
+        self._count = count
         self._is_in_head = self._is_in_body = False
         self._num_head_bytes = 0  # received of a head that is not complete
+        self._num_body_bytes = 0  # received of this request's body
+        self._num_framed_bytes = 0  # received since the head's end
         self._has_passed_head = False  # in these bytes
-        self._is_too_large = False
+        self._refusal: ApiError = InvalidRequest("this is not HTTP/1.1, or not whole")
+        self._cycles: list[RequestResponseCycle] = []  # requests that are not answered yet
+        self._waiting_since: float | None = None  # for the client to send
+        self._behind: tuple[int, float] | None = None  # bytes that the client had not taken, and when that was
+        self._check: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected."""
+        super().connection_made(transport)
+        self._waiting_since = self.loop.time()
+        if len(self.connections) > self._limits.max_connections and not self._make_room():
+            number = self._limits.max_connections
+            self._refuse(TooManyConnections(f"all {number} connections are in use", retry_after_seconds=1.0))
+        self._check_later()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone: all its requests learn it, not only the last one."""
+        if self._check is not None:
+            self._check.cancel()
+        super().connection_lost(exc)
+        for cycle in self._unanswered():
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         """Bytes of the client."""
+        self._unset_keepalive_if_required()
+        if self.transport.is_closing():
+            return
         was_in_body, self._has_passed_head = self._is_in_body, False
-        super().data_received(data)
-        is_head_alone = not (was_in_body or self._has_passed_head)
-        if self._is_in_head and is_head_alone and not self.transport.is_closing():
-            self._num_head_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._stay_with_http_1(data[upgrade.args[0] :])
+            return
+        except httptools.HttpParserError:
+            self._refuse(self._refusal)
+            return
+        self._bound_bytes(len(data), was_in_body=was_in_body)
+
+    def _bound_bytes(self, num_bytes: int, *, was_in_body: bool) -> None:
+        """After so many more: bound what the parser holds of a head, or of what frames a body."""
+        if was_in_body and self._is_in_body:
+            self._num_framed_bytes += num_bytes
+            if self._num_framed_bytes > MAX_HEAD_BYTES + (1 + MAX_FRAMING) * self._num_body_bytes:
+                self._refuse(self._refusal)
+        elif self._is_in_head and not (was_in_body or self._has_passed_head):
+            self._num_head_bytes += num_bytes
             if self._num_head_bytes > MAX_HEAD_BYTES:
-                self._is_too_large = True
-                self.send_400_response("")
+                self._refuse(_head_too_large())
+        elif self._waiting_since is None and not self._unanswered():
+            self._waiting_since = self.loop.time()  # empty lines before a request
+
+    def _stay_with_http_1(self, rest: bytes) -> None:
+        """Go on as if the client had not offered another protocol.
+
+        A server may do so. The parser would take the body for that protocol's, and Java's client offers HTTP/2 with
+        every first request.
+        """
+        fields = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        line = b"%s %s HTTP/1.1" % (self.parser.get_method(), self.url)
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"\r\n".join([line, *fields, b"", rest]))
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
         super().on_message_begin()
         self._is_in_head, self._num_head_bytes = True, 0
+        self._waiting_since = self.loop.time()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A field of the head. Those after a body's chunks are dropped: they must not pass for the head's."""
+        if self._is_in_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head's end. What is raised here reaches uvicorn as a request that is not HTTP."""
+        """The head's end. What is raised here ends the parsing."""
         self._is_in_head, self._is_in_body, self._has_passed_head = False, True, True
+        self._num_body_bytes, self._num_framed_bytes, self._waiting_since = 0, 0, self.loop.time()
         num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if num_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
-            self._is_too_large = True
+            self._refusal = _head_too_large()
             raise ValueError("the head is too large")
+        if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
+            self._refusal = UnsupportedEncoding("the only Transfer-Encoding that this server reads is chunked")
+            raise ValueError("a body in another encoding")
+        if self._offers_another_protocol():
+            return
+        self._cycles = self._unanswered()
+        if len(self._cycles) >= MAX_PIPELINED:
+            raise ValueError("too many requests at once")
         super().on_headers_complete()
+        self._cycles.append(self.cycle)
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body."""
+        self._num_body_bytes += len(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """The body's end."""
-        self._is_in_body = False
-        super().on_message_complete()
+        self._is_in_body, self._waiting_since = False, None
+        if not self._offers_another_protocol():
+            super().on_message_complete()
 
-    def send_400_response(self, msg: str) -> None:
-        """Refuse what is no request of ours, and close."""
-        error = InvalidRequest("this is not HTTP/1.1, or not whole")
-        if self._is_too_large:
-            error = HeadTooLarge(
-                f"the request's header fields are over the limit of {MAX_HEADERS} fields or {MAX_HEAD_BYTES} bytes"
-            )
+    def _offers_another_protocol(self) -> bool:
+        if self.parser.get_method() == b"CONNECT":
+            raise ValueError("this is no proxy")
+        return bool(self.parser.should_upgrade())
+
+    def _should_upgrade_to_ws(self) -> bool:
+        return False
+
+    def _unanswered(self) -> list[RequestResponseCycle]:
+        return [cycle for cycle in self._cycles if not cycle.response_complete]
+
+    def _refuse(self, error: ApiError) -> None:
+        """Close, and say why unless that would be read as the answer to another request."""
+        if self._count is not None:
+            self._count(error)
+        unanswered = self._unanswered()
+        is_received = self._is_in_body and unanswered == [self.cycle] and not self.cycle.response_started
+        if unanswered and not is_received:
+            self.transport.abort()
+            return
         body = encode(error.body())
-        head = (
-            f"HTTP/1.1 {error.status} {_REASONS[error.status]}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
+        fields = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
+        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+        lines += [f"{name}: {value}" for name, value in {**fields, "connection": "close"}.items()]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self.transport.close()
+
+    # Clients that let us wait.
+
+    def _make_room(self) -> bool:
+        """Close the connection that has waited longest for its client; False where every client waits for us."""
+        others = (each for each in self.connections if isinstance(each, BoundedHttpProtocol) and each is not self)
+        idle = [each for each in others if not each.is_busy]
+        if not idle:
+            return False
+        longest = min(idle, key=lambda each: each.idle_since)
+        self.connections.discard(longest)
+        longest.transport.abort()
+        return True
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a client waits for an answer, having sent all of its request."""
+        return any(not cycle.more_body for cycle in self._unanswered())
+
+    @property
+    def idle_since(self) -> float:
+        """When it became the client's turn; for ever ago where the last answer was complete."""
+        return 0.0 if self._waiting_since is None else self._waiting_since
+
+    def _check_later(self) -> None:
+        self._check = self.loop.call_later(self._limits.client_seconds / 4, self._check_client)
+
+    def _check_client(self) -> None:
+        """Now and then: whether it is still worth waiting for this client."""
+        now = self.loop.time()
+        if self._is_stuck(now):
+            self.transport.abort()
+        elif self._is_late(now) and not self.transport.is_closing():
+            if self._is_in_head or self._is_in_body:
+                part = "head" if self._is_in_head else "body"
+                self._refuse(RequestTimeout(f"the request's {part} took too long to arrive; send it again"))
+            else:
+                self.transport.close()
+        self._check_later()
+
+    def _is_late(self, now: float) -> bool:
+        """Whether the client has had its time to send."""
+        if self._waiting_since is None:
+            return False
+        if self.flow.read_paused:  # we let the client wait
+            self._waiting_since = now
+        num_bytes = min(self._num_body_bytes, self._limits.max_body_bytes) if self._is_in_body else 0
+        return now - self._waiting_since > self._limits.client_seconds + num_bytes / BODY_BYTES_A_SECOND
+
+    def _is_stuck(self, now: float) -> bool:
+        """Whether the client has had its time to take what is written, be it what holds up the writer or the last."""
+        num_bytes = self.transport.get_write_buffer_size()
+        is_due = self.flow.write_paused or self.transport.is_closing() or not self._unanswered()
+        if not num_bytes or not is_due:
+            self._behind = None
+            return False
+        if self._behind is None or self._behind[0] - num_bytes >= MIN_TAKEN_BYTES:
+            self._behind = (num_bytes, now)
+        return now - self._behind[1] > self._limits.client_seconds
+
+
+def _head_too_large() -> HeadTooLarge:
+    return HeadTooLarge(
+        f"the request's header fields are over the limit of {MAX_HEADERS} fields or {MAX_HEAD_BYTES} bytes"
+    )

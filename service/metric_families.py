@@ -69,6 +69,7 @@ _WHOLE: Final = (.001, .0025, .005, .01, .02, .04, .08, .16, .3, .5, .8, 1, 1.5,
                  10, 20, 30, 60, 120)
 _STEP: Final = (.0005, .001, .002, .004, .006, .008, .01, .015, .02, .03, .04, .06, .08,
                 .1, .15, .2, .3, .5, 1)
+_ERROR: Final = (-60, -20, -5, -2, -1, -.5, -.2, -.1, -.05, 0, .05, .1, .2, .5, 1, 2, 5, 20, 60)
 _LENGTH: Final = (*(digit * 10**power for power in range(5) for digit in (1, 2, 5)), 100_000)
 _BATCH: Final = tuple(2**power for power in range(11))
 _BUDGET: Final = tuple(2**power for power in range(15))
@@ -111,11 +112,14 @@ _FAMILIES = (
            ("finished_reason",), tuple((reason,) for reason in FinishReason), in_vllm=True),
     Family("request_failures", _C, "requests",
            "Requests answered with an error, by HTTP status and error type.", ("status", "error_type"),
-           (*((status, "invalid_request_error") for status in ("400", "401", "404", "405", "413", "431")),
-            ("500", "server_error"))),
+           (*((status, "invalid_request_error") for status in ("400", "401", "404", "405", "408", "413", "415", "431")),
+            ("408", "timeout_error"), ("500", "server_error"))),
     Family("admission_rejections", _C, "requests",
            "Requests refused before any work was done for them.", ("reason",),
-           (("queue_full",), ("draining",)), in_vllm=True),
+           (("queue_full",), ("queue_time",), ("draining",), ("too_many_connections",)), in_vllm=True),
+    Family("retry_after_error_seconds", _H, "seconds",
+           "When there was room for a request that had been refused, after the time it was told; below 0: before.",
+           buckets=_ERROR),
     Family("requests_cancelled", _C, "requests",
            "Requests whose client left, by what they were doing.", ("phase",), (("waiting",), ("running",))),
     Family("wasted_tokens", _C, "tokens",

@@ -30,6 +30,8 @@ _REFUSALS = (
     errors.InvalidRequest,
     errors.ModelNotFound,
     errors.BodyTooLarge,
+    errors.RequestTimeout,
+    errors.UnsupportedEncoding,
 )
 _FAILURES = (errors.Overloaded, errors.EngineFailed, errors.Draining)
 _GENERATION = (*_REFUSALS, errors.ContextLengthExceeded, *_FAILURES)

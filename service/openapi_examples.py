@@ -131,6 +131,8 @@ _ERRORS: Final[Sequence[errors.ApiError]] = (
         "the context is 512 tokens, but the prompt has 500 and max_tokens is 16", param="max_tokens"
     ),
     errors.HeadTooLarge("the head of the request is too large"),
+    errors.RequestTimeout("the request's body took too long to arrive; send it again"),
+    errors.UnsupportedEncoding("Content-Encoding 'gzip' is not read here; send the body uncompressed"),
     errors.Unauthorized("no API key was sent"),
     errors.ModelNotFound("the model 'nobody' does not exist", param="model"),
     errors.BodyTooLarge("the body is over the limit of 2097152 bytes"),

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.errors import ApiError, BodyTooLarge, InvalidRequest, MethodNotAllowed, RouteNotFound
+from service.errors import ApiError, BodyTooLarge, InvalidRequest, MethodNotAllowed, RouteNotFound, UnsupportedEncoding
 from service.responses import encode
 
 # Lists and objects in a body: 4,096 messages of two parts each have 16,386.
@@ -50,10 +50,13 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
 
     Raises:
         BodyTooLarge: it is longer, or says that it is.
+        UnsupportedEncoding: it is compressed. It would have to be bounded again.
         InvalidRequest: its length is no number, or it holds too many lists and objects.
         ClientDisconnect: the client left before its end.
     """
     too_large = BodyTooLarge(f"the body is over the limit of {max_bytes} bytes")
+    if (encoding := request.headers.get("content-encoding", "").strip().lower()) not in ("", "identity"):
+        raise UnsupportedEncoding(f"Content-Encoding {encoding[:50]!r} is not read here; send the body uncompressed")
     try:
         if int(request.headers.get("content-length", 0)) > max_bytes:
             raise too_large

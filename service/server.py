@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
@@ -27,10 +28,11 @@ from model.manifest import read_manifest
 from service.access import middlewares
 from service.api_keys import ApiKeys, read_api_keys
 from service.frontend import Frontend, Sink
-from service.http_protocol import BoundedHttpProtocol
+from service.http_protocol import BoundedHttpProtocol, ConnectionLimits
 from service.lifecycle import Lifecycle, Phase
 from service.messages import BUS
 from service.metrics import EngineState, Metrics, mark_dead, prepare_directory
+from service.open_files import connections_within_limits
 from service.openapi import openapi_document
 from service.requests import install_error_handlers
 from service.serving import read_serving
@@ -82,6 +84,11 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         self.uvicorn_graceful_timeout = _CLOSE_SECONDS
         self._frontend = frontend
         self._settings = settings
+        self._connection_limits = ConnectionLimits(
+            max_connections=connections_within_limits(settings.max_connections),
+            client_seconds=settings.client_seconds,
+            max_body_bytes=settings.max_body_mb * 2**20,
+        )
         self._lifecycle = lifecycle
         self._metrics = metrics
         self._deaths: deque[float] = deque(maxlen=_MAX_WORKER_DEATHS_A_MINUTE)
@@ -115,7 +122,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-                http=BoundedHttpProtocol,
+                http=partial(BoundedHttpProtocol, limits=self._connection_limits, count=self._frontend.count_error),
             )
         except _StoppedWhileStarting:
             return 0
@@ -267,7 +274,8 @@ def build_server(settings: ServeSettings, *, engine_api: type[EngineAPI] = Engin
     Raises:
         CheckpointError, TokenizerError, ChatTemplateError, GenerationConfigError: the checkpoint cannot be used; one
             line says why.
-        SettingsError: a longer context was asked for than the model has, or the API keys cannot be used.
+        SettingsError: a longer context was asked for than the model has, the API keys cannot be used, or too
+            few files may be open.
         StartError: the port is taken.
     """
     _check_port(settings.host, settings.port)

@@ -98,6 +98,17 @@ class ServeSettings(ModelSettings):
         min_length=1,
     )
     max_body_mb: int = option("http", "largest request body, in MiB", 2, ge=1, le=1024)
+    max_connections: int = option(
+        "http", "connections of all clients; one more ends the one that is idle longest", 1024, ge=1, le=65_536
+    )
+    client_seconds: float = option(
+        "http",
+        "how long to wait for a client: for a request's head, for its body (and a second more for each 10 kB), and for "
+        "16 KiB of an answer to be taken",
+        30.0,
+        ge=0.1,
+        le=3600,
+    )
     api_keys_file: Path | None = option(
         "access",
         "who may use the server: a file with NAME: KEY on each line; without any key everybody may",

@@ -2,38 +2,13 @@
 
 import asyncio
 import json
-from typing import Any
 
 import pytest
 from starlette.types import Receive, Scope, Send
-from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from service.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS, BoundedHttpProtocol
-
-
-class Wire(asyncio.Transport):
-    """What the protocol writes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = b""
-        self.is_closed = False
-
-    def write(self, data: Any) -> None:
-        self.written += data
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    def is_closing(self) -> bool:
-        return self.is_closed
-
-    def pause_reading(self) -> None:
-        """Whoever talks goes on."""
-
-    def resume_reading(self) -> None:
-        """Whoever talks has gone on."""
+from service.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED
+from tests.service.wire import Wire, connect
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,13 +25,12 @@ def talk(*chunks: bytes) -> Wire:
     """Send chunk by chunk, and let what is asked be answered."""
 
     async def run() -> Wire:
-        config, wire = Config(app, http=BoundedHttpProtocol, log_config=None), Wire()
-        protocol = BoundedHttpProtocol(config, ServerState(), {})
-        protocol.connection_made(wire)
+        protocol, wire = connect(app, ServerState())
         for chunk in chunks:
             if wire.is_closing():
                 break
             protocol.data_received(chunk)
+            await asyncio.sleep(0)
         tasks = set(protocol.tasks)
         if tasks:
             await asyncio.wait(tasks, timeout=10)
@@ -106,7 +80,7 @@ def test_requests_that_wait_in_line_are_not_one_long_head() -> None:
     body = b"x" * 100_000
     one = head().replace(b"length: 5", b"length: 100000")
     for chunks in (
-        ((head() + b"12345") * 1000 + head()[:30], head()[30:] + b"12345"),
+        ((head() + b"12345") * MAX_PIPELINED + head()[:30], head()[30:] + b"12345"),
         (one[:20], one[20:] + body + one[:20], one[20:] + body),
         (one + body[:10], body[10:] + one[:20], one[20:] + body),
     ):
@@ -131,6 +105,6 @@ def test_a_body_is_not_counted_as_head() -> None:
 
 
 def test_the_next_request_of_a_connection_is_bounded_too() -> None:
-    wire = talk(head() + b"12345" + b"GET / HTTP/1.1\r\na: ", *[b"x" * 10_000] * 100)
+    wire = talk(head() + b"12345", b"GET / HTTP/1.1\r\na: ", *[b"x" * 10_000] * 100)
     assert wire.is_closed
     assert b"HTTP/1.1 431 " in wire.written

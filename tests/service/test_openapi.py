@@ -56,7 +56,7 @@ def test_answers_are_documented_by_what_is_encoded() -> None:
 
 def test_completions_document_every_status_and_both_media_types() -> None:
     operation = openapi_document()["paths"]["/v1/completions"]["post"]
-    assert set(operation["responses"]) == {"200", "400", "401", "404", "413", "429", "431", "500", "503"}
+    assert set(operation["responses"]) == {"200", "400", "401", "404", "408", "413", "415", "429", "431", "500", "503"}
     assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     statuses = {str(kind.status) for kind in (errors.Overloaded, errors.Draining, errors.EngineFailed)}
     assert statuses <= set(operation["responses"])

@@ -1,0 +1,48 @@
+"""A connection without a network: what a client sends to the protocol, and what the protocol writes."""
+
+import asyncio
+from typing import Any
+
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from service.http_protocol import BoundedHttpProtocol
+
+
+class Wire(asyncio.Transport):
+    """What the protocol writes. `num_unsent` is what the client has not taken yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.is_closed = self.is_aborted = False
+        self.num_unsent = 0
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def abort(self) -> None:
+        self.is_closed = self.is_aborted = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_unsent
+
+    def pause_reading(self) -> None:
+        """Whoever talks goes on."""
+
+    def resume_reading(self) -> None:
+        """Whoever talks has gone on."""
+
+
+def connect(app: Any, state: ServerState, **bounds: Any) -> tuple[BoundedHttpProtocol, Wire]:
+    """A connection that has just been made. Needs a running event loop."""
+    wire = Wire()
+    protocol = BoundedHttpProtocol(Config(app, http=BoundedHttpProtocol, log_config=None), state, {}, **bounds)
+    protocol.connection_made(wire)
+    return protocol, wire
