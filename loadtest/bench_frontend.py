@@ -2,15 +2,19 @@
 
     python -m loadtest.bench_frontend --checkpoint checkpoints/NAME --out docs/results/frontend.json
 
-The engine draws the same token for everybody at once, so that what remains is LitServe's queues, detokenized text into
-JSON, JSON into server-sent events and these onto sockets. Everything of it happens in the API process but the
-engine's own messages. "Tokens a second on one core" are tokens over the CPU time of that process: what it would
-stream with a core of its own, whatever else the machine had to do. The clients are another process.
+The engine draws the same token for everybody, at once or at a set pace, so that what remains is LitServe's queues,
+detokenized text into JSON, JSON into server-sent events and these onto sockets. Everything of it happens in the API
+process but the engine's own messages. "Tokens a second on one core" are tokens over the CPU time of that process: what
+it would stream with a core of its own, whatever else the machine had to do. The clients are another process.
+
+An engine that is faster than the way away from it has steps gather there, and several tokens of a stream leave in one
+write, each an event of its own. At a pace of `--step-ms`, which a core can follow, every token is written alone.
 """
 
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -18,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import bench_http
-from loadtest.instant_engine import serve_instantly
+from loadtest.instant_engine import STEP_MS, serve_instantly
 from loadtest.outcome import Ending
 from loadtest.provenance import provenance, quiet_or_warned, tell
 from loadtest.service_process import ServiceFailed, ServiceProcess, cpu_seconds
@@ -34,10 +38,11 @@ _FIRST_REQUEST = CompletionRequest(index=0, prompt="Once upon a time", max_token
 class InstantService(ServiceProcess):
     """The service with `loadtest.instant_engine` in its worker."""
 
-    def __init__(self, checkpoint: Path, arguments: Sequence[str] = ()) -> None:
-        super().__init__(checkpoint, arguments)
+    def __init__(self, checkpoint: Path, step_ms: float) -> None:
+        super().__init__(checkpoint)
         kvasir_serve = 2
-        self.command = [sys.executable, "-m", "loadtest.bench_frontend", "serve", *self.command[kvasir_serve:]]
+        program = ["env", f"{STEP_MS}={step_ms}", sys.executable, "-m", "loadtest.bench_frontend", "serve"]
+        self.command = [*program, *self.command[kvasir_serve:]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,17 +81,18 @@ async def _ask(target: Target, load: Load) -> bench_http.Run:
     return run
 
 
-def measure_all(checkpoint: Path, levels: Sequence[Load], repeats: int) -> dict[str, Any]:
+def measure_all(checkpoint: Path, step_ms: float, levels: Sequence[Load], repeats: int) -> list[dict[str, Any]]:
     """Every level so many times, after one that warms up."""
     results = []
-    with InstantService(checkpoint) as service:
+    with InstantService(checkpoint, step_ms) as service:
         service.wait_first_token(_FIRST_REQUEST)
         measure(service, levels[0])
         for load in levels:
             spent, runs = zip(*(measure(service, load) for _ in range(repeats)), strict=True)
             tokens = load.num_requests * load.num_tokens
             results.append(
-                dataclasses.asdict(load)
+                {"step_ms": step_ms}
+                | dataclasses.asdict(load)
                 | {
                     "tokens_per_second_on_one_core": Spread(tuple(tokens / seconds for seconds in spent)).to_dict(),
                     "cpu_us_per_token": Spread(tuple(1e6 * seconds / tokens for seconds in spent)).to_dict(),
@@ -94,7 +100,7 @@ def measure_all(checkpoint: Path, levels: Sequence[Load], repeats: int) -> dict[
                     "client_cpu_share": Spread(tuple(run.client_cpu_share for run in runs)).to_dict(),
                 }
             )
-    return {"kind": "frontend", "levels": results}
+    return results
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,6 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="whose tokenizer and name it has")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON there (default: standard output)")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64], metavar="N", help="default: 1 16 64")
+    parser.add_argument(
+        "--step-ms", type=float, nargs="+", default=[0.0, 4.0], metavar="MS", help="pace of steps; default: 0 4"
+    )
     parser.add_argument("--requests-per-stream", type=int, default=8, metavar="N", help="default: %(default)s")
     parser.add_argument("--output-tokens", type=int, default=200, metavar="N", help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="default: %(default)s")
@@ -113,11 +122,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = provenance(parser.prog, given) | {"other_work_cores": quiet_or_warned(parser.prog)}
     levels = [Load(n, n * arguments.requests_per_stream, arguments.output_tokens) for n in arguments.streams]
     try:
-        facts |= measure_all(arguments.checkpoint, levels, arguments.repeats)
+        paces = [measure_all(arguments.checkpoint, pace, levels, arguments.repeats) for pace in arguments.step_ms]
     except ServiceFailed as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
-    tell(facts, arguments.out)
+    tell(facts | {"kind": "frontend", "levels": [*itertools.chain(*paces)]}, arguments.out)
     return 0
 
 

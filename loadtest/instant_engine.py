@@ -1,9 +1,11 @@
-"""An engine that computes nothing: every sequence gets one token a step, at once, until `max_tokens`.
+"""An engine that computes nothing: every sequence gets one token a step, at once or at a set pace, until `max_tokens`.
 
 It stands in the worker of a real service, so that all around it can be measured.
 """
 
 import logging
+import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,13 +18,21 @@ from service.worker import EngineAPI
 _BLOCK_SIZE = 16
 _NUM_BLOCKS = 2**16
 _TEXT = " the"
+# The worker is a process that gets nothing of ours but its environment.
+STEP_MS = "KVASIR_BENCH_STEP_MS"
 
 
 class InstantEngine:
-    """What `service.worker.Driver` asks of an engine."""
+    """What `service.worker.Driver` asks of an engine.
 
-    def __init__(self, token_id: int) -> None:
+    Args:
+        step_seconds: how far apart steps begin, at least.
+    """
+
+    def __init__(self, token_id: int, *, step_seconds: float) -> None:
         self._token_id = token_id
+        self._step_seconds = step_seconds
+        self._next_step_seconds = 0.0
         self._live: dict[str, tuple[Submit, int]] = {}  # and the tokens it has
 
     @property
@@ -45,6 +55,8 @@ class InstantEngine:
         """A token for everybody. `before` is told who that is."""
         if before is not None:
             before(list(self._live))
+        time.sleep(max(0.0, self._next_step_seconds - time.monotonic()))
+        self._next_step_seconds = time.monotonic() + self._step_seconds
         events = [self._next(submit, done) for submit, done in list(self._live.values())]
         return InstantResult(events, len(self._live))
 
@@ -107,7 +119,7 @@ class InstantAPI(EngineAPI):
             block_size=_BLOCK_SIZE,
             kv_cache_bytes=0,
         )
-        return InstantEngine(token_id=0), facts
+        return InstantEngine(token_id=0, step_seconds=float(os.environ.get(STEP_MS, "0")) / 1000.0), facts
 
 
 def serve_instantly(argv: Sequence[str]) -> int:

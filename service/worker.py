@@ -2,7 +2,7 @@
 
 A pump thread takes commands from LitServe's queue, whose every access is a trip to another process, and leaves
 them in an inbox that costs nothing to look at. The loop blocks on the inbox when there is no work, empties it before
-each step, and leaves one message a step for each API process in an outbox, which a carrier thread empties.
+each step, and leaves the events of each step in an outbox, which a carrier thread empties.
 """
 
 import logging
@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 # A worker that cannot start says why in one line and ends with this code, so that main need not guess.
 EXIT_TOLD = 3
+# What lies between messages to an API process, at least: each wakes a thread and the event loop there.
+_MESSAGE_SECONDS = 0.0005
 
 
 class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
@@ -129,14 +131,13 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
         """Serve until the process ends."""
         _empty(request_queue)
         inbox: SimpleQueue[Parcel] = SimpleQueue()
-
-        outbox: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
+        outbox: SimpleQueue[tuple[int, list[Event]]] = SimpleQueue()
 
         def send(api_id: int, events: list[Event]) -> None:
-            outbox.put((api_id, encode_events(events)))
+            outbox.put((api_id, events))
 
         def send_now(api_id: int, events: list[Event]) -> None:
-            self._put(transport, api_id, encode_events(events))
+            self._put(transport, api_id, events)
 
         carrier = threading.Thread(target=self._carry, args=(outbox, transport), name="carrier", daemon=True)
         carrier.start()
@@ -169,12 +170,20 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
         while True:
             driver.turn()
 
-    def _carry(self, outbox: SimpleQueue[tuple[int, bytes]], transport: Any) -> NoReturn:
-        """Bring messages to LitServe's queue, a trip to another process each, while the next step computes."""
-        while True:
-            self._put(transport, *outbox.get())
+    def _carry(self, outbox: SimpleQueue[tuple[int, list[Event]]], transport: Any) -> NoReturn:
+        """Bring events to LitServe's queue, a trip to another process, while the next step computes.
 
-    def _put(self, transport: Any, api_id: int, message: bytes) -> None:
+        What has gathered since one trip goes together in the next: steps may be shorter than what a message costs.
+        """
+        while True:
+            messages = gathered(outbox)
+            next_seconds = time.monotonic() + _MESSAGE_SECONDS
+            for api_id, events in messages.items():
+                self._put(transport, api_id, events)
+            time.sleep(max(0.0, next_seconds - time.monotonic()))
+
+    def _put(self, transport: Any, api_id: int, events: list[Event]) -> None:
+        message = encode_events(events)
         try:
             self.put_response(transport, api_id, BUS, message, LitAPIStatus.OK, LoopResponseType.STREAMING)
         except (EOFError, OSError):  # the queue process is gone; main ends the service
@@ -197,6 +206,17 @@ def _empty(request_queue: Any) -> None:
     with suppress(Empty):
         while True:
             request_queue.get_nowait()
+
+
+def gathered(outbox: SimpleQueue[tuple[int, list[Event]]]) -> dict[int, list[Event]]:
+    """All that is in there, by API process, in order. Waits for the first."""
+    api_id, events = outbox.get()
+    messages = {api_id: list(events)}
+    with suppress(Empty):
+        while True:
+            api_id, events = outbox.get_nowait()
+            messages.setdefault(api_id, []).extend(events)
+    return messages
 
 
 def _obey_only_main(lifecycle: Lifecycle) -> None:

@@ -16,20 +16,23 @@ from tests.service.sequences import make_submit
 def test_every_token_arrives_and_nothing_is_left_behind(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "frontend.json"
     arguments = ["--checkpoint", str(checkpoint), "--out", str(out), "--streams", "1", "4", "--repeats", "2"]
-    assert bench_frontend.main([*arguments, "--requests-per-stream", "2", "--output-tokens", "30"]) == 0
+    arguments += ["--requests-per-stream", "2", "--output-tokens", "30", "--step-ms", "0", "5"]
+    assert bench_frontend.main(arguments) == 0
     assert not [child for child in psutil.Process().children(recursive=True) if "serve" in child.cmdline()]
     result = json.loads(out.read_text())
     assert {"commit", "machine", "versions", "command", "other_work_cores"} <= set(result)
-    assert [(level["num_streams"], level["num_requests"], level["num_tokens"]) for level in result["levels"]] == [
-        (1, 2, 30),
-        (4, 8, 30),
-    ]
+    shapes = [(level["num_streams"], level["num_requests"], level["num_tokens"]) for level in result["levels"]]
+    assert shapes == [(1, 2, 30), (4, 8, 30)] * 2
+    assert [level["step_ms"] for level in result["levels"]] == [0.0, 0.0, 5.0, 5.0]
     for level in result["levels"]:
         on_one_core, us_per_token = (
             level[name]["values"] for name in ("tokens_per_second_on_one_core", "cpu_us_per_token")
         )
         assert [1e6 / each for each in on_one_core] == pytest.approx(us_per_token)
         assert len(level["tokens_per_second"]["values"]) == 2
+        if level["step_ms"]:
+            fastest = level["num_streams"] / (level["step_ms"] / 1000.0)
+            assert level["tokens_per_second"]["max"] <= fastest * 1.05
 
 
 def test_a_service_that_cannot_start_is_reported_with_its_own_words(
@@ -40,7 +43,7 @@ def test_a_service_that_cannot_start_is_reported_with_its_own_words(
 
 
 def test_the_engine_gives_each_sequence_its_tokens_and_one_ending() -> None:
-    engine = InstantEngine(token_id=5)
+    engine = InstantEngine(token_id=5, step_seconds=0.0)
     for uid, count in (("a", 1), ("b", 3), ("c", 9)):
         engine.submit(make_submit(uid, max_tokens=count))
     told: dict[str, list[int]] = {"a": [], "b": [], "c": []}
