@@ -27,7 +27,7 @@ from loadtest.discovery import discover
 from loadtest.outcome import Outcome
 from loadtest.provenance import provenance
 from loadtest.slo import Slo
-from loadtest.sse_client import AsyncClient, Target
+from loadtest.sse_client import API_KEY_VARIABLE, AsyncClient, Target, api_key_given
 from loadtest.workload import (
     CompletionRequest,
     Workload,
@@ -115,7 +115,7 @@ class _Load:
 
 
 async def _bench(arguments: argparse.Namespace, limits: Slo) -> list[dict[str, Any]]:
-    target = Target.parse(arguments.url)
+    target = Target.parse(arguments.url, api_key=api_key_given())
     service = discover(target)
     spec = spec_from_arguments(arguments, service.max_context_tokens)
     workload = Workload(spec, service.passages)
@@ -169,6 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m loadtest.bench_http",
         description="Load a running service, measure it from outside. Exit code 1: an objective was missed.",
+        epilog=f"A service that asks for an API key gets the one in {API_KEY_VARIABLE}.",
     )
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8000", help="the service (default: %(default)s)")

@@ -52,6 +52,8 @@ def fetch_json(target: Target, path: str, payload: Any = None) -> Any:
         OSError: no connection; `urllib.error.HTTPError`, which is one, for an error status.
     """
     body = None if payload is None else json.dumps(payload).encode()
-    request = urllib.request.Request(target.url + path, body, {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        target.url + path, body, {"Content-Type": "application/json"} | target.authorization
+    )
     with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
         return json.load(response)

@@ -9,6 +9,7 @@ an E2E row with its kind as the failure. The times are those of our own socket r
 helpers buffer 1,024 bytes, and time a streamed request to its headers. locust patches the standard library for
 gevent when it is imported: keep this file out of any program that uses asyncio. `locust --help` does not show
 a locustfile's options; they are those of `python -m loadtest.bench_http --help`, with --results for its --out.
+A service that asks for an API key gets the one in KVASIR_API_KEY.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from loadtest.discovery import discover
 from loadtest.outcome import Ending, Outcome
 from loadtest.provenance import provenance
 from loadtest.slo import Slo
-from loadtest.sse_client import COMPLETIONS_PATH, Target, complete_blocking
+from loadtest.sse_client import COMPLETIONS_PATH, Target, api_key_given, complete_blocking
 from loadtest.workload import Workload, add_workload_arguments, spec_from_arguments
 
 log = logging.getLogger("loadtest")
@@ -63,7 +64,7 @@ class Session:
         if environment.host is None:
             raise ValueError("--host is needed, like http://127.0.0.1:8000")
         self.environment = environment
-        self.target = Target.parse(environment.host)
+        self.target = Target.parse(environment.host, api_key=api_key_given())
         service = discover(self.target)
         spec = spec_from_arguments(options, service.max_context_tokens)
         self.workload = Workload(spec, service.passages)

@@ -14,7 +14,7 @@ from typing import IO, Self
 import psutil
 
 from loadtest.outcome import Ending
-from loadtest.sse_client import Target, complete_blocking
+from loadtest.sse_client import Target, api_key_given, complete_blocking
 from loadtest.workload import CompletionRequest
 
 START_SECONDS = 120.0
@@ -34,7 +34,7 @@ class ServiceProcess:
     """
 
     def __init__(self, checkpoint: Path, arguments: Sequence[str] = ()) -> None:
-        self.target = Target("127.0.0.1", _free_port())
+        self.target = Target("127.0.0.1", _free_port(), api_key_given())  # the service reads the same variable
         kvasir = Path(sys.executable).with_name("kvasir")
         self.command = [str(kvasir), "serve", "--checkpoint", str(checkpoint), "--port", str(self.target.port)]
         self.command += arguments

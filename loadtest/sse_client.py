@@ -9,9 +9,11 @@ co-operative, so locust uses it as it is), and `AsyncClient`.
 import asyncio
 import dataclasses
 import json
+import os
+import re
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -22,26 +24,34 @@ from loadtest.workload import CompletionRequest
 
 COMPLETIONS_PATH = "/v1/completions"
 RECEIVE_BYTES = 65536
+# As the server reads it. No flag: flags show in the list of processes, and results tell the command.
+API_KEY_VARIABLE = "KVASIR_API_KEY"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the service listens."""
+    """Where the service listens, and the API key it is sent, if any."""
 
     host: str
     port: int
+    api_key: str | None = field(default=None, repr=False)
 
     @classmethod
-    def parse(cls, url: str) -> Self:
+    def parse(cls, url: str, *, api_key: str | None = None) -> Self:
         """Read `http://host[:port]`. Raises `ValueError` for anything else."""
         parts = urlsplit(url)
         if parts.scheme != "http" or parts.hostname is None or parts.path not in ("", "/"):
             raise ValueError(f"the service's address must look like http://127.0.0.1:8000, not {url!r}")
-        return cls(parts.hostname, 80 if parts.port is None else parts.port)
+        return cls(parts.hostname, 80 if parts.port is None else parts.port, api_key)
 
     @property
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
+
+    @property
+    def authorization(self) -> dict[str, str]:
+        """The header by which the service knows who asks."""
+        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
     def request_bytes(self, method: str, path: str, payload: Any = None, *, keep_alive: bool = True) -> bytes:
         """A request as it goes on the wire; `payload` is sent as JSON, None sends no body."""
@@ -52,10 +62,19 @@ class Target:
             "User-Agent: kvasir-loadtest",
             f"Connection: {'keep-alive' if keep_alive else 'close'}",
             f"Content-Length: {len(body)}",
+            *(f"{name}: {value}" for name, value in self.authorization.items()),
         ]
         if payload is not None:
             lines.append("Content-Type: application/json")
         return "\r\n".join([*lines, "", ""]).encode("ascii") + body
+
+
+def api_key_given() -> str | None:
+    """The key in `KVASIR_API_KEY`, None without one. Raises `ValueError`, which does not tell it, if it is none."""
+    key = os.environ.get(API_KEY_VARIABLE, "").strip()
+    if key and not re.fullmatch(r"[!-~]+", key):
+        raise ValueError(f"{API_KEY_VARIABLE}: must be one word of visible ASCII characters")
+    return key or None
 
 
 class SseParser:

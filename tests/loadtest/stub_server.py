@@ -75,6 +75,7 @@ class StubServer:
         self._num_connections = 0
         self.port = 0
         self.requests: list[Received] = []
+        self.keys: list[str | None] = []  # of every request, completions or not
 
     @property
     def url(self) -> str:
@@ -122,9 +123,11 @@ class StubServer:
     async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, path, _ = head[0].split(" ")
-        headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+        fields = (line.split(": ", 1) for line in head[1:] if line)
+        headers = {name.lower(): value for name, value in fields}
         body = await reader.readexactly(int(headers.get("content-length", "0")))
         received = Received(path, json.loads(body) if body else {}, number)
+        self.keys.append(headers.get("authorization"))
         if method == "GET" and path == "/v1/models":
             _reply(writer, 200, {"object": "list", "data": [{"id": MODEL, "max_model_len": 512}]})
         elif path == "/tokenize":

@@ -98,6 +98,31 @@ def test_a_sweep_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert "| 4 streams | 8 | 8 |" in capsys.readouterr().out
 
 
+def test_a_key_is_sent_and_told_nowhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVASIR_API_KEY", "sk-Secret")
+    with StubServer() as server:
+        flags = ("--streams", "1", "--requests", "2", "--output-tokens", "4", "--out", str(tmp_path))
+        assert bench_http.main(["--url", server.url, *flags]) == 0
+        assert "sk-" not in repr(Target.parse(server.url, api_key="sk-Secret"))
+    assert server.keys == ["Bearer sk-Secret"] * (2 + len(server.requests)), "models and tokens are asked for too"
+    told = [path.read_bytes() for path in tmp_path.iterdir()]
+    assert told
+    assert not any(b"sk-Secret" in each for each in told)
+    assert "sk-Secret" not in "".join(capsys.readouterr())
+    monkeypatch.setenv("KVASIR_API_KEY", "sk-Secret\r\nX-Evil: 1")
+    with pytest.raises(SystemExit):
+        bench_http.main(["--url", server.url])
+    said = capsys.readouterr().err
+    assert "KVASIR_API_KEY: must be one word" in said
+    assert "sk-" not in said
+    monkeypatch.delenv("KVASIR_API_KEY")
+    with StubServer() as server:
+        assert bench_http.main(["--url", server.url, "--streams", "1", "--requests", "2"]) == 0
+    assert set(server.keys) == {None}
+
+
 def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     with StubServer(Script(status=503)) as server:
         assert bench_http.main(["--url", server.url, "--streams", "1", "--requests", "2"]) == 1

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.loadtest.stub_server import Script, StubServer
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +65,15 @@ def test_kept_objectives_exit_with_zero_and_missed_ones_with_one() -> None:
     assert kept.returncode == 0, kept.stderr
     assert missed.returncode == 1
     assert "TTFT p95" in missed.stdout
+
+
+def test_a_key_is_sent_and_told_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVASIR_API_KEY", "sk-Secret")
+    with StubServer() as server:
+        done = locust(server.url, "-t", "50s", "--requests", "4", "--results", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert server.keys == ["Bearer sk-Secret"] * (2 + len(server.requests)), "models and tokens are asked for too"
+    assert "sk-Secret" not in done.stdout + done.stderr + (tmp_path / "results.json").read_text()
 
 
 def test_times_below_a_millisecond_are_kept(tmp_path: Path) -> None:
