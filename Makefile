@@ -4,6 +4,7 @@ CHECKPOINT ?= checkpoints/kvasir-9m
 HOST ?= 127.0.0.1
 PORT ?= 8000
 BIN := .venv/bin
+SERVING := .venv/.serving
 INSTALLED := .venv/.installed
 CLIENTS := .venv-clients
 CLIENTS_INSTALLED := $(patsubst tests/clients/requirements/%.txt,$(CLIENTS)/%/.installed,$(wildcard tests/clients/requirements/*.txt))
@@ -13,15 +14,22 @@ CLIENTS_INSTALLED := $(patsubst tests/clients/requirements/%.txt,$(CLIENTS)/%/.i
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-install: $(INSTALLED) ## make .venv and .venv/bin/kvasir: torch and LitServe pinned, the rest as new as pyproject.toml allows
+install: $(INSTALLED) ## make .venv with all that tests and measurements need; `make serve` makes what serving needs
 
-$(INSTALLED): pyproject.toml constraints.txt
+# Two stamps of one environment: what is installed for tests serves too, and what serves is completed for tests.
+$(SERVING): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; name it with: make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "Installing torch, LitServe and what else serving needs into .venv: some minutes, once."
 	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	@touch $@
+
+$(INSTALLED): $(SERVING)
+	@echo "Installing what tests and measurements need besides: some minutes more, once."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-serve: install ## serve the shipped model on http://127.0.0.1:8000; another by CHECKPOINT=DIR, elsewhere by PORT=N and HOST=ADDRESS
+serve: $(SERVING) ## serve the shipped model on http://127.0.0.1:8000; another by CHECKPOINT=DIR, elsewhere by PORT=N and HOST=ADDRESS
 	$(BIN)/kvasir serve --checkpoint $(CHECKPOINT) --host $(HOST) --port $(PORT)
 
 test: install ## every test, a file at a time on each of up to four cores
