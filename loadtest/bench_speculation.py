@@ -5,6 +5,9 @@
 Two engines in this process, one with drafts and one without, answer the same requests in turn. "Repetitive" prompts
 hold a passage twice and its beginning a third time, and are continued greedily; "sampled" ones are passages continued
 at temperature 1, where the next token is anybody's guess. Both must give the same tokens: that is counted, too.
+
+As in a server, a stream that ends makes room for the next request, and the clock stops when no more are there to come:
+requests that were all to wait for the slowest of them would measure that one.
 """
 
 import argparse
@@ -23,6 +26,7 @@ from service.engine.engine import Engine
 from service.messages import Submit
 from service.settings import ServeSettings
 
+_REQUESTS_PER_STREAM = 4
 _PASSAGE_WORDS = 60
 _BEGUN_WORDS = 12
 _SAMPLING = {"repetitive": 0.0, "sampled": 1.0}
@@ -53,21 +57,30 @@ def submits(workload: str, opened: InProcess, count: int, num_tokens: int, round
     return made
 
 
-def run(engine: Engine, requests: Sequence[Submit]) -> tuple[float, dict[str, list[int]], tuple[int, int]]:
-    """Completion tokens a second, all tokens of each, and how many were drafted and accepted."""
+def run(
+    engine: Engine, requests: Sequence[Submit], num_streams: int
+) -> tuple[float, dict[str, list[int]], tuple[int, int]]:
+    """Completion tokens a second while all streams are busy, each one's tokens, and how many were drafted and accepted.
+
+    `requests` are more than `num_streams`.
+    """
     tokens: dict[str, list[int]] = {submit.uid: [] for submit in requests}
     drafted = accepted = 0
+    waiting, num_running, rate = list(reversed(requests)), 0, 0.0
     began = time.perf_counter()
-    for submit in requests:
-        engine.submit(submit)
-    while engine.has_work:
+    while engine.has_work or waiting:
+        while waiting and num_running < num_streams:
+            engine.submit(waiting.pop())
+            num_running += 1
+        if not (waiting or rate):
+            rate = sum(map(len, tokens.values())) / (time.perf_counter() - began)
         result = engine.step()
         drafted += result.stats.num_draft_tokens
         accepted += result.stats.num_accepted_tokens
         for event in result.events:
             tokens[event.uid] += event.token_ids
-    seconds = time.perf_counter() - began
-    return sum(map(len, tokens.values())) / seconds, tokens, (drafted, accepted)
+            num_running -= event.finish is not None
+    return rate, tokens, (drafted, accepted)
 
 
 def measure(checkpoint: Path, streams: Sequence[int], *, drafts: int, repeats: int, num_tokens: int) -> dict[str, Any]:
@@ -82,9 +95,9 @@ def measure(checkpoint: Path, streams: Sequence[int], *, drafts: int, repeats: i
             rates: tuple[list[float], list[float]] = ([], [])
             same = total = drafted = accepted = 0
             for number in range(repeats + 1):
-                requests = submits(workload, plain, num_streams, num_tokens, number)
+                requests = submits(workload, plain, num_streams * _REQUESTS_PER_STREAM, num_tokens, number)
                 order = (0, 1) if number % 2 else (1, 0)
-                found = {side: run((plain, drafting)[side].engine, requests) for side in order}
+                found = {side: run((plain, drafting)[side].engine, requests, num_streams) for side in order}
                 if number == 0:
                     continue  # warms both
                 for side in order:

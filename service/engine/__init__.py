@@ -6,6 +6,8 @@ block_pool    who owns which KV block; pure Python
 prefix_cache  what has been computed before
 endings       drawn tokens join their sequence; when one ends it, and what may not come next
 prompt_lookup drafts of what may follow, from what followed before
+step_cost     what one row more costs a step, measured
+drafting      whose next tokens a step guesses, and how many: where their chance is worth their price
 plan          what one step computes: a frozen value
 scheduler     who computes how much in the next step; pure Python
 inputs        a plan's integers become the runner's tensors

@@ -33,16 +33,13 @@ class Endings:
 
         token_ids: drawn at `now`, after the sequence and after each token of the draft; None where none may come next.
         """
-        sequence, num_right = chunk.sequence, 0
+        sequence = chunk.sequence
         ends = self._take(sequence, token_ids[0], now)
         for guessed, before, token_id in zip(chunk.draft, token_ids, token_ids[1:], strict=False):
             if ends or guessed != before:
                 break
-            num_right += 1
             sequence.num_computed_tokens += 1
             ends = self._take(sequence, token_id, now)
-        if sequence.lookup is not None:
-            sequence.lookup.judge(len(sequence.token_ids), len(chunk.draft), num_right)
         return ends
 
     def _take(self, sequence: Sequence, token_id: int | None, now: float) -> bool:

@@ -51,17 +51,24 @@ class Engine:
         tokenizer: its tokenizer.
         config: sizes and budgets.
         runner: computes the steps; a `ModelRunner` of the model where none is given.
+        clock: seconds, by which sequences and steps are timed; `time.monotonic` but in tests.
     """
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer, config: EngineConfig, *, runner: Runner | None = None
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        *,
+        runner: Runner | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         positions, asked = model.config.max_context_length, config.max_context_length
         self._max_context_length = positions if asked is None else min(asked, positions)
         self._scheduler = Scheduler(
-            config, max_context_length=self._max_context_length, eos_token_ids=tokenizer.eos_token_ids
+            config, max_context_length=self._max_context_length, eos_token_ids=tokenizer.eos_token_ids, clock=clock
         )
         if runner is None:
             runner = ModelRunner(

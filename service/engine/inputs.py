@@ -14,15 +14,10 @@ from model.attention.metadata import AttentionMetadata
 from model.sampling_params import SamplingParams
 from model.token_rules import TokenRules
 from service.engine.grammars import Masks
-from service.engine.plan import Chunk, StepPlan
+from service.engine.plan import MIN_ROWS, Chunk, StepPlan
 from service.engine.pooling import PooledRows, pooled_rows
 from service.engine.scheduler import Scheduler
 from service.engine.sequence import Sequence
-
-# A matrix product of one to three rows runs another kernel on the CPU, and rounds differently, than one of four and
-# more (measured with float32 and bfloat16, oneDNN and MKL): with rows that nobody reads as padding, a sequence's
-# numbers do not change when others join it or leave.
-MIN_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +52,17 @@ class ModelInputs:
 def build_inputs(
     plan: StepPlan, scheduler: Scheduler, *, block_size: int, scratch_block: int, masks: Masks | None = None
 ) -> ModelInputs:
-    """Tensors for a plan of at least one chunk. Padding rows write to `scratch_block`, which no sequence owns."""
+    """Tensors for a plan of at least one chunk. Padding rows write to `scratch_block`, which no sequence owns.
+
+    To the model each drafted token is a sequence of its own that computes one token, over the same blocks: a pass
+    writes all keys before any is read, and what computes one token is attended together, however many there are.
+    """
     chunks = plan.chunks
-    num_padding = max(0, MIN_ROWS - plan.num_tokens)
-    lengths = [chunk.num_tokens for chunk in chunks] + [1] * num_padding
-    contexts = [chunk.start + chunk.num_tokens for chunk in chunks] + [1] * num_padding
+    num_padding = plan.num_rows - plan.num_tokens
+    lengths = [n for chunk in chunks for n in (chunk.num_tokens - len(chunk.draft), *[1] * len(chunk.draft))]
+    contexts = [chunk.num_known_tokens + number for chunk in chunks for number in range(1 + len(chunk.draft))]
+    lengths += [1] * num_padding
+    contexts += [1] * num_padding
     token_ids: list[int] = []
     for chunk in chunks:
         token_ids += chunk.sequence.token_ids[chunk.start : chunk.num_known_tokens]
@@ -95,11 +96,13 @@ def build_inputs(
 
 
 def _block_tables(chunks: tuple[Chunk, ...], contexts: list[int], size: int, scratch_block: int) -> NDArray[np.int64]:
-    """BN int64: the blocks each sequence reads, padded with the scratch block."""
+    """BN int64: the blocks each sequence reads, once for each token of its draft too, padded with the scratch block."""
     width = -(-max(contexts) // size)
     padding = [scratch_block] * width
-    tables = [(chunk.sequence.block_table + padding)[:width] for chunk in chunks]
-    return np.array(tables + [padding] * (len(contexts) - len(chunks)), dtype=np.int64)
+    tables = [
+        table for chunk in chunks for table in [(chunk.sequence.block_table + padding)[:width]] * (1 + len(chunk.draft))
+    ]
+    return np.array(tables + [padding] * (len(contexts) - len(tables)), dtype=np.int64)
 
 
 def _draws(plan: StepPlan) -> list[tuple[Sequence, int]]:

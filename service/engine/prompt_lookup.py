@@ -14,12 +14,15 @@ from collections.abc import Sequence
 _RUN_LENGTHS = (4, 2)
 # Of a longer sequence only so many of its last tokens are looked through.
 _WINDOW = 8192
-_FIRST_DRAFT = 4
-_LONGEST_PAUSE = 64
+# How much of what is known of earlier guesses stays at each one: about the last ten count.
+_MEMORY = 0.9
 
 
 class PromptLookup:
-    """The drafts of one sequence. They get shorter, and then pause, where they have been wrong.
+    """The drafts of one sequence, as long as they are likely to pay.
+
+    What a lookup would have said is compared with every token that is drawn, drafted or not: that takes no computing by
+    the model. So how often it is right is known where nothing is drafted, and no draft is made to find out.
 
     Args:
         max_tokens: of a draft.
@@ -27,40 +30,47 @@ class PromptLookup:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._length = min(_FIRST_DRAFT, max_tokens)
-        self._pause = 0  # doubles with each draft of which nothing was right
-        self._silent_until = 0  # tokens of the sequence
         self._num_known = 0
         self._after: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in _RUN_LENGTHS)
+        # Of the last guesses from runs of each length, and one that was half right before the first.
+        self._num_right = [0.5 for _ in _RUN_LENGTHS]
+        self._num_guesses = [1.0 for _ in _RUN_LENGTHS]
 
-    def draft(self, token_ids: Sequence[int], limit: int) -> tuple[int, ...]:
-        """What may follow `token_ids`, at most `limit` tokens; often nothing. They only ever grow."""
-        length = min(self._length, limit)
-        if length <= 0 or len(token_ids) < self._silent_until:
-            return ()
+    def draft(self, token_ids: Sequence[int], limit: int, price: float = 0.0) -> tuple[int, ...]:
+        """What may follow `token_ids`, at most `limit` tokens; often nothing. They only ever grow.
+
+        A token is drafted if the chance that it and all before it are right is more than `price`.
+        """
         self._learn(token_ids)
-        for run_length, after in zip(_RUN_LENGTHS, self._after, strict=True):
-            place = after.get(tuple(token_ids[-run_length:]))
+        for kind, run_length in enumerate(_RUN_LENGTHS):
+            place = self._after[kind].get(tuple(token_ids[-run_length:]))
             if place is not None:
-                return _continued(token_ids, place, length)
+                return _continued(token_ids, place, self._worthwhile(kind, min(limit, self._max_tokens), price))
         return ()
 
-    def judge(self, num_tokens: int, num_drafted: int, num_right: int) -> None:
-        """What became of a draft in a sequence that has `num_tokens` now."""
-        if num_right:
-            self._pause = 0
-            self._length = min(self._max_tokens, 2 * num_right + 1)
-        elif num_drafted:
-            self._pause = min(_LONGEST_PAUSE, max(1, 2 * self._pause))
-            self._silent_until = num_tokens + self._pause
-            self._length = min(_FIRST_DRAFT, self._max_tokens)
+    def _worthwhile(self, kind: int, most: int, price: float) -> int:
+        """How many tokens to draft from a run of this kind."""
+        chance = self._num_right[kind] / self._num_guesses[kind]
+        length, all_right = 0, chance
+        while length < most and all_right > price:
+            length, all_right = length + 1, all_right * chance
+        return length
 
     def _learn(self, token_ids: Sequence[int]) -> None:
         """Know where every run of tokens ended last, but for the one at the end: nothing has followed it yet."""
         for place in range(max(self._num_known, len(token_ids) - _WINDOW, 1), len(token_ids)):
-            for run_length, after in zip(_RUN_LENGTHS, self._after, strict=True):
-                if place >= run_length:
-                    after[tuple(token_ids[place - run_length : place])] = place
+            is_guessed = not self._num_known  # the prompt is another's text: how it repeats itself says little
+            for kind, (run_length, after) in enumerate(zip(_RUN_LENGTHS, self._after, strict=True)):
+                if place < run_length:
+                    continue
+                run = tuple(token_ids[place - run_length : place])
+                earlier = after.get(run)
+                if earlier is not None and not is_guessed:
+                    is_guessed = True
+                    self._num_guesses[kind] = self._num_guesses[kind] * _MEMORY + 1
+                    self._num_right[kind] *= _MEMORY
+                    self._num_right[kind] += token_ids[earlier] == token_ids[place]
+                after[run] = place
         self._num_known = len(token_ids)
 
 

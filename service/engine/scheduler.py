@@ -17,14 +17,12 @@ from collections.abc import Callable, Iterable
 
 from service.engine.block_pool import BlockPool
 from service.engine.config import EngineConfig
+from service.engine.drafting import Drafting
 from service.engine.endings import Endings
 from service.engine.plan import Chunk, StepPlan
 from service.engine.prefix_cache import PrefixCache
 from service.engine.sequence import Sequence, SequenceStatus
 from service.messages import FinishReason
-
-# Of what a step has left beside the tokens of all that run: the rest is for prompts.
-_DRAFT_SHARE = 4
 
 
 class Scheduler:
@@ -50,6 +48,8 @@ class Scheduler:
         self._clock = clock
         self._pool = BlockPool(config.num_blocks)
         self._prefix_cache = PrefixCache(self._pool, config)
+        self._drafting = Drafting(config, self._pool)
+        self._scheduled_seconds = 0.0
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []  # by rank, as those that run
         self._running: list[Sequence] = []
@@ -116,9 +116,10 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Decide the next step. `commit` must follow, with the tokens drawn."""
         self._num_preemptions = 0
+        self._scheduled_seconds = self._clock()
         ended = self._take_ended()
         budget = self._config.max_batched_tokens
-        draft_budget = (budget - len(self._running)) // _DRAFT_SHARE
+        self._drafting.begin(len(self._running))
         chunks: list[Chunk] = []
         for is_decode in (True, False):
             # A copy: whoever is served may preempt from the end of the list.
@@ -130,10 +131,9 @@ class Scheduler:
                 if wanted == 0:
                     break
                 if self._reserve(sequence, sequence.num_computed_tokens + wanted):
-                    draft = self._draft(sequence, draft_budget) if is_decode else ()
+                    draft = self._drafting.draft(sequence) if is_decode else ()
                     chunks.append(self._plan(sequence, wanted, draft))
                     budget -= wanted + len(draft)
-                    draft_budget -= len(draft)
         queries = hits = cached = 0
         while budget and self._waiting and len(self._running) < self._config.max_num_running:
             if self._num_preemptions or (admitted := self._admit()) is None:
@@ -163,6 +163,7 @@ class Scheduler:
         drawn = list(token_ids)
         rows = iter(plan.drawn_rows())
         now = self._clock()
+        self._drafting.observe(plan, now - self._scheduled_seconds)
         finished: list[Sequence] = []
         for chunk in plan.chunks:
             sequence = chunk.sequence
@@ -250,17 +251,6 @@ class Scheduler:
             draws=end == len(sequence.token_ids) < sequence.max_length,
             draft=draft,
         )
-
-    def _draft(self, sequence: Sequence, budget: int) -> tuple[int, ...]:
-        """What may follow a sequence, within its blocks and one that nobody will miss."""
-        if sequence.lookup is None or sequence.num_completion_tokens < sequence.params.min_tokens:
-            return ()
-        length = len(sequence.token_ids)
-        draft = sequence.lookup.draft(sequence.token_ids, min(budget, sequence.max_length - length - 1))
-        size = self._config.block_size
-        if length + len(draft) > len(sequence.block_table) * size and self._pool.num_free > len(self._running):
-            sequence.block_table += self._pool.allocate(1) or []
-        return draft[: max(0, len(sequence.block_table) * size - length)]
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Grow a block table to hold `num_tokens`, at the expense of sequences that rank later if need be.

@@ -3,6 +3,7 @@
 A wrong slot, a wrong table or a stale block changes the history it sees, and so the token it draws.
 """
 
+import time
 import zlib
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -35,17 +36,23 @@ def next_token(history: Sequence[int], seed: int, forbidden: Sequence[int]) -> i
 
 
 class FakeRunner:
-    """See the module. `fail_at` raises in that step."""
+    """See the module. `fail_at` raises in that step. `clock` is what its steps have taken: of `step_seconds`, and
+    `row_seconds` for each of their rows."""
 
     def __init__(self, num_blocks: int, block_size: int, fail_at: int | None = None) -> None:
+        self.step_seconds, self.row_seconds, self._seconds = 1.0, 0.0, 0.0
         self.slots: dict[int, tuple[int, int]] = {}  # slot -> (position, token id)
         self.block_size = block_size
         self.num_slots = (num_blocks + 1) * block_size
         self.batches: list[tuple[int, ...]] = []
         self.fail_at = fail_at
 
+    def clock(self) -> float:
+        return self._seconds
+
     def run(self, inputs: ModelInputs) -> StepOutputs:
         metadata = inputs.metadata
+        self._seconds += self.step_seconds + self.row_seconds * len(inputs.token_ids_T)
         assert metadata.slot_mapping_T is not None
         assert metadata.block_tables_BN is not None
         assert metadata.logit_rows_R is not None
@@ -119,7 +126,11 @@ def make_submit(
 
 
 def make_engine(**changes: Any) -> tuple[Engine, FakeRunner]:
-    """A small engine over a fake runner, with `EngineConfig` values changed at will."""
+    """A small engine over a fake runner, with `EngineConfig` values changed at will.
+
+    `fakes_time`: it goes by the runner's clock.
+    """
     values = {"block_size": 2, "num_blocks": 14, "max_num_running": 4, "max_batched_tokens": 7, **changes}
     runner = FakeRunner(values["num_blocks"], values["block_size"], values.pop("fail_at", None))
-    return Engine(_MODEL, _TOKENIZER, EngineConfig(**values), runner=runner), runner
+    clock = runner.clock if values.pop("fakes_time", False) else time.monotonic
+    return Engine(_MODEL, _TOKENIZER, EngineConfig(**values), runner=runner, clock=clock), runner

@@ -284,7 +284,7 @@ def test_scoring_a_prompt_without_generating(budget: int) -> None:
 
 
 def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
-    """Log-probabilities alone and in a crowd agree far below what sampling notices: see `inputs.MIN_ROWS`."""
+    """Log-probabilities alone and in a crowd agree far below what sampling notices: see `plan.MIN_ROWS`."""
     submits = submissions(10, seed=12, max_prompt=12)
     params = {"max_tokens": 12, "logprobs": 2, "ignore_eos": True}
     submits = [make_submit(s.uid, s.prompt_token_ids, seed=s.params.seed, **params) for s in submits]

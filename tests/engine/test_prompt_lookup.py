@@ -5,9 +5,10 @@ import random
 
 import pytest
 
+from service.engine.plan import MIN_ROWS
 from service.engine.prompt_lookup import PromptLookup
 from service.messages import FinishReason, Submit
-from tests.engine.fakes import make_submit
+from tests.engine.fakes import CONTEXT, expected_tokens, make_engine, make_submit
 from tests.engine.test_parity import EOS, TOKENIZER, Run
 from tests.model.configs import VARIANTS
 
@@ -41,21 +42,68 @@ def test_tokens_that_come_later_are_known() -> None:
     assert lookup.draft(ids, 4) == (3, 9, 1, 2)
 
 
-def test_drafts_grow_with_success_and_pause_after_failure() -> None:
+def drafted_after(lookup: PromptLookup, ids: list[int], *told: int, price: float) -> int:
+    """How many tokens are drafted after these, each told as it comes."""
+    length = len(lookup.draft(ids, 99, price))
+    for token_id in told:
+        ids.append(token_id)
+        length = len(lookup.draft(ids, 99, price))
+    return length
+
+
+def test_drafts_grow_with_right_guesses_and_shrink_with_wrong_ones() -> None:
+    """Of guesses, not of drafts: what was not drafted is judged as well."""
     lookup, ids = PromptLookup(16), [1, 2] * 4
-    assert len(lookup.draft(ids, 99)) == 4
-    lookup.judge(len(ids) + 5, 4, 4)
-    assert len(lookup.draft(ids, 99)) == 9
-    lookup.judge(len(ids), 9, 0)
-    assert lookup.draft(ids, 99) == ()
-    ids += [1]
-    assert len(lookup.draft(ids, 99)) == 4
-    lookup.judge(len(ids), 4, 0)
-    pauses = 0
-    while not lookup.draft(ids, 99):
-        ids += [1, 2] if len(ids) % 2 else [2]
-        pauses += 1
-    assert pauses > 0
+    assert drafted_after(lookup, ids, price=0.6) == 0  # nothing is known yet: 1 in 2
+    assert drafted_after(lookup, ids, price=0.3) == 1
+    assert drafted_after(lookup, ids, 1, price=0.6) == 1  # (0.5 * 0.9 + 1) / (0.9 + 1) = 0.76
+    assert drafted_after(lookup, ids, *[2, 1] * 10, price=0.6) == 16
+    wrong = [3, 1, 2, 1, 2, 1, 4, 1, 2, 1, 2, 1, 5, 1, 2, 1, 2, 1]
+    assert 0 < drafted_after(lookup, ids, *wrong, price=0.6) < 16
+
+
+def test_a_higher_price_leaves_less_of_a_draft() -> None:
+    """Each further token needs all before it to be right."""
+    lengths = [drafted_after(PromptLookup(16), [1, 2] * 4, 1, price=price) for price in (0.0, 0.1, 0.3, 0.6, 0.8)]
+    assert lengths == [16, 8, 4, 1, 0]
+
+
+def test_how_a_prompt_repeats_itself_says_nothing_of_its_completion() -> None:
+    for num_repeats in (2, 20):
+        assert drafted_after(PromptLookup(16), [1, 2] * num_repeats, price=0.3) == 1
+
+
+def test_what_costs_as_much_as_it_brings_is_hardly_drafted() -> None:
+    """Where a step's rows are all that takes time, a guess that may be wrong is not worth a row."""
+    # Seed 3 draws from two tokens: what follows two of them has often been there before.
+    submits = [make_submit(str(number), [number], max_tokens=18, seed=3, ignore_eos=True) for number in range(60)]
+    num_drafted = []
+    for row_seconds in (0.0, 1.0):
+        engine, runner = make_engine(num_blocks=200, max_batched_tokens=99, max_draft_tokens=4, fakes_time=True)
+        runner.step_seconds, runner.row_seconds = 1.0 - row_seconds, row_seconds
+        for submit in submits:
+            engine.submit(submit)
+        drawn: dict[str, list[int]] = {submit.uid: [] for submit in submits}
+        num_drafted.append(0)
+        while engine.has_work:
+            result = engine.step()
+            num_drafted[-1] += result.stats.num_draft_tokens
+            for event in result.events:
+                drawn[event.uid] += event.token_ids
+        assert drawn == {submit.uid: expected_tokens(submit, CONTEXT) for submit in submits}
+    assert 10 * num_drafted[1] < num_drafted[0]
+
+
+def test_drafted_tokens_are_rows_like_all_others() -> None:
+    engine, runner = make_engine(num_blocks=20, max_batched_tokens=99, max_draft_tokens=4, fakes_time=True)
+    engine.submit(make_submit("a", [5], max_tokens=18, seed=3, ignore_eos=True))
+    num_drafted = 0
+    while engine.has_work:
+        drafted = engine.step().stats.num_draft_tokens
+        num_drafted += drafted
+        if drafted:
+            assert runner.batches[-1] == (1,) * max(MIN_ROWS, 1 + drafted)
+    assert num_drafted > 0
 
 
 def repetitive(count: int, seed: int) -> list[Submit]:
