@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from service.schemas import CompletionRequest
 from tests.playground import event_stream
+from tests.playground.chat_check import CHAT_CHECKS, CHAT_STUB_CHECKS
 from tests.playground.chromium import Chromium
 from tests.playground.inside_check import INSIDE_CHECKS, INSIDE_STUB_CHECKS, choose, look
 from tests.playground.key_check import KEY_STUB_CHECKS
@@ -158,9 +159,10 @@ def check_limits(page: Playground) -> None:
 def check_markup_stays_text(page: Playground) -> None:
     page.open()
     title, count = "document.title", "document.querySelectorAll('#story *').length"
+    before = page.browser.run(count)
     page.generate(f"<hostile> {HOSTILE}", max_tokens="200")
     assert page.browser.run(title) == "Kvasir playground"
-    assert page.browser.run(count) == 4
+    assert page.browser.run(count) == before
     assert page.text("echo") == f"<hostile> {HOSTILE}"
     if page.record is not None:
         assert page.text("completion") == HOSTILE
@@ -253,10 +255,11 @@ def check_no_server(page: Playground) -> None:
 
 CHECKS: tuple[Callable[[Playground], None], ...] = (
     check_parser, check_stream, check_nothing_moves, check_stop, check_tokens, check_copies, check_link, check_limits,
-    check_markup_stays_text, check_screens, *INSIDE_CHECKS,
+    check_markup_stays_text, check_screens, *INSIDE_CHECKS, *CHAT_CHECKS,
 )  # fmt: skip
 STUB_CHECKS = (
     check_scrolling, check_errors, check_busy, check_line_ends, check_no_server, *INSIDE_STUB_CHECKS, *KEY_STUB_CHECKS,
+    *CHAT_STUB_CHECKS,
 )  # fmt: skip
 
 

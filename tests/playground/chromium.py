@@ -136,7 +136,7 @@ class Chromium:
 
     def press(self, key: str, *, ctrl: bool = False) -> None:
         """A key as the keyboard would send it: "Enter", "Escape", "ArrowRight"."""
-        codes = {"Enter": 13, "Escape": 27, "ArrowRight": 39, "ArrowLeft": 37, "Tab": 9}
+        codes = {"Enter": 13, "Escape": 27, "ArrowRight": 39, "ArrowLeft": 37, "Tab": 9, " ": 32}
         for kind in ("keyDown", "keyUp"):
             self._command(
                 "Input.dispatchKeyEvent",

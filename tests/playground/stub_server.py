@@ -46,10 +46,18 @@ class Record:
 class StubServer:
     """Serves on a free port of 127.0.0.1 from `start` to `stop`."""
 
-    def __init__(self, *, token_seconds: float = 0.01, line_end: str = "\n", looks: bool = True, key: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        token_seconds: float = 0.01,
+        line_end: str = "\n",
+        looks: bool = True,
+        key: str = "",
+        chats: bool = True,
+    ) -> None:
         self.record = Record()
         attributes = {"record": self.record, "token_seconds": token_seconds, "line_end": line_end, "looks": looks}
-        attributes["key"] = key
+        attributes |= {"key": key, "chats": chats}
         handler = type("Handler", (_Handler,), attributes)
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._http.daemon_threads = True
@@ -82,6 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
     line_end: ClassVar[str]
     looks: ClassVar[bool]
     key: ClassVar[str]
+    chats: ClassVar[bool]
 
     def parse_request(self) -> bool:
         """Whoever asks for more than the page without the key is refused here."""
@@ -102,6 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
         routes: dict[str, Any] = {
             "/v1/models": {"object": "list", "data": [model]},
             "/version": {"version": "0.1.0"},
+            "/tokenizer_info": {"chat_template": "a template" if self.chats else None},
             "/ready": {"state": "ready", "phase": "serving", "elapsed_s": 3.2, "eta_s": None},
         }
         if self.path in ("/", "/playground"):
@@ -116,7 +126,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/tokenize":
-            self._answer_json(200, {"count": len(split_tokens(body["prompt"])), "max_model_len": CONTEXT_LENGTH})
+            text = "".join(message["content"] for message in body.get("messages", ())) or body["prompt"]
+            self._answer_json(200, {"count": len(split_tokens(text)), "max_model_len": CONTEXT_LENGTH})
         elif self.path == "/inspect/attention":
             if "<429>" in body["prompt"]:
                 self._answer_error(429, "4 looks are under way, try again later", "queue_full")
@@ -125,6 +136,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/completions":
             self.record.bodies.append(body)
             self._complete(body)
+        elif self.path == "/v1/chat/completions" and self.chats:
+            self.record.bodies.append(body)
+            self._complete(body | {"prompt": body["messages"][-1]["content"]})
         else:
             self._answer_error(404, "no such route", "not_found")
 
@@ -183,7 +197,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._break(fault)
             last = index == len(tokens) - 1
             logprobs = _logprobs(token, offset, body["logprobs"], draws) if "logprobs" in body else None
-            choice = {"index": 0, "text": token, "logprobs": logprobs, "finish_reason": None, "stop_reason": None}
+            said = {"delta": {"content": token}} if "messages" in body else {"text": token}
+            choice = {"index": 0, **said, "logprobs": logprobs, "finish_reason": None, "stop_reason": None}
             self._send_event({"choices": [choice | {"finish_reason": "length" if last else None}]})
             offset += len(token)
             time.sleep(0 if last else pause * draws.uniform(0.6, 1.4))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from service.chat_schemas import ChatCompletionRequest
 from service.schemas import CompletionRequest
 
 PAGE = Path(__file__).parents[2] / "service" / "playground" / "index.html"
@@ -118,8 +119,9 @@ def test_every_field_the_page_sends_is_known_to_the_service(
 ) -> None:
     from_controls = {a["name"] for tag, a in elements if tag in ("input", "textarea") and a.get("name")}
     from_script = set(re.findall(r"\brequest\.(\w+) = ", script))
-    assert from_script >= {"model", "prompt", "stop", "logprobs", "stream", "stream_options"}
-    assert from_controls | from_script <= set(CompletionRequest.model_fields)
+    assert from_script >= {"model", "prompt", "messages", "stop", "logprobs", "stream", "stream_options"}
+    assert (from_controls | from_script) - {"messages"} <= set(CompletionRequest.model_fields)
+    assert (from_controls | from_script) - {"prompt"} <= set(ChatCompletionRequest.model_fields)
 
 
 @pytest.mark.parametrize("end", ["value", "min", "max"])
