@@ -42,6 +42,8 @@ UNASKED_TOKENS = 1024
 class Choice:
     """One completion of a request. `index` is its place in the answer, `prompt_index` its prompt's.
 
+    prompt_logprobs: the prompt's scores, one list for all its samples: the first of them brings these, no later than
+        another brings its first token, for the engine serves equals in the order in which they came.
     has_asked_length: the client said how long it may get; else `max_tokens` is what the context leaves.
     grammar_param: the field of the request that its grammar is from.
     """
@@ -219,7 +221,8 @@ class Journal:
             choice.has_started = True
             self._admission.started(choice.num_counted_tokens)
         choice.token_ids.extend(delta.token_ids)
-        choice.prompt_logprobs.extend(delta.prompt_logprobs or ())
+        if len(choice.prompt_logprobs) < choice.num_prompt_tokens:  # else another sample has brought them
+            choice.prompt_logprobs.extend(delta.prompt_logprobs or ())
         self._clear(delta.uid)
         if delta.finish is not None:
             choice.finish = delta.finish
@@ -241,8 +244,9 @@ class Journal:
             waiting = [choice for choice in request.choices if choice.submit.uid in self._choices]
             if not waiting or request.has_failed:
                 continue
+            scored = {c.prompt_index: c.submit.params.prompt_logprobs for c in reversed(request.choices)}
             for choice in waiting:
-                choice.submit = _next_attempt(choice)
+                choice.submit = _next_attempt(choice, scored[choice.prompt_index])
                 if not self._suspects.keep_apart(choice.submit.uid):
                     resubmitted.append(choice.submit)
             self._on_replay("resubmitted")
@@ -280,13 +284,17 @@ class Journal:
         self._admission.ended()
 
 
-def _next_attempt(choice: Choice) -> Submit:
-    """The same work after a worker's death, going on from the tokens that are already here."""
-    params = choice.submit.params
+def _next_attempt(choice: Choice, num_prompt_logprobs: int | None) -> Submit:
+    """The same work after a worker's death, going on from the tokens that are already here.
+
+    `num_prompt_logprobs`: what the first sample of its prompt was asked for. Who comes back first is not known: each
+    scores a prompt whose scores are not here.
+    """
     if len(choice.prompt_logprobs) < choice.num_prompt_tokens:
         choice.prompt_logprobs.clear()  # came in part: all of it again
     else:
-        params = dataclasses.replace(params, prompt_logprobs=None)
+        num_prompt_logprobs = None
+    params = dataclasses.replace(choice.submit.params, prompt_logprobs=num_prompt_logprobs)
     return msgspec.structs.replace(
         choice.submit,
         attempt=choice.submit.attempt + 1,

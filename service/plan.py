@@ -14,7 +14,7 @@ from service.chat_schemas import ChatCompletionRequest
 from service.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from service.journal import Choice
 from service.logprobs import prompt_text
-from service.messages import Submit
+from service.messages import Submit, TokenLogprob
 from service.schemas import MAX_PROMPTS, CompletionRequest, GenerationRequest
 from service.serving import Defaults
 from service.token_rules import check_possible, logit_bias, token_rules
@@ -208,13 +208,17 @@ class Planner:
         text: str,
         arrival_seconds: float,
     ) -> list[Choice]:
-        """The samples of one prompt. `first`: the first one's index; `text`: what each echoes."""
-        num_samples = request.num_samples
+        """The samples of one prompt. `first`: the first one's index; `text`: what each echoes.
+
+        The first one scores the prompt for all.
+        """
+        num_samples, scores = request.num_samples, list[TokenLogprob]()
         return [
             Choice(
                 index=first + sample,
                 prompt_index=first // num_samples,
                 prompt_text=text,
+                prompt_logprobs=scores,
                 submit=Submit(
                     uid=uuid.uuid4().hex,
                     attempt=0,
@@ -223,7 +227,7 @@ class Planner:
                     params=dataclasses.replace(
                         params,
                         seed=sample_seed(request.seed, sample),
-                        prompt_logprobs=_num_prompt_logprobs(request, sample),
+                        prompt_logprobs=None if sample else _num_prompt_logprobs(request),
                     ),
                     arrival_seconds=arrival_seconds,
                     deadline_seconds=None,
@@ -288,10 +292,8 @@ def _told_length(max_tokens: int | None, *, is_asked: bool = True) -> str:
     return f" and max_tokens is {max_tokens}{'' if is_asked else ', its default'}"
 
 
-def _num_prompt_logprobs(request: GenerationRequest, sample: int) -> int | None:
+def _num_prompt_logprobs(request: GenerationRequest) -> int | None:
     """Alternatives to the prompt's tokens that the engine must tell; None where nobody wants the prompt scored."""
-    if sample and isinstance(request, ChatCompletionRequest):
-        return None  # its answer tells them once
     wanted = (request.prompt_logprobs, request.num_logprobs if request.echoes else None)
     return max((number for number in wanted if number is not None), default=None)
 

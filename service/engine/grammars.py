@@ -82,7 +82,8 @@ class Grammars:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(submit.grammar)
         self._asked[submit.uid] = future
-        if future.done():
+        # Behind another that waits for the same: they begin in the order in which they came.
+        if future.done() and all(self._asked[uid] is not future for uid in self._held):
             return False
         self._held[submit.uid] = submit
         return True
@@ -91,8 +92,8 @@ class Grammars:
         """The held submissions that may begin. Waits a moment for one if there is nothing else to do."""
         if self._held and may_wait:
             wait([self._asked[uid] for uid in self._held], _PATIENCE_SECONDS, return_when=FIRST_COMPLETED)
-        done = [uid for uid in self._held if self._asked[uid].done()]
-        return [self._held.pop(uid) for uid in done]
+        compiled = {future for uid in self._held if (future := self._asked[uid]).done()}
+        return [self._held.pop(uid) for uid in list(self._held) if self._asked[uid] in compiled]
 
     def begin(self, submit: Submit) -> bool:
         """Give a sequence its matcher. Returns whether its document is complete with the tokens it has already.

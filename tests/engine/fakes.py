@@ -15,7 +15,7 @@ from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.inputs import ModelInputs
 from service.engine.runner import StepOutputs
-from service.messages import Submit
+from service.messages import Submit, TokenLogprob
 
 VOCAB_SIZE = 257
 EOS = 256
@@ -71,7 +71,11 @@ class FakeRunner:
             row = row_of_token[drawn_after]
             history = self._history(metadata.block_tables_BN[row].tolist(), position)
             token_ids.append(next_token(history, param.seed, inputs.forbidden[index]))
-        return StepOutputs(token_ids=token_ids, logprobs=[None] * len(token_ids), prompt_logprobs={})
+        scores = {
+            rows.uid: [TokenLogprob(token_id=target, logprob=0.0, rank=1, top=()) for target in rows.targets]
+            for rows in inputs.prompt_rows
+        }
+        return StepOutputs(token_ids=token_ids, logprobs=[None] * len(token_ids), prompt_logprobs=scores)
 
     def _history(self, table: list[int], length: int) -> list[int]:
         history = []

@@ -40,7 +40,8 @@ def scored(token_id: int, position: int, num_top: int) -> TokenLogprob:
 class Engine:
     """What a worker does: it draws `texts[uid]`, and dies when it is told to.
 
-    Every step is one delta of some tokens. Prompts are scored with the first.
+    Every step is one delta of some tokens. Prompts are scored with the first, and no sample overtakes the one that does
+    before a worker has died.
     """
 
     texts: dict[str, Sequence[int]]
@@ -53,6 +54,14 @@ class Engine:
                 for token_id in command.prior_token_ids:
                     detokenizer.push(token_id)
                 self.running[command.uid] = (command, detokenizer, len(command.prior_token_ids))
+
+    def next(self, turn: int) -> str:
+        """Whose turn it is."""
+        uid = sorted(self.running)[turn % len(self.running)]
+        first = uid.split(".")[0] + ".0"
+        submit, _, start = self.running.get(first, self.running[uid])
+        has_to_score = submit.params.prompt_logprobs is not None and start == len(submit.prior_token_ids)
+        return submit.uid if has_to_score and not submit.attempt else uid
 
     def step(self, uid: str, count: int) -> TokenDelta:
         submit, detokenizer, start = self.running.pop(uid)
@@ -88,7 +97,7 @@ def make_choices(dialect: type[Dialect], wants: Wants, num_samples: int) -> list
     """As the planner makes them."""
     prompts = PROMPTS if dialect is Text else PROMPTS[:1]
     wanted = [wants.prompt_logprobs, wants.logprobs if wants.echo else None]
-    return [
+    choices = [
         make_choice(
             f"{prompt_index}.{sample}",
             index=prompt_index * num_samples + sample,
@@ -96,13 +105,14 @@ def make_choices(dialect: type[Dialect], wants: Wants, num_samples: int) -> list
             text=f"<{prompt_index}>" if wants.echo else "",
             prompt=prompt,
             logprobs=wants.logprobs,
-            prompt_logprobs=max((number for number in wanted if number is not None), default=None)
-            if dialect is Text or not sample
-            else None,
+            prompt_logprobs=None if sample else max((number for number in wanted if number is not None), default=None),
         )
         for prompt_index, prompt in enumerate(prompts)
         for sample in range(num_samples)
     ]
+    for choice in choices:
+        choice.prompt_logprobs = choices[choice.prompt_index * num_samples].prompt_logprobs
+    return choices
 
 
 @dataclass(frozen=True)
@@ -142,10 +152,8 @@ class Scene:
         turns, number = list(self.turns), 0
         while engine.running:
             turn, count = turns.pop() if turns else (0, 3)
-            uid = sorted(engine.running)[turn % len(engine.running)]
-            delta = engine.step(uid, count)
-            # Two deaths without a token between are a request's end.
-            if number in deaths and not any(choice.num_deaths for choice in choices):
+            delta = engine.step(engine.next(turn), count)
+            if number in deaths:
                 engine.running.clear()  # what it had drawn is lost
                 journal.receive([make_hello(number + 1)])
             else:

@@ -57,9 +57,16 @@ def test_every_sampling_field_reaches_the_engine(planner: Planner) -> None:
     for asked, found in ((0, 2), (5, 5)):  # the more of what is to be told
         (scored,) = plan(planner, **fields, echo=True, prompt_logprobs=asked)
         assert scored.submit.params.prompt_logprobs == found
-    scored, other = plan(planner, prompt_logprobs=3, n=2)
-    assert (scored.submit.params.prompt_logprobs, other.submit.params.prompt_logprobs) == (3, 3)
-    assert scored.submit.params.logprobs is None
+    (scored,) = plan(planner, prompt_logprobs=3)
+    assert (scored.submit.params.prompt_logprobs, scored.submit.params.logprobs) == (3, None)
+
+
+def test_the_first_sample_scores_the_prompt_for_all(planner: Planner) -> None:
+    choices = plan(planner, prompt=["ab", "c"], n=2, echo=True, logprobs=3)
+    assert [choice.submit.params.prompt_logprobs for choice in choices] == [3, None, 3, None]
+    first, second, other, _ = (choice.prompt_logprobs for choice in choices)
+    assert first is second
+    assert first is not other
 
 
 def test_a_top_k_of_minus_one_is_off(planner: Planner) -> None:
