@@ -4,11 +4,13 @@ ApiError                        500  server_error
 ├── InvalidRequest              400  invalid_request_error
 │   ├── ContextLengthExceeded   400  context_length_exceeded
 │   ├── HeadTooLarge            431  head_too_large
+│   ├── KeyReused               400  idempotency_key_reused; see service.recordings
 │   ├── RequestTimeout          408  request_timeout
 │   └── UnsupportedEncoding     415  unsupported_encoding
 ├── Unauthorized                401  invalid_api_key, with WWW-Authenticate
 ├── ModelNotFound               404  model_not_found
 ├── RouteNotFound               404  route_not_found
+├── AnswerGone                  404  answer_gone; see service.recordings
 ├── MethodNotAllowed            405  method_not_allowed
 ├── BodyTooLarge                413  body_too_large
 ├── ClientGone                  499  (nobody is left to read it)
@@ -69,6 +71,10 @@ class RouteNotFound(ApiError):
     status, type, code = 404, "invalid_request_error", "route_not_found"
 
 
+class AnswerGone(ApiError):
+    status, type, code = 404, "invalid_request_error", "answer_gone"
+
+
 class MethodNotAllowed(ApiError):
     status, type, code = 405, "invalid_request_error", "method_not_allowed"
 
@@ -79,6 +85,10 @@ class BodyTooLarge(ApiError):
 
 class HeadTooLarge(InvalidRequest):
     status, code = 431, "head_too_large"
+
+
+class KeyReused(InvalidRequest):
+    code = "idempotency_key_reused"
 
 
 class RequestTimeout(InvalidRequest):
