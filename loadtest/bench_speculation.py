@@ -7,7 +7,8 @@ hold a passage twice and its beginning a third time, and are continued greedily;
 at temperature 1, where the next token is anybody's guess. Both must give the same tokens: that is counted, too.
 
 As in a server, a stream that ends makes room for the next request, and the clock stops when no more are there to come:
-requests that were all to wait for the slowest of them would measure that one.
+requests that were all to wait for the slowest of them would measure that one. Their lengths differ, so that streams do
+not begin and end together, which drafts would alter.
 """
 
 import argparse
@@ -48,7 +49,10 @@ def submits(workload: str, opened: InProcess, count: int, num_tokens: int, round
                 prompt_token_ids=tuple(opened.token_ids(prompt)),
                 prior_token_ids=(),
                 params=SamplingParams(
-                    max_tokens=num_tokens, temperature=_SAMPLING[workload], seed=number, ignore_eos=True
+                    max_tokens=num_tokens * (6 + number % 5) // 8,
+                    temperature=_SAMPLING[workload],
+                    seed=number,
+                    ignore_eos=True,
                 ),
                 arrival_seconds=time.monotonic(),
                 deadline_seconds=None,
@@ -134,7 +138,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--draft-tokens", type=int, default=8, metavar="N", help="most of a draft (default: %(default)s)"
     )
-    parser.add_argument("--output-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--output-tokens", type=int, default=64, metavar="N", help="of the usual answer (default: %(default)s)"
+    )
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="default: %(default)s")
     arguments = parser.parse_args(given)
     facts = provenance(parser.prog, given) | {"other_work_cores": quiet_or_warned(parser.prog)}

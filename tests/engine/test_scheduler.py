@@ -77,24 +77,6 @@ def test_equal_prompts_of_one_step_share_their_blocks() -> None:
     assert all(drawn[s.uid] + rest[s.uid] == expected_tokens(s, CONTEXT) for s in submits)
 
 
-@pytest.mark.parametrize("budget", [60, 7])
-def test_the_samples_of_a_prompt_compute_it_once(budget: int) -> None:
-    """In one step or in chunks. Beyond the first, each computes the block in which its last token stands."""
-    engine, _ = make_engine(num_blocks=40, max_num_running=6, max_batched_tokens=budget)
-    submits = [make_submit(str(seed), range(16), max_tokens=3, seed=seed, ignore_eos=True) for seed in range(6)]
-    for submit in submits:
-        engine.submit(submit)
-    drawn: dict[str, list[int]] = {submit.uid: [] for submit in submits}
-    num_prompt_tokens = 0
-    while engine.has_work:
-        result = engine.step()
-        num_prompt_tokens += result.stats.num_prompt_tokens
-        for event in result.events:
-            drawn[event.uid] += event.token_ids
-    assert num_prompt_tokens == 16 + 5 * 2
-    assert drawn == {submit.uid: expected_tokens(submit, CONTEXT) for submit in submits}
-
-
 def test_blocks_that_a_failed_step_was_to_fill_are_not_found() -> None:
     engine, runner = make_engine(max_batched_tokens=30, fail_at=1)
     submit = make_submit("a", range(10), max_tokens=3)
