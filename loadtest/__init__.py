@@ -17,6 +17,9 @@ bench_arguments   what `kvasir bench` is told, torch-free
 bench_engine      `kvasir bench`: the engine in-process over batch size and prompt length
 service_process   `kvasir serve` as a child process, and what /proc says about it
 bench_service     the running service against the engine, start time, idle cost, footprint
+bench_overload    four times the rate at saturation: what becomes of those who are admitted, and of the others
+overload_load     its loads, and what they showed
+sdk_caller        a user of OpenAI's Python SDK beside it: what its code sees
 instant_engine    an engine that computes nothing, in the worker of a real service
 bench_speculation  drafts by prompt lookup: what they save, and cost
 bench_frontend    that service: what HTTP, JSON and queues cost a token

@@ -1,39 +1,66 @@
-"""Who may wait, and what the others are told: a bound on sequences and on tokens, and an honest Retry-After."""
+"""Who may wait, and what the others are told.
+
+Three bounds: on sequences, on tokens, and on the time that a request would wait by the rate at which sequences have
+begun of late. The last one keeps the service fast for those it admits: a queue that never empties adds waiting and no
+throughput. It is not applied where places are free, or before a rate is known.
+
+Room is shared among owners by dynamic thresholds (Choudhury and Hahne 1998, IEEE/ACM Trans. Networking 6(2)): an owner
+may have at most four times as much as is left. One alone gets all that the settings say, and a quarter of that again
+is there for others who come; two that flood get 5/9 of it each, and a third still finds room.
+
+Who was told to come back, and does, finds a little more room than who comes for the first time.
+"""
 
 import math
+import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from service.errors import Overloaded
+from service.comebacks import Comebacks
+from service.errors import Overloaded, WaitTooLong
+from service.queue_terms import QueueTerms
+from service.rates import Rate
 
-# How far back the observed rates look. Long enough to average over a batch, short enough to follow the load.
-_MEMORY_SECONDS = 30.0
-# What a refused client is told before any request has finished.
-_UNKNOWN_WAIT_SECONDS = 1.0
 # SDKs ignore a Retry-After of over two minutes.
 _LONGEST_WAIT_SECONDS = 120.0
+# Nobody is told less: a connection and a request take some milliseconds by themselves.
+_SHORTEST_WAIT_SECONDS = 0.02
+# How many times what is left an owner may have.
+_THRESHOLD = 4
+# Told times are spread by up to this share, so that those who were refused together do not come back together.
+_SPREAD = 0.25
+# How much more room there is for who has come back, as a share.
+_RETURN_BONUS = 0.25
 
 
-class Rate:
-    """An exponentially weighted average of something per second of busy time. Idle time does not dilute it."""
+@dataclass(slots=True)
+class _Holding:
+    """What one owner has here."""
 
-    def __init__(self) -> None:
-        self._amount = 0.0
-        self._seconds = 0.0
+    num_sequences: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
 
-    def add(self, amount: float, seconds: float) -> None:
-        """Count `amount`, spread evenly over the `seconds` since the last call."""
-        keep = math.exp(-seconds / _MEMORY_SECONDS)
-        weighted_seconds = _MEMORY_SECONDS * (1.0 - keep)  # of this interval, as seen from its end
-        weight = weighted_seconds / seconds if seconds > 0.0 else 1.0
-        self._amount = self._amount * keep + amount * weight
-        self._seconds = self._seconds * keep + weighted_seconds
 
-    def seconds_for(self, amount: float) -> float:
-        """How long `amount` takes at the observed rate; a second when nothing was observed."""
-        if self._amount <= 0.0 or self._seconds <= 0.0:
-            return _UNKNOWN_WAIT_SECONDS
-        return amount * self._seconds / self._amount
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a request wants: so many sequences, of so many tokens together."""
+
+    num_sequences: int
+    num_tokens: int
+    terms: QueueTerms
+
+
+@dataclass(frozen=True, slots=True)
+class _Shortage:
+    """Why there is no room, and after how many seconds there should be.
+
+    wait_seconds: what the request would wait, where that is the reason.
+    """
+
+    seconds: float
+    wait_seconds: float | None = None
 
 
 class Admission:
@@ -41,6 +68,10 @@ class Admission:
 
     A sequence waits until its first event from the engine. `num_tokens` is the most it can come to: prompt plus
     max_tokens.
+
+    Args:
+        observe_error: told how much later than promised room appeared, see `Comebacks`.
+        draw: a number from 0 to 1, which spreads what is told.
     """
 
     def __init__(
@@ -49,53 +80,146 @@ class Admission:
         max_num_running: int,
         max_waiting_requests: int,
         max_waiting_tokens: int,
+        observe_error: Callable[[float], None] = lambda seconds: None,
         clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
     ) -> None:
         self.max_num_sequences = max_num_running + max_waiting_requests
+        self._max_num_running = max_num_running
         self._max_waiting_tokens = max_waiting_tokens
         self._clock = clock
+        self._draw = draw
         self._last_seconds = clock()
         self._finished, self._started_tokens = Rate(), Rate()
+        self._started = Rate()  # sequences, while every place was wanted
+        self._comebacks: Comebacks[_Asked] = Comebacks(observe_error)
+        self._holdings: dict[str, _Holding] = {}
         self.num_sequences = 0
         self.num_waiting_tokens = 0
 
-    def admit(self, token_counts: list[int]) -> None:
+    def admit(self, token_counts: list[int], terms: QueueTerms | None = None) -> None:
         """Let in the sequences of one request, all or none. An idle server admits any request.
 
         Raises:
             Overloaded: there is no room; says after how many seconds there should be.
+            WaitTooLong: it would wait longer than it may; says the same.
         """
-        excess_sequences = self.num_sequences + len(token_counts) - self.max_num_sequences
-        excess_tokens = self.num_waiting_tokens + sum(token_counts) - self._max_waiting_tokens
-        if self.num_waiting_tokens == 0:
-            excess_tokens = 0
-        if excess_sequences > 0 or excess_tokens > 0:
-            self._advance()
-            seconds = max(
-                self._finished.seconds_for(excess_sequences) if excess_sequences > 0 else 0.0,
-                self._started_tokens.seconds_for(excess_tokens) if excess_tokens > 0 else 0.0,
-            )
-            raise Overloaded(
-                f"the server is full: {self.num_sequences} completions are running or waiting, try again later",
-                retry_after_seconds=min(seconds, _LONGEST_WAIT_SECONDS),
-            )
+        terms = QueueTerms() if terms is None else terms
         self._advance()
-        self.num_sequences += len(token_counts)
-        self.num_waiting_tokens += sum(token_counts)
+        if terms.is_retry:
+            self._comebacks.returned(terms.owner)
+        asked = _Asked(len(token_counts), sum(token_counts), terms)
+        if (shortage := self._shortage(asked)) is not None:
+            raise self._refusal(asked, shortage)
+        holding = self._holdings.setdefault(terms.owner, _Holding())
+        holding.num_sequences += asked.num_sequences
+        holding.num_waiting += asked.num_sequences
+        holding.num_waiting_tokens += asked.num_tokens
+        self.num_sequences += asked.num_sequences
+        self.num_waiting_tokens += asked.num_tokens
 
-    def started(self, num_tokens: int) -> None:
+    def started(self, num_tokens: int, owner: str = "") -> None:
         """A sequence of that many tokens waits no longer."""
-        self._advance(tokens=num_tokens)
+        self._advance(tokens=num_tokens, begun=1)
+        holding = self._holdings[owner]
+        holding.num_waiting -= 1
+        holding.num_waiting_tokens -= num_tokens
         self.num_waiting_tokens -= num_tokens
+        self._watch()
 
-    def ended(self) -> None:
+    def ended(self, owner: str = "") -> None:
         """A sequence has left, whatever the reason, after it was `started`."""
         self._advance(sequences=1)
+        self._holdings[owner].num_sequences -= 1
+        if not self._holdings[owner].num_sequences:
+            del self._holdings[owner]
         self.num_sequences -= 1
+        self._watch()
 
-    def _advance(self, *, sequences: int = 0, tokens: int = 0) -> None:
+    def retry_after(self, token_counts: list[int], terms: QueueTerms) -> float:
+        """When a request that is sent away should come back, in seconds."""
+        asked = _Asked(len(token_counts), sum(token_counts), terms)
+        shortage = self._shortage(asked)
+        return self._promise(asked, 0.0 if shortage is None else shortage.seconds)
+
+    def _promise(self, asked: _Asked, seconds: float) -> float:
+        """What is told to one who would find room in so many seconds if nobody else came back."""
+        now, owner = self._clock(), asked.terms.owner
+        if num_expected := self._comebacks.num_expected(owner, now):
+            rate = self._started if self._started.is_known else self._finished
+            seconds += rate.seconds_for(num_expected)
+        seconds *= 1.0 + _SPREAD * self._draw()
+        seconds = min(max(seconds, _SHORTEST_WAIT_SECONDS), _LONGEST_WAIT_SECONDS)
+        self._comebacks.refused(owner, asked, num_sequences=asked.num_sequences, now=now, seconds=seconds)
+        return seconds
+
+    def _refusal(self, asked: _Asked, shortage: _Shortage) -> Overloaded:
+        """What a request is told for which there is no room."""
+        seconds = self._promise(asked, shortage.seconds)
+        if shortage.wait_seconds is not None:
+            return WaitTooLong(
+                f"the request would wait about {shortage.wait_seconds:.1f} s, longer than "
+                f"{asked.terms.patience_seconds:g} s; try again later, or allow more by timeout",
+                retry_after_seconds=seconds,
+            )
+        return Overloaded(
+            f"the server is full: {self.num_sequences} completions are running or waiting, try again later",
+            retry_after_seconds=seconds,
+        )
+
+    def _shortage(self, asked: _Asked, num_before: float = 0.0) -> _Shortage | None:
+        """What is missing for a request, beside so many sequences that come before it; None for nothing."""
+        terms = asked.terms
+        bonus = _RETURN_BONUS if terms.is_retry else 0.0
+        holding = self._holdings.get(terms.owner, _Holding())
+        num_sequences = asked.num_sequences + num_before
+        excess = _excess(holding.num_sequences, self.num_sequences, num_sequences, self.max_num_sequences, bonus)
+        excess_tokens = 0.0
+        if self.num_waiting_tokens:
+            tokens, limit = asked.num_tokens, self._max_waiting_tokens
+            excess_tokens = _excess(holding.num_waiting_tokens, self.num_waiting_tokens, tokens, limit, bonus)
+        if excess > 0 or excess_tokens > 0:
+            return _Shortage(
+                max(
+                    self._finished.seconds_for(excess) if excess > 0 else 0.0,
+                    self._started_tokens.seconds_for(excess_tokens) if excess_tokens > 0 else 0.0,
+                )
+            )
+        if self.num_sequences + num_sequences <= self._max_num_running or not self._started.is_known:
+            return None
+        wait_seconds = self._started.seconds_for(self._num_ahead(terms.owner, num_sequences) + num_sequences)
+        patience_seconds = terms.patience_seconds * (1.0 + bonus)
+        if wait_seconds <= patience_seconds:
+            return None
+        return _Shortage(wait_seconds - patience_seconds, wait_seconds)
+
+    def _num_ahead(self, owner: str, num_sequences: float) -> float:
+        """Sequences that begin before the last of so many new ones of this owner: its own, and as many of each other,
+        for the engine's queue serves owners in turn."""
+        own = self._holdings.get(owner, _Holding()).num_waiting
+        others = (min(o.num_waiting, own + num_sequences) for name, o in self._holdings.items() if name != owner)
+        return own + sum(others)
+
+    def _watch(self) -> None:
+        """Room may have appeared for somebody who was refused."""
+
+        self._comebacks.watch(self._clock(), lambda asked, num_before: self._shortage(asked, num_before) is None)
+
+    def _advance(self, *, sequences: int = 0, tokens: int = 0, begun: int = 0) -> None:
         now = self._clock()
         seconds = now - self._last_seconds if self.num_sequences else 0.0
         self._last_seconds = now
         self._finished.add(sequences, seconds)
         self._started_tokens.add(tokens, seconds)
+        if self.num_sequences >= self._max_num_running:
+            self._started.add(begun, seconds)
+
+
+def _excess(held: float, total: float, asked: float, limit: float, bonus: float) -> float:
+    """How much must leave before one who holds `held` of `total` may have `asked` more.
+
+    Its share may be `_THRESHOLD` times what is left of a room that is larger than the limit by one part in
+    `_THRESHOLD`: so one alone may have the limit. What leaves is taken to be its own, which counts in both.
+    """
+    room = math.floor(limit * (1.0 + bonus)) * (_THRESHOLD + 1)
+    return (held + asked + _THRESHOLD * (total + asked) - room) / (_THRESHOLD + 1)

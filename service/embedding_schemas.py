@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from service.errors import InvalidRequest
-from service.schemas import MAX_PROMPTS, NumKept, RequestModel, Texts, TokenIds, parse_body
+from service.schemas import MAX_PROMPTS, NumKept, RequestModel, Texts, Timeout, TokenIds, parse_body
 
 # Of a number on the wire: float32 has no more between 0.01 and 1.
 _DECIMALS = 9
@@ -37,6 +37,7 @@ class EmbeddingRequest(RequestModel):
         int | None, Field(ge=1, lt=2**31, description="the first so many, scaled to length 1 again")
     ] = None
     truncate_prompt_tokens: NumKept | None = None
+    timeout: Timeout | None = None
     user: str | None = None
 
     @classmethod

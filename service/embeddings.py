@@ -8,6 +8,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from fastapi import Request
 from msgspec import Raw
@@ -21,6 +22,7 @@ from service.journal import Choice, LiveRequest
 from service.messages import FinishReason, Pooling, Submit
 from service.metrics import Metrics
 from service.plan import LONG_TEXT, Planner
+from service.queue_terms import QueueTerms, queue_limits
 from service.requests import read_body
 from service.responses import encode
 from service.settings import ServeSettings
@@ -55,6 +57,7 @@ class Embeddings:
         close: Callable[[LiveRequest], None],
         metrics: Metrics,
     ) -> None:
+        self._limits = queue_limits(settings)
         self._pooling = Pooling(settings.embedding_pooling)
         self._max_group = settings.max_num_running
         self._max_body_bytes = settings.max_body_mb * 2**20
@@ -71,16 +74,17 @@ class Embeddings:
         body = await read_body(request, max_bytes=self._max_body_bytes)
         self._refuse_when_draining()
         asked = EmbeddingRequest.parse(body)
+        terms = self._limits.terms(request, asked.timeout)
         if len(body) > LONG_TEXT:
-            groups = await asyncio.to_thread(self._plan, asked, arrival_seconds)
+            groups = await asyncio.to_thread(self._plan, asked, terms, arrival_seconds)
         else:
-            groups = self._plan(asked, arrival_seconds)
+            groups = self._plan(asked, terms, arrival_seconds)
         self._admit(groups[0])
         model = self._planner.model_name
         return EmbeddingBody(groups, asked, model=model, admit=self._admit, close=self._close, metrics=self._metrics)
 
-    def _plan(self, asked: EmbeddingRequest, arrival_seconds: float) -> list[LiveRequest]:
-        """The texts as sequences, in groups.
+    def _plan(self, asked: EmbeddingRequest, terms: QueueTerms, arrival_seconds: float) -> list[LiveRequest]:
+        """The texts as sequences, in groups. When the first one has begun, the others have all the time they need.
 
         Raises:
             ModelNotFound: it is another model.
@@ -97,9 +101,15 @@ class Embeddings:
             Choice(index=index, prompt_index=index, prompt_text="", submit=self._submit(ids, arrival_seconds))
             for index, ids in enumerate(self._token_ids(asked, text) for text in inputs)
         ]
+        later = replace(terms, timeout_seconds=float("inf"))
         return [
-            LiveRequest(choices=group, arrival_seconds=arrival_seconds, last_sent_seconds=float("inf"))
-            for group in grouped(choices, self._max_group)
+            LiveRequest(
+                choices=group,
+                arrival_seconds=arrival_seconds,
+                terms=later if number else terms,
+                last_sent_seconds=float("inf"),
+            )
+            for number, group in enumerate(grouped(choices, self._max_group))
         ]
 
     def _submit(self, token_ids: list[int], arrival_seconds: float) -> Submit:

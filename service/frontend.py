@@ -32,6 +32,7 @@ from service.lifecycle import Lifecycle, Phase
 from service.messages import API_PATH, BUS, Command, Hello, decode_events, encode_command
 from service.metrics import EngineState, Metrics, render
 from service.plan import LONG_TEXT, Planner
+from service.queue_terms import queue_limits
 from service.requests import json_response, read_body
 from service.schemas import CompletionRequest, GenerationRequest
 from service.serving import Serving
@@ -63,7 +64,9 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             max_num_running=settings.max_num_running,
             max_waiting_requests=settings.max_waiting_requests,
             max_waiting_tokens=settings.max_waiting_tokens,
+            observe_error=metrics.observe_retry_after_error,
         )
+        self._queue_limits = queue_limits(settings)
         self._planner = Planner(
             tokenizer=tokenizer,
             model_name=self.model_name,
@@ -151,7 +154,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             choices = await asyncio.to_thread(self._planner.plan, asked, arrival_seconds=arrival_seconds)
         else:
             choices = self._planner.plan(asked, arrival_seconds=arrival_seconds)
-        return await self._answer(asked, choices, Text, arrival_seconds)
+        return await self._answer(asked, choices, Text, request)
 
     async def chat_completions(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
@@ -166,14 +169,18 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             more=asked.chat_template_kwargs,
         )
         choices = self._planner.plan_chat(asked, token_ids, arrival_seconds=arrival_seconds)
-        return await self._answer(asked, choices, Chat, arrival_seconds)
+        return await self._answer(asked, choices, Chat, request)
 
     async def _answer(
-        self, asked: GenerationRequest, choices: list[Choice], dialect: type[Dialect], arrival_seconds: float
+        self, asked: GenerationRequest, choices: list[Choice], dialect: type[Dialect], request: Request
     ) -> Response:
         """Submit the choices; what comes of them is the response."""
         await self._grammar_checker.attach(asked.wanted_output, choices)
-        live = LiveRequest(choices=choices, arrival_seconds=arrival_seconds)
+        live = LiveRequest(
+            choices=choices,
+            arrival_seconds=choices[0].submit.arrival_seconds,
+            terms=self._queue_limits.terms(request, asked.timeout),
+        )
         answer = Answer(
             id=dialect.id_prefix + choices[0].submit.uid,
             created=int(time.time()),

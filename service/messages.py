@@ -38,6 +38,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
     `priority`: lower goes first, see `service.engine.sequence`. `cache_salt`: prefixes are shared only among equals.
     `pooling`: the prompt's embedding is wanted, and nothing drawn; `params.max_tokens` is 0.
     `grammar`: what the completion has to follow, see `model.grammar`.
+    `deadline_seconds`: one that has not begun by then ends as aborted. `owner`: among owners places are shared.
     """
 
     uid: str
@@ -51,6 +52,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
     cache_salt: str = ""
     pooling: Pooling | None = None
     grammar: str | None = None
+    owner: str = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):

@@ -65,6 +65,7 @@ class Metrics:
         self._gap = self._histogram("inter_token_latency_seconds")
         self._tpot = self._histogram("request_time_per_output_token_seconds")
         self._e2e = self._histogram("e2e_request_latency_seconds")
+        self._retry_after_error = self._histogram("retry_after_error_seconds")
         self._queue = self._histogram("request_queue_time_seconds")
         self._prefill = self._histogram("request_prefill_time_seconds")
         self._decode = self._histogram("request_decode_time_seconds")
@@ -171,6 +172,10 @@ class Metrics:
     def count_rejection(self, reason: str) -> None:
         """A request was refused before any work was done for it."""
         self._counter("admission_rejections", reason).inc()
+
+    def observe_retry_after_error(self, seconds: float) -> None:
+        """There is room for a request that was refused, so many seconds after it was told; below 0: before."""
+        self._retry_after_error.observe(seconds)
 
     def count_failure(self, status: int, error_type: str) -> None:
         """A request was answered with an error."""

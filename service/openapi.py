@@ -33,7 +33,7 @@ _REFUSALS = (
     errors.RequestTimeout,
     errors.UnsupportedEncoding,
 )
-_FAILURES = (errors.Overloaded, errors.EngineFailed, errors.Draining)
+_FAILURES = (errors.Overloaded, errors.WaitTooLong, errors.QueueTimeout, errors.EngineFailed, errors.Draining)
 _GENERATION = (*_REFUSALS, errors.ContextLengthExceeded, *_FAILURES)
 _REQUEST_ID = {"description": "The request's own, if it had one that fits, else ours", "schema": {"type": "string"}}
 _ERROR_HEADERS = {

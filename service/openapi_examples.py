@@ -137,6 +137,11 @@ _ERRORS: Final[Sequence[errors.ApiError]] = (
     errors.ModelNotFound("the model 'nobody' does not exist", param="model"),
     errors.BodyTooLarge("the body is over the limit of 2097152 bytes"),
     errors.Overloaded(_QUEUE_FULL, retry_after_seconds=1.5),
+    errors.WaitTooLong(
+        "the request would wait about 2.1 s, longer than 0.5 s; try again later, or allow more by timeout",
+        retry_after_seconds=1.6,
+    ),
+    errors.QueueTimeout("the request was not begun within its time, 60 s; try again later", retry_after_seconds=1.0),
     errors.EngineFailed("the engine failed on this request", retry=True),
     errors.Draining("the server is shutting down", retry_after_seconds=1.0),
     inspection.SwitchedOff("looking at attention is switched off on this server"),

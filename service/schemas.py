@@ -44,6 +44,7 @@ SEED_RANGE = (-(2**63), 2**64 - 1)
 Penalty = Annotated[float, Field(ge=PENALTY_RANGE[0], le=PENALTY_RANGE[1])]
 LogitBias = Annotated[float, Field(ge=LOGIT_BIAS_RANGE[0], le=LOGIT_BIAS_RANGE[1])]
 BadWord = Annotated[str, Field(min_length=1, max_length=100)]
+Timeout = Annotated[float, Field(gt=0, le=86_400, description="seconds it may wait for its turn")]
 # So that what waits at one end of the range is passed only by what comes within 2,000 levels' worth of time.
 MAX_PRIORITY = 1000
 
@@ -98,6 +99,7 @@ class GenerationRequest(RequestModel):
     truncation_side: Literal["left", "right"] | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower goes first")] | None = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
+    timeout: Timeout | None = None
 
     def parts(self) -> Iterator[tuple[str, RequestModel]]:
         """See `RequestModel`."""

@@ -132,6 +132,21 @@ class ServeSettings(ModelSettings):
     max_waiting_tokens: int = option(
         "admission", "prompt and completion tokens that may wait; more get a 429", 200_000, ge=1
     )
+    target_queue_seconds: float = option(
+        "admission",
+        "longest wait for a first token: what would wait longer, by the rate at which requests began of late, gets a "
+        "429; a request may accept more by timeout; 0: any",
+        0.25,
+        ge=0,
+        le=86_400,
+    )
+    max_queue_seconds: float = option(
+        "admission",
+        "what has waited so long and not begun ends with a 408; bounds every timeout; 0: never",
+        60.0,
+        ge=0,
+        le=86_400,
+    )
     embedding_pooling: Literal["mean", "last"] = option(
         "http", "an embedding is the mean of all tokens' hidden states, or the last token's", "mean"
     )

@@ -5,10 +5,11 @@ There are no phases. A sequence has `num_computed_tokens` and must catch up with
 arrears (prompts), oldest first. Continuous batching, chunked prefill, prefix hits and going on after a preemption or a
 crash are all this one rule. (The idea is vLLM's; Kwon et al. 2023, Agrawal et al. 2023, arXiv 2308.16369.)
 
-Why nothing starves: what ranks first (by arrival, but for priorities: `service.engine.sequence`) is served first and
-may take blocks from whatever ranks later, and every sequence that is let in fits the pool alone. So the first always
-goes on, ends, and the next is first; and new arrivals rank later and later. Nobody is thrown out for a place among
-those that run: who ranks earlier gets the next one.
+Why nothing starves: of those that run, what ranks first (by arrival, but for priorities: `service.engine.sequence`) is
+served first and may take blocks from whatever ranks later, and every sequence that is let in fits the pool alone. So
+the first always goes on, ends, and the next is first; and new arrivals rank later and later. Nobody is thrown out for
+a place among those that run: who gets the next one says `service.engine.fair_queue`, by turns among owners, by rank
+among the sequences of each.
 """
 
 import time
@@ -19,6 +20,7 @@ from service.engine.block_pool import BlockPool
 from service.engine.config import EngineConfig
 from service.engine.drafting import Drafting
 from service.engine.endings import Endings
+from service.engine.fair_queue import FairQueue
 from service.engine.plan import Chunk, StepPlan
 from service.engine.prefix_cache import PrefixCache
 from service.engine.sequence import Sequence, SequenceStatus
@@ -51,8 +53,8 @@ class Scheduler:
         self._drafting = Drafting(config, self._pool)
         self._scheduled_seconds = 0.0
         self._sequences: dict[str, Sequence] = {}
-        self._waiting: list[Sequence] = []  # by rank, as those that run
-        self._running: list[Sequence] = []
+        self._waiting = FairQueue()
+        self._running: list[Sequence] = []  # by rank
         self._ended: list[Sequence] = []
         self._num_with_deadline = 0
         self._num_preemptions = 0
@@ -100,7 +102,7 @@ class Scheduler:
         if sequence.max_length > capacity:
             raise ValueError(f"up to {sequence.max_length} tokens; the KV-cache holds {capacity}")
         self._sequences[sequence.uid] = sequence
-        insort(self._waiting, sequence, key=_rank)
+        self._waiting.add(sequence)
         self._num_with_deadline += sequence.deadline_seconds is not None
         if sequence.num_prior_tokens and self._endings.ends(sequence):
             self._ended.append(sequence)  # only its ending was lost
@@ -219,8 +221,8 @@ class Scheduler:
         assert all(s.status is SequenceStatus.RUNNING for s in self._running)
         assert all(s.status is SequenceStatus.WAITING and not s.block_table for s in self._waiting)
         assert len(self._running) <= self._config.max_num_running
-        for line in (self._running, self._waiting):
-            assert line == sorted(line, key=_rank), "sequences do not stand by rank"
+        assert self._running == sorted(self._running, key=_rank), "sequences do not stand by rank"
+        self._waiting.check_integrity()
         placed = [*self._running, *self._waiting]
         assert sorted(s.uid for s in placed) == sorted(self._sequences), "a sequence is lost or stands twice"
         with_deadline = sum(s.deadline_seconds is not None for s in placed)
@@ -228,12 +230,12 @@ class Scheduler:
         self._pool.check_integrity([sequence.block_table for sequence in self._running])
 
     def _take_ended(self) -> tuple[Sequence, ...]:
-        """Retire what ends without computing."""
+        """Retire what ends without computing: also what has not begun by its deadline."""
         if self._num_with_deadline:
             now = self._clock()
-            for sequence in self._sequences.values():
+            for sequence in self._waiting:
                 deadline = sequence.deadline_seconds
-                if deadline is not None and deadline < now:
+                if deadline is not None and deadline < now and sequence.first_scheduled_seconds is None:
                     self.end(sequence, FinishReason.ABORT)
         ended, self._ended = tuple(self._ended), []
         for sequence in ended:
@@ -244,6 +246,7 @@ class Scheduler:
         """Have this step compute the next tokens of a sequence. What is planned is not preempted any more."""
         end = sequence.num_computed_tokens + num_tokens
         self._prefix_cache.register(sequence, end)
+        self._waiting.charge(sequence.owner, num_tokens)
         return Chunk(
             sequence=sequence,
             start=sequence.num_computed_tokens,
@@ -279,7 +282,7 @@ class Scheduler:
         sequence.num_registered_blocks = 0
         sequence.num_preemptions += 1
         sequence.status = SequenceStatus.WAITING
-        insort(self._waiting, sequence, key=_rank)
+        self._waiting.add(sequence)
         self._num_preemptions += 1
 
     def _admit(self) -> tuple[Sequence, int] | None:
@@ -287,7 +290,7 @@ class Scheduler:
 
         Returns it with the number of tokens looked up in the prefix cache.
         """
-        sequence = self._waiting[0]
+        sequence = self._waiting.first()
         size = self._config.block_size
         known, num_queried = self._prefix_cache.find(sequence)
         needed = -(-len(sequence.token_ids) // size) - len(known)
@@ -297,7 +300,7 @@ class Scheduler:
         self._pool.acquire(known)
         blocks = self._pool.allocate(needed)
         assert blocks is not None
-        del self._waiting[0]
+        self._waiting.remove(sequence)
         sequence.block_table = [*known, *blocks]
         sequence.num_computed_tokens = len(known) * size
         sequence.num_registered_blocks = len(known)

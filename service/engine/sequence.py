@@ -42,6 +42,7 @@ class Sequence:
         rules: what its request says of single tokens, as far as it has come; None for nothing.
         root_hash: what its first block's hash is chained to.
         pooling: its embedding is wanted, and nothing drawn.
+        owner: whose it is, see `service.engine.fair_queue`.
         lookup: drafts what may follow; None where nothing is drafted.
         *_seconds: `time.monotonic()`; None for what has not happened.
     """
@@ -59,6 +60,7 @@ class Sequence:
     arrival_seconds: float
     deadline_seconds: float | None
     pooling: Pooling | None = None
+    owner: str = ""
     lookup: PromptLookup | None = None
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
@@ -109,5 +111,6 @@ class Sequence:
             arrival_seconds=submit.arrival_seconds,
             deadline_seconds=submit.deadline_seconds,
             pooling=submit.pooling,
+            owner=submit.owner,
             lookup=PromptLookup(max_draft_tokens) if drafts else None,
         )

@@ -107,18 +107,21 @@ def test_a_passed_deadline_ends_a_sequence_before_it_costs_anything() -> None:
     engine.check_integrity()
 
 
-def test_deadlines_apply_while_running() -> None:
+def test_deadlines_apply_to_the_wait_and_not_to_what_has_begun() -> None:
     now = [0.0]
-    config = EngineConfig(block_size=2, num_blocks=8, max_num_running=2, max_batched_tokens=8)
+    config = EngineConfig(block_size=2, num_blocks=8, max_num_running=1, max_batched_tokens=8)
     scheduler = Scheduler(config, max_context_length=16, eos_token_ids=(EOS,), clock=lambda: now[0])
-    sequence = Sequence.from_submit(make_submit("a", [1, 2], deadline=5.0), arrival_number=1, max_context_length=16)
-    scheduler.add(sequence)
-    plan = scheduler.schedule()
-    scheduler.commit(plan, [3])
+    begun, waiting = (
+        Sequence.from_submit(make_submit(uid, [1, 2], deadline=5.0), arrival_number=number, max_context_length=16)
+        for number, uid in enumerate("ab")
+    )
+    scheduler.add(begun)
+    scheduler.add(waiting)
+    scheduler.commit(scheduler.schedule(), [3])
     now[0] = 6.0
     plan = scheduler.schedule()
-    assert (plan.chunks, plan.ended) == ((), (sequence,))
-    assert scheduler.num_free_blocks == 8
+    assert ([chunk.sequence for chunk in plan.chunks], plan.ended) == ([begun], (waiting,))
+    scheduler.commit(plan, [4])
     scheduler.check_integrity()
 
 

@@ -146,6 +146,11 @@ OBSERVATIONS = (
         changes={'admission_rejections_total{reason="queue_full"}': 1},
     ),
     Observation(
+        name="retry_after_error",
+        make=lambda metrics: metrics.observe_retry_after_error(-0.125),
+        changes=_once("retry_after_error_seconds", -0.125),
+    ),
+    Observation(
         name="failure",
         make=lambda metrics: metrics.count_failure(500, "server_error"),
         changes={'request_failures_total{error_type="server_error",status="500"}': 1},

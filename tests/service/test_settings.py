@@ -53,6 +53,7 @@ def test_every_flag_of_the_contract_is_read() -> None:
         *("--max-waiting-tokens", "11", "--api-keys-file", "k", "--no-open-probes", "--no-open-metrics"),
         *("--cors-origins", "https://a.b", "--model-alias", "x:1", "--model-alias", "y,z", "--max-prompts", "7"),
         *("--embedding-pooling", "last", "--speculative-tokens", "8"),
+        *("--target-queue-seconds", "0.25", "--max-queue-seconds", "9.5"),
     )
     assert settings.model_dump() == {
         "checkpoint": Path("c"),
@@ -84,6 +85,8 @@ def test_every_flag_of_the_contract_is_read() -> None:
         "cors_origins": ("https://a.b",),
         "max_prompts": 7,
         "speculative_tokens": 8,
+        "target_queue_seconds": 0.25,
+        "max_queue_seconds": 9.5,
         "embedding_pooling": "last",
         "max_waiting_requests": 9,
         "max_waiting_tokens": 11,

@@ -1,0 +1,290 @@
+"""A service asked for four times what it can do: does it stay fast for those it admits?
+
+    python -m loadtest.bench_overload --checkpoint checkpoints/kvasir-9m --seconds 300 --out docs/results/overload.json
+
+Three loads on one service. A ramp of closed loops finds the most it can do. Saturation is as many streams as it has
+places (`--max-num-running`): all are taken, and nobody waits; a longer closed loop says what a first token takes there.
+Then requests come at four times the highest rate that was seen, at random times (Poisson), whatever becomes of them,
+all with one API key. Beside them two users of OpenAI's Python SDK: one with a key of its own and the SDK's own number
+of retries, one with the key of the flood and more of them.
+
+Client and service share a machine, so each is pinned to processors of its own, the same in all loads: where there are
+two, the API process and the model share one, which is the hardest case there is. What refusing costs is taken from the
+model.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.progress import Progress
+
+from loadtest.discovery import discover
+from loadtest.overload_load import (
+    Load,
+    closed_loop,
+    growth_per_minute,
+    histogram_between,
+    numbered,
+    open_loop,
+)
+from loadtest.provenance import provenance, quiet_or_warned, tell
+from loadtest.service_process import ServiceFailed, ServiceProcess, cpu_seconds
+from loadtest.sse_client import API_KEY_VARIABLE, AsyncClient, Target
+from loadtest.workload import CompletionRequest, Workload, WorkloadKind, WorkloadSpec
+from service.settings import ServeSettings, SettingsError, read_settings
+
+_FIRST_REQUEST = CompletionRequest(index=0, prompt="Once", max_tokens=1)
+_ERRORS = "llm_retry_after_error_seconds"
+# A promise is right where room appears within so many seconds of it.
+_RIGHT_SECONDS = 0.5
+# Memory is watched from here on, in seconds: before that, caches and pools fill.
+_MEMORY_SETTLES = 20.0
+_THROUGHPUT_AIM, _TTFT_AIM, _GROWTH_AIM = 0.95, 2.0, 2.0
+_SDK_RETRIES = 10
+
+
+@dataclass(slots=True)
+class Watch:
+    """Memory and processor time of the service's parts, sampled while a load runs."""
+
+    parts: dict[str, list[psutil.Process]]
+    rss_mib: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    cpu_share: dict[str, float] = field(default_factory=dict)
+
+    async def run(self, seconds: float) -> None:
+        """Sample once a second."""
+        began = time.perf_counter()
+        before = {part: cpu_seconds(processes) for part, processes in self.parts.items()}
+        while (now := time.perf_counter() - began) < seconds:
+            for part, processes in self.parts.items():
+                rss = sum(process.memory_info().rss for process in processes) / 2**20
+                self.rss_mib.setdefault(part, []).append((now, rss))
+            await asyncio.sleep(1.0)
+        for part, processes in self.parts.items():
+            self.cpu_share[part] = (cpu_seconds(processes) - before[part]) / (time.perf_counter() - began)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {part: self._told(part, samples) for part, samples in self.rss_mib.items()}
+
+    def _told(self, part: str, samples: list[tuple[float, float]]) -> dict[str, float]:
+        settled = [sample for sample in samples if sample[0] >= _MEMORY_SETTLES] or samples
+        return {
+            "first_mib": round(settled[0][1], 1),
+            "last_mib": round(settled[-1][1], 1),
+            "most_mib": round(max(rss for _, rss in samples), 1),
+            "growth_mib_per_minute": round(growth_per_minute(settled), 3),
+            "cpu_share": round(self.cpu_share[part], 3),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Keys:
+    """API keys of the flood and of the user beside it."""
+
+    flood: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    polite: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+
+
+@contextmanager
+def running(arguments: argparse.Namespace, serve: Sequence[str], keys: Keys) -> Iterator[ServiceProcess]:
+    """The service, on processors of its own, and this process on the others."""
+    cores = sorted(os.sched_getaffinity(0))
+    ours, theirs = cores[:1], cores[1:] or cores
+    with tempfile.NamedTemporaryFile("w", suffix=".keys") as file:
+        file.write(f"flood: {keys.flood}\npolite: {keys.polite}\n")
+        file.flush()
+        service = ServiceProcess(arguments.checkpoint, ["--api-keys-file", file.name, *serve])
+        service.target = dataclasses.replace(service.target, api_key=keys.flood)
+        service.command = ["taskset", "--cpu-list", ",".join(map(str, theirs)), *service.command]
+        os.sched_setaffinity(0, ours)
+        try:
+            with service:
+                service.wait_first_token(_FIRST_REQUEST)
+                yield service
+        finally:
+            os.sched_setaffinity(0, cores)
+
+
+async def measure(
+    arguments: argparse.Namespace, service: ServiceProcess, keys: Keys, num_places: int, progress: Progress
+) -> dict[str, Any]:
+    """The three loads, in turn."""
+    task = progress.add_task("ramp", total=len(arguments.streams) + 2)
+    discovered = discover(service.target)
+    # Lengths differ: those of one length that begin together end together, and then the load comes in waves.
+    spec = WorkloadSpec(
+        kind=WorkloadKind.LOGNORMAL,
+        prompt_tokens=arguments.prompt_tokens,
+        output_tokens=arguments.output_tokens,
+        max_context_tokens=discovered.max_context_tokens or WorkloadSpec().max_context_tokens,
+        seed=arguments.seed,
+    )
+    requests = numbered(Workload(spec, discovered.passages).request)
+    client = AsyncClient(service.target)
+    settle = arguments.settle_seconds
+
+    async def closed(num_streams: int, seconds: float) -> Load:
+        return await closed_loop(client, requests, num_streams=num_streams, seconds=seconds, settle_seconds=settle)
+
+    levels = []
+    for num_streams in arguments.streams:
+        levels.append((num_streams, await closed(num_streams, arguments.level_seconds)))
+        progress.advance(task)
+    progress.update(task, description="saturation")
+    saturation = await closed(num_places, arguments.saturation_seconds)
+    progress.advance(task)
+    progress.update(task, description="overload")
+    calm = [saturation, *(load for _, load in levels)]
+    rate = arguments.times * max(load.requests_per_second for load in calm)
+    parts = {"api": service.api_processes(), "worker": service.worker_processes()}
+    watch, before = Watch(parts), scrape(service.target)
+    overload, _, *users = await asyncio.gather(
+        open_loop(client, requests, rate=rate, seconds=arguments.seconds, settle_seconds=settle, seed=arguments.seed),
+        watch.run(settle + arguments.seconds),
+        sdk_user(service.target, keys.polite, arguments.seconds, retries=None),
+        sdk_user(service.target, keys.flood, arguments.seconds, retries=_SDK_RETRIES),
+    )
+    await client.close()
+    told = {
+        "levels": [{"streams": streams, **load.to_dict()} for streams, load in levels],
+        "saturation": {"streams": num_places, **saturation.to_dict()},
+        "overload": {"times": arguments.times, "rate": round(rate, 2), **overload.to_dict()},
+        "service": watch.to_dict(),
+        "sdk": {"own_key": users[0], "key_of_the_flood": users[1]},
+        "retry_after": accuracy(before, scrape(service.target)),
+        "workload": {name: getattr(spec, name) for name in ("kind", "prompt_tokens", "output_tokens", "sigma", "seed")},
+    }
+    peak = max(load.tokens_per_second for load in calm)
+    return told | {"aims": aims(told, peak, saturation, overload)}
+
+
+def aims(told: dict[str, Any], peak: float, saturation: Load, overload: Load) -> dict[str, Any]:
+    """What was wanted, what it came to, and whether that is it."""
+    calm, full = saturation.ttft_seconds(99), overload.ttft_seconds(99)
+    ratio = full / calm if calm and full else None
+    growth = {part: facts["growth_mib_per_minute"] for part, facts in told["service"].items()}
+    num_5xx = sum(
+        count for failure, count in told["overload"]["failures"].items() if failure.startswith("http_error: 5")
+    )
+    errors = {user: sum(facts["errors"].values()) for user, facts in told["sdk"].items()}
+    users = sum(facts["tokens_per_second"] for facts in told["sdk"].values())
+    share = (overload.tokens_per_second + users) / peak
+    return {
+        "throughput_share": {"value": round(share, 4), "aim": _THROUGHPUT_AIM, "met": share >= _THROUGHPUT_AIM},
+        "ttft_p99_ratio": {
+            "value": None if ratio is None else round(ratio, 3),
+            "aim": _TTFT_AIM,
+            "met": ratio is not None and ratio <= _TTFT_AIM,
+        },
+        "growth_mib_per_minute": {"value": growth, "aim": _GROWTH_AIM, "met": max(growth.values()) <= _GROWTH_AIM},
+        "answers_of_5xx": {"value": num_5xx, "aim": 0, "met": num_5xx == 0},
+        "failures": {
+            "value": sum(told["overload"]["failures"].values()),
+            "aim": 0,
+            "met": not told["overload"]["failures"],
+        },
+        "errors_seen_by_sdk_users": {"value": errors, "aim": 0, "met": not any(errors.values())},
+    }
+
+
+def accuracy(before: str, after: str) -> dict[str, Any]:
+    """How right the promises of Retry-After were, by the service's own account."""
+    buckets = histogram_between(before, after, _ERRORS)
+    total = sum(count for _, count in buckets)
+    right = sum(count for bound, count in buckets if -_RIGHT_SECONDS < bound <= _RIGHT_SECONDS)
+    return {
+        "promises_watched": total,
+        f"share_within_{_RIGHT_SECONDS:g}_s": round(right / total, 4) if total else None,
+        "error_seconds": {f"{bound:g}": count for bound, count in buckets if count},
+    }
+
+
+def scrape(target: Target) -> str:
+    """The service's metrics."""
+    with urllib.request.urlopen(f"{target.url}/metrics", timeout=30) as response:
+        return str(response.read().decode())
+
+
+async def sdk_user(target: Target, key: str, seconds: float, *, retries: int | None) -> dict[str, Any]:
+    """A user of the SDK, in a process of its own. Raises ServiceFailed: it did not come to an end."""
+    command = [sys.executable, "-m", "loadtest.sdk_caller", "--url", target.url, "--seconds", str(seconds)]
+    command += [] if retries is None else ["--max-retries", str(retries)]
+    process = await asyncio.create_subprocess_exec(
+        *command, env={**os.environ, API_KEY_VARIABLE: key}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    out, err = await process.communicate()
+    if process.returncode:
+        raise ServiceFailed(f"the SDK's user failed: {err.decode()[-2000:]}")
+    told: dict[str, Any] = json.loads(out)
+    return told
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.bench_overload",
+        description="Ask a service for more than it can do, and see what becomes of those it admits.",
+        epilog="What follows -- goes to `kvasir serve`, like -- --target-queue-seconds 1",
+    )
+    add = parser.add_argument
+    add("--checkpoint", type=Path, required=True, metavar="DIR", help="checkpoint directory")
+    add("--out", type=Path, metavar="FILE", help="write the JSON there (default: standard output)")
+    add("--seconds", type=float, default=300.0, metavar="S", help="of overload (default: %(default)g)")
+    add("--times", type=float, default=4.0, metavar="X", help="of the rate at saturation (default: %(default)g)")
+    add("--streams", type=int, nargs="+", default=[16, 32], metavar="N", help="the ramp (default: 16 32)")
+    add(
+        "--level-seconds", type=float, default=20.0, metavar="S", help="of each step of the ramp (default: %(default)g)"
+    )
+    add("--saturation-seconds", type=float, default=60.0, metavar="S", help="at saturation (default: %(default)g)")
+    add("--settle-seconds", type=float, default=5.0, metavar="S", help="before each counts (default: %(default)g)")
+    add("--prompt-tokens", type=int, default=64, metavar="N", help="about (default: %(default)s)")
+    add("--output-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
+    add("--seed", type=int, default=0, metavar="N", help="of workload and arrivals (default: %(default)s)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and write JSON. Returns the exit code: 0, 1 when the service failed."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    split = given.index("--") if "--" in given else len(given)
+    parser = _parser()
+    arguments = parser.parse_args(given[:split])
+    serve = given[split + 1 :]
+    try:
+        flags = ["--checkpoint", str(arguments.checkpoint), *serve]
+        settings = read_settings(ServeSettings, flags, command="serve", summary="")
+    except SettingsError as error:
+        parser.error(str(error))
+    facts = provenance(parser.prog, given) | {"other_work_cores": quiet_or_warned(parser.prog)}
+    keys = Keys()
+    try:
+        with (
+            Progress(console=Console(stderr=True), transient=True) as progress,
+            running(arguments, serve, keys) as service,
+        ):
+            result = asyncio.run(measure(arguments, service, keys, settings.max_num_running, progress))
+    except ServiceFailed as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    tell(facts | {"kind": "overload", "serve": serve} | result, arguments.out)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,144 @@
+"""Owners take turns by what they were served, whatever each of them sends."""
+
+from collections import Counter
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.engine.engine import Engine
+from service.engine.fair_queue import FairQueue
+from service.engine.sequence import Sequence
+from service.messages import Submit
+from tests.engine.fakes import make_engine, make_submit
+
+
+def make_sequence(number: int, owner: str, *, priority: int = 0) -> Sequence:
+    submit = make_submit(str(number), [1], arrival=float(number), priority=priority)
+    submit = msgspec.structs.replace(submit, owner=owner)
+    return Sequence.from_submit(submit, arrival_number=number, max_context_length=16)
+
+
+def take(queue: FairQueue, *, num_tokens: int = 10) -> str:
+    """The next one is served."""
+    sequence = queue.first()
+    queue.remove(sequence)
+    queue.charge(sequence.owner, num_tokens)
+    queue.check_integrity()
+    return sequence.uid
+
+
+def fill(queue: FairQueue, *owners: str, start: int = 0) -> None:
+    for number, owner in enumerate(owners, start):
+        queue.add(make_sequence(number, owner))
+
+
+def test_one_owner_alone_goes_by_rank() -> None:
+    queue = FairQueue()
+    for number, priority in enumerate([0, 0, -1, 5]):
+        queue.add(make_sequence(number, "a", priority=priority))
+    assert [take(queue) for _ in range(4)] == ["2", "0", "1", "3"]
+
+
+def test_owners_take_turns_and_the_first_to_come_begins() -> None:
+    queue = FairQueue()
+    fill(queue, *"aaaa", *"bb", "c")
+    assert [take(queue) for _ in range(7)] == ["0", "4", "6", "1", "5", "2", "3"]
+
+
+def test_turns_are_by_tokens_and_not_by_requests() -> None:
+    queue = FairQueue()
+    fill(queue, *"aaa", *"bbbbbb")
+    order = []
+    while queue:
+        owner = queue.first().owner
+        take(queue, num_tokens=30 if owner == "a" else 10)
+        order.append(owner)
+    assert "".join(order) == "abbbabbba"
+
+
+def test_what_runs_is_charged_too() -> None:
+    queue = FairQueue()
+    fill(queue, "a", "b", "a")
+    assert take(queue) == "0"
+    queue.charge("b", 100)
+    assert [take(queue) for _ in range(2)] == ["2", "1"]
+
+
+def test_nobody_saves_up_service() -> None:
+    queue = FairQueue()
+    fill(queue, *"aaaaaa")
+    for _ in range(3):
+        take(queue)
+    fill(queue, *"bbbb", start=10)
+    assert [take(queue) for _ in range(6)] == ["3", "10", "4", "11", "5", "12"]
+
+
+def test_nobody_runs_up_a_debt_while_none_wait() -> None:
+    queue = FairQueue()
+    fill(queue, "a")
+    take(queue, num_tokens=1000)
+    fill(queue, "a", "b", start=1)
+    assert [take(queue), take(queue)] == ["1", "2"]
+
+
+def test_a_priority_helps_among_ones_own_and_no_further() -> None:
+    queue = FairQueue()
+    fill(queue, "polite", "polite")
+    for number in range(2, 6):
+        queue.add(make_sequence(number, "flood", priority=-1000))
+    assert Counter(uid in "01" for uid in (take(queue) for _ in range(4))) == {True: 2, False: 2}
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2)), max_size=30),
+    st.lists(st.one_of(st.none(), st.integers(0, 29), st.integers(1, 50)), max_size=60),
+)
+def test_everybody_leaves_once_and_the_served_stay_close(
+    arrivals: list[tuple[str, int]], moves: list[int | None]
+) -> None:
+    queue, left = FairQueue(), []
+    waiting = {str(i): make_sequence(i, owner, priority=priority) for i, (owner, priority) in enumerate(arrivals)}
+    for sequence in waiting.values():
+        queue.add(sequence)
+    for move in moves:
+        if move is not None and str(move) in waiting:
+            queue.remove(waiting.pop(str(move)))
+        elif waiting:
+            left.append(take(queue))
+            del waiting[left[-1]]
+        assert sorted(sequence.uid for sequence in queue) == sorted(waiting)
+        assert len(queue) == len(waiting)
+    assert len(set(left)) == len(left)
+
+
+def owned(submit: Submit, owner: str) -> Submit:
+    return msgspec.structs.replace(submit, owner=owner)
+
+
+def run(engine: Engine) -> list[str]:
+    """Step to the end. Returns who ended, in order."""
+    ended = []
+    while engine.has_work:
+        ended += [event.uid for event in engine.step().events if event.finish is not None]
+        engine.check_integrity()
+    return ended
+
+
+def flooded() -> list[str]:
+    """Who ends in what order where one owner has sent twenty sequences before another sends three."""
+    engine, _ = make_engine(max_num_running=2)
+    for number in range(20):
+        engine.submit(owned(make_submit(f"flood-{number}", [1, 2, 3], max_tokens=4, ignore_eos=True), "flood"))
+    engine.step()
+    for number in range(3):
+        polite = make_submit(f"polite-{number}", [1, 2, 3], arrival=1.0, max_tokens=4, ignore_eos=True)
+        engine.submit(owned(polite, "polite"))
+    return run(engine)
+
+
+def test_an_engine_that_is_flooded_serves_the_others_in_their_turn() -> None:
+    ended = flooded()
+    assert len(ended) == 23
+    assert max(ended.index(f"polite-{number}") for number in range(3)) < 8, ended
+    assert flooded() == ended
