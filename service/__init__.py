@@ -33,9 +33,7 @@ plan             a validated request becomes the sequences to compute
 token_rules      what a request says of single tokens: biases, penalties, words that may not come
 truncation       prompts that are cut to a length
 admission        who may wait, and what the others are told
-queue_terms      on which terms a request waits: whose it is, and how long it may
-comebacks        what refused clients were told, who comes back, and whether it was right
-rates            how fast the service has worked of late
+backlog          what is kept of an answer until its client takes it, bounded
 journal          every unfinished request: what was submitted, what came back, who waits
 suspects         who may have killed a worker
 best_of          of each prompt's completions, those that are told

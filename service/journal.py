@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from service.admission import Admission
-from service.errors import ApiError, ClientGone, EngineFailed, InvalidRequest, QueueTimeout
+from service.backlog import MAX_BACKLOG_BYTES, kept_bytes
+from service.errors import ApiError, ClientGone, EngineFailed, InvalidRequest
 from service.messages import (
     Cancel,
     Command,
@@ -27,7 +28,6 @@ from service.messages import (
     TokenDelta,
     TokenLogprob,
 )
-from service.queue_terms import QueueTerms
 from service.suspects import GUILTY, Suspects
 
 logger = logging.getLogger(__name__)
@@ -79,9 +79,9 @@ class LiveRequest:
 
     choices: list[Choice]
     arrival_seconds: float
-    terms: QueueTerms = field(default_factory=QueueTerms)
     last_sent_seconds: float = 0.0
     _arrived: list[tuple[Choice, TokenDelta]] = field(default_factory=list)
+    _num_kept_bytes: int = 0  # of what has arrived and was not taken
     _failure: ApiError | None = None
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -95,15 +95,21 @@ class LiveRequest:
         self._wake.clear()
         if self._failure is not None and (not self._arrived or isinstance(self._failure, ClientGone)):
             raise self._failure
-        arrived, self._arrived = self._arrived, []
+        arrived, self._arrived, self._num_kept_bytes = self._arrived, [], 0
         if self._failure is not None:
             self._wake.set()
         return arrived
 
-    def push(self, choice: Choice, delta: TokenDelta) -> None:
-        """Hand over news."""
+    def push(self, choice: Choice, delta: TokenDelta) -> bool:
+        """Hand over news. False where nobody takes it: the client is too far behind, and given up."""
+        if self._num_kept_bytes > MAX_BACKLOG_BYTES:
+            self._arrived.clear()
+            self.fail(ClientGone("the client reads too slowly"))
+            return False
+        self._num_kept_bytes += kept_bytes(delta)
         self._arrived.append((choice, delta))
         self._wake.set()
+        return True
 
     def fail(self, error: ApiError) -> None:
         """End the request. The first failure counts."""
@@ -161,14 +167,9 @@ class Journal:
         """Admit a request and submit all its choices at once.
 
         Raises:
-            Overloaded: there is no room, or it would wait too long.
+            Overloaded: there is no room.
         """
-        terms = request.terms
-        self._admission.admit([choice.num_counted_tokens for choice in request.choices], terms)
-        # The first choice is the first to begin, and when one has begun, the others have all the time they need.
-        deadlines = [terms.deadline(request.arrival_seconds), *[None] * (len(request.choices) - 1)]
-        for choice, deadline in zip(request.choices, deadlines, strict=True):
-            choice.submit = msgspec.structs.replace(choice.submit, owner=terms.owner, deadline_seconds=deadline)
+        self._admission.admit([choice.num_counted_tokens for choice in request.choices])
         if not self._choices:
             self.last_event_seconds = time.monotonic()
         self._requests[request] = None
@@ -226,7 +227,7 @@ class Journal:
             return
         if not choice.has_started:
             choice.has_started = True
-            self._admission.started(choice.num_counted_tokens, choice.submit.owner)
+            self._admission.started(choice.num_counted_tokens)
         choice.token_ids.extend(delta.token_ids)
         if len(choice.prompt_logprobs) < choice.num_prompt_tokens:  # else another sample has brought them
             choice.prompt_logprobs.extend(delta.prompt_logprobs or ())
@@ -235,9 +236,10 @@ class Journal:
             choice.finish = delta.finish
             self._forget(choice)
             if has_failed:
-                request.fail(self._failure(request, choice, delta.finish))
+                request.fail(_failure(choice, delta.finish))
                 return
-        request.push(choice, delta)
+        if not request.push(choice, delta):
+            self.close(request)
 
     def _replay(self, hello: Hello) -> None:
         """A worker is up and empty. At the first start (epoch 0) nothing can have been lost."""
@@ -282,24 +284,13 @@ class Journal:
             self._apart = uid
             self._send([self._choices[uid][1].submit])
 
-    def _failure(self, request: LiveRequest, choice: Choice, finish: Finish) -> ApiError:
-        """What a client is told of a sequence that could not be finished."""
-        if finish.reason is not FinishReason.ABORT or choice.token_ids:
-            return _failure(choice, finish)
-        # Nothing is told of a sequence that is cancelled: this one's time has passed.
-        counts = [choice.num_counted_tokens for choice in request.choices]
-        return QueueTimeout(
-            f"the request was not begun within its time, {request.terms.timeout_seconds:g} s; try again later",
-            retry_after_seconds=self._admission.retry_after(counts, request.terms),
-        )
-
     def _forget(self, choice: Choice) -> None:
         del self._choices[choice.submit.uid]
         self._clear(choice.submit.uid)
         if not choice.has_started:
             choice.has_started = True
-            self._admission.started(choice.num_counted_tokens, choice.submit.owner)
-        self._admission.ended(choice.submit.owner)
+            self._admission.started(choice.num_counted_tokens)
+        self._admission.ended()
 
 
 def _next_attempt(choice: Choice, num_prompt_logprobs: int | None) -> Submit:
@@ -318,7 +309,6 @@ def _next_attempt(choice: Choice, num_prompt_logprobs: int | None) -> Submit:
         attempt=choice.submit.attempt + 1,
         prior_token_ids=tuple(choice.token_ids),
         params=params,
-        deadline_seconds=None if choice.has_started else choice.submit.deadline_seconds,
     )
 
 

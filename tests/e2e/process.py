@@ -106,13 +106,13 @@ def command(checkpoint: Path, port: int, *flags: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def serving(checkpoint: Path, directory: Path, *flags: str) -> Iterator[Service]:
-    """A service that is ready. Afterwards nothing of it is left, whatever the test did."""
+def serving(checkpoint: Path, directory: Path, *flags: str, **variables: str) -> Iterator[Service]:
+    """A service that is ready, with these environment variables. Afterwards nothing of it is left."""
     port = free_port()
     log, printed = directory / f"{port}.err", directory / f"{port}.out"
     with log.open("wb") as stderr, printed.open("wb") as stdout:
         process = subprocess.Popen(
-            command(checkpoint, port, *flags), stdout=stdout, stderr=stderr, env=clean_environment()
+            command(checkpoint, port, *flags), stdout=stdout, stderr=stderr, env=clean_environment() | variables
         )
     service = Service(process, f"http://127.0.0.1:{port}", log, printed)
     family = [psutil.Process(process.pid)]

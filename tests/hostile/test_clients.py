@@ -1,0 +1,162 @@
+"""Clients that are slow, many, or gone: the others notice nothing, and nothing of them is left."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from tests.e2e.process import Service, wait_until
+from tests.hostile.raw import BEARER, MAX_CONNECTIONS, Answer, connect, exchange, is_well, post, request
+
+pytestmark = pytest.mark.slow
+
+BODY = b'{"prompt": "a", "max_tokens": 2}'
+# 32 choices with 20 alternatives a token are 15 MB of events, more than the kernel takes for one connection.
+LONG = {"prompt": "once", "n": 32, "max_tokens": 500, "logprobs": 20, "ignore_eos": True, "stream": True, "seed": 1}
+
+
+@contextmanager
+def crowd(service: Service, number: int, sent: bytes) -> Iterator[list[socket.socket]]:
+    """So many connections, on each of which that much was sent."""
+    with ExitStack() as stack:
+        connections = []
+        for _ in range(number):
+            connections.append(stack.enter_context(connect(service)))
+            connections[-1].sendall(sent)
+        yield connections
+
+
+def rest(connection: socket.socket) -> Answer:
+    """All that comes until the other side closes."""
+    text = b""
+    try:
+        while piece := connection.recv(65536):
+            text += piece
+    except ConnectionResetError:
+        pass
+    return Answer(text, is_closed=True)
+
+
+@pytest.mark.parametrize(
+    ("beginning", "drop", "status"),
+    [
+        (b"GET /v1/models HTTP/1.1\r\n", b"a: b\r\n", 408),
+        (request(b"content-length: 1000"), b" ", 408),
+        (request(b"transfer-encoding: chunked"), b"1\r\n \r\n", 408),
+        (b"", b"\r\n", 0),
+    ],
+)
+def test_who_sends_drop_by_drop_is_cut_off(service: Service, beginning: bytes, drop: bytes, status: int) -> None:
+    with connect(service) as connection:
+        connection.sendall(beginning)
+        connection.settimeout(0.2)
+        deadline, text = time.monotonic() + 60, b""
+        while time.monotonic() < deadline:
+            try:
+                connection.sendall(drop)
+                if not (piece := connection.recv(65536)):
+                    break
+                text += piece
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+        else:
+            pytest.fail("the connection stayed open")
+    assert Answer(text, is_closed=True).statuses == ([status] if status else [])
+    assert is_well(service)
+
+
+def test_a_crowd_that_sends_nothing_keeps_nobody_out(service: Service) -> None:
+    """Three times as many connections as there may be: the idle ones make room for whoever has something to say."""
+    for sent in (b"", b"GET / HTTP/1.1\r\nhost: ", request(b"content-length: 1000")):
+        with crowd(service, 3 * MAX_CONNECTIONS, sent):
+            for _ in range(5):
+                assert is_well(service)
+            assert service.api.num_fds() < MAX_CONNECTIONS + 64
+    wait_until(lambda: service.api.num_fds() < 64, what="the connections to be closed")
+
+
+def test_where_everybody_waits_for_an_answer_one_more_is_told_to_come_back(service: Service) -> None:
+    worker = service.worker
+    body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    worker.suspend()
+    try:
+        with crowd(service, MAX_CONNECTIONS, request(b"content-length: %d" % len(body), body=body)) as waiting:
+            wait_until(lambda: rest_is_refused(service), what="all places to be taken")
+            worker.resume()
+            assert [rest(each).statuses for each in waiting] == [[200]] * MAX_CONNECTIONS
+    finally:
+        worker.resume()
+    assert is_well(service)
+    assert service.metric("llm_admission_rejections_total", reason="too_many_connections") >= 1
+
+
+def rest_is_refused(service: Service) -> bool:
+    with connect(service) as connection:
+        answer = rest(connection)
+    return answer.statuses == [503] and "retry-after: 1" in answer.head
+
+
+def test_who_takes_nothing_is_cut_off_and_slows_nobody(service: Service) -> None:
+    """What is written waits for such a client no longer than it may, and what was computed for it is given up."""
+    body = json.dumps(LONG).encode()
+    before, cancelled = service.api.memory_info().rss, service.metric("llm_requests_cancelled_total")
+    with ExitStack() as stack:
+        for _ in range(3):
+            connection = stack.enter_context(socket.socket())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", int(service.url.rpartition(":")[2])))
+            connection.sendall(request(b"content-length: %d" % len(body), body=body))
+        for _ in range(5):
+            assert is_well(service)
+        wait_until(lambda: service.metric("llm_requests_cancelled_total") >= cancelled + 3, seconds=60, what="the cuts")
+    running = ("llm_num_requests_running", "llm_num_requests_waiting", "llm_kv_cache_usage_perc")
+    wait_until(lambda: sum(map(service.metric, running)) == 0, what="an idle engine")
+    assert service.api.memory_info().rss - before < 200 * 2**20
+
+
+def test_the_last_bytes_of_an_answer_do_not_wait_for_ever(service: Service) -> None:
+    """The answer is one body, written at once, to a client that closes nothing and reads nothing."""
+    body = json.dumps({"prompt": "a" * 1_900_000}).encode()
+    idle = service.api.num_fds()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", int(service.url.rpartition(":")[2])))
+        line = b"POST /tokenize HTTP/1.1"
+        connection.sendall(request(b"content-length: %d" % len(body), line=line, body=body))
+        assert connection.recv(1)
+        wait_until(lambda: service.api.num_fds() <= idle, seconds=60, what="the connection to be cut")
+    assert is_well(service)
+
+
+def test_who_leaves_at_any_moment_leaves_nothing(service: Service) -> None:
+    sent = request(b"content-length: %d" % len(BODY), body=BODY)
+    for cut in (*range(0, len(sent), 15), len(sent)):
+        with connect(service) as connection:
+            connection.sendall(sent[:cut])
+    assert is_well(service)
+    wait_until(lambda: service.api.num_fds() < 64, what="the connections to be closed")
+
+
+def test_a_long_wait_between_requests_is_no_slowness(service: Service) -> None:
+    """A connection that has been answered may be silent for longer than a request may take."""
+    sent = request(b"content-length: %d" % len(BODY), body=BODY, is_last=False)
+    with connect(service) as connection:
+        connection.sendall(sent)
+        assert b"200 OK" in connection.recv(65536)
+        assert exchange(service, b"GET / HTTP/1.1\r\nhost: ", silence=30).statuses == [408]  # as long as one may take
+        assert exchange(service, b"GET / HTTP/1.1\r\nhost: ", silence=30).statuses == [408]
+        connection.sendall(sent)
+        assert b"200 OK" in connection.recv(65536)
+
+
+def test_what_was_refused_is_counted(service: Service) -> None:
+    post(service, BODY, **{"content-encoding": "gzip"})
+    exchange(service, b"GARBAGE\r\n\r\n")
+    for status in ("400", "408", "415"):
+        assert service.metric("llm_request_failures_total", status=status) >= 1, status
+    assert BEARER["authorization"] not in service.get("/metrics").text
