@@ -23,6 +23,7 @@ sdk_caller        a user of OpenAI's Python SDK beside it: what its code sees
 instant_engine    an engine that computes nothing, in the worker of a real service
 bench_speculation  drafts by prompt lookup: what they save, and cost
 bench_frontend    that service: what HTTP, JSON and queues cost a token
+bench_recovery    how long streams pause when the worker is killed
 performance_page  docs/performance.md from docs/results/*.json
 attention_rows    the mechanisms of attention: a recipe each, and what it changes
 attention_training  each of them trained by `kvasir train`

@@ -48,7 +48,10 @@ batch_completion many completions by the engine, without a server
 engine_builder   from settings and a checkpoint to an engine; what "auto" means here
 driver           what the worker's thread does at every turn
 worker           LitAPI builds the engine, LitLoop runs it, in one thread
-server           supervision and drain
+standby          the next worker, which waits for the present one to die
+watchdog         tells when a worker hangs
+supervision      what main does about the deaths of others
+server           the composition root: start and end, supervision and drain
 logs             one line each, the process named
 metric_families  every metric once: name, unit, help, labels, buckets
 metrics          observes, and exposes what all processes have observed

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from service.messages import Cancel, Event, Look, Looked, Started, Submit, TokenDelta, decode_command
 from service.metrics import Metrics
@@ -25,15 +25,11 @@ _FAILED = "the engine failed on this request"
 _STEPS_PER_LOOK = 3.0
 # An engine that fails twice in a row is replaced: its state, or the device's, can't be trusted.
 _MAX_FAILURES_IN_A_ROW = 2
+# How often a worker without work says that it is well.
+_BEAT_SECONDS = 1.0
 
 Parcel: TypeAlias = tuple[int, tuple[bytes, ...]]  # API process, encoded commands
 Send: TypeAlias = Callable[[int, list[Event]], None]
-
-
-class Beat(Protocol):
-    """`Lifecycle.beat`."""
-
-    def __call__(self, *, is_busy: bool) -> None: ...
 
 
 class Driver:
@@ -43,7 +39,7 @@ class Driver:
         inbox: commands, from the pump thread.
         send: delivers events to an API process, in order.
         send_now: the same, and they are out of this process when it returns.
-        beat: told at every turn that there is progress, or that there is no work.
+        beat: called at every turn, and every second of a wait.
         clock: seconds, for sharing the time between steps and looks.
     """
 
@@ -55,7 +51,7 @@ class Driver:
         send: Send,
         send_now: Send,
         metrics: Metrics,
-        beat: Beat,
+        beat: Callable[[], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._engine = engine
@@ -80,16 +76,21 @@ class Driver:
         if not self._engine.has_work and not self._looks:
             self._engine.check_integrity()
             self._metrics.observe_idle()
-            self._beat(is_busy=False)
-            self._take(self._inbox.get())
+            self._take(self._next_parcel())
         with suppress(Empty):
             while True:
                 self._take(self._inbox.get_nowait())
-        self._beat(is_busy=True)
+        self._beat()
         if self._engine.has_work:
             self._step()
         if self._looks and (not self._engine.has_work or self._clock() >= self._next_look_seconds):
             self._look()
+
+    def _next_parcel(self) -> Parcel:
+        while True:
+            self._beat()
+            with suppress(Empty):
+                return self._inbox.get(timeout=_BEAT_SECONDS)
 
     def _look(self) -> None:
         """Answer one look, the oldest. Streams wait for it, so they get their share of time before the next."""

@@ -4,13 +4,17 @@ Each word has one writer, so none needs a lock, and none can be left locked by a
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import time
-from ctypes import c_double, c_int
+from ctypes import c_double, c_int, c_long
 from dataclasses import dataclass, field
 from enum import IntEnum
 from multiprocessing.sharedctypes import RawValue
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Phase(IntEnum):
@@ -30,8 +34,8 @@ class Lifecycle:
     phase_seconds: `time.monotonic()` at which the phase began; written by main.
     epoch: how many times a worker was started again; written by main.
     epoch_seconds: `time.monotonic()` of the last start of a worker; written by main.
-    beat_seconds: `time.monotonic()` of the last sign of progress of a worker that has work, 0 while it has none;
-        written by the worker, and reset by main between two workers.
+    ready_epoch: the epoch of the last worker that was ready to serve, -1 before; written by the worker.
+    num_beats: signs of life, at every step and while idle every second; written by the worker.
     num_active: completion requests whose response is not finished; written by the API process.
     manager_pid: LitServe's queue process, 0 until it is up; written by main.
     """
@@ -41,7 +45,8 @@ class Lifecycle:
     phase_seconds: c_double = field(default_factory=lambda: RawValue(c_double, 0.0))
     epoch: c_int = field(default_factory=lambda: RawValue(c_int, 0))
     epoch_seconds: c_double = field(default_factory=lambda: RawValue(c_double, 0.0))
-    beat_seconds: c_double = field(default_factory=lambda: RawValue(c_double, 0.0))
+    ready_epoch: c_int = field(default_factory=lambda: RawValue(c_int, -1))
+    num_beats: c_long = field(default_factory=lambda: RawValue(c_long, 0))
     num_active: c_int = field(default_factory=lambda: RawValue(c_int, 0))
     manager_pid: c_int = field(default_factory=lambda: RawValue(c_int, 0))
 
@@ -50,9 +55,17 @@ class Lifecycle:
         self.phase_seconds.value = time.monotonic()
         self.phase.value = phase
 
-    def beat(self, *, is_busy: bool) -> None:
-        """Make a sign of progress, or say that there is no work; the worker only."""
-        self.beat_seconds.value = time.monotonic() if is_busy else 0.0
+    def beat(self) -> None:
+        """Give a sign of life; the worker only."""
+        self.num_beats.value += 1
+
+    def die_with_main(self) -> None:
+        """Have the kernel kill this child of main when main ends, and end it now if that has happened.
+
+        To the kernel a parent is a thread: the one of main that started this child must live as long as main does.
+        """
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        self.end_if_orphaned()
 
     def end_if_orphaned(self) -> None:
         """End this child of main if main is gone, and the queue process with it, which never looks."""
@@ -62,3 +75,9 @@ class Lifecycle:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.manager_pid.value, signal.SIGKILL)
         os._exit(1)
+
+
+def name_process(name: str) -> None:
+    """What `ps -o comm` and `top` call this process: at most 15 characters."""
+    with contextlib.suppress(OSError):  # /proc may be read-only
+        Path("/proc/self/comm").write_text(name)

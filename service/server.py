@@ -7,15 +7,16 @@ or its queue process died. This file adds just that, and nothing that concerns t
 import asyncio
 import errno
 import logging
+import multiprocessing
 import os
 import signal
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
@@ -29,26 +30,24 @@ from service.access import middlewares
 from service.api_keys import ApiKeys, read_api_keys
 from service.frontend import Frontend, Sink
 from service.http_protocol import BoundedHttpProtocol, ConnectionLimits
-from service.lifecycle import Lifecycle, Phase
+from service.lifecycle import Lifecycle, Phase, name_process
 from service.messages import BUS
-from service.metrics import EngineState, Metrics, mark_dead, prepare_directory
+from service.metrics import EngineState, Metrics, prepare_directory
 from service.open_files import connections_within_limits
 from service.openapi import openapi_document
 from service.requests import install_error_handlers
 from service.serving import read_serving
 from service.settings import ServeSettings
+from service.supervision import POLL_SECONDS, Supervisor, cause_of_death
 from service.worker import EXIT_TOLD, EngineAPI, EngineLoop
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.1
 # A worker that is killed while it waits for its queue leaves somebody waiting in its place, for as long as it would
 # have (a second), in LitServe's queue process: who takes what comes next, and it is lost. So each worker has another
 # queue than those before it, as far back as workers can have died meanwhile.
 _NUM_INBOXES = 8
 _FOREIGN_PAGES = ("/docs", "/docs/oauth2-redirect", "/redoc")
-# More deaths in a minute than this are no accident: starting again would not end.
-_MAX_WORKER_DEATHS_A_MINUTE = 5
 # Idle connections stay open for longer than load balancers keep theirs (60 s), so that they close them, not we.
 _KEEP_ALIVE_SECONDS = 75
 # How long the API process may take to close connections after the drain.
@@ -80,7 +79,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
             restart_workers=True,
             middlewares=middlewares(settings, keys, frontend.count_error),
         )
-        self.monitor_internal = _POLL_SECONDS
+        self.monitor_internal = POLL_SECONDS
         self.uvicorn_graceful_timeout = _CLOSE_SECONDS
         self._frontend = frontend
         self._settings = settings
@@ -91,11 +90,19 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         )
         self._lifecycle = lifecycle
         self._metrics = metrics
-        self._deaths: deque[float] = deque(maxlen=_MAX_WORKER_DEATHS_A_MINUTE)
         self._hurry = threading.Event()
         self._exit_code = 0
         self._manager: Any = None
         self._inboxes: tuple[Any, ...] = ()
+        self._next_epoch = 0  # of the worker that is started next
+        self._supervisor = Supervisor(
+            lifecycle,
+            metrics,
+            launch=self._launch,
+            fail=self._fail,
+            has_standby=settings.standby,
+            hang_seconds=settings.hang_seconds,
+        )
         self.response_buffer[BUS] = Sink(frontend)
         install_error_handlers(self.app, frontend.count_error)
         self.app.openapi = openapi_document
@@ -112,6 +119,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         signal.signal(signal.SIGINT, self._on_signal)
         self._metrics.set_engine_state(EngineState.STARTING)
         self._lifecycle.epoch_seconds.value = time.monotonic()
+        os.register_at_fork(after_in_child=self._lifecycle.die_with_main)
         try:
             self.run(
                 host=self._settings.host,
@@ -126,9 +134,19 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
             )
         except _StoppedWhileStarting:
             return 0
-        except (EOFError, ConnectionError):  # run waits on an event that lives in LitServe's queue process
+        except (EOFError, OSError):  # run waits on an event that lives in LitServe's queue process
             self._exit_code = self._exit_code or 1
+        finally:
+            self._end_children()
         return self._exit_code
+
+    def _end_children(self) -> None:
+        """Whatever LitServe has left. Without it Python would wait for them when it ends."""
+        self._lifecycle.enter(Phase.STOPPING)
+        self._supervisor.end()
+        for child in multiprocessing.active_children():
+            child.kill()
+            child.join()
 
     # Start.
 
@@ -143,7 +161,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
 
     def _get_request_queue(self, api_path: str) -> Any:
         """LitServe asks for it when it starts a worker."""
-        return self._inboxes[self._lifecycle.epoch.value % _NUM_INBOXES]
+        return self._inboxes[self._next_epoch % _NUM_INBOXES]
 
     def verify_worker_status(self) -> None:
         """Wait for the worker. One that fails has said why in a line and ended.
@@ -159,7 +177,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
             if dead := [worker for worker in self.inference_workers if not worker.is_alive()]:
                 self._abandon_start()
                 told = dead[0].exitcode == EXIT_TOLD
-                raise StartError("" if told else f"the worker {_cause_of_death(dead[0])} while starting")
+                raise StartError("" if told else f"the worker {cause_of_death(dead[0])} while starting")
             time.sleep(0.02)
 
     def _abandon_start(self) -> None:
@@ -181,6 +199,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """The API process, around its requests. uvicorn has set its signal handlers by now."""
+        name_process("kvasir-api")
         loop = asyncio.get_running_loop()
         stop = signal.getsignal(signal.SIGTERM)
         assert callable(stop), "uvicorn handles SIGTERM"
@@ -202,32 +221,22 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
     # Supervision.
 
     def launch_single_inference_worker(self, lit_api: EngineAPI, worker_id: int) -> BaseProcess:
-        """Replace a worker that died; LitServe's monitor calls this. Past the budget the service ends instead."""
-        dead: BaseProcess = self.inference_workers[worker_id]
-        if self._lifecycle.phase.value == Phase.STOPPING:
-            return dead
-        cause, now = _cause_of_death(dead), time.monotonic()
-        mark_dead(dead.pid or 0)
-        if len(self._deaths) == self._deaths.maxlen and now - self._deaths[0] < 60.0:
-            self._fail(f"the worker died {len(self._deaths) + 1} times within a minute ({cause}); giving up")
-            return dead
-        self._deaths.append(now)
-        logger.error("the worker %s; starting another, unfinished requests go on there", cause)
-        self._metrics.count_worker_restart("signal" if (dead.exitcode or 0) < 0 else "exit")
-        self._metrics.set_engine_state(EngineState.RESTARTING)
-        self._lifecycle.epoch_seconds.value = now
-        self._lifecycle.epoch.value += 1
-        process: BaseProcess = super().launch_single_inference_worker(lit_api, worker_id)
+        """Replace a worker that died; LitServe's monitor calls this."""
+        return self._supervisor.replace(self.inference_workers[worker_id])
+
+    def _launch(self, epoch: int, word: Connection | None = None) -> BaseProcess:
+        """Start the worker of an epoch, which waits for the word where there is one."""
+        self._next_epoch, self.lit_api.word = epoch, word
+        process: BaseProcess = super().launch_single_inference_worker(self.lit_api, 0)
         return process
 
     def _watch(self, api_process: BaseProcess) -> None:
-        """End the service when one of the two processes is gone that LitServe does not watch."""
-        while self._lifecycle.phase.value < Phase.STOPPING:
-            if not api_process.is_alive():
-                self._fail(f"the API process {_cause_of_death(api_process)}")
-            elif not self._manager._process.is_alive():
-                self._fail("the queue process died")
-            time.sleep(_POLL_SECONDS)
+        """Look after the others until main ends: this thread's children end with it, see `Lifecycle.die_with_main`."""
+        while True:
+            self._supervisor.watch(
+                api=api_process, queue=self._manager._process, worker=lambda: self.inference_workers[0]
+            )
+            time.sleep(POLL_SECONDS)
 
     def _fail(self, message: str) -> None:
         logger.error("%s", message)
@@ -319,11 +328,3 @@ def _requests(number: int, state: str) -> str:
     if number == 0:
         return f"no request is {state}"
     return f"1 request is {state}" if number == 1 else f"{number} requests are {state}"
-
-
-def _cause_of_death(process: BaseProcess) -> str:
-    code = process.exitcode or 0
-    if code < 0:
-        name = signal.Signals(-code).name
-        return f"was killed by {name}{' (out of memory?)' if code == -signal.SIGKILL else ''}"
-    return f"ended with exit code {code}"

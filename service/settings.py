@@ -156,6 +156,12 @@ class ServeSettings(ModelSettings):
     drain_seconds: float = option(
         "operation", "after SIGTERM, how long running requests may take to finish", 30.0, ge=0, le=3600
     )
+    standby: bool = option(
+        "operation", "keep a process ready to take a dead worker's place: a second and a half sooner", True
+    )
+    hang_seconds: float = option(
+        "operation", "a worker that makes no progress for so long is killed and replaced; 0: never", 120.0, ge=0
+    )
     log_level: Literal["debug", "info", "warning", "error"] = option("operation", "least severe log", "info")
 
     @field_validator("host", mode="before")

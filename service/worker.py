@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,7 +26,7 @@ from litserve.utils import LitAPIStatus, LoopResponseType
 from model.manifest import Manifest
 from service import logs
 from service.driver import Driver, Parcel
-from service.lifecycle import Lifecycle, Phase
+from service.lifecycle import Lifecycle, Phase, name_process
 from service.messages import (
     API_PATH,
     BUS,
@@ -35,6 +36,7 @@ from service.messages import (
 )
 from service.metrics import Metrics
 from service.settings import ServeSettings, effective_values
+from service.standby import wait_for_word
 
 if TYPE_CHECKING:
     from service.engine.engine import Engine
@@ -70,6 +72,7 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
         self.manifest = manifest
         self.found = found
         self.lifecycle = lifecycle
+        self.word: Connection | None = None  # of a standby: what it waits for
 
     def __getstate__(self) -> dict[str, Any]:
         """What a worker gets: everything but the routes, which stay in the API process."""
@@ -84,13 +87,18 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
         Raises:
             SystemExit: the engine cannot be built; one line on stderr has said why.
         """
+        self.lifecycle.die_with_main()
+        _obey_only_main(self.lifecycle)
+        if self.word is not None:
+            name_process("kvasir-standby")
+            wait_for_word(self.word)
+        name_process("kvasir-worker")
         # Not above: main imports this module too, and so the API process forked from it would hold torch, which
         # costs 2 s and 217 MiB.
         import torch
 
         self.started_seconds = self.lifecycle.epoch_seconds.value
         logs.configure(self.settings.log_level)
-        _obey_only_main(self.lifecycle)
         try:
             self.engine, self.facts = self.build()
             if self.lifecycle.epoch.value == 0:  # once, and when all of it is known
@@ -159,6 +167,7 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
         metrics.observe_worker_start(hello)
         logger.info("%s, ready after %.1f s", facts, hello.startup_seconds)
         send(0, [hello])
+        lit_api.lifecycle.ready_epoch.value = hello.epoch
         driver = Driver(
             lit_api.engine,
             inbox=inbox,

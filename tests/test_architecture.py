@@ -35,6 +35,7 @@ ENGINE_SIDE = {
 IMPORTS_LATE = {
     ("service/worker.py", "setup"),
     ("service/worker.py", "build"),
+    ("service/standby.py", "_import_quietly"),
     ("loadtest/instant_engine.py", "build"),
 }
 TORCH_FREE = [

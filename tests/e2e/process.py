@@ -61,17 +61,30 @@ class Service:
 
     @property
     def worker(self) -> psutil.Process:
-        """The process that was spawned, not forked, and is not multiprocessing's tracker."""
-        (worker,) = (child for child in self.children if "spawn_main" in _words(child))
-        return worker
+        """The process that computes. Its standby has another name."""
+        return self._named("kvasir-worker")
+
+    @property
+    def standby(self) -> psutil.Process:
+        """The process that waits for the worker's death."""
+        return self._named("kvasir-standby")
+
+    def _named(self, name: str) -> psutil.Process:
+        (process,) = (child for child in self.children if child.name() == name)
+        return process
 
     @property
     def api(self) -> psutil.Process:
-        """The younger of the two processes that were forked; the other one holds LitServe's queues."""
+        """The process that talks to clients."""
+        return self._named("kvasir-api")
+
+    @property
+    def queue(self) -> psutil.Process:
+        """LitServe's process with the queues: the one that was forked and has not taken another name."""
         started = {"spawn_main", "resource_tracker", "template_sandbox", "structured"}
-        forked = [c for c in self.children if not started & set(_words(c))]
-        assert len(forked) == 2
-        return max(forked, key=psutil.Process.create_time)
+        others = (child for child in self.children if not child.name().startswith("kvasir-"))
+        (process,) = (child for child in others if not started & set(_words(child)))
+        return process
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Signal main and wait; its exit code."""
@@ -98,21 +111,26 @@ def wait_until(condition: Callable[[], bool], *, seconds: float = 30.0, what: st
         time.sleep(0.02)
 
 
-def command(checkpoint: Path, port: int, *flags: str) -> list[str]:
+def command(checkpoint: Path, port: int, *flags: str, program: str = "service.cli") -> list[str]:
     return [
-        *(sys.executable, "-m", "service.cli", "serve", "--checkpoint", str(checkpoint)),
+        *(sys.executable, "-m", program, "serve", "--checkpoint", str(checkpoint)),
         *("--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--threads", "1", *flags),
     ]
 
 
 @contextlib.contextmanager
-def serving(checkpoint: Path, directory: Path, *flags: str, **variables: str) -> Iterator[Service]:
-    """A service that is ready, with these environment variables. Afterwards nothing of it is left."""
+def serving(
+    checkpoint: Path, directory: Path, *flags: str, program: str = "service.cli", **variables: str
+) -> Iterator[Service]:
+    """A service that is ready, with these variables; `program` is its main module. Afterwards nothing of it is left."""
     port = free_port()
     log, printed = directory / f"{port}.err", directory / f"{port}.out"
     with log.open("wb") as stderr, printed.open("wb") as stdout:
         process = subprocess.Popen(
-            command(checkpoint, port, *flags), stdout=stdout, stderr=stderr, env=clean_environment() | variables
+            command(checkpoint, port, *flags, program=program),
+            stdout=stdout,
+            stderr=stderr,
+            env=clean_environment() | variables,
         )
     service = Service(process, f"http://127.0.0.1:{port}", log, printed)
     family = [psutil.Process(process.pid)]

@@ -75,11 +75,26 @@ def test_a_worker_that_dies_again_and_again_ends_the_service(
     assert (len(starts), server._exit_code, server._lifecycle.phase.value) == (5, 1, Phase.STOPPING)
 
 
+def test_each_worker_has_another_queue_than_those_before(server: KvasirServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody may still wait in LitServe's queue process for what a dead worker had asked for."""
+    monkeypatch.setattr(server, "_inboxes", tuple(range(8)))
+    given: list[int] = []
+
+    def launch(self: KvasirServer, *args: Any) -> FakeProcess:
+        given.append(self._get_request_queue("/v1/completions"))
+        return FakeProcess(None)
+
+    monkeypatch.setattr(LitServer, "launch_single_inference_worker", launch)
+    for _ in range(3):
+        die(server)
+    assert given == [1, 2, 3]
+
+
 def test_deaths_long_ago_are_forgiven(server: KvasirServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LitServer, "launch_single_inference_worker", lambda *args: FakeProcess(None))
     for _ in range(20):
         die(server)
-        server._deaths[-1] -= 61.0
+        server._supervisor._deaths[-1] -= 61.0
     assert not server._shutdown_event.is_set()
 
 
@@ -123,11 +138,7 @@ def test_a_signal_between_the_worker_and_the_api_process_still_drains(
     server: KvasirServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LitServer, "_start_server", lambda *args: {0: FakeProcess(None)})
-
-    class Manager:
-        _process = FakeProcess(None)
-
-    server._manager = Manager()
+    monkeypatch.setattr(server, "_watch", lambda api_process: None)
     server._lifecycle.phase.value = Phase.STARTING
     server._on_signal(signal.SIGTERM, None)
     server._start_server()
@@ -141,17 +152,9 @@ def test_no_page_loads_scripts_from_elsewhere(server: KvasirServer) -> None:
     assert not paths & {"/docs", "/redoc"}
 
 
-def test_the_death_of_the_api_process_ends_the_service(server: KvasirServer, caplog: Any) -> None:
-    server._watch(FakeProcess(exitcode=-11))  # type: ignore[arg-type]
-    assert (server._exit_code, server._lifecycle.phase.value) == (1, Phase.STOPPING)
-
-
-def test_the_death_of_the_queue_process_ends_the_service(server: KvasirServer) -> None:
-    class Manager:
-        _process = FakeProcess(exitcode=1)
-
-    server._manager = Manager()
-    server._watch(FakeProcess(exitcode=None))  # type: ignore[arg-type]
+def test_the_death_of_the_api_process_ends_the_service(server: KvasirServer) -> None:
+    dead: Any = FakeProcess(exitcode=-11)
+    server._supervisor.watch(api=dead, queue=dead, worker=lambda: dead)
     assert (server._exit_code, server._lifecycle.phase.value) == (1, Phase.STOPPING)
 
 

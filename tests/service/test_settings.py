@@ -54,6 +54,7 @@ def test_every_flag_of_the_contract_is_read() -> None:
         *("--cors-origins", "https://a.b", "--model-alias", "x:1", "--model-alias", "y,z", "--max-prompts", "7"),
         *("--embedding-pooling", "last", "--speculative-tokens", "8"),
         *("--target-queue-seconds", "0.25", "--max-queue-seconds", "9.5"),
+        *("--no-standby", "--hang-seconds", "9.5"),
     )
     assert settings.model_dump() == {
         "checkpoint": Path("c"),
@@ -91,6 +92,8 @@ def test_every_flag_of_the_contract_is_read() -> None:
         "max_waiting_requests": 9,
         "max_waiting_tokens": 11,
         "drain_seconds": 1.5,
+        "standby": False,
+        "hang_seconds": 9.5,
         "log_level": "debug",
     }
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from service import driver
 from service.driver import Driver, Parcel
 from service.messages import (
     Cancel,
@@ -88,7 +89,7 @@ class Bench:
         self.inbox: SimpleQueue[Parcel] = SimpleQueue()
         self.sent: list[tuple[int, list[Event]]] = []
         self.sent_now: list[tuple[int, list[Event]]] = []
-        self.beats: list[bool] = []
+        self.num_beats = 0
         self.driver = self.make_driver(metrics)
 
     def make_driver(self, metrics: Metrics, **more: Any) -> Driver:
@@ -99,9 +100,12 @@ class Bench:
             send=lambda api, events: self.sent.append((api, events)),
             send_now=lambda api, events: self.sent_now.append((api, events)),
             metrics=metrics,
-            beat=lambda *, is_busy: self.beats.append(is_busy),
+            beat=self._beat,
             **more,
         )
+
+    def _beat(self) -> None:
+        self.num_beats += 1
 
     def put(self, *commands: Command, api: int = 0) -> None:
         self.inbox.put((api, tuple(map(encode_command, commands))))
@@ -253,8 +257,22 @@ def test_a_grammar_begins_when_it_comes(bench: Bench) -> None:
     assert bench.started() == [(0, "a", 0)]
 
 
-def test_every_turn_is_a_sign_of_life_and_an_idle_worker_gives_none(bench: Bench) -> None:
-    bench.put(make_submit("a", max_tokens=2))
+def test_every_turn_is_a_sign_of_life(bench: Bench) -> None:
+    bench.put(make_submit("a", max_tokens=3))
+    bench.driver.turn()
+    before = bench.num_beats
     bench.driver.turn()
     bench.driver.turn()
-    assert bench.beats == [False, True, True]
+    assert bench.num_beats == before + 2
+
+
+def test_a_worker_that_waits_gives_signs_of_life(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "_BEAT_SECONDS", 0.001)
+    turn = threading.Thread(target=bench.driver.turn, daemon=True)
+    turn.start()
+    while bench.num_beats < 5:
+        turn.join(0.001)
+    assert turn.is_alive(), "there is nothing to do"
+    bench.put(make_submit("a", max_tokens=1))
+    turn.join(10)
+    assert bench.uids() == [["a"]]

@@ -1,0 +1,102 @@
+"""The next worker: a process that has imported what a worker needs, and waits for the present one to die.
+
+Of the time it takes to replace a worker, most is spent on imports (a new process, torch): a second and a half of two.
+The rest, to read the weights and to make the KV-cache, is done when it begins, so that it costs no KV-cache and no
+device memory while it waits.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+logger = logging.getLogger(__name__)
+
+# Of the thread that imports, while others serve: the last to get a processor.
+_NICENESS = 19
+# A standby that dies so often before it was needed is given up.
+_MAX_DEATHS = 3
+
+
+class Standby:
+    """Main's side: it starts the process, keeps one there, and tells it to begin.
+
+    Not thread-safe.
+
+    Args:
+        launch: starts a worker that waits for a word from this connection; see `wait_for_word`.
+    """
+
+    def __init__(self, launch: Callable[[Connection], BaseProcess]) -> None:
+        self._launch = launch
+        self._process: BaseProcess | None = None
+        self._word: Connection | None = None
+        self._num_deaths = 0
+
+    def keep(self) -> None:
+        """Have one there: start one where there is none, or it has died."""
+        if self._process is not None:
+            if self._process.is_alive():
+                return
+            self._num_deaths += 1
+            logger.warning("the standby of the worker died")
+            self.close()
+        if self._num_deaths < _MAX_DEATHS:
+            theirs, self._word = get_context("spawn").Pipe(duplex=False)
+            with theirs:
+                try:
+                    self._process = self._launch(theirs)
+                except OSError as error:  # no memory, or too many processes: the service goes on without
+                    self._num_deaths += 1
+                    logger.warning("no standby of the worker can be started: %s", error)
+                    self.close()
+
+    def begin(self) -> BaseProcess | None:
+        """Make it the worker. None where there is none."""
+        process, word = self._process, self._word
+        if process is None or word is None or not process.is_alive():
+            self.close()
+            return None
+        try:
+            word.send_bytes(b"begin")
+        except OSError:  # it died just now
+            self.close()
+            return None
+        word.close()
+        self._process = self._word = None
+        return process
+
+    def close(self) -> None:
+        """End it, if there is one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.join()
+        if self._word is not None:
+            self._word.close()
+            self._word = None
+
+
+def wait_for_word(word: Connection) -> None:
+    """The process' side: import what a worker needs, in what time nobody else wants, and wait for `Standby.begin`.
+
+    Ends the process when there is nobody left to begin for.
+    """
+    importing = threading.Thread(target=_import_quietly, name="importing")
+    importing.start()
+    try:
+        word.recv_bytes()
+    except (EOFError, OSError):
+        os._exit(0)
+    word.close()
+    importing.join()
+
+
+def _import_quietly() -> None:
+    with suppress(OSError):  # forbidden in some sandboxes
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # of this thread alone, on Linux
+    import service.engine_builder  # noqa: F401

@@ -1,0 +1,126 @@
+"""The next worker: one is kept, begins when it is told, and its death harms nobody."""
+
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from service import standby as standby_module
+from service.standby import Standby, wait_for_word
+
+
+class FakeProcess:
+    def __init__(self, word: Connection) -> None:
+        self.word = word
+        self.is_there = True
+
+    def is_alive(self) -> bool:
+        return self.is_there
+
+    def kill(self) -> None:
+        self.is_there = False
+
+    def join(self) -> None:
+        assert not self.is_there
+
+
+class Bench:
+    """A standby, and the processes it has started."""
+
+    def __init__(self) -> None:
+        self.started: list[Any] = []
+        self.failure: OSError | None = None
+        self.standby = Standby(self._launch)
+
+    def _launch(self, word: Connection) -> Any:
+        if self.failure is not None:
+            raise self.failure
+        # As in a process of its own, the connection outlives main's copy of it.
+        self.started.append(FakeProcess(Connection(standby_module.os.dup(word.fileno()), writable=False)))
+        return self.started[-1]
+
+
+def test_one_is_kept() -> None:
+    bench = Bench()
+    bench.standby.keep()
+    bench.standby.keep()
+    assert len(bench.started) == 1
+    bench.standby.close()
+
+
+def test_it_begins_once_and_another_takes_its_place() -> None:
+    bench = Bench()
+    bench.standby.keep()
+    begun: Any = bench.standby.begin()
+    assert begun is bench.started[0]
+    assert begun.word.recv_bytes() == b"begin"
+    assert begun.is_there
+    assert bench.standby.begin() is None
+    bench.standby.keep()
+    assert len(bench.started) == 2
+    bench.standby.close()
+    assert (begun.is_there, bench.started[1].is_there) == (True, False)
+
+
+def test_there_may_be_none() -> None:
+    assert Bench().standby.begin() is None
+
+
+def test_a_dead_one_does_not_begin() -> None:
+    bench = Bench()
+    bench.standby.keep()
+    bench.started[0].kill()
+    assert bench.standby.begin() is None
+
+
+def test_one_that_dies_while_it_is_told_does_not_begin() -> None:
+    bench = Bench()
+    bench.standby.keep()
+    bench.started[0].word.close()
+    assert bench.standby.begin() is None
+
+
+def test_a_dead_one_is_replaced_until_it_has_died_too_often() -> None:
+    bench = Bench()
+    for _ in range(10):
+        bench.standby.keep()
+        bench.started[-1].kill()
+    assert len(bench.started) == 3
+    assert bench.standby.begin() is None
+
+
+def test_where_none_can_be_started_the_service_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    bench.failure = BlockingIOError(11, "Resource temporarily unavailable")
+    for _ in range(10):
+        bench.standby.keep()
+    assert bench.standby.begin() is None
+    assert bench.started == []
+
+
+def test_it_waits_until_it_is_told_and_has_all_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(standby_module, "_import_quietly", lambda: calls.append("imported"))
+    bench = Bench()
+    bench.standby.keep()
+    bench.standby.begin()
+    wait_for_word(bench.started[0].word)
+    assert calls == ["imported"]
+    assert bench.started[0].word.closed
+
+
+def test_it_ends_when_nobody_is_left_to_begin_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ended(Exception):
+        pass
+
+    def end(code: int) -> None:
+        assert code == 0
+        raise Ended
+
+    monkeypatch.setattr(standby_module, "_import_quietly", lambda: None)
+    monkeypatch.setattr(standby_module.os, "_exit", end)
+    bench = Bench()
+    bench.standby.keep()
+    bench.standby.close()
+    with pytest.raises(Ended):
+        wait_for_word(bench.started[0].word)
