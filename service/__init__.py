@@ -20,6 +20,7 @@ openapi_examples a request, an answer and an error of each kind, for that docume
 api_keys         who may use the server: keys with names, from a file or the environment
 access           who may ask, and from which pages: the middleware around the routes; pure ASGI
 http_protocol    HTTP itself, with bounds on a request's head, on waiting for clients, and on connections
+machine          what the service needs of the machine, found out before it starts
 open_files       how many connections the limit of open files leaves room for
 requests         ids, body limits and error bodies around every request; pure ASGI
 serving          what is served: a checkpoint's facts, and what the settings make of them
@@ -27,12 +28,17 @@ request_model    what every request is: strict, frozen, and nothing unknown in i
 structured/      structured output: what is asked for, and whether it can be followed
 bounded_process  a child process that works for strangers, within bounds
 template_process a process that renders chat templates within bounds
+completions      the routes of completions and conversations
+recordings       answers that outlive their connection: Last-Event-ID, Idempotency-Key
 turns            work done one piece at a time in a thread, and who waits for it
 chat             a conversation becomes token ids
 plan             a validated request becomes the sequences to compute
 token_rules      what a request says of single tokens: biases, penalties, words that may not come
 truncation       prompts that are cut to a length
 admission        who may wait, and what the others are told
+queue_terms      on which terms a request waits: whose it is, and how long it may
+comebacks        what refused clients were told, who comes back, and whether it was right
+rates            how fast the service has worked of late
 backlog          what is kept of an answer until its client takes it, bounded
 journal          every unfinished request: what was submitted, what came back, who waits
 suspects         who may have killed a worker

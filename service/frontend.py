@@ -14,30 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fastapi import Request
 from fastapi.responses import HTMLResponse, Response
 from litserve.specs.base import LitSpec
 
 from service import responses
 from service.admission import Admission
 from service.chat import ChatPrompts
-from service.chat_schemas import ChatCompletionRequest
-from service.delivery import CompletionBody, CompletionStream
-from service.dialects import Answer, Chat, Dialect, Text, Wants
+from service.completions import Completions
 from service.embeddings import Embeddings
 from service.errors import ApiError, Draining, Overloaded
 from service.inspection import Inspection
-from service.journal import Choice, Journal, LiveRequest
+from service.journal import Journal, LiveRequest
 from service.lifecycle import Lifecycle, Phase
 from service.messages import API_PATH, BUS, Command, Hello, decode_events, encode_command
 from service.metrics import EngineState, Metrics, render
-from service.plan import LONG_TEXT, Planner
-from service.queue_terms import queue_limits
-from service.requests import json_response, read_body
-from service.schemas import CompletionRequest, GenerationRequest
+from service.plan import Planner
+from service.requests import json_response
 from service.serving import Serving
 from service.settings import ServeSettings
-from service.structured.checker import GrammarChecker
 from service.tokenizer_routes import TokenizerRoutes
 
 logger = logging.getLogger(__name__)
@@ -60,13 +54,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self._tokenizer = tokenizer = serving.tokenizer
         self.model_name = serving.model_name
         self._card = _model_card(serving)
-        admission = Admission(
-            max_num_running=settings.max_num_running,
-            max_waiting_requests=settings.max_waiting_requests,
-            max_waiting_tokens=settings.max_waiting_tokens,
-            observe_error=metrics.observe_retry_after_error,
-        )
-        self._queue_limits = queue_limits(settings)
+        admission = _admission(settings, metrics)
         self._planner = Planner(
             tokenizer=tokenizer,
             model_name=self.model_name,
@@ -77,7 +65,6 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             max_prompts=settings.max_prompts,
         )
         self._chat = ChatPrompts(serving.template, tokenizer, max_waiting=admission.max_num_sequences)
-        self._grammar_checker = GrammarChecker(tokenizer, max_waiting=admission.max_num_sequences)
         max_body_bytes = settings.max_body_mb * 2**20
         self._tokenizer_routes = TokenizerRoutes(
             serving, planner=self._planner, chat=self._chat, max_body_bytes=max_body_bytes
@@ -93,6 +80,16 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             refuse_when_draining=self._refuse_when_draining,
             send=self._send,
             on_change=self._count_active,
+        )
+        self._completions = Completions(
+            settings,
+            serving,
+            planner=self._planner,
+            chat=self._chat,
+            refuse_when_draining=self._refuse_when_draining,
+            admit=self._admit,
+            close=self._close,
+            metrics=metrics,
         )
         self._embeddings = Embeddings(
             settings,
@@ -114,8 +111,8 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
     def pre_setup(self, lit_api: Any) -> None:
         """Name the routes."""
         for path, endpoint, methods in (
-            ("/v1/completions", self.completions, ["POST"]),
-            ("/v1/chat/completions", self.chat_completions, ["POST"]),
+            ("/v1/completions", self._completions.completions, ["POST"]),
+            ("/v1/chat/completions", self._completions.chat_completions, ["POST"]),
             ("/v1/embeddings", self._embeddings.embeddings, ["POST"]),
             ("/v1/models", self.models, ["GET"]),
             ("/v1/models/{model_id:path}", self.model, ["GET"]),
@@ -143,53 +140,6 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         raise AssertionError("only LitServe's own loops call this")
 
     # Routes.
-
-    async def completions(self, request: Request) -> Response:
-        """`POST /v1/completions`."""
-        arrival_seconds = time.monotonic()
-        body = await self._body(request)
-        self._refuse_when_draining()
-        asked = CompletionRequest.parse(body)
-        if len(body) > LONG_TEXT:
-            choices = await asyncio.to_thread(self._planner.plan, asked, arrival_seconds=arrival_seconds)
-        else:
-            choices = self._planner.plan(asked, arrival_seconds=arrival_seconds)
-        return await self._answer(asked, choices, Text, request)
-
-    async def chat_completions(self, request: Request) -> Response:
-        """`POST /v1/chat/completions`."""
-        arrival_seconds = time.monotonic()
-        body = await self._body(request)
-        self._refuse_when_draining()
-        asked = ChatCompletionRequest.parse(body)
-        self._planner.check(asked)
-        token_ids = await self._chat.encode(
-            asked.messages,
-            add_generation_prompt=asked.value("add_generation_prompt"),
-            more=asked.chat_template_kwargs,
-        )
-        choices = self._planner.plan_chat(asked, token_ids, arrival_seconds=arrival_seconds)
-        return await self._answer(asked, choices, Chat, request)
-
-    async def _answer(
-        self, asked: GenerationRequest, choices: list[Choice], dialect: type[Dialect], request: Request
-    ) -> Response:
-        """Submit the choices; what comes of them is the response."""
-        await self._grammar_checker.attach(asked.wanted_output, choices)
-        live = LiveRequest(
-            choices=choices,
-            arrival_seconds=choices[0].submit.arrival_seconds,
-            terms=self._queue_limits.terms(request, asked.timeout),
-        )
-        answer = Answer(
-            id=dialect.id_prefix + choices[0].submit.uid,
-            created=int(time.time()),
-            model=self.model_name,
-            wants=Wants.of(asked),
-        )
-        self._admit(live)
-        delivery = CompletionStream if asked.stream else CompletionBody
-        return delivery(live, dialect(answer, self._tokenizer), metrics=self._metrics, close=self._close)
 
     async def models(self) -> Response:
         """`GET /v1/models`."""
@@ -235,12 +185,13 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         while True:
             await asyncio.sleep(1.0)
             self._lifecycle.end_if_orphaned()
+            self._completions.tend()
             self._journal.poke_silent(since_seconds=time.monotonic() - KEEP_ALIVE_SECONDS)
 
     def close(self) -> None:
         """End what this process started."""
         self._chat.close()
-        self._grammar_checker.close()
+        self._completions.close()
 
     def end_all(self) -> None:
         """The time to finish is over: tell every client that is still here."""
@@ -292,9 +243,6 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         else:
             self._metrics.count_failure(error.status, error.type)
 
-    async def _body(self, request: Request) -> bytes:
-        return await read_body(request, max_bytes=self._settings.max_body_mb * 2**20)
-
     def _refuse_when_draining(self) -> None:
         readiness = self.readiness()
         if readiness.state == "draining":
@@ -321,6 +269,15 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self.request_queue = self.inboxes[hello.epoch % len(self.inboxes)]
         if self._lifecycle.phase.value < Phase.DRAINING:
             self._metrics.set_engine_state(EngineState.READY)
+
+
+def _admission(settings: ServeSettings, metrics: Metrics) -> Admission:
+    return Admission(
+        max_num_running=settings.max_num_running,
+        max_waiting_requests=settings.max_waiting_requests,
+        max_waiting_tokens=settings.max_waiting_tokens,
+        observe_error=metrics.observe_retry_after_error,
+    )
 
 
 def _model_card(serving: Serving) -> responses.ModelCard:

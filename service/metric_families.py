@@ -158,6 +158,9 @@ _FAMILIES = (
            ("reason",), (("signal",), ("exit",))),
     Family("requests_replayed", _C, "requests", "Requests a dead worker left unfinished, by what became of them.",
            ("outcome",), (("resubmitted",), ("gave_up",))),
+    Family("requests_resumed", _C, "requests",
+           "Connections that read an answer begun for an earlier one, by what they named it with.",
+           ("by",), (("event_id",), ("key",))),
     Family("build_info", _G, "1", "Versions, in labels.",
            ("version", "python", "torch", "litserve"), ()),
 )

@@ -35,6 +35,21 @@ _REFUSALS = (
 )
 _FAILURES = (errors.Overloaded, errors.WaitTooLong, errors.QueueTimeout, errors.EngineFailed, errors.Draining)
 _GENERATION = (*_REFUSALS, errors.ContextLengthExceeded, *_FAILURES)
+_COMPLETION = (*_GENERATION, errors.AnswerGone, errors.KeyReused)
+_COME_BACK: list[dict[str, Any]] = [
+    {
+        "name": "Idempotency-Key",
+        "in": "header",
+        "description": "A retry under the same key gets the answer of the first attempt.",
+        "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
+    },
+    {
+        "name": "Last-Event-ID",
+        "in": "header",
+        "description": "The id of the last event that was seen of a stream: its later ones are the answer.",
+        "schema": {"type": "string", "pattern": "^[0-9a-f]{32}/[0-9]{1,9}$"},
+    },
+]
 _REQUEST_ID = {"description": "The request's own, if it had one that fits, else ours", "schema": {"type": "string"}}
 _ERROR_HEADERS = {
     "retry-after": {"description": "When to come back, in whole seconds", "schema": {"type": "string"}},
@@ -106,8 +121,8 @@ def _paths() -> dict[str, Any]:
     page = {"text/html": {"schema": {"type": "string"}}}
     model_id = {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}
     return {
-        "/v1/completions": _post("Complete a prompt", schemas.CompletionRequest, completion | stream, _GENERATION),
-        "/v1/chat/completions": _post("Answer a conversation", chat_schemas.ChatCompletionRequest, chat, _GENERATION),
+        "/v1/completions": _post("Complete a prompt", schemas.CompletionRequest, completion | stream, _COMPLETION),
+        "/v1/chat/completions": _post("Answer a conversation", chat_schemas.ChatCompletionRequest, chat, _COMPLETION),
         "/v1/embeddings": _post(
             "Vectors of texts",
             embedding_schemas.EmbeddingRequest,
@@ -192,6 +207,7 @@ def _post(
     return {
         "post": {
             "summary": summary,
+            "parameters": _COME_BACK if refusals is _COMPLETION else [],
             "requestBody": {"required": True, "content": taken},
             "refusals": refusals,
             "responses": {"200": {"description": "OK", "content": content}},

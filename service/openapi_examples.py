@@ -130,6 +130,8 @@ _ERRORS: Final[Sequence[errors.ApiError]] = (
     errors.ContextLengthExceeded(
         "the context is 512 tokens, but the prompt has 500 and max_tokens is 16", param="max_tokens"
     ),
+    errors.KeyReused("the Idempotency-Key belongs to another request; use a new one"),
+    errors.AnswerGone("the stream is not kept, or not from that event on; ask again without Last-Event-ID"),
     errors.HeadTooLarge("the head of the request is too large"),
     errors.RequestTimeout("the request's body took too long to arrive; send it again"),
     errors.UnsupportedEncoding("Content-Encoding 'gzip' is not read here; send the body uncompressed"),

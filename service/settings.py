@@ -45,8 +45,10 @@ class ModelSettings(BaseSettings):
 
     checkpoint: Path = option("model", "checkpoint directory")
     device: Literal["auto", "cpu", "cuda"] = option("model", "auto takes CUDA where there is any", "auto")
-    dtype: Literal["auto", "float32", "bfloat16"] = option(
-        "model", "auto: float32 on CPU (neighbours in a batch do not change an answer), bfloat16 on CUDA", "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = option(
+        "model",
+        "auto: float32 on CPU (neighbours in a batch change an answer hardly ever; float64: never), bfloat16 on CUDA",
+        "auto",
     )
     attention: Literal["sdpa", "eager"] = option("model", "attention backend", "sdpa")
     threads: AutoOrCount = option("model", "CPU threads of the model; auto: one less than the CPUs we may use", "auto")
@@ -146,6 +148,14 @@ class ServeSettings(ModelSettings):
         60.0,
         ge=0,
         le=86_400,
+    )
+    resume_seconds: float = option(
+        "http",
+        "how long an answer waits for a client that lost its connection and comes back with Last-Event-ID or its "
+        "Idempotency-Key; 0: not at all",
+        15.0,
+        ge=0,
+        le=3600,
     )
     embedding_pooling: Literal["mean", "last"] = option(
         "http", "an embedding is the mean of all tokens' hidden states, or the last token's", "mean"

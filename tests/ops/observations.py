@@ -176,6 +176,11 @@ OBSERVATIONS = (
         changes={'requests_replayed_total{outcome="resubmitted"}': 1},
     ),
     Observation(
+        name="resumption",
+        make=lambda metrics: metrics.count_resumption("key"),
+        changes={'requests_resumed_total{by="key"}': 1},
+    ),
+    Observation(
         name="engine_state",
         make=lambda metrics: metrics.set_engine_state(EngineState.READY),
         changes={'engine_state{state="ready"}': 1},

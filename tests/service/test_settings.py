@@ -53,7 +53,7 @@ def test_every_flag_of_the_contract_is_read() -> None:
         *("--max-waiting-tokens", "11", "--api-keys-file", "k", "--no-open-probes", "--no-open-metrics"),
         *("--cors-origins", "https://a.b", "--model-alias", "x:1", "--model-alias", "y,z", "--max-prompts", "7"),
         *("--embedding-pooling", "last", "--speculative-tokens", "8"),
-        *("--target-queue-seconds", "0.25", "--max-queue-seconds", "9.5"),
+        *("--target-queue-seconds", "0.25", "--max-queue-seconds", "9.5", "--resume-seconds", "3"),
         *("--no-standby", "--hang-seconds", "9.5"),
     )
     assert settings.model_dump() == {
@@ -91,6 +91,7 @@ def test_every_flag_of_the_contract_is_read() -> None:
         "embedding_pooling": "last",
         "max_waiting_requests": 9,
         "max_waiting_tokens": 11,
+        "resume_seconds": 3.0,
         "drain_seconds": 1.5,
         "standby": False,
         "hang_seconds": 9.5,
