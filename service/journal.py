@@ -15,7 +15,7 @@ import msgspec
 
 from service.admission import Admission
 from service.backlog import MAX_BACKLOG_BYTES, kept_bytes
-from service.errors import ApiError, ClientGone, EngineFailed, InvalidRequest
+from service.errors import ApiError, ClientGone, EngineFailed, InvalidRequest, QueueTimeout
 from service.messages import (
     Cancel,
     Command,
@@ -28,6 +28,7 @@ from service.messages import (
     TokenDelta,
     TokenLogprob,
 )
+from service.queue_terms import QueueTerms
 from service.suspects import GUILTY, Suspects
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class LiveRequest:
 
     choices: list[Choice]
     arrival_seconds: float
+    terms: QueueTerms = field(default_factory=QueueTerms)
     last_sent_seconds: float = 0.0
     _arrived: list[tuple[Choice, TokenDelta]] = field(default_factory=list)
     _num_kept_bytes: int = 0  # of what has arrived and was not taken
@@ -167,9 +169,14 @@ class Journal:
         """Admit a request and submit all its choices at once.
 
         Raises:
-            Overloaded: there is no room.
+            Overloaded: there is no room, or it would wait too long.
         """
-        self._admission.admit([choice.num_counted_tokens for choice in request.choices])
+        terms = request.terms
+        self._admission.admit([choice.num_counted_tokens for choice in request.choices], terms)
+        # The first choice is the first to begin, and when one has begun, the others have all the time they need.
+        deadlines = [terms.deadline(request.arrival_seconds), *[None] * (len(request.choices) - 1)]
+        for choice, deadline in zip(request.choices, deadlines, strict=True):
+            choice.submit = msgspec.structs.replace(choice.submit, owner=terms.owner, deadline_seconds=deadline)
         if not self._choices:
             self.last_event_seconds = time.monotonic()
         self._requests[request] = None
@@ -227,7 +234,7 @@ class Journal:
             return
         if not choice.has_started:
             choice.has_started = True
-            self._admission.started(choice.num_counted_tokens)
+            self._admission.started(choice.num_counted_tokens, choice.submit.owner)
         choice.token_ids.extend(delta.token_ids)
         if len(choice.prompt_logprobs) < choice.num_prompt_tokens:  # else another sample has brought them
             choice.prompt_logprobs.extend(delta.prompt_logprobs or ())
@@ -236,7 +243,7 @@ class Journal:
             choice.finish = delta.finish
             self._forget(choice)
             if has_failed:
-                request.fail(_failure(choice, delta.finish))
+                request.fail(self._failure(request, choice, delta.finish))
                 return
         if not request.push(choice, delta):
             self.close(request)
@@ -284,13 +291,24 @@ class Journal:
             self._apart = uid
             self._send([self._choices[uid][1].submit])
 
+    def _failure(self, request: LiveRequest, choice: Choice, finish: Finish) -> ApiError:
+        """What a client is told of a sequence that could not be finished."""
+        if finish.reason is not FinishReason.ABORT or choice.token_ids:
+            return _failure(choice, finish)
+        # Nothing is told of a sequence that is cancelled: this one's time has passed.
+        counts = [choice.num_counted_tokens for choice in request.choices]
+        return QueueTimeout(
+            f"the request was not begun within its time, {request.terms.timeout_seconds:g} s; try again later",
+            retry_after_seconds=self._admission.retry_after(counts, request.terms),
+        )
+
     def _forget(self, choice: Choice) -> None:
         del self._choices[choice.submit.uid]
         self._clear(choice.submit.uid)
         if not choice.has_started:
             choice.has_started = True
-            self._admission.started(choice.num_counted_tokens)
-        self._admission.ended()
+            self._admission.started(choice.num_counted_tokens, choice.submit.owner)
+        self._admission.ended(choice.submit.owner)
 
 
 def _next_attempt(choice: Choice, num_prompt_logprobs: int | None) -> Submit:
@@ -309,6 +327,7 @@ def _next_attempt(choice: Choice, num_prompt_logprobs: int | None) -> Submit:
         attempt=choice.submit.attempt + 1,
         prior_token_ids=tuple(choice.token_ids),
         params=params,
+        deadline_seconds=None if choice.has_started else choice.submit.deadline_seconds,
     )
 
 
