@@ -197,6 +197,10 @@ class Metrics:
         """A dead worker left a request unfinished, and this became of it."""
         self._counter("requests_replayed", outcome).inc()
 
+    def count_resumption(self, by: str) -> None:
+        """Somebody came back to an answer by its "event_id" or its "key"."""
+        self._counter("requests_resumed", by).inc()
+
     def set_engine_state(self, state: EngineState) -> None:
         """The service is in this state now; the last to say so, in any process, is right."""
         for candidate in EngineState:
