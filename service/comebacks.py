@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 # Refusals over which the share of those that come back is averaged.
 _MEMORY = 100
 # Promises that are watched at a time; more say no more about their accuracy.
-_MAX_WATCHED = 64
+_MAX_WATCHED = 16
 # Owners that are remembered when nobody of theirs is expected.
 _MAX_OWNERS = 1000
 # A promise so far off is given up, and counted as that far off.

@@ -33,8 +33,9 @@ _REFUSALS = (
     errors.RequestTimeout,
     errors.UnsupportedEncoding,
 )
-_FAILURES = (errors.Overloaded, errors.WaitTooLong, errors.QueueTimeout, errors.EngineFailed, errors.Draining)
-_GENERATION = (*_REFUSALS, errors.ContextLengthExceeded, *_FAILURES)
+_FAILURES = (errors.Overloaded, errors.EngineFailed, errors.Draining)
+_COMPUTATION = (*_REFUSALS, errors.ContextLengthExceeded, *_FAILURES)
+_GENERATION = (*_COMPUTATION, errors.WaitTooLong, errors.QueueTimeout)
 _COMPLETION = (*_GENERATION, errors.AnswerGone, errors.KeyReused)
 _COME_BACK: list[dict[str, Any]] = [
     {
@@ -48,6 +49,14 @@ _COME_BACK: list[dict[str, Any]] = [
         "in": "header",
         "description": "The id of the last event that was seen of a stream: its later ones are the answer.",
         "schema": {"type": "string", "pattern": "^[0-9a-f]{32}/[0-9]{1,9}$"},
+    },
+]
+_WAIT: list[dict[str, Any]] = [
+    {
+        "name": "x-request-timeout",
+        "in": "header",
+        "description": "As timeout in the body: seconds that it may wait for its turn. The shorter counts.",
+        "schema": {"type": "number", "exclusiveMinimum": 0},
     },
 ]
 _REQUEST_ID = {"description": "The request's own, if it had one that fits, else ours", "schema": {"type": "string"}}
@@ -147,7 +156,7 @@ def _paths() -> dict[str, Any]:
                 "What a prompt's tokens attend to in one layer",
                 inspection.AttentionRequest,
                 _json(inspection.Attention),
-                (*_GENERATION, inspection.SwitchedOff),
+                (*_COMPUTATION, inspection.SwitchedOff),
             ),
         },
         "/health": _get("Is the process alive?", _json(responses.Health)),
@@ -207,7 +216,10 @@ def _post(
     return {
         "post": {
             "summary": summary,
-            "parameters": _COME_BACK if refusals is _COMPLETION else [],
+            "parameters": [
+                *(_COME_BACK if refusals is _COMPLETION else ()),
+                *(_WAIT if errors.QueueTimeout in refusals else ()),
+            ],
             "requestBody": {"required": True, "content": taken},
             "refusals": refusals,
             "responses": {"200": {"description": "OK", "content": content}},

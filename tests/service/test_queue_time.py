@@ -10,7 +10,8 @@ from starlette.testclient import TestClient
 from service.frontend import Frontend, Sink
 from service.messages import FinishReason, Submit, decode_command, encode_events
 from service.metrics import render
-from service.queue_terms import QueueTerms
+from service.openapi import openapi_document
+from service.queue_terms import TIMEOUT_HEADER, QueueTerms
 from tests.service.echo import EchoQueue
 from tests.service.sequences import make_choice, make_delta, make_finish, make_hello, make_request
 
@@ -125,3 +126,14 @@ def test_who_would_wait_too_long_is_refused_before_it_costs_anything(client: Tes
     assert queue.submits == []
     assert 'reason="queue_time"} 1.0' in render()[0].decode()
     assert client.post("/v1/completions", json={"prompt": "a", "timeout": 50}).status_code == 200
+
+
+def test_the_document_says_where_a_timeout_may_stand() -> None:
+    document = openapi_document()
+    for path, operations in document["paths"].items():
+        waits = path in {route for route, _ in ROUTES}
+        told = [parameter["name"] for parameter in operations.get("post", {}).get("parameters", ())]
+        assert (TIMEOUT_HEADER in told) == waits, path
+        assert ("408" in str(operations) and "queue_timeout" in str(operations)) == waits, path
+    for name in ("CompletionRequest", "ChatCompletionRequest", "EmbeddingRequest"):
+        assert "timeout" in document["components"]["schemas"][name]["properties"]
