@@ -2,7 +2,8 @@
 
 Three bounds: on sequences, on tokens, and on the time that a request would wait by the rate at which sequences have
 begun of late. The last one keeps the service fast for those it admits: a queue that never empties adds waiting and no
-throughput. It is not applied where places are free, or before a rate is known.
+throughput. It is not applied where places are free, before a rate is known, or to an owner of whom nothing waits yet,
+who may wait as long as its timeout.
 
 Room is shared among owners by dynamic thresholds (Choudhury and Hahne 1998, IEEE/ACM Trans. Networking 6(2)): an owner
 may have at most four times as much as is left. One alone gets all that the settings say, and a quarter of that again
@@ -28,6 +29,8 @@ _LONGEST_WAIT_SECONDS = 120.0
 _SHORTEST_WAIT_SECONDS = 0.02
 # How many times what is left an owner may have.
 _THRESHOLD = 4
+# The share of places above which starts are counted for the rate of a full service.
+_FULL = 7 / 8
 # Told times are spread by up to this share, so that those who were refused together do not come back together.
 _SPREAD = 0.25
 # How much more room there is for who has come back, as a share.
@@ -188,7 +191,9 @@ class Admission:
         if self.num_sequences + num_sequences <= self._max_num_running or not self._started.is_known:
             return None
         wait_seconds = self._started.seconds_for(self._num_ahead(terms.owner, num_sequences) + num_sequences)
-        patience_seconds = terms.patience_seconds * (1.0 + bonus)
+        # The first of an owner's line has only others' first ones before it.
+        patience_seconds = terms.patience_seconds if holding.num_waiting else terms.timeout_seconds
+        patience_seconds *= 1.0 + bonus
         if wait_seconds <= patience_seconds:
             return None
         return _Shortage(wait_seconds - patience_seconds, wait_seconds)
@@ -211,7 +216,8 @@ class Admission:
         self._last_seconds = now
         self._finished.add(sequences, seconds)
         self._started_tokens.add(tokens, seconds)
-        if self.num_sequences >= self._max_num_running:
+        # With as much as that the places are as good as full; a place that is free for a moment does not interrupt it.
+        if self.num_sequences >= _FULL * self._max_num_running:
             self._started.add(begun, seconds)
 
 

@@ -299,3 +299,31 @@ def test_the_bounds_hold_whatever_comes(arrivals: list[tuple[int, int, float]]) 
         assert service.admission.num_sequences == len(live) <= 6
         assert service.admission.num_waiting_tokens == sum(live)
         assert sum(live) <= 100 or len(live) <= 3
+
+
+def test_the_first_of_an_owners_line_may_wait_as_long_as_its_timeout() -> None:
+    service, _ = make_busy(num_waiting=10)
+    for timeout_seconds, is_admitted in ((1.5, False), (2.5, True)):
+        terms = QueueTerms(owner="two", patience_seconds=0.001, timeout_seconds=timeout_seconds)
+        assert (service.refused([10], terms) is None) == is_admitted
+    assert service.refused([10], QueueTerms(owner="two", patience_seconds=0.001)) is not None
+
+
+def test_a_place_that_is_free_for_a_moment_does_not_hide_what_begins_in_it() -> None:
+    service = Service(running=64, waiting=20)
+    service.admission.admit([1] * 64)
+    for _ in range(64):
+        service.admission.started(1)
+    for _ in range(400):
+        service.clock.now += 0.5
+        service.admission.ended()
+        service.admission.admit([1])
+        service.clock.now += 0.5
+        service.admission.started(1)
+        service.admission.ended()
+        service.admission.admit([1])
+        service.admission.started(1)
+    service.admission.admit([1])
+    refusal = service.refused([1], QueueTerms(patience_seconds=0.001))
+    assert isinstance(refusal, WaitTooLong)
+    assert "would wait about 1.0 s" in refusal.message  # two ahead at two a second

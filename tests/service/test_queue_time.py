@@ -117,7 +117,7 @@ def test_who_would_wait_too_long_is_refused_before_it_costs_anything(client: Tes
     by a rate that was observed before."""
     frontend: Frontend = queue.frontend
     admission = frontend._journal._admission
-    admission.admit([1, 1])
+    admission.admit([1, 1], QueueTerms(owner="address testclient"))
     for _ in range(200):
         admission._started.add(1, 10.0)
     response = client.post("/v1/completions", json={"prompt": "a"})
