@@ -121,8 +121,9 @@ class ServiceProcess:
             ]
 
     def worker_processes(self) -> list[psutil.Process]:
-        """The processes that have torch mapped: the engine runs there."""
-        return [process for process in self.all_processes() if has_torch(process)]
+        """The processes that have torch mapped, but for the standby: the engine runs there."""
+        named = ((process, process.name()) for process in self.all_processes())
+        return [process for process, name in named if name != "kvasir-standby" and has_torch(process)]
 
 
 def has_torch(process: psutil.Process) -> bool:

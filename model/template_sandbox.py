@@ -10,6 +10,7 @@ The environment is that of transformers' `apply_chat_template` (trimmed blocks, 
 escapes, `raise_exception`, `strftime_now`, `{% generation %}`): a template means here what it means there.
 """
 
+import ctypes
 import json
 import resource
 import signal
@@ -26,6 +27,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 _LONGEST_MESSAGE = 300
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h: the kernel ends this process with its parent, even in the middle of work
 
 
 class TemplateFailure(ValueError):
@@ -119,6 +122,7 @@ def main() -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the parent, which then closes the pipe
         signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     order = json.loads(sys.stdin.readline())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (order["memory_bytes"],) * 2)

@@ -59,6 +59,7 @@ watchdog         tells when a worker hangs
 supervision      what main does about the deaths of others
 server           the composition root: start and end, supervision and drain
 logs             one line each, the process named
+leftovers        directories that a killed service has left
 metric_families  every metric once: name, unit, help, labels, buckets
 metrics          observes, and exposes what all processes have observed
 engine/          single-threaded and synchronous: scheduler, blocks, runner

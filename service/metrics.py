@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, TypeAlias
 
 from prometheus_client import (
@@ -28,11 +29,13 @@ from prometheus_client import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from service.leftovers import claim, remove_leftovers
 from service.messages import Finish, FinishReason, Hello, StepStats
 from service.metric_families import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Family, Kind
 from service.metric_families import EngineState as EngineState
 
 _DIRECTORY_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's name
+_DIRECTORY_PREFIX: Final = "kvasir-metrics-"
 _Instrument: TypeAlias = Counter | Gauge | Histogram
 
 
@@ -225,9 +228,12 @@ class Metrics:
 def prepare_directory() -> str:
     """A fresh, private directory for what this process and all it will start observe; removed when it exits.
 
-    For the process that starts the others, before it starts them or constructs `Metrics`.
+    Those of services that were killed are removed now. For the process that starts the others, before it starts them or
+    constructs `Metrics`.
     """
-    directory = tempfile.mkdtemp(prefix="kvasir-metrics-")
+    directory = tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX)
+    claim(Path(directory))
+    remove_leftovers(Path(directory).parent, _DIRECTORY_PREFIX)
     os.environ[_DIRECTORY_VARIABLE] = directory
     atexit.register(_remove_directory, directory, os.getpid())
     return directory

@@ -7,6 +7,7 @@ by RLIMIT_AS, processor time by a timer whose signal ends the process. What pass
 A schema that cannot be used is searched for the innermost part that cannot be used alone.
 """
 
+import ctypes
 import json
 import random
 import re
@@ -30,6 +31,8 @@ _LONGEST_PLACE = 100
 _ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h: the kernel ends this process with its parent, even in the middle of work
 
 
 def grammar_of(kind: str, content: Any, *, lenient: bool) -> str:
@@ -140,6 +143,7 @@ def main() -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the parent, which then closes the pipe
         signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     order = json.loads(sys.stdin.readline())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokens = [token.encode("latin-1") for token in order["tokens"]]

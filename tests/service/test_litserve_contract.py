@@ -3,6 +3,7 @@
 import asyncio
 import importlib.metadata
 import inspect
+import multiprocessing
 import pickle
 from collections import deque
 from queue import Queue
@@ -14,6 +15,7 @@ from litserve import LitAPI, LitServer
 from litserve.loops import LitLoop, inference_worker
 from litserve.server import response_queue_to_buffer
 from litserve.specs.base import LitSpec
+from litserve.transport.process_transport import MPQueueTransport
 from litserve.utils import LitAPIStatus, LoopResponseType, WorkerSetupStatus
 from starlette.testclient import TestClient
 
@@ -203,3 +205,47 @@ def test_the_monitor_asks_often_and_replaces_a_dead_worker() -> None:
 def test_workers_are_spawned_and_api_processes_forked() -> None:
     assert 'get_context("spawn")' in inspect.getsource(LitServer.launch_inference_worker)
     assert 'get_context("fork")' in inspect.getsource(LitServer._start_server)
+
+
+def test_whoever_starts_a_worker_asks_for_its_queue_and_so_does_the_spec() -> None:
+    """Each worker of ours has a queue of its own."""
+    assert list(inspect.signature(LitServer._get_request_queue).parameters) == ["self", "api_path"]
+    for asker in (LitServer.launch_inference_worker, LitServer.launch_single_inference_worker):
+        assert "self._get_request_queue(lit_api.api_path)" in inspect.getsource(asker)
+    assert "server._get_request_queue(self.api_path)" in inspect.getsource(LitSpec.setup)
+
+
+def test_a_worker_gets_the_api_object_itself_so_that_what_we_hang_on_it_arrives() -> None:
+    source = inspect.getsource(LitServer.launch_single_inference_worker)
+    assert "target=inference_worker,\n            args=(\n                lit_api,\n" in source
+    assert source.rstrip().endswith("process.start()\n        return process")
+
+
+def test_the_api_process_is_started_and_the_manager_forked_by_the_thread_that_runs() -> None:
+    """The kernel ends a child with the thread that started it: that one must last as long as main."""
+    run = inspect.getsource(LitServer.run)
+    assert "manager = self._init_manager(num_api_servers)" in run
+    assert "uvicorn_workers = self._start_server(" in run
+    assert "manager = mp.Manager()" in inspect.getsource(LitServer._init_manager)
+    assert "Thread" not in inspect.getsource(LitServer._init_manager)
+
+
+def test_a_dead_queue_process_is_an_error_that_the_worker_knows_and_not_an_empty_queue() -> None:
+    started: Any = multiprocessing.Manager()
+    with started as manager:
+        queue: Any = manager.Queue()
+        transport = MPQueueTransport(manager, [manager.Queue()])
+        process = started._process
+        assert process.pid
+        process.kill()
+        process.join()
+        with pytest.raises((EOFError, OSError)):
+            Loop().get_request(queue, timeout=0.01)
+        with pytest.raises((EOFError, OSError)):
+            Loop().put_response(transport, 0, "bus", b"data", LitAPIStatus.OK, LoopResponseType.STREAMING)
+
+
+def test_the_monitor_ends_at_the_first_exception_so_that_starting_a_worker_must_not_raise() -> None:
+    monitor = inspect.getsource(LitServer._start_worker_monitoring)
+    assert monitor.index("try:") < monitor.index("while not self._shutdown_event.is_set()")
+    assert "Monitoring worker crashed" in monitor

@@ -1,5 +1,7 @@
 """Templates that would take all there is take what they may, and the next conversation is rendered all the same."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,3 +101,25 @@ def test_a_template_cannot_read_files_beside_it(tmp_path: Path) -> None:
     secret.write_text("secret")
     with TemplateProcess(f"{{% include '{secret}' %}}") as process, pytest.raises(TemplateFailure, match="no loader"):
         process.render({})
+
+
+_ENDLESS = """
+from service.template_process import Limits, TemplateProcess
+loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+process = TemplateProcess("{% if messages %}" + loops + "{% endif %}", Limits(cpu_seconds=3600))
+process.check()
+print("checked", flush=True)
+process.render({"messages": ["a"]})
+"""
+
+
+def test_it_ends_with_its_parent_in_the_middle_of_work() -> None:
+    with subprocess.Popen([sys.executable, "-c", _ENDLESS], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"checked\n"
+        (child,) = psutil.Process(parent.pid).children()
+        before = child.cpu_times().user
+        while child.cpu_times().user < before + 0.1:  # it renders
+            assert parent.poll() is None
+        parent.kill()
+    assert psutil.wait_procs([child], timeout=60)[1] == []

@@ -1,0 +1,60 @@
+"""`kvasir serve` with a model that some prompts kill, or hang: `python -m tests.e2e.poisoned serve …`."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from service import logs
+from service.messages import Submit
+from service.server import build_server
+from service.settings import ServeSettings, read_settings
+from service.worker import EngineAPI
+
+KILLS, HANGS = [1, 2, 1, 2], [3, 4, 3, 4]
+
+
+class PoisonedEngine:
+    """An engine that dies, or stands still, where it begins to compute such a prompt."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._poisons: dict[str, list[int]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def submit(self, submit: Submit) -> None:
+        """Take note of it."""
+        self._poisons[submit.uid] = list(submit.prompt_token_ids)
+        self._engine.submit(submit)
+
+    def step(self, *, before: Callable[[list[str]], None]) -> Any:
+        """A step, if it survives it."""
+
+        def begin(uids: list[str]) -> None:
+            before(uids)
+            prompts = [self._poisons[uid] for uid in uids]
+            if KILLS in prompts:
+                os.kill(os.getpid(), signal.SIGKILL)
+            while HANGS in prompts:
+                time.sleep(1)
+
+        return self._engine.step(before=begin)
+
+
+class PoisonedAPI(EngineAPI):
+    """Builds it."""
+
+    def build(self) -> Any:
+        """See `EngineAPI.build`."""
+        engine, facts = super().build()
+        return PoisonedEngine(engine), facts
+
+
+if __name__ == "__main__":
+    settings = read_settings(ServeSettings, sys.argv[2:], command="serve", summary="")
+    logs.configure(settings.log_level)
+    raise SystemExit(build_server(settings, engine_api=PoisonedAPI).serve())
