@@ -3,13 +3,14 @@ PYTHON ?= python3
 CHECKPOINT ?= checkpoints/kvasir-9m
 HOST ?= 127.0.0.1
 PORT ?= 8000
+SECONDS ?= 60
 BIN := .venv/bin
 SERVING := .venv/.serving
 INSTALLED := .venv/.installed
 CLIENTS := .venv-clients
 CLIENTS_INSTALLED := $(patsubst tests/clients/requirements/%.txt,$(CLIENTS)/%/.installed,$(wildcard tests/clients/requirements/*.txt))
 
-.PHONY: help install serve test test-clients check format bench performance attention loadtest check-monitoring clean
+.PHONY: help install serve test test-clients check format bench performance attention loadtest fuzz check-monitoring clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -76,6 +77,10 @@ attention: install ## train and measure every mechanism of docs/attention.md (ho
 
 loadtest: install ## a minute of locust against a service on 127.0.0.1:8000; PORT=N and HOST=ADDRESS
 	$(BIN)/locust -f loadtest/locustfile.py --headless --users 8 --spawn-rate 8 --run-time 1m --host http://$(HOST):$(PORT)
+
+fuzz: $(INSTALLED) ## fuzz what reads strangers' bytes, guided by the code that inputs reach: a minute each; SECONDS=N (Linux, Python 3.11 to 3.13)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt atheris
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
 
 check-monitoring: ## promtool and a real Prometheus against a running service (needs prometheus); PORT=N
 	monitoring/check.sh http://$(HOST):$(PORT)

@@ -17,6 +17,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from datetime import datetime
+from types import GenericAlias
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
@@ -53,6 +54,14 @@ class _Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's, without `dict['a']`: that stands for the class, and is none whose attributes Jinja guards."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """See Jinja."""
+        return not isinstance(obj, GenericAlias) and super().is_safe_attribute(obj, attr, value)
+
+
 class _PlainNamespace(Namespace):
     """`namespace()` without names that begin with an underscore: those are Python's."""
 
@@ -72,9 +81,7 @@ def compile_template(source: str) -> Template:
     Raises:
         TemplateFailure: it is not Jinja.
     """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals.update(
         raise_exception=_raise_exception,

@@ -20,6 +20,7 @@ openapi_examples a request, an answer and an error of each kind, for that docume
 api_keys         who may use the server: keys with names, from a file or the environment
 access           who may ask, and from which pages: the middleware around the routes; pure ASGI
 http_protocol    HTTP itself, with bounds on a request's head, on waiting for clients, and on connections
+checkpoint_stamp whether the weights are still those that were checked at the start
 machine          what the service needs of the machine, found out before it starts
 open_files       how many connections the limit of open files leaves room for
 requests         ids, body limits and error bodies around every request; pure ASGI

@@ -30,6 +30,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from service.leftovers import claim, remove_leftovers
+from service.machine import reserve
 from service.messages import Finish, FinishReason, Hello, StepStats
 from service.metric_families import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Family, Kind
 from service.metric_families import EngineState as EngineState
@@ -76,6 +77,16 @@ class Metrics:
         self._request_prompt_tokens = self._histogram("request_prompt_tokens")
         self._request_generation_tokens = self._histogram("request_generation_tokens")
         self._request_max_tokens = self._histogram("request_params_max_tokens")
+        self.reserve_room()
+
+    def reserve_room(self) -> None:
+        """Take this process' room on the disk now.
+
+        Raises:
+            OSError: there is none.
+        """
+        self._counter("requests_replayed", "resubmitted").inc(0)  # a forked child then has files of its own
+        reserve(_directory())
 
         self._running = self._gauge("num_requests_running")
         self._waiting = self._gauge("num_requests_waiting")

@@ -31,6 +31,7 @@ from service.api_keys import ApiKeys, read_api_keys
 from service.frontend import Frontend, Sink
 from service.http_protocol import BoundedHttpProtocol, ConnectionLimits
 from service.lifecycle import Lifecycle, Phase, name_process
+from service.machine import machine_fault
 from service.messages import BUS
 from service.metrics import EngineState, Metrics, prepare_directory
 from service.open_files import connections_within_limits
@@ -212,6 +213,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         signal.signal(signal.SIGTERM, on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         async with super().lifespan(app):
+            self._metrics.reserve_room()
             task = asyncio.create_task(self._frontend.tend())
             logger.info("ready: http://%s:%d", self._settings.host, self._settings.port)
             yield
@@ -285,16 +287,21 @@ def build_server(settings: ServeSettings, *, engine_api: type[EngineAPI] = Engin
             line says why.
         SettingsError: a longer context was asked for than the model has, the API keys cannot be used, or too
             few files may be open.
-        StartError: the port is taken.
+        StartError: the port is taken, or the machine lacks shared memory or room.
     """
+    if (fault := machine_fault()) is not None:
+        raise StartError(fault)
     _check_port(settings.host, settings.port)
     keys = read_api_keys(settings)
     manifest = read_manifest(settings.checkpoint)
     serving = read_serving(settings, manifest, manifest.verify())
     for warning in (*keys.warnings, *serving.warnings()):
         logger.warning("%s", warning)
-    prepare_directory()
-    metrics = Metrics(serving.model_name)
+    try:
+        prepare_directory()
+        metrics = Metrics(serving.model_name)
+    except OSError as error:
+        raise StartError(f"metrics cannot be written ({error.strerror}); name another directory in TMPDIR") from None
     lifecycle = Lifecycle(main_pid=os.getpid())
     frontend = Frontend(settings, serving=serving, lifecycle=lifecycle, metrics=metrics)
     api = engine_api(

@@ -25,6 +25,7 @@ from litserve.utils import LitAPIStatus, LoopResponseType
 
 from model.manifest import Manifest
 from service import logs
+from service.checkpoint_stamp import check_unchanged, stamps_of
 from service.driver import Driver, Parcel
 from service.lifecycle import Lifecycle, Phase, name_process
 from service.messages import (
@@ -70,6 +71,7 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
         super().__init__(loop=loop, spec=spec, api_path=API_PATH)
         self.settings = settings
         self.manifest = manifest
+        self.stamps = stamps_of(manifest.weight_files)
         self.found = found
         self.lifecycle = lifecycle
         self.word: Connection | None = None  # of a standby: what it waits for
@@ -87,23 +89,28 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
         Raises:
             SystemExit: the engine cannot be built; one line on stderr has said why.
         """
+        logs.configure(self.settings.log_level)
         self.lifecycle.die_with_main()
         _obey_only_main(self.lifecycle)
         if self.word is not None:
             name_process("kvasir-standby")
             wait_for_word(self.word)
         name_process("kvasir-worker")
-        # Not above: main imports this module too, and so the API process forked from it would hold torch, which
-        # costs 2 s and 217 MiB.
-        import torch
-
-        self.started_seconds = self.lifecycle.epoch_seconds.value
-        logs.configure(self.settings.log_level)
         try:
+            # Not above: main imports this module too, and so the API process forked from it would hold torch, which
+            # costs 2 s and 217 MiB.
+            import torch
+        except (ImportError, MemoryError, OSError) as error:  # a library that cannot be mapped is an ImportError
+            self._tell(error, is_memory=True)
+            raise SystemExit(EXIT_TOLD) from None
+        self.started_seconds = self.lifecycle.epoch_seconds.value
+        try:
+            check_unchanged(self.stamps)
             self.engine, self.facts = self.build()
             if self.lifecycle.epoch.value == 0:  # once, and when all of it is known
                 found = {**self.found, **self.facts.found()}
-                print("\n".join(effective_values(self.settings, found)), flush=True)
+                with suppress(OSError):  # a full disk behind stdout
+                    print("\n".join(effective_values(self.settings, found)), flush=True)
         except (ValueError, RuntimeError, MemoryError, OSError) as error:
             self._tell(error, is_memory=isinstance(error, (MemoryError, torch.OutOfMemoryError)))
             raise SystemExit(EXIT_TOLD) from None

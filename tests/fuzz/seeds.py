@@ -1,0 +1,38 @@
+"""Valid inputs of each target, from which others are made."""
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from safetensors.numpy import save
+
+from service.openapi import openapi_document
+from tests.families.models import CASES
+from tests.model.tokenizer import makers
+from tests.tiny_model import save_tiny_checkpoint
+
+
+@cache
+def seeds() -> dict[str, list[bytes]]:
+    """By the target's name."""
+    posts = [methods["post"] for methods in openapi_document()["paths"].values() if "post" in methods]
+    contents = [post["requestBody"]["content"]["application/json"]["examples"] for post in posts]
+    bodies = [json.dumps(example["value"]).encode() for examples in contents for example in examples.values()]
+    heads = [b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body) for body in bodies[:3]]
+    chunked = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n2;a=b\r\nok\r\n0\r\nc: d\r\n\r\n"
+    offer = b"GET / HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
+    with TemporaryDirectory() as directory:
+        checkpoint = save_tiny_checkpoint(Path(directory) / "tiny")
+        own = [(checkpoint / name).read_bytes() for name in ("manifest.json", "config.json", "tokenizer_spec.json")]
+    tokenizers = [make().to_str().encode() for name, make in makers.EXACT.items() if name in ("gpt2", "llama2")]
+    return {
+        "request": bodies,
+        "http": [*heads, chunked, offer, heads[0] * 3],
+        "config": [case.build().config.to_json_string().encode() for case in CASES.values()],
+        "header": [save({"a": np.zeros((2, 3), np.float32), "b": np.ones(4, np.int64)}), save({})],
+        "tokenizer": tokenizers,
+        "native": own,
+        "ids": [bytes(range(64)), b"\xf0\x9f\x98\x80" * 4],
+    }

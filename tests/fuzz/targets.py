@@ -1,0 +1,144 @@
+"""What must hold of any bytes. Each function takes some and raises where it does not."""
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Final
+
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from model.checkpoint_files import CheckpointError
+from model.manifest import CONFIG_FILE, MANIFEST_FILE, read_manifest
+from model.safetensors_header import read_headers
+from model.tokenizer.files import load_tokenizer
+from model.tokenizer.interface import TokenizerError
+from model.tokenizer.stream import StreamDecoder
+from service.chat_schemas import ChatCompletionRequest, TokenizeRequest
+from service.embedding_schemas import EmbeddingRequest
+from service.errors import InvalidRequest
+from service.schemas import CompletionRequest, DetokenizeRequest, parse_body
+from tests.service.wire import connect
+from tests.tiny_model import tiny_tokenizer
+
+_ANSWER: Final = re.compile(rb"HTTP/1\.1 (200|4\d\d) [ -~]+\r\n(?:[a-z-]+: [ -~]*\r\n)+\r\n")
+_TOKENIZER: Final = tiny_tokenizer()
+
+
+def request(data: bytes) -> None:
+    """A body is a request, or refused in one short line that names a field at most."""
+    for kind in (CompletionRequest, ChatCompletionRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest):
+        try:
+            parse_body(kind, data)
+        except InvalidRequest as error:
+            _is_short(error)
+
+
+def _is_short(error: InvalidRequest) -> None:
+    assert 0 < len(error.message) < 500, error.message
+    assert error.param is None or len(error.param) < 300, error.param
+
+
+async def _echo(scope: Scope, receive: Receive, send: Send) -> None:
+    body, is_more = b"", True
+    while is_more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        body, is_more = body + message["body"], message["more_body"]
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def http(data: bytes) -> None:
+    """What a connection is sent is answered, refused, or waited for the rest of; no answer is malformed."""
+
+    async def talk() -> bytes:
+        state = ServerState()
+        protocol, wire = connect(_echo, state)
+        for start in range(0, len(data), 100):
+            if not wire.is_closing():
+                protocol.data_received(data[start : start + 100])
+                await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        protocol.connection_lost(None)
+        await asyncio.gather(*state.tasks)
+        return wire.written
+
+    written = asyncio.run(talk()).removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+    assert not written or _ANSWER.match(written), written[:300]
+
+
+@cache
+def _directory(name: str) -> Path:
+    return Path(mkdtemp(prefix=f"kvasir-fuzz-{name}-"))
+
+
+def _is_line(error: Exception) -> None:
+    assert str(error)
+    assert str(error).isprintable(), repr(error)
+    assert len(str(error)) < 1000
+
+
+def config(data: bytes) -> None:
+    """Another library's config.json describes a model, or is refused in one line."""
+    directory = _directory("config")
+    (directory / CONFIG_FILE).write_bytes(data)
+    try:
+        read_manifest(directory)
+    except CheckpointError as error:
+        _is_line(error)
+
+
+def native(data: bytes) -> None:
+    """Each file of a checkpoint of ours may be any bytes, with a manifest and without."""
+    directory = _directory("native")
+    for name in (MANIFEST_FILE, CONFIG_FILE, "tokenizer_spec.json"):
+        (directory / name).write_bytes(data)
+    for read in (lambda: read_manifest(directory).verify(), lambda: load_tokenizer(directory)):
+        try:
+            read()
+        except (CheckpointError, TokenizerError) as error:
+            _is_line(error)
+
+
+def header(data: bytes) -> None:
+    """A safetensors file has tensors within it, or is refused in one line."""
+    path = _directory("header") / "x.safetensors"
+    path.write_bytes(data)
+    try:
+        for tensor in read_headers(path).values():
+            assert tensor.end <= len(data)
+    except CheckpointError as error:
+        _is_line(error)
+
+
+def tokenizer(data: bytes) -> None:
+    """Another library's tokenizer.json encodes text, or is refused in one line."""
+    directory = _directory("tokenizer")
+    (directory / "tokenizer.json").write_bytes(data)
+    try:
+        found = load_tokenizer(directory)
+    except TokenizerError as error:
+        _is_line(error)
+    else:
+        found.decode(found.encode("a story 😀"))
+
+
+def ids(data: bytes) -> None:
+    """Any ids stream to what their bytes say, no character is shown by halves, and a text comes back."""
+    decoder = StreamDecoder(_TOKENIZER)
+    token_ids = [byte % _TOKENIZER.vocab_size for byte in data]
+    pieces = [*(decoder.push([token_id]) for token_id in token_ids), decoder.flush()]
+    plain = b"".join(map(_TOKENIZER.token_bytes, token_ids)).decode("utf-8", "replace")
+    assert "".join(pieces) == plain
+    text = data.decode("utf-8", "replace")
+    assert _TOKENIZER.decode(_TOKENIZER.encode(text)) == text
+
+
+TARGETS: Final[Mapping[str, Callable[[bytes], None]]] = {
+    target.__name__: target for target in (request, http, config, native, header, tokenizer, ids)
+}

@@ -1,0 +1,130 @@
+"""Machines that nobody should have: the service says in a line why it cannot start, or serves all the same."""
+
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from service.checkpoint_stamp import CheckpointChanged, check_unchanged, stamps_of
+from tests.e2e.process import Service, clean_environment, command, free_port, serving, wait_until
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+
+
+def within(limit: int, value: int) -> Callable[[], None]:
+    return lambda: resource.setrlimit(limit, (value, value))
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "variables", "said"),
+    [
+        (resource.RLIMIT_NOFILE, 64, {}, "only 64 files may be open at once"),
+        (resource.RLIMIT_AS, 600 * 2**20, {}, "lower --kv-cache-memory"),
+        (resource.RLIMIT_FSIZE, 2048, {}, "shared memory cannot be used (File too large)"),
+    ],
+)
+def test_a_machine_with_too_little_is_told_so_in_a_line(
+    tiny_checkpoint: Path, limit: int, value: int, variables: Mapping[str, str], said: str
+) -> None:
+    ended = subprocess.run(
+        command(tiny_checkpoint, free_port()),
+        preexec_fn=within(limit, value),
+        env=clean_environment() | variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode in (1, 2)
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("kvasir serve: ")
+    assert said in line
+
+
+def test_full_disks_behind_the_logs_are_no_reason_to_end(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    port = free_port()
+    with open("/dev/full", "wb") as full:
+        process = subprocess.Popen(command(tiny_checkpoint, port), stdout=full, stderr=full, env=clean_environment())
+    service = Service(process, f"http://127.0.0.1:{port}", tmp_path / "no log", tmp_path / "nothing")
+    try:
+        wait_until(lambda: process.poll() is not None or service.is_ready(), seconds=300, what="the service")
+        assert process.poll() is None
+        assert service.text("once", max_tokens=2) is not None
+        assert service.post(prompt="", max_tokens=2).status_code == 400
+    finally:
+        code = service.stop()
+    assert code == 0
+
+
+def test_without_room_for_one_more_file_the_others_are_served(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """The limit is lowered under the service, so that connections are refused by the system, not by it."""
+    with serving(tiny_checkpoint, tmp_path) as service, httpx.Client(base_url=service.url, timeout=60) as client:
+        api = service.api
+        body = {"prompt": "once", "max_tokens": 2}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        limits = resource.prlimit(api.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(api.pid, resource.RLIMIT_NOFILE, (api.num_fds() + 4, limits[1]))
+        address = ("127.0.0.1", urlsplit(service.url).port or 0)
+        with ExitStack() as stack:
+            for _ in range(50):
+                stack.enter_context(socket.create_connection(address, timeout=30))
+            used, begun = sum(api.cpu_times()[:2]), time.monotonic()
+            assert [client.post("/v1/completions", json=body).status_code for _ in range(5)] == [200] * 5
+            while time.monotonic() < begun + 2.0:
+                assert client.get("/health").status_code == 200
+                time.sleep(0.2)  # nobody asks for anything: that is what is measured
+            assert (sum(api.cpu_times()[:2]) - used) / (time.monotonic() - begun) < 0.5, "it spins"
+        resource.prlimit(api.pid, resource.RLIMIT_NOFILE, limits)
+        assert service.text("once", max_tokens=2) is not None
+        assert len(service.log.read_text()) < 20_000
+
+
+def test_a_checkpoint_that_is_gone_is_missed_by_the_next_worker_only(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "copy"
+    shutil.copytree(tiny_checkpoint, checkpoint)
+    with serving(checkpoint, tmp_path) as service:
+        before = service.text("once", max_tokens=8, temperature=0)
+        shutil.rmtree(checkpoint)
+        assert service.text("once", max_tokens=8, temperature=0) == before
+        service.worker.send_signal(signal.SIGKILL)
+        wait_until(lambda: service.process.poll() is not None, seconds=300, what="the end")
+        assert service.process.returncode == 1
+        log = service.log.read_text()
+        assert "giving up" in log.splitlines()[-1]
+        assert str(checkpoint) in log
+        assert "Traceback" not in log
+
+
+def test_a_checkpoint_that_was_replaced_is_not_mixed_with_the_old_one(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "copy"
+    shutil.copytree(tiny_checkpoint, checkpoint)
+    stamps = stamps_of(checkpoint.glob("*.safetensors"))
+    check_unchanged(stamps)
+    (weights,) = stamps
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(CheckpointChanged, match="has changed since the service started; start it again"):
+        check_unchanged(stamps)
+    weights.unlink()
+    with pytest.raises(CheckpointChanged, match="No such file or directory; put it back"):
+        check_unchanged(stamps)
+
+
+def test_nothing_but_a_date_comes_from_the_clock_of_the_wall() -> None:
+    """Clocks are set; what is measured or waited for is by the monotonic one."""
+    sources = [path for package in ("service", "model") for path in (ROOT / package).rglob("*.py")]
+    by_wall = [line.strip() for path in sources for line in path.read_text().splitlines() if "time.time()" in line]
+    assert len(by_wall) == 1
+    assert by_wall[0].startswith("created=")
