@@ -68,6 +68,7 @@ bench: install ## sweep the engine in this process; CHECKPOINT=DIR
 
 performance: bench ## measure engine and service, write docs/performance.md; CHECKPOINT=DIR
 	$(BIN)/python -m loadtest.bench_service --checkpoint $(CHECKPOINT) --out docs/results/service.json
+	$(BIN)/python -m loadtest.bench_frontend --checkpoint $(CHECKPOINT) --out docs/results/frontend.json
 	$(BIN)/python -m loadtest.performance_page
 
 attention: install ## train and measure every mechanism of docs/attention.md (hours; may be interrupted; needs the corpora of docs/training.md)

@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output-tokens", type=int, default=200, metavar="N", help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="default: %(default)s")
     arguments = parser.parse_args(given)
+    began = time.perf_counter()
     facts = provenance(parser.prog, given) | {"other_work_cores": quiet_or_warned(parser.prog)}
     levels = [Load(n, n * arguments.requests_per_stream, arguments.output_tokens) for n in arguments.streams]
     try:
@@ -126,7 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ServiceFailed as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
-    tell(facts | {"kind": "frontend", "levels": [*itertools.chain(*paces)]}, arguments.out)
+    took = {"took_seconds": round(time.perf_counter() - began, 1)}
+    tell(facts | took | {"kind": "frontend", "levels": [*itertools.chain(*paces)]}, arguments.out)
     return 0
 
 

@@ -22,6 +22,8 @@ PROMISED_STREAMS = 16
 MAX_IDLE_CPU_PERCENT = 0.5
 MAX_API_MB = 150.0
 MAX_START_SECONDS = 10.0
+MIN_FRONTEND_TOKENS_PER_SECOND = 25_000.0
+FRONTEND_STREAMS = 64
 
 _HEAD = """# Performance
 
@@ -42,18 +44,35 @@ class Promise:
     kept: bool
 
 
-def render(engine: dict[str, Any], service: dict[str, Any]) -> str:
+def render(engine: dict[str, Any], service: dict[str, Any], frontend: dict[str, Any]) -> str:
     """The page.
 
     Raises:
         KeyError: a result lacks what the page needs; it was written by another version of the bench.
     """
-    parts = [_HEAD, _promises_table(promises(service)), _engine(engine), _service(service), _machines(engine, service)]
-    return "\n".join(parts)
+    kept = [*promises(service), *frontend_promises(frontend)]
+    results = {"engine": engine, "service": service, "frontend": frontend}
+    return "\n".join(
+        [_HEAD, _promises_table(kept), _engine(engine), _service(service), _frontend(frontend), _machines(results)]
+    )
+
+
+def frontend_promises(frontend: dict[str, Any]) -> list[Promise]:
+    """What the way to the client can carry, when the engine never keeps it waiting."""
+    return [
+        Promise(
+            f"Tokens/s to {FRONTEND_STREAMS} streams by one core, were the engine instant",
+            f"at least {MIN_FRONTEND_TOKENS_PER_SECOND:,.0f}",
+            _spread(level["tokens_per_second_on_one_core"], ",.0f"),
+            level["tokens_per_second_on_one_core"]["median"] >= MIN_FRONTEND_TOKENS_PER_SECOND,
+        )
+        for level in frontend["levels"]
+        if level["num_streams"] == FRONTEND_STREAMS and not level["step_ms"]
+    ]
 
 
 def promises(service: dict[str, Any]) -> list[Promise]:
-    """Each promise beside what was measured."""
+    """Each promise to the clients of the whole service beside what was measured."""
     start, idle = service["start_seconds"], service["idle"]["worker_cpu_percent"]
     api = [process for process in service["processes"] if process["part"] == "api"]
     largest = max(process["rss_mb"] for process in api)
@@ -161,9 +180,30 @@ The processes after that load; all of them together, idle, use {_spread(idle, ".
 {_table(["process", "resident MB", "threads", "torch"], processes)}"""
 
 
-def _machines(engine: dict[str, Any], service: dict[str, Any]) -> str:
+def _frontend(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            f"{level['step_ms']:g}" if level["step_ms"] else "instant",
+            str(level["num_streams"]),
+            _spread(level["cpu_us_per_token"], ".0f"),
+            _spread(level["tokens_per_second_on_one_core"], ",.0f"),
+        ]
+        for level in result["levels"]
+    ]
+    head = ["steps every ms", "streams", "CPU of the API process, µs a token", "tokens/s by one core"]
+    return f"""## The way to the client
+
+{_command(result)}
+
+The service over an engine that computes nothing: what queues, JSON, events and sockets cost. An instant engine is ahead
+of them, and a stream's tokens leave several at a time, each an event of its own; at a pace, each is written alone.
+
+{_table(head, rows)}"""
+
+
+def _machines(results: dict[str, dict[str, Any]]) -> str:
     rows = []
-    for name, result in (("engine", engine), ("service", service)):
+    for name, result in results.items():
         machine, versions = result["machine"], result["versions"]
         rows.append(
             [
@@ -209,19 +249,21 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write or check the page. Returns the exit code: 0, 1 for a page that differs, 2 for results missing."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.performance_page", description=__doc__.split("\n")[0])
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="has engine.json, service.json")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, metavar="DIR", help="has engine.json, service.json, frontend.json"
+    )
     parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="default: docs/performance.md")
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 when the page differs")
     arguments = parser.parse_args(argv)
     try:
-        engine, service = (
+        engine, service, frontend = (
             json.loads((arguments.results / f"{name}.json").read_text(encoding="utf-8"))
-            for name in ("engine", "service")
+            for name in ("engine", "service", "frontend")
         )
     except OSError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    page = render(engine, service)
+    page = render(engine, service, frontend)
     if not arguments.check:
         arguments.page.write_text(page, encoding="utf-8")
         print(arguments.page)

@@ -63,10 +63,25 @@ SERVICE = FACTS | {
         }
     ],
 }
+FRONTEND = FACTS | {
+    "kind": "frontend",
+    "command": "python -m loadtest.bench_frontend --checkpoint checkpoints/tiny",
+    "levels": [
+        {
+            "step_ms": step_ms,
+            "num_streams": 64,
+            "num_requests": 512,
+            "num_tokens": 200,
+            "tokens_per_second_on_one_core": spread(1e6 / us),
+            "cpu_us_per_token": spread(us),
+        }
+        for step_ms, us in ((0.0, 20.0), (4.0, 50.0))
+    ],
+}
 
 
 def test_every_figure_stands_beside_its_command() -> None:
-    page = performance_page.render(ENGINE, SERVICE)
+    page = performance_page.render(ENGINE, SERVICE, FRONTEND)
     engine, service = page.index(ENGINE["command"]), page.index(SERVICE["command"])
     assert engine < page.index("| 16 | 64 | 1234 (1111–1357) | 5000 (4500–5500) |") < service
     row = "| 16 | 950 (855–1045) | 1000 (900–1100) | 0.90 (0.81–0.99) | 20.0 / 40.0 | – / – | 5 % |"
@@ -74,13 +89,26 @@ def test_every_figure_stands_beside_its_command() -> None:
     assert "Model `tiny`, 6.6 million parameters, float32 on cpu, 2 threads." in page
     assert "Abacus, 2 cores, 24 GiB | 0.04 cores | 123 s |" in page
     assert "| worker | 400 | 9 | yes |" in page
+    frontend = page.index(FRONTEND["command"])
+    assert service < frontend < page.index("| instant | 64 | 20 (18–22) | 50,000 (45,000–55,000) |")
+    assert frontend < page.index("| 4 | 64 | 50 (45–55) | 20,000 (18,000–22,000) |")
 
 
 def test_all_promises_kept() -> None:
     made = performance_page.promises(SERVICE)
     assert len(made) == 5
     assert all(promise.kept for promise in made)
-    assert "**no**" not in performance_page.render(ENGINE, SERVICE)
+    (carried,) = performance_page.frontend_promises(FRONTEND)
+    assert carried.kept
+    assert "**no**" not in performance_page.render(ENGINE, SERVICE, FRONTEND)
+
+
+def test_a_way_to_the_client_that_is_too_narrow_is_shown() -> None:
+    broken: Any = copy.deepcopy(FRONTEND)
+    broken["levels"][0]["tokens_per_second_on_one_core"] = spread(24_999.0)
+    (carried,) = performance_page.frontend_promises(broken)
+    assert not carried.kept
+    assert performance_page.render(ENGINE, SERVICE, broken).count("**no**") == 1
 
 
 @pytest.mark.parametrize(
@@ -100,14 +128,14 @@ def test_a_broken_promise_is_shown(path: tuple[str | int, ...], value: object, f
         place = place[key]
     place[path[-1]] = value
     assert [figure in promise.figure for promise in performance_page.promises(broken) if not promise.kept] == [True]
-    assert performance_page.render(ENGINE, broken).count("**no**") == 1
+    assert performance_page.render(ENGINE, broken, FRONTEND).count("**no**") == 1
 
 
 def test_writing_and_checking(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--results", str(tmp_path), "--page", str(tmp_path / "page.md")]
     assert performance_page.main(given) == 2
     assert "engine.json" in capsys.readouterr().err
-    for name, result in (("engine", ENGINE), ("service", SERVICE)):
+    for name, result in (("engine", ENGINE), ("service", SERVICE), ("frontend", FRONTEND)):
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
     assert performance_page.main([*given, "--check"]) == 1
     assert performance_page.main(given) == 0
