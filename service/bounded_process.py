@@ -5,6 +5,7 @@ whoever asks next starts another. Asking blocks: whoever asks does so in a threa
 """
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,10 @@ from typing import Any
 
 class ProcessEnded(Exception):
     """The child ended before it answered: a limit ended it, most likely."""
+
+
+class ProcessKilled(ProcessEnded):
+    """It was killed, which none of its limits does."""
 
 
 class BoundedProcess:
@@ -26,6 +31,7 @@ class BoundedProcess:
     def __init__(self, arguments: Sequence[str]) -> None:
         self._arguments = arguments
         self._process: subprocess.Popen[str] | None = None
+        self._opening: Mapping[str, Any] = {}
 
     @property
     def is_running(self) -> bool:
@@ -39,6 +45,7 @@ class BoundedProcess:
             ProcessEnded: there was none.
         """
         assert self._process is None
+        self._opening = opening
         # -P: a script's own directory must not lend its modules' names to what it imports.
         self._process = subprocess.Popen(
             [sys.executable, "-P", *self._arguments],
@@ -48,14 +55,23 @@ class BoundedProcess:
             text=True,
             encoding="utf-8",
         )
-        return self.ask(opening)
+        return self._answer(opening)
 
     def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Give it an order. Returns the answer.
+        """Give it an order; to another in its place where it was killed, which is not the order's fault.
+
+        Returns the answer.
 
         Raises:
             ProcessEnded: there was none; the child is closed.
         """
+        try:
+            return self._answer(order)
+        except ProcessKilled:
+            self.start(self._opening)
+            return self._answer(order)
+
+    def _answer(self, order: Mapping[str, Any]) -> dict[str, Any]:
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -67,8 +83,9 @@ class BoundedProcess:
         except OSError:  # it ended before it had read everything
             line = ""
         if not line.endswith("\n"):
+            was_closed = self._process is not process
             self.close()
-            raise ProcessEnded
+            raise ProcessEnded if was_closed or process.wait() != -signal.SIGKILL else ProcessKilled
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -139,6 +139,9 @@ class Delivery(Response, ABC):
             max_tokens=choice.submit.params.max_tokens,
         )
 
+    def _num_received(self) -> int:
+        return sum(len(choice.token_ids) for choice in self._request.choices)
+
     def _fail(self) -> None:
         """Count what the request's failure cost."""
         self._metrics.count_wasted_tokens("failed", self._num_undelivered())
@@ -211,7 +214,7 @@ class CompletionStream(Delivery):
         return b"".join(events)
 
     def _num_undelivered(self) -> int:
-        return 0  # sent as they came
+        return self._num_received() - self._num_completion_tokens  # sent as they came
 
 
 class CompletionBody(Delivery):
@@ -239,7 +242,7 @@ class CompletionBody(Delivery):
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _num_undelivered(self) -> int:
-        return sum(len(choice.token_ids) for choice in self._request.choices)
+        return self._num_received()
 
 
 async def _written(write: Callable[[], bytes], num_scores: int) -> bytes:

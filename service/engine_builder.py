@@ -23,7 +23,7 @@ _PREFIX_CACHE_SHARE = 0.5
 _USUAL_LENGTH = 8192
 # Of free memory, for one context that is too long for half of it.
 _MOST_OF_MEMORY = 0.8
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,7 @@ def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, E
     device = find_device(settings.device)
     dtype_name = settings.dtype
     if dtype_name == "auto":
-        # float32 on CPU: there a row's result does not depend on the batch around it.
+        # float32 on CPU: there a row's result does not depend on the batch around it, but for rounding.
         dtype_name = "bfloat16" if device == "cuda" else "float32"
     dtype = _DTYPES[dtype_name]
     model = load_model(manifest, device=device, dtype=dtype, attention=ATTENTION_BACKENDS[settings.attention])

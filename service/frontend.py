@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from service.errors import ApiError, Draining, Overloaded
 from service.inspection import Inspection
 from service.journal import Journal, LiveRequest
 from service.lifecycle import Lifecycle, Phase
-from service.messages import API_PATH, BUS, Command, Hello, decode_events, encode_command
+from service.messages import API_PATH, BUS, Cancel, Command, Hello, decode_events, encode_command
 from service.metrics import EngineState, Metrics, render
 from service.plan import Planner
 from service.requests import json_response
@@ -51,12 +52,11 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self._settings = settings
         self._lifecycle = lifecycle
         self._metrics = metrics
-        self._tokenizer = tokenizer = serving.tokenizer
         self.model_name = serving.model_name
         self._card = _model_card(serving)
         admission = _admission(settings, metrics)
         self._planner = Planner(
-            tokenizer=tokenizer,
+            tokenizer=serving.tokenizer,
             model_name=self.model_name,
             max_context_length=serving.max_context_length,
             max_num_choices=admission.max_num_sequences,
@@ -64,13 +64,17 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             aliases=settings.model_alias,
             max_prompts=settings.max_prompts,
         )
-        self._chat = ChatPrompts(serving.template, tokenizer, max_waiting=admission.max_num_sequences)
+        self._chat = ChatPrompts(serving.template, serving.tokenizer, max_waiting=admission.max_num_sequences)
         max_body_bytes = settings.max_body_mb * 2**20
         self._tokenizer_routes = TokenizerRoutes(
             serving, planner=self._planner, chat=self._chat, max_body_bytes=max_body_bytes
         )
         self._journal = Journal(
-            send=self._send, admission=admission, on_hello=self._hear_hello, on_replay=metrics.count_replay
+            send=self._send,
+            admission=admission,
+            on_hello=self._hear_hello,
+            on_replay=metrics.count_replay,
+            on_late=partial(metrics.count_wasted_tokens, "cancelled"),
         )
         self._inspection = Inspection(
             planner=self._planner,
@@ -171,6 +175,8 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
 
     async def metrics(self) -> Response:
         """`GET /metrics`. Reads files of every process that ever ran, hence the thread."""
+        num_tasks = len(asyncio.all_tasks())
+        self._metrics.observe_api(num_requests=self._lifecycle.num_active.value, num_tasks=num_tasks)
         body, content_type = await asyncio.to_thread(render)
         return Response(body, headers={"content-type": content_type})
 
@@ -260,9 +266,17 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self._lifecycle.num_active.value = self._journal.num_requests + self._inspection.num_looks
 
     def _send(self, commands: Sequence[Command]) -> None:
-        """Put commands on the worker's queue, or on its dead predecessor's: one trip through LitServe's manager."""
+        """Put commands on the worker's queue, or on its dead predecessor's: one trip through LitServe's manager.
+
+        Raises:
+            Draining: the queue process is gone, and main is about to end the service.
+        """
         payload = tuple(map(encode_command, commands))
-        self.request_queue.put((self.response_queue_id, BUS, time.monotonic(), payload))
+        try:
+            self.request_queue.put((self.response_queue_id, BUS, time.monotonic(), payload))
+        except (EOFError, OSError):
+            if not all(isinstance(command, Cancel) for command in commands):  # nothing is computed any more
+                raise Draining("the server is shutting down", retry_after_seconds=1.0) from None
 
     def _hear_hello(self, hello: Hello) -> None:
         self._hello = hello

@@ -137,6 +137,7 @@ class Journal:
         admission: bounds what is live.
         on_hello: told of each worker that came up, before its requests are submitted again.
         on_replay: told the outcome of each request's resubmission: "resubmitted" or "gave_up".
+        on_late: told how many tokens came for a sequence that nobody waits for any more.
     """
 
     def __init__(
@@ -146,11 +147,13 @@ class Journal:
         admission: Admission,
         on_hello: Callable[[Hello], None],
         on_replay: Callable[[str], None],
+        on_late: Callable[[int], None],
     ) -> None:
         self._send = send
         self._admission = admission
         self._on_hello = on_hello
         self._on_replay = on_replay
+        self._on_late = on_late
         self._choices: dict[str, tuple[LiveRequest, Choice]] = {}
         self._requests: dict[LiveRequest, None] = {}  # in order of arrival
         self._suspects = Suspects()
@@ -223,9 +226,12 @@ class Journal:
 
     def _receive_delta(self, delta: TokenDelta) -> None:
         entry = self._choices.get(delta.uid)
-        if entry is None or delta.attempt != entry[1].submit.attempt:
-            return  # cancelled, or from a worker that died
+        if entry is None:
+            self._on_late(len(delta.token_ids))  # computed before its cancellation was read
+            return
         request, choice = entry
+        if delta.attempt != choice.submit.attempt:
+            return  # from a worker that died
         has_failed = delta.finish is not None and delta.finish.reason in _FAILURES
         # A step that failed may have drawn tokens that nobody was told.
         if delta.index != len(choice.token_ids) and not has_failed:

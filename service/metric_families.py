@@ -161,6 +161,8 @@ _FAMILIES = (
     Family("requests_resumed", _C, "requests",
            "Connections that read an answer begun for an earlier one, by what they named it with.",
            ("by",), (("event_id",), ("key",))),
+    Family("api_requests", _G, "requests", "Requests that the API process has taken in and not answered to the end."),
+    Family("api_tasks", _G, "tasks", "asyncio tasks of the API process, this scrape's among them."),
     Family("build_info", _G, "1", "Versions, in labels.",
            ("version", "python", "torch", "litserve"), ()),
 )

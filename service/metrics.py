@@ -215,6 +215,11 @@ class Metrics:
         """Somebody came back to an answer by its "event_id" or its "key"."""
         self._counter("requests_resumed", by).inc()
 
+    def observe_api(self, *, num_requests: int, num_tasks: int) -> None:
+        """What the API process holds now."""
+        self._gauge("api_requests").set(num_requests)
+        self._gauge("api_tasks").set(num_tasks)
+
     def set_engine_state(self, state: EngineState) -> None:
         """The service is in this state now; the last to say so, in any process, is right."""
         for candidate in EngineState:

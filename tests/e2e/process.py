@@ -57,7 +57,7 @@ class Service:
 
     @property
     def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        return alive(psutil.Process(self.process.pid).children(recursive=True))
 
     @property
     def worker(self) -> psutil.Process:

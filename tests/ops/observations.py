@@ -181,6 +181,11 @@ OBSERVATIONS = (
         changes={'requests_resumed_total{by="key"}': 1},
     ),
     Observation(
+        name="api",
+        make=lambda metrics: metrics.observe_api(num_requests=3, num_tasks=11),
+        changes={"api_requests": 3, "api_tasks": 11},
+    ),
+    Observation(
         name="engine_state",
         make=lambda metrics: metrics.set_engine_state(EngineState.READY),
         changes={'engine_state{state="ready"}': 1},

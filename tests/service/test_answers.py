@@ -135,6 +135,7 @@ class Scene:
             admission=Admission(max_num_running=8, max_waiting_requests=8, max_waiting_tokens=1000),
             on_hello=lambda hello: None,
             on_replay=lambda outcome: None,
+            on_late=lambda num_tokens: None,
         )
         request = make_request(*choices)
         sent: list[bytes] = []

@@ -114,6 +114,17 @@ def test_a_longer_context_than_the_models_is_refused_with_both_numbers(
         build_engine(settings(tiny_checkpoint, max_context_length=257), manifest)
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("float32", torch.float32), ("float64", torch.float64)])
+def test_a_dtype_is_that_of_weights_and_keys(
+    name: str, dtype: torch.dtype, manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models: list[torch.nn.Module] = []
+    monkeypatch.setattr(engine_builder, "Engine", lambda model, tokenizer, config: models.append(model))
+    _, facts = build_engine(settings(tiny_checkpoint, kv_cache_memory=2, dtype=name), manifest)
+    assert {parameter.dtype for parameter in models[0].parameters()} == {dtype}
+    assert facts.num_blocks == 2 * 2**20 // (16 * BYTES_PER_TOKEN * dtype.itemsize // 4)
+
+
 def test_what_was_asked_for_is_what_is_built(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,9 +21,14 @@ class Desk:
         self.sent: list[Command] = []
         self.hellos: list[Hello] = []
         self.outcomes: list[str] = []
+        self.late: list[int] = []
         self.admission = Admission(max_num_running=2, max_waiting_requests=waiting, max_waiting_tokens=10_000)
         self.journal = Journal(
-            send=self._send, admission=self.admission, on_hello=self.hellos.append, on_replay=self.outcomes.append
+            send=self._send,
+            admission=self.admission,
+            on_hello=self.hellos.append,
+            on_replay=self.outcomes.append,
+            on_late=self.late.append,
         )
 
     def _send(self, commands: Sequence[Command]) -> None:
@@ -85,7 +90,8 @@ def test_closing_cancels_only_what_is_unfinished() -> None:
     desk.journal.receive([make_delta("a", ids=(1,), finish=make_finish())])
     assert desk.journal.close(request) == 0
     assert [type(command) for command in desk.sent] == [Submit]
-    desk.journal.receive([make_delta("a", index=1, ids=(2,))])  # late: nobody is there any more
+    desk.journal.receive([make_delta("a", index=1, ids=(2, 3))])
+    assert desk.late == [2], "nobody is there any more"
 
 
 def test_a_hello_at_the_first_start_resubmits_nothing() -> None:

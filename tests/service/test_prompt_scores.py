@@ -14,6 +14,7 @@ def test_after_a_death_each_sample_scores_the_prompt_and_the_first_to_tell_count
         admission=Admission(max_num_running=8, max_waiting_requests=8, max_waiting_tokens=1000),
         on_hello=lambda hello: None,
         on_replay=lambda outcome: None,
+        on_late=lambda num_tokens: None,
     )
     choices = [
         make_choice("first", prompt_logprobs=2),
