@@ -1,0 +1,54 @@
+"""A child that is killed is replaced, one that a limit ends is not."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from service.bounded_process import BoundedProcess, ProcessEnded, ProcessKilled
+from tests.e2e.process import wait_until
+
+# Answers its pid and what it was first told; ends by itself, or has itself ended, where an order says so.
+CHILD = """
+import json, os, sys
+opening = None
+for line in sys.stdin:
+    order = json.loads(line)
+    opening = opening or order
+    if "signal" in order:
+        os.kill(os.getpid(), order["signal"])
+    print(json.dumps({"pid": os.getpid(), "opening": opening["name"]}), flush=True)
+"""
+
+
+@pytest.fixture
+def process() -> Iterator[BoundedProcess]:
+    process = BoundedProcess(["-c", CHILD])
+    assert process.start({"name": "first"})["opening"] == "first"
+    yield process
+    process.close()
+
+
+def test_one_that_was_killed_is_replaced_and_told_all_again(process: BoundedProcess) -> None:
+    pid = process.ask({})["pid"]
+    child = psutil.Process(pid)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: child.status() == psutil.STATUS_ZOMBIE, what="its end")
+    answer = process.ask({})
+    assert answer["pid"] != pid
+    assert answer["opening"] == "first"
+
+
+def test_one_that_a_limit_ends_is_not(process: BoundedProcess) -> None:
+    with pytest.raises(ProcessEnded) as raised:
+        process.ask({"signal": signal.SIGPROF})
+    assert raised.type is ProcessEnded
+    assert not process.is_running
+
+
+def test_what_kills_its_successor_too_is_given_up(process: BoundedProcess) -> None:
+    with pytest.raises(ProcessKilled):
+        process.ask({"signal": signal.SIGKILL})
+    assert not process.is_running
