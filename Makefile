@@ -4,13 +4,14 @@ CHECKPOINT ?= checkpoints/kvasir-9m
 HOST ?= 127.0.0.1
 PORT ?= 8000
 SECONDS ?= 60
+SEED ?= 1
 BIN := .venv/bin
 SERVING := .venv/.serving
 INSTALLED := .venv/.installed
 CLIENTS := .venv-clients
 CLIENTS_INSTALLED := $(patsubst tests/clients/requirements/%.txt,$(CLIENTS)/%/.installed,$(wildcard tests/clients/requirements/*.txt))
 
-.PHONY: help install serve test test-clients check format bench performance attention loadtest fuzz check-monitoring clean
+.PHONY: help install serve test test-clients check format bench performance attention loadtest fuzz test-faults check-monitoring clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -38,6 +39,10 @@ test: install ## every test, a file at a time on each of up to four cores
 
 test-clients: install $(CLIENTS_INSTALLED) $(CLIENTS)/node/.installed ## every client of docs/clients.md against a live server; each gets an environment of its own (4 GB)
 	$(BIN)/python -m pytest -q tests/clients
+
+test-faults: SECONDS = 300
+test-faults: install ## kill, stop and flood a real server and compare every answer, writes docs/reliability.md; SECONDS=N (300) and SEED=N
+	$(BIN)/python -m tests.faults --checkpoint $(CHECKPOINT) --seconds $(SECONDS) --seed $(SEED) --report docs/reliability.md
 
 # One environment a client: they want different versions of the same packages. Torch is the build that .venv has.
 $(CLIENTS)/%/.installed: tests/clients/requirements/%.txt | $(INSTALLED)

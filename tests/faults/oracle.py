@@ -1,0 +1,128 @@
+"""What an undisturbed server answers, and whether another answer is that one, or one honest error."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from tests.faults.questions import EMBEDDINGS, Question
+from tests.faults.wire import Reply
+from tests.service.streams import assert_close, events, joined
+
+# Who is refused is told when to come back, and a time in the queue may end. An answer may fail where the worker died.
+REFUSALS = {"queue_full", "queue_time", "queue_timeout", "too_many_connections", "draining", "request_timeout"}
+CASUALTIES = {"engine_failed"}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What has to be the same in every run: not ids, times, and what the cache had."""
+
+    content: Any
+    usage: dict[str, int]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.usage.get("completion_tokens", 0)
+
+
+class WrongAnswer(Exception):
+    """An answer that should not be. The message says what is wrong with it."""
+
+
+def error_of(reply: Reply) -> dict[str, Any] | None:
+    """The error that an answer is, or ends with. None where it is whole.
+
+    Raises:
+        WrongAnswer: it is neither.
+    """
+    if reply.status != 200:
+        return _error(reply.text, reply.status)
+    if not reply.is_stream:
+        return None
+    last = reply.text.rstrip("\n").rpartition("\n\n")[2]
+    data = last.rpartition("data: ")[2]
+    if data == "[DONE]":
+        return None
+    return _error(data, reply.status)
+
+
+def _error(text: str, status: int) -> dict[str, Any]:
+    try:
+        error = json.loads(text)["error"]
+        return {name: error[name] for name in ("message", "type", "param", "code")}
+    except (ValueError, TypeError, KeyError):
+        raise WrongAnswer(f"status {status}, and neither an end nor an error: {text[-200:]!r}") from None
+
+
+def answer_of(question: Question, reply: Reply) -> Answer:
+    """A whole answer, understood: each choice has one end, and the usage counts its tokens.
+
+    Raises:
+        WrongAnswer: it contradicts itself.
+    """
+    try:
+        if question.path == EMBEDDINGS:
+            body = json.loads(reply.text)
+            return Answer(body["data"], {"prompt_tokens": body["usage"]["prompt_tokens"]})
+        usage, whole = _streamed(reply.text) if reply.is_stream else _body(reply.text)
+        choices = whole["choices"]
+        assert [choice["index"] for choice in choices] == list(range(question.body.get("n", 1))), "choices are missing"
+        assert all(choice["finish_reason"] in ("stop", "length") for choice in choices), "a choice has no end"
+        counted = sum(len(choice["token_ids"]) for choice in choices)
+        if "best_of" not in question.body:  # whose usage counts those that nobody sees, too
+            assert counted == usage["completion_tokens"], f"{counted} tokens, {usage['completion_tokens']} in the usage"
+        return Answer(choices, usage)
+    except (AssertionError, KeyError, ValueError, IndexError) as error:
+        raise WrongAnswer(f"{type(error).__name__}: {error}") from None
+
+
+def _streamed(text: str) -> tuple[dict[str, int], dict[str, Any]]:
+    *chunks, summary = events(_without_ids(text))
+    assert summary["choices"] == [], "the usage comes last"
+    return _usage(summary["usage"]), joined(chunks)
+
+
+def _body(text: str) -> tuple[dict[str, int], dict[str, Any]]:
+    body = json.loads(text)
+    return _usage(body["usage"]), body
+
+
+def _usage(usage: dict[str, Any]) -> dict[str, int]:
+    return {name: usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+
+
+def _without_ids(text: str) -> str:
+    return "\n".join(line for line in text.split("\n") if not line.startswith("id: "))
+
+
+class Oracle:
+    """The first answer to a question is the right one; every other has to be the same."""
+
+    def __init__(self) -> None:
+        self._answers: dict[int, Answer] = {}
+
+    def learn(self, number: int, question: Question, reply: Reply) -> None:
+        """The answer of an undisturbed server. Raises `WrongAnswer`: it is none."""
+        if (error := error_of(reply)) is not None:
+            raise WrongAnswer(f"question {number} alone: {error}")
+        self._answers[number] = answer_of(question, reply)
+
+    def judge(self, number: int, question: Question, reply: Reply) -> Answer | dict[str, Any]:
+        """The answer, which is right; or the error that it is, or ends with, which is an honest one.
+
+        Raises:
+            WrongAnswer: it is something else.
+        """
+        if (error := error_of(reply)) is not None:
+            if error["code"] not in REFUSALS | CASUALTIES:
+                raise WrongAnswer(f"status {reply.status}: {error}")
+            if error["code"] in REFUSALS - {"request_timeout"} and reply.status not in (200,):
+                assert int(reply.headers["retry-after"]) >= 1
+            return error
+        answer, right = answer_of(question, reply), self._answers[number]
+        try:
+            assert_close(answer.content, right.content)
+            assert answer.usage == right.usage, f"{answer.usage} instead of {right.usage}"
+        except AssertionError as error:
+            raise WrongAnswer(f"not what the undisturbed server said: {str(error)[:300]}") from None
+        return answer
