@@ -17,9 +17,9 @@ company, by whatever manner of client, streamed or not, during the faults and af
 token ids, ends, log-probabilities to 1e-5, usage, one end for each choice, and as many tokens as the usage says. Else
 it must be one honest error: refused with a time to come back (429, 503, 408), or failed (500) while a worker had died.
 
-**Rounding.** The sums of float32 can come out otherwise in another batch, by about 3e-6 in log-probability, and what is
-drawn can then differ, once in some hundred thousand tokens. So the server runs in float64, the same code, where they
-do not."""
+**Rounding.** The sums of float32 can come out otherwise in another batch, by about 3e-6 in log-probability, and a draw
+that falls so close to its neighbour's share can then differ. So the server runs in float64, the same code, where such
+a difference is a billion times smaller."""
 
 
 def page(result: Result, where: Mapping[str, Any]) -> str:
