@@ -116,8 +116,8 @@ class Oracle:
         if (error := error_of(reply)) is not None:
             if error["code"] not in REFUSALS | CASUALTIES:
                 raise WrongAnswer(f"status {reply.status}: {error}")
-            if error["code"] in REFUSALS - {"request_timeout"} and reply.status not in (200,):
-                assert int(reply.headers["retry-after"]) >= 1
+            if reply.status in (429, 503) and not reply.headers.get("retry-after", "").isdecimal():
+                raise WrongAnswer(f"status {reply.status} without a time to come back: {reply.headers}")
             return error
         answer, right = answer_of(question, reply), self._answers[number]
         try:
