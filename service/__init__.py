@@ -29,6 +29,7 @@ request_model    what every request is: strict, frozen, and nothing unknown in i
 structured/      structured output: what is asked for, and whether it can be followed
 bounded_process  a child process that works for strangers, within bounds
 template_process a process that renders chat templates within bounds
+intake           what the routes of the engine's need of their process
 completions      the routes of completions and conversations
 recordings       answers that outlive their connection: Last-Event-ID, Idempotency-Key
 turns            work done one piece at a time in a thread, and who waits for it

@@ -19,7 +19,7 @@ METRICS: Final = frozenset({"/metrics"})
 # The page, whose reader types a key into it, and the document that says where keys go: neither tells a secret.
 ALWAYS_OPEN: Final = frozenset({"/", "/playground", "/openapi.json"})
 # What scripts may read of an answer beside its body: for support, and for when to come back.
-_EXPOSED_HEADERS: Final = (REQUEST_ID, "retry-after", "retry-after-ms", "x-should-retry")
+_EXPOSED_HEADERS: Final = (REQUEST_ID, "retry-after", "retry-after-ms", "x-should-retry", "idempotent-replayed")
 # Where `request.state` has the name of the key that came with the request.
 KEY_NAME: Final = "api_key_name"
 

@@ -12,11 +12,10 @@ from service.chat import ChatPrompts
 from service.chat_schemas import ChatCompletionRequest
 from service.delivery import CompletionBody, CompletionStream
 from service.dialects import Answer, Chat, Dialect, Text, Wants
+from service.intake import Intake
 from service.journal import Choice, LiveRequest
-from service.metrics import Metrics
 from service.plan import LONG_TEXT, Planner
 from service.queue_terms import queue_limits
-from service.recordings import Recordings
 from service.requests import read_body
 from service.schemas import CompletionRequest, GenerationRequest
 from service.serving import Serving
@@ -32,10 +31,6 @@ class Completions:
     Args:
         planner: names the model, and makes sequences of requests.
         chat: makes prompts of conversations.
-        refuse_when_draining: raises where nothing new is taken.
-        admit: submits a live request; raises `Overloaded` where there is no room.
-        close: forgets one, and cancels what of it is unfinished.
-        metrics: what is observed.
     """
 
     def __init__(
@@ -43,12 +38,9 @@ class Completions:
         settings: ServeSettings,
         serving: Serving,
         *,
+        intake: Intake,
         planner: Planner,
         chat: ChatPrompts,
-        refuse_when_draining: Callable[[], None],
-        admit: Callable[[LiveRequest], None],
-        close: Callable[[LiveRequest], None],
-        metrics: Metrics,
     ) -> None:
         self._model_name = serving.model_name
         self._tokenizer = serving.tokenizer
@@ -56,12 +48,10 @@ class Completions:
         self._limits = queue_limits(settings)
         self._planner = planner
         self._chat = chat
-        self._grammar_checker = GrammarChecker(serving.tokenizer, max_waiting=planner.max_num_choices)
-        self._recordings = Recordings(keep_seconds=settings.resume_seconds, count=metrics.count_resumption)
-        self._refuse_when_draining = refuse_when_draining
-        self._admit = admit
-        self._close = close
-        self._metrics = metrics
+        self._grammar_checker = GrammarChecker(
+            serving.tokenizer, max_waiting=planner.max_num_choices, observe=intake.metrics.observe_structured
+        )
+        self._intake = intake
 
     async def completions(self, request: Request) -> Response:
         """`POST /v1/completions`."""
@@ -71,22 +61,17 @@ class Completions:
         """`POST /v1/chat/completions`."""
         return await self._answer(request, self._conversation)
 
-    def tend(self) -> None:
-        """Let go of answers that nobody came back for."""
-        self._recordings.tend()
-
     def close(self) -> None:
         """End what was started here."""
-        self._recordings.close()
         self._grammar_checker.close()
 
     async def _answer(self, request: Request, read: _Read) -> Response:
         arrival_seconds = time.monotonic()
         body = await read_body(request, max_bytes=self._max_body_bytes)
-        return await self._recordings.answer(request, body, partial(read, request, body, arrival_seconds))
+        return await self._intake.recordings.answer(request, body, partial(read, request, body, arrival_seconds))
 
     async def _completion(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
-        self._refuse_when_draining()
+        self._intake.refuse_when_draining()
         asked = CompletionRequest.parse(body)
         if len(body) > LONG_TEXT:
             choices = await asyncio.to_thread(self._planner.plan, asked, arrival_seconds=arrival_seconds)
@@ -95,7 +80,7 @@ class Completions:
         return await self._submit(asked, choices, Text, request)
 
     async def _conversation(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
-        self._refuse_when_draining()
+        self._intake.refuse_when_draining()
         asked = ChatCompletionRequest.parse(body)
         self._planner.check(asked)
         token_ids = await self._chat.encode(
@@ -122,6 +107,7 @@ class Completions:
             model=self._model_name,
             wants=Wants.of(asked),
         )
-        self._admit(live)
+        self._intake.admit(live)
         delivery = CompletionStream if asked.stream else CompletionBody
-        return delivery(live, dialect(answer, self._tokenizer), metrics=self._metrics, close=self._close)
+        words, intake = dialect(answer, self._tokenizer), self._intake
+        return delivery(live, words, metrics=intake.metrics, close=intake.close)

@@ -7,8 +7,9 @@ that has begun waits for room where others have taken it.
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from fastapi import Request
 from msgspec import Raw
@@ -18,9 +19,9 @@ from starlette.types import Receive, Scope, Send
 from model.sampling_params import SamplingParams
 from service.embedding_schemas import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage, write_vectors
 from service.errors import ApiError, ClientGone, ContextLengthExceeded, InvalidRequest, Overloaded
+from service.intake import Intake
 from service.journal import Choice, LiveRequest
 from service.messages import FinishReason, Pooling, Submit
-from service.metrics import Metrics
 from service.plan import LONG_TEXT, Planner
 from service.queue_terms import QueueTerms, queue_limits
 from service.requests import read_body
@@ -40,48 +41,41 @@ class Embeddings:
     Args:
         planner: names the model and encodes texts.
         width: of a vector.
-        refuse_when_draining: raises where nothing new is taken.
-        admit: submits a live request; raises `Overloaded` where there is no room.
-        close: forgets one, and cancels what of it is unfinished.
-        metrics: what is observed.
     """
 
     def __init__(
         self,
         settings: ServeSettings,
         *,
+        intake: Intake,
         planner: Planner,
         width: int,
-        refuse_when_draining: Callable[[], None],
-        admit: Callable[[LiveRequest], None],
-        close: Callable[[LiveRequest], None],
-        metrics: Metrics,
     ) -> None:
         self._limits = queue_limits(settings)
         self._pooling = Pooling(settings.embedding_pooling)
         self._max_group = settings.max_num_running
         self._max_body_bytes = settings.max_body_mb * 2**20
+        self._intake = intake
         self._planner = planner
         self._width = width
-        self._refuse_when_draining = refuse_when_draining
-        self._admit = admit
-        self._close = close
-        self._metrics = metrics
 
     async def embeddings(self, request: Request) -> Response:
         """`POST /v1/embeddings`."""
         arrival_seconds = time.monotonic()
         body = await read_body(request, max_bytes=self._max_body_bytes)
-        self._refuse_when_draining()
+        return await self._intake.recordings.answer(request, body, partial(self._embed, request, body, arrival_seconds))
+
+    async def _embed(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
+        self._intake.refuse_when_draining()
         asked = EmbeddingRequest.parse(body)
         terms = self._limits.terms(request, asked.timeout)
         if len(body) > LONG_TEXT:
             groups = await asyncio.to_thread(self._plan, asked, terms, arrival_seconds)
         else:
             groups = self._plan(asked, terms, arrival_seconds)
-        self._admit(groups[0])
+        self._intake.admit(groups[0])
         model = self._planner.model_name
-        return EmbeddingBody(groups, asked, model=model, admit=self._admit, close=self._close, metrics=self._metrics)
+        return EmbeddingBody(groups, asked, model=model, intake=self._intake)
 
     def _plan(self, asked: EmbeddingRequest, terms: QueueTerms, arrival_seconds: float) -> list[LiveRequest]:
         """The texts as sequences, in groups. When the first one has begun, the others have all the time they need.
@@ -166,9 +160,7 @@ class EmbeddingBody(Response):
         asked: EmbeddingRequest,
         *,
         model: str,
-        admit: Callable[[LiveRequest], None],
-        close: Callable[[LiveRequest], None],
-        metrics: Metrics,
+        intake: Intake,
     ) -> None:
         # Not Response's own: it would count the length of a body that is not here yet.
         self.status_code = 200
@@ -178,9 +170,7 @@ class EmbeddingBody(Response):
         self._current = groups[0]
         self._asked = asked
         self._model = model
-        self._admit = admit
-        self._close = close
-        self._metrics = metrics
+        self._intake = intake
         self._vectors: dict[int, bytes] = {}
         self._has_client = True
 
@@ -200,11 +190,11 @@ class EmbeddingBody(Response):
             body = await asyncio.to_thread(self._body) if many else self._body()
         except ClientGone:
             has_started = any(choice.has_started for choice in self._current.choices)
-            self._metrics.count_cancellation("running" if has_started else "waiting")
+            self._intake.metrics.count_cancellation("running" if has_started else "waiting")
             return
         finally:
             watcher.cancel()
-            self._close(self._current)
+            self._intake.close(self._current)
         headers = [*self.raw_headers, (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
@@ -240,18 +230,18 @@ class EmbeddingBody(Response):
             if not self._has_client:
                 raise ClientGone("the client closed the connection")
             try:
-                self._admit(group)
+                self._intake.admit(group)
                 break
             except Overloaded as error:
                 await asyncio.sleep(min(error.retry_after_seconds, 1.0))
-        self._close(self._current)
+        self._intake.close(self._current)
         self._current = group
 
     def _observe(self, request: LiveRequest, choice: Choice) -> None:
         assert choice.finish is not None
         seconds = time.monotonic() - request.arrival_seconds
         # The vector is the first thing and the last: the objective of first tokens is its own.
-        self._metrics.observe_finish(choice.finish, e2e_seconds=seconds, ttft_seconds=seconds, max_tokens=0)
+        self._intake.metrics.observe_finish(choice.finish, e2e_seconds=seconds, ttft_seconds=seconds, max_tokens=0)
 
     def _body(self) -> bytes:
         vectors = [self._vectors[index] for index in range(len(self._vectors))]

@@ -25,11 +25,13 @@ from service.completions import Completions
 from service.embeddings import Embeddings
 from service.errors import ApiError, Draining, Overloaded
 from service.inspection import Inspection
+from service.intake import Intake
 from service.journal import Journal, LiveRequest
 from service.lifecycle import Lifecycle, Phase
 from service.messages import API_PATH, BUS, Cancel, Command, Hello, decode_events, encode_command
 from service.metrics import EngineState, Metrics, render
 from service.plan import Planner
+from service.recordings import Recordings
 from service.requests import json_response
 from service.serving import Serving
 from service.settings import ServeSettings
@@ -85,25 +87,17 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             send=self._send,
             on_change=self._count_active,
         )
-        self._completions = Completions(
-            settings,
-            serving,
-            planner=self._planner,
-            chat=self._chat,
+        self._recordings = Recordings(keep_seconds=settings.resume_seconds, count=metrics.count_resumption)
+        intake = Intake(
             refuse_when_draining=self._refuse_when_draining,
             admit=self._admit,
             close=self._close,
+            recordings=self._recordings,
             metrics=metrics,
         )
-        self._embeddings = Embeddings(
-            settings,
-            planner=self._planner,
-            width=serving.manifest.config.hidden_size,
-            refuse_when_draining=self._refuse_when_draining,
-            admit=self._admit,
-            close=self._close,
-            metrics=metrics,
-        )
+        self._completions = Completions(settings, serving, intake=intake, planner=self._planner, chat=self._chat)
+        width = serving.manifest.config.hidden_size
+        self._embeddings = Embeddings(settings, intake=intake, planner=self._planner, width=width)
         self._hello: Hello | None = None
         self.inboxes: tuple[Any, ...] = ()  # of one worker after the other; set before this process is forked
 
@@ -191,13 +185,14 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         while True:
             await asyncio.sleep(1.0)
             self._lifecycle.end_if_orphaned()
-            self._completions.tend()
+            self._recordings.tend()
             self._journal.poke_silent(since_seconds=time.monotonic() - KEEP_ALIVE_SECONDS)
 
     def close(self) -> None:
         """End what this process started."""
         self._chat.close()
         self._completions.close()
+        self._recordings.close()
 
     def end_all(self) -> None:
         """The time to finish is over: tell every client that is still here."""

@@ -36,7 +36,7 @@ _REFUSALS = (
 _FAILURES = (errors.Overloaded, errors.EngineFailed, errors.Draining)
 _COMPUTATION = (*_REFUSALS, errors.ContextLengthExceeded, *_FAILURES)
 _GENERATION = (*_COMPUTATION, errors.WaitTooLong, errors.QueueTimeout)
-_COMPLETION = (*_GENERATION, errors.AnswerGone, errors.KeyReused)
+_KEPT = (*_GENERATION, errors.AnswerGone, errors.KeyReused)
 _COME_BACK: list[dict[str, Any]] = [
     {
         "name": "Idempotency-Key",
@@ -130,13 +130,13 @@ def _paths() -> dict[str, Any]:
     page = {"text/html": {"schema": {"type": "string"}}}
     model_id = {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}
     return {
-        "/v1/completions": _post("Complete a prompt", schemas.CompletionRequest, completion | stream, _COMPLETION),
-        "/v1/chat/completions": _post("Answer a conversation", chat_schemas.ChatCompletionRequest, chat, _COMPLETION),
+        "/v1/completions": _post("Complete a prompt", schemas.CompletionRequest, completion | stream, _KEPT),
+        "/v1/chat/completions": _post("Answer a conversation", chat_schemas.ChatCompletionRequest, chat, _KEPT),
         "/v1/embeddings": _post(
             "Vectors of texts",
             embedding_schemas.EmbeddingRequest,
             _json(embedding_schemas.EmbeddingList),
-            _GENERATION,
+            _KEPT,
         ),
         "/v1/models": _get("List the models", _json(responses.ModelList)),
         "/v1/models/{model_id}": _get(
@@ -217,7 +217,7 @@ def _post(
         "post": {
             "summary": summary,
             "parameters": [
-                *(_COME_BACK if refusals is _COMPLETION else ()),
+                *(_COME_BACK if refusals is _KEPT else ()),
                 *(_WAIT if errors.QueueTimeout in refusals else ()),
             ],
             "requestBody": {"required": True, "content": taken},

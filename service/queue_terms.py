@@ -67,12 +67,14 @@ class QueueLimits:
             asked.append(seconds)
         told = [seconds for name in _SDK_TIMEOUTS if (seconds := _seconds(request.headers.get(name, ""))) is not None]
         limit = min(self.max_seconds, *asked, *told, math.inf)
+        is_retry = request.headers.get(_RETRY_COUNT, "0").strip("0").isdecimal()
         return QueueTerms(
             owner=owner_of(request),
             timeout_seconds=limit,
-            # Who asks for a time is content to wait that long; an SDK always says one, and means no such thing.
-            patience_seconds=limit if asked else min(self.target_seconds, limit),
-            is_retry=request.headers.get(_RETRY_COUNT, "0").strip("0").isdecimal(),
+            # Who asks for a time is content to wait that long; an SDK always says one, and means no such thing. But it
+            # comes back twice and then gives up: who was refused once is let in where there is room.
+            patience_seconds=limit if asked or is_retry else min(self.target_seconds, limit),
+            is_retry=is_retry,
         )
 
 

@@ -1,6 +1,6 @@
 """Answers that outlive a connection: who lost it comes back for the rest, or asks again and gets the same answer.
 
-A request with an `Idempotency-Key`, or a stream whose client says that it reads event streams, is answered beside its
+A request with an `Idempotency-Key`, or of a client that reads nothing but event streams, is answered beside its
 connection. What is sent is kept, and every connection that asks for it reads from there: the first, the one after it
 that says which event it saw last (`Last-Event-ID`, the WHATWG's EventSource), and the retry under the same key (the
 IETF's draft-ietf-httpapi-idempotency-key-header), which does not generate twice.
@@ -17,6 +17,7 @@ import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 from starlette.requests import Request
@@ -31,13 +32,21 @@ logger = logging.getLogger(__name__)
 
 # Of one answer: 16,000 tokens of a stream without log-probabilities. Of a longer one the last are kept.
 MAX_ANSWER_BYTES: Final = 4 * 2**20
-# Of all answers that are finished and only kept.
+# Of all answers. Beyond that none is kept that is finished and not being read.
 MAX_KEPT_BYTES: Final = 64 * 2**20
 _OVERHEAD_BYTES: Final = 4096  # of an answer of no text
 _EVENT_ID: Final = re.compile(r"([0-9a-f]{32})/(\d{1,9})")
 _KEY: Final = re.compile(r"[!-~]{1,255}")
 
 Make = Callable[[], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, as far as it must be the same to get the same answer."""
+
+    path: str
+    digest: bytes  # of the body, byte for byte
 
 
 class Recording:
@@ -47,14 +56,18 @@ class Recording:
         make: gives the response, which is called as a server calls it.
         owner: whose API key came with the request.
         key: the request's `Idempotency-Key`, empty without one.
-        digest: of the request; a different one under the same key is a mistake.
+        asked: what was asked for; anything else under the same key is a mistake.
+        ended: told when nothing more comes.
     """
 
-    def __init__(self, make: Make, *, owner: str, key: str, digest: bytes) -> None:
+    def __init__(
+        self, make: Make, *, owner: str, key: str, asked: "Asked", ended: Callable[["Recording"], None]
+    ) -> None:
         self.id = uuid.uuid4().hex
         self.owner = owner
         self.key = key
-        self.digest = digest
+        self.asked = asked
+        self._ended = ended
         self.head: Message | None = None
         self.failure: Exception | None = None
         self.has_failed = False
@@ -124,6 +137,7 @@ class Recording:
             self.is_finished = True
             self.idle_since_seconds = time.monotonic()
             self._tell()
+            self._ended(self)
 
     async def _receive(self) -> Message:
         await self._abandoned.wait()
@@ -253,16 +267,18 @@ class Recordings:
         """
         key = request.headers.get("idempotency-key", "")
         owner = str(getattr(request.state, KEY_NAME, ""))
-        digest = hashlib.blake2b(request.url.path.encode() + b"\n" + body, digest_size=16).digest()
+        asked = Asked(request.url.path, hashlib.blake2b(body, digest_size=16).digest())
         if event_id := request.headers.get("last-event-id", ""):
-            return self._resume(event_id, owner, digest if body else None)
-        if (not key and "text/event-stream" not in request.headers.get("accept", "")) or not self._keep_seconds:
+            return self._resume(event_id, owner, asked, has_body=bool(body))
+        # An event source. Who takes JSON as well may not read ids, and may not have asked for a stream.
+        is_event_source = request.headers.get("accept", "").strip().lower() == "text/event-stream"
+        if not (key or is_event_source) or not self._keep_seconds:
             return await make()
         if key and not _KEY.fullmatch(key):
             raise InvalidRequest("Idempotency-Key must be 1 to 255 visible ASCII characters")
         if (recording := self._by_key.get((owner, key)) if key else None) is not None:
-            return self._repeat(recording, digest)
-        recording = Recording(make, owner=owner, key=key, digest=digest)
+            return self._repeat(recording, asked)
+        recording = Recording(make, owner=owner, key=key, asked=asked, ended=self._tidy)
         self._by_id[recording.id] = recording
         if key:
             self._by_key[owner, key] = recording
@@ -274,9 +290,8 @@ class Recordings:
         for recording in list(self._by_id.values()):
             if not recording.num_readers and recording.idle_since_seconds <= since:
                 self._drop(recording)
-        kept = [each for each in self._by_id.values() if each.is_finished and not each.num_readers]
-        excess = sum(each.num_bytes + _OVERHEAD_BYTES for each in kept) - MAX_KEPT_BYTES
-        for recording in kept:
+        excess = sum(each.num_bytes + _OVERHEAD_BYTES for each in self._by_id.values()) - MAX_KEPT_BYTES
+        for recording in [each for each in self._by_id.values() if each.is_finished and not each.num_readers]:
             if excess <= 0:
                 break
             excess -= recording.num_bytes + _OVERHEAD_BYTES
@@ -287,20 +302,20 @@ class Recordings:
         for recording in self._by_id.values():
             recording.cancel()
 
-    def _resume(self, event_id: str, owner: str, digest: bytes | None) -> Playback:
+    def _resume(self, event_id: str, owner: str, asked: Asked, *, has_body: bool) -> Playback:
         match = _EVENT_ID.fullmatch(event_id)
         if match is None:
             raise InvalidRequest("Last-Event-ID is not the id of an event of this server")
         recording, start = self._by_id.get(match[1]), int(match[2]) + 1
         if recording is None or recording.owner != owner or not recording.has(start):
             raise AnswerGone("the stream is not kept, or not from that event on; ask again without Last-Event-ID")
-        if digest is not None and digest != recording.digest:
-            raise InvalidRequest("Last-Event-ID is of another request; send that one's body again, or none")
+        if asked.path != recording.asked.path or (has_body and asked != recording.asked):
+            raise InvalidRequest("Last-Event-ID is of another request; send that one's body, or none, to its route")
         self._count("event_id")
         return Playback(recording, start=start, is_again=True, left=self._tidy)
 
-    def _repeat(self, recording: Recording, digest: bytes) -> Playback:
-        if digest != recording.digest:
+    def _repeat(self, recording: Recording, asked: Asked) -> Playback:
+        if asked != recording.asked:
             raise KeyReused("the Idempotency-Key belongs to another request; use a new one")
         if not recording.has(0):
             raise AnswerGone("the answer is too long to be sent again from its beginning; use a new Idempotency-Key")
@@ -308,12 +323,12 @@ class Recordings:
         return Playback(recording, start=0, is_again=True, left=self._tidy)
 
     def _tidy(self, recording: Recording) -> None:
-        """A connection ended. An error is not kept: the retry that follows is to be a new attempt."""
+        """It, or a connection to it, has ended. An error is not kept: the retry that follows is to be a new attempt."""
         if recording.has_failed and not recording.num_readers:
             self._drop(recording)
 
     def _drop(self, recording: Recording) -> None:
         recording.abandon()
         self._by_id.pop(recording.id, None)
-        if recording.key:
-            self._by_key.pop((recording.owner, recording.key), None)
+        if self._by_key.get((recording.owner, recording.key)) is recording:
+            del self._by_key[recording.owner, recording.key]

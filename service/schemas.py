@@ -158,7 +158,7 @@ class GenerationRequest(RequestModel):
 
     @property
     def chooses(self) -> bool:
-        """Whether more completions are computed than told."""
+        """Whether completions are told by how likely they are, and perhaps not all of them."""
         return False
 
     @property
@@ -205,8 +205,8 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def chooses(self) -> bool:
-        """See `GenerationRequest`."""
-        return self.num_samples > super().num_samples
+        """See `GenerationRequest`. As many as are told are put in order, where they are not streamed."""
+        return self.num_samples > (super().num_samples if self.stream else 1) and self.best_of is not None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -264,6 +264,7 @@ _UNIONS = {
     "prompt": f"must be a string, a list of strings, token ids, or a list of token-id lists, up to {MAX_PROMPTS}",
     "stop": f"must be a non-empty string, or a list of at most {MAX_STOPS} of them",
     "truncate_prompt_tokens": "must be a whole number from 1, or -1 for as many tokens as the context allows",
+    "chat_template_kwargs": "must be true, false, a number, a string or null",
     "content": f'must be a string, or up to {MAX_PARTS} {{"type": "text", "text": …}}; this server reads text only',
 }
 
@@ -273,6 +274,8 @@ def _name(place: tuple[int | str, ...]) -> str:
     if place[0] in ("stream_options", "response_format", "structured_outputs"):
         depth = 3 if place[:2] == ("response_format", "json_schema") else 2
         return ".".join(map(str, place[:depth]))
+    if place[0] == "chat_template_kwargs":
+        return ".".join(str(part)[:100] for part in place[:2])
     if place[0] == "messages" and len(place) > 1:
         return f"messages[{place[1]}]" + "".join(f".{part}" for part in place[2:3])
     return str(place[0])
@@ -294,4 +297,6 @@ def _explain(error: ValidationError, model: type[RequestModel], body: bytes) -> 
         told = "" if unknown is None else f"unknown field: {unknown}; "
         return InvalidRequest(f"{told}{name} is required", param=name if unknown is None else unknown)
     wanted = _UNIONS.get(str(place[0]) if len(place) < 3 or place[0] != "messages" else str(place[2]))
+    if len(place) == 1 and place[0] in ("prompt", "chat_template_kwargs"):  # no union there, or none of its branches
+        wanted = None
     return InvalidRequest(f"{name} {in_words(kind, first['msg']) if wanted is None else wanted}", param=name)

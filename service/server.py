@@ -188,6 +188,14 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
             worker.join()
         self._manager.shutdown()
 
+    def _perform_graceful_shutdown(self, *args: Any, **kwargs: Any) -> None:
+        """LitServe's end. It comes unasked when `run` finds its queue process dead, and then the API process must know
+        before it is told to end, so that it can tell its clients."""
+        if self._lifecycle.phase.value < Phase.STOPPING:
+            self._manager._process.join(1.0)
+            self._fail(f"the queue process {cause_of_death(self._manager._process)}")
+        super()._perform_graceful_shutdown(*args, **kwargs)
+
     def _start_server(self, *args: Any, **kwargs: Any) -> dict[int, BaseProcess]:
         if self._lifecycle.phase.value == Phase.STARTING:
             self._lifecycle.enter(Phase.SERVING)

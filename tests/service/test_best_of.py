@@ -29,11 +29,12 @@ def test_so_many_are_computed_and_scored(tokenizer: ByteLevelTokenizer) -> None:
     assert [(choice.index, choice.prompt_index) for choice in choices] == [(i, i // 5) for i in range(10)]
     assert [choice.submit.params.seed for choice in choices[:5]] == [sample_seed(3, sample) for sample in range(5)]
     assert {choice.submit.params.logprobs for choice in choices} == {0}
+    assert {choice.submit.params.logprobs for choice in plan(tokenizer, n=3, best_of=3)} == {0}, "told best first"
     assert {choice.submit.params.logprobs for choice in plan(tokenizer, best_of=2, logprobs=4)} == {4}
 
 
 def test_as_many_as_are_told_are_not_scored(tokenizer: ByteLevelTokenizer) -> None:
-    for fields in ({"best_of": 1}, {"n": 3, "best_of": 3}, {"n": 2, "best_of": 2, "stream": True}):
+    for fields in ({"best_of": 1}, {"n": 3}, {"n": 2, "best_of": 2, "stream": True}):
         choices = plan(tokenizer, **fields)
         assert len(choices) == fields.get("n", 1)
         assert {choice.submit.params.logprobs for choice in choices} == {None}

@@ -17,6 +17,7 @@ from service.embedding_schemas import EmbeddingRequest, write_vectors
 from service.embeddings import EmbeddingBody, grouped
 from service.errors import Overloaded
 from service.frontend import Frontend
+from service.intake import Intake
 from service.journal import LiveRequest
 from service.lifecycle import Lifecycle, Phase
 from service.messages import Pooling, encode_events
@@ -149,6 +150,15 @@ def test_a_full_server_and_a_draining_one_refuse(
     assert client.post(ROUTE, json={"input": "a"}).json()["error"]["code"] == "draining"
 
 
+def test_a_retry_under_a_key_is_not_computed_twice(client: TestClient, queue: EchoQueue) -> None:
+    headers = {"Idempotency-Key": "k"}
+    first, second = (client.post(ROUTE, json={"input": "a"}, headers=headers) for _ in range(2))
+    assert first.content == second.content
+    assert second.headers["idempotent-replayed"] == "true"
+    other = client.post(ROUTE, json={"input": "b"}, headers=headers)
+    assert (other.status_code, other.json()["error"]["code"]) == (400, "idempotency_key_reused")
+
+
 def group(number: int) -> LiveRequest:
     choice = make_choice(str(number), index=number, prompt=(97 + number,), max_tokens=0)
     choice.submit = msgspec.structs.replace(choice.submit, pooling=Pooling.MEAN)
@@ -164,7 +174,14 @@ class Served:
         self.groups = [group(0), group(1)]
         self.journal.open(self.groups[0])
         asked = EmbeddingRequest(input=["a", "b"])
-        self.body = EmbeddingBody(self.groups, asked, model="tiny", admit=self.admit, close=self.close, metrics=metrics)
+        intake = Intake(
+            refuse_when_draining=lambda: None,
+            admit=self.admit,
+            close=self.close,
+            recordings=frontend._recordings,
+            metrics=metrics,
+        )
+        self.body = EmbeddingBody(self.groups, asked, model="tiny", intake=intake)
         self.sent: list[Message] = []
         self.left = asyncio.Event()
 

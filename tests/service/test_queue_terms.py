@@ -65,8 +65,10 @@ def test_a_header_that_is_no_time_is_refused(value: str) -> None:
 
 
 @pytest.mark.parametrize(("count", "is_retry"), [("0", False), ("1", True), ("10", True), ("", False), ("x", False)])
-def test_who_comes_back_says_so(count: str, is_retry: bool) -> None:
-    assert LIMITS.terms(make({"x-stainless-retry-count": count}), None).is_retry is is_retry
+def test_who_comes_back_says_so_and_is_not_refused_for_the_wait_again(count: str, is_retry: bool) -> None:
+    terms = LIMITS.terms(make({"x-stainless-retry-count": count, "x-stainless-read-timeout": "20"}), None)
+    assert terms.is_retry is is_retry
+    assert terms.patience_seconds == (20.0 if is_retry else 0.5)
 
 
 def test_an_owner_is_a_key_or_where_a_request_comes_from() -> None:

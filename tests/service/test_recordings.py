@@ -183,6 +183,7 @@ def test_requests_that_ask_for_nothing_of_this_are_answered_as_ever() -> None:
             for client, among in (
                 (Client(), kept),
                 (Client(accept="application/json, */*"), kept),
+                (Client(accept="application/json, text/event-stream"), kept),  # reads either: ids mean nothing to it
                 (Client(accept="text/event-stream", idempotency_key="k"), off),
             ):
                 stream = Events(2)
@@ -211,6 +212,29 @@ def test_an_error_is_told_to_everybody_who_waits_and_not_kept() -> None:
             gate.set()
             for result in await asyncio.gather(*asking, return_exceptions=True):
                 assert isinstance(result, EngineFailed)
+            again = Client(idempotency_key="k")
+            await again.ask(kept.all, _gives(Response(b"yes")))
+            assert again.received == b"yes"
+
+    asyncio.run(scenario())
+
+
+def test_an_error_that_nobody_was_there_to_hear_is_not_kept_either() -> None:
+    async def scenario() -> None:
+        async with Kept() as kept:
+            gate = asyncio.Event()
+
+            async def fails() -> Response:
+                await gate.wait()
+                raise EngineFailed("no", retry=True)
+
+            client = Client(idempotency_key="k")
+            asking = asyncio.create_task(client.ask(kept.all, fails))
+            await _settle()
+            client.left.set()
+            await asking
+            gate.set()
+            await _settle()
             again = Client(idempotency_key="k")
             await again.ask(kept.all, _gives(Response(b"yes")))
             assert again.received == b"yes"
@@ -250,6 +274,7 @@ def test_a_stream_that_ended_with_an_error_is_not_repeated() -> None:
         ({"last_event_id": "ID/99"}, AnswerGone),
         ({"last_event_id": "ID/0", "key_name": "somebody else"}, AnswerGone),
         ({"last_event_id": "ID/0", "body": b"other"}, InvalidRequest),
+        ({"last_event_id": "ID/0", "body": b"", "path": "/v1/chat/completions"}, InvalidRequest),
     ],
 )
 def test_what_does_not_fit_is_refused(client: dict[str, Any], error: type[ApiError]) -> None:
