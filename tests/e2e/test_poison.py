@@ -77,10 +77,18 @@ def has_standby(service: Service, other_than: psutil.Process | None = None) -> C
     return look
 
 
-def test_without_a_queue_process_the_service_ends_and_leaves_nobody(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    with serving(tiny_checkpoint, tmp_path) as service:
+def test_without_a_queue_process_the_service_tells_its_clients_ends_and_leaves_nobody(
+    long_checkpoint: Path, tmp_path: Path
+) -> None:
+    with serving(long_checkpoint, tmp_path) as service:
         family = service.children
-        service.queue.send_signal(signal.SIGKILL)
+        fields = {"prompt": "once", "max_tokens": 8000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", service.url + "/v1/completions", json=fields, timeout=60) as response:
+            lines = (line for line in response.iter_lines() if line)
+            next(lines)
+            service.queue.send_signal(signal.SIGKILL)
+            *_, last = lines
+        assert '"code":"draining"' in last
         assert service.process.wait(30) == 1
         wait_until(lambda: not alive(family), what="every process to end")
         assert "the queue process was killed by SIGKILL" in service.log.read_text()
