@@ -42,6 +42,8 @@ def _one_line(message: str) -> str:
     """The library draws an arrow under a line of the grammar; of a regular expression it names the place only so."""
     if message.startswith("panic"):
         return "the library cannot compile it; it is too large, most likely"
+    if "coerce_one_of" in message:
+        return "oneOf whose branches may overlap cannot be enforced; anyOf can"
     if message.startswith("NoExtension"):
         return "this model's vocabulary cannot spell it"
     lines = [line for line in message.splitlines() if line.strip()] or ["it cannot be used"]
@@ -132,25 +134,31 @@ def compile_grammar(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def json_grammar(schema: Mapping[str, object] | bool, *, lenient: bool = False) -> str:
-    """The grammar of JSON documents by a schema.
+    r"""The grammar of JSON documents by a schema.
 
     Between two marks of a document only what a printer would put there is allowed, a space or a line end with its
-    indentation: a model could otherwise go on with them for ever.
+    indentation: a model could otherwise go on with them for ever. A text is written in one way only, with no
+    `\u0061` for `a`: as a key it would pass for one that the schema does not name.
 
     Args:
         lenient: pass over keywords that cannot be enforced, instead of refusing them.
 
     Raises:
-        GrammarError: the schema nests too deeply, or has a number that is too large.
+        GrammarError: the schema nests too deeply, or has too large a number.
     """
     try:
         return LLMatcher.grammar_from_json_schema(
             dict(schema) if isinstance(schema, Mapping) else schema,  # type: ignore[arg-type]
-            overrides={"whitespace_pattern": WHITESPACE, "lenient": lenient},
+            overrides={"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES, "lenient": lenient},
         )
     except ValueError as error:
-        raise GrammarError(str(error)) from None
+        message = str(error)
+        raise GrammarError(
+            re.sub("^Value is not JSON serializable: (.*)", r"\1 is too large a number", message)
+        ) from None
 
 
 # A space, or a line end and eight levels of indentation by two spaces.
 WHITESPACE = r"( |\n {0,16})?"
+# The letters that may follow a backslash in a text.
+ESCAPES = 'nrbtf"\\'

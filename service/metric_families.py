@@ -67,6 +67,7 @@ _GAP: Final = (.0005, .001, .002, .003, .004, .006, .008, .01, .015, .02, .025, 
                .1, .15, .2, .3, .4, .5, .75, 1, 2.5)
 _WHOLE: Final = (.001, .0025, .005, .01, .02, .04, .08, .16, .3, .5, .8, 1, 1.5, 2.5, 5,
                  10, 20, 30, 60, 120)
+_COMPILE: Final = (.0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5)
 _STEP: Final = (.0005, .001, .002, .004, .006, .008, .01, .015, .02, .03, .04, .06, .08,
                 .1, .15, .2, .3, .5, 1)
 _ERROR: Final = (-60, -20, -5, -2, -1, -.5, -.2, -.1, -.05, 0, .05, .1, .2, .5, 1, 2, 5, 20, 60)
@@ -120,6 +121,13 @@ _FAMILIES = (
     Family("retry_after_error_seconds", _H, "seconds",
            "When there was room for a request that had been refused, after the time it was told; below 0: before.",
            buckets=_ERROR),
+    Family("structured_requests", _C, "requests",
+           "Requests that asked for a form of their completions, by its kind and whether it can be followed.",
+           ("kind", "outcome"),
+           tuple(itertools.product(("json", "regex", "choice", "grammar"), ("accepted", "refused")))),
+    Family("grammar_compile_seconds", _H, "seconds",
+           "Time to compile and try out a form that was not remembered, for a request that waits for it.",
+           buckets=_COMPILE),
     Family("requests_cancelled", _C, "requests",
            "Requests whose client left, by what they were doing.", ("phase",), (("waiting",), ("running",))),
     Family("wasted_tokens", _C, "tokens",

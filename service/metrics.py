@@ -70,6 +70,7 @@ class Metrics:
         self._tpot = self._histogram("request_time_per_output_token_seconds")
         self._e2e = self._histogram("e2e_request_latency_seconds")
         self._retry_after_error = self._histogram("retry_after_error_seconds")
+        self._grammar_compile = self._histogram("grammar_compile_seconds")
         self._queue = self._histogram("request_queue_time_seconds")
         self._prefill = self._histogram("request_prefill_time_seconds")
         self._decode = self._histogram("request_decode_time_seconds")
@@ -190,6 +191,12 @@ class Metrics:
     def observe_retry_after_error(self, seconds: float) -> None:
         """There is room for a request that was refused, so many seconds after it was told; below 0: before."""
         self._retry_after_error.observe(seconds)
+
+    def observe_structured(self, kind: str, outcome: str, compile_seconds: float | None) -> None:
+        """A request asked for a form, which was compiled for it unless `compile_seconds` is None."""
+        self._counter("structured_requests", kind, outcome).inc()
+        if compile_seconds is not None:
+            self._grammar_compile.observe(compile_seconds)
 
     def count_failure(self, status: int, error_type: str) -> None:
         """A request was answered with an error."""

@@ -45,6 +45,7 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._eos_token_ids = list(tokenizer.eos_token_ids)
+        self._mark_ids = sorted({*tokenizer.special_tokens.values()}.difference(tokenizer.eos_token_ids))
         self._vocabulary: LLTokenizer | None = None  # the compiling thread's, made at first use
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._held: dict[str, Submit] = {}
@@ -150,7 +151,7 @@ class Grammars:
         return not self._allowed([(matcher, True)]).any()
 
     def _allowed(self, work: Ordered[tuple[LLMatcher, bool]]) -> NDArray[np.bool_]:
-        """RV: what each matcher allows; without the ends of text where that is asked for."""
+        """RV: what each matcher allows: text, and the ends of text where they are not left out."""
         allowed_RV = np.zeros((len(work), self._tokenizer.vocab_size), dtype=np.bool_)
         for row, (matcher, goes_on) in enumerate(work):
             packed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
@@ -159,6 +160,7 @@ class Grammars:
             allowed_RV[row] = np.unpackbits(packed, count=allowed_RV.shape[1], bitorder="little")
             if goes_on:
                 allowed_RV[row, self._eos_token_ids] = False
+        allowed_RV[:, self._mark_ids] = False  # Lark's notation has names for them
         return allowed_RV
 
     def _compile(self, grammar: str) -> LLMatcher:

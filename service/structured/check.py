@@ -10,27 +10,25 @@ A schema that cannot be used is searched for the innermost part that cannot be u
 import ctypes
 import json
 import random
-import re
 import resource
 import signal
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import llguidance
 from llguidance import LLMatcher, LLTokenizer
 
 from model.grammar import GrammarError, Vocabulary, compile_grammar, json_grammar
+from service.structured.lark import lark_grammar
+from service.structured.schemas import NAMED, at, prepared
 
 # Masks that are computed on trial. Most of what a regular expression costs is paid at its first.
 _NUM_TRIALS = 16
 # Parts of a schema that are compiled one by one to find the one that is wrong.
 _MAX_PARTS = 1000
-_LONGEST_PLACE = 100
-# Where schemas stand in a schema: by a key, in a list, by names of their own.
+# Where schemas stand in a schema that can be wrong alone: by a key, in a list.
 _ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h: the kernel ends this process with its parent, even in the middle of work
 
@@ -47,24 +45,7 @@ def grammar_of(kind: str, content: Any, *, lenient: bool) -> str:
         return LLMatcher.grammar_from_regex(content)
     if kind == "choice":
         return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(word) for word in content))
-    try:
-        return llguidance.grammar_from("grammar", content)
-    except ValueError as error:
-        reason = str(error).removeprefix("Failed to convert the grammar from GBNF to Lark: ")
-        raise GrammarError(_placed(reason, content)) from None
-
-
-def _placed(reason: str, grammar: str) -> str:
-    """A complaint of GBNF with its line first, as those of Lark have it."""
-    if found := re.fullmatch(r"(.*) at line (\d+), '(.*)' \^ '(.*)'", reason, re.DOTALL):
-        what, number, before, after = found.groups()  # the last two in Rust's notation, where \\n is a line end
-        beside = f"before {after}" if after else f"after {before}"
-        return f"line {number}: {what} {beside.replace(chr(92) + 'n', ' ').strip()}"
-    if found := re.fullmatch(r"Rule '(?P<rule>[\w-]+)' not found", reason):
-        for number, line in enumerate(grammar.splitlines(), 1):
-            if re.search(rf"(?<![\w\"-]){found['rule']}(?![\w\"-])", line):
-                return f"line {number}: {reason}"
-    return reason
+    return lark_grammar(content)
 
 
 def check(vocabulary: LLTokenizer, kind: str, content: Any, *, lenient: bool = False) -> str:
@@ -73,30 +54,44 @@ def check(vocabulary: LLTokenizer, kind: str, content: Any, *, lenient: bool = F
     Raises:
         GrammarError: it cannot be used; says where.
     """
+    if kind == "json":
+        content = prepared(content, lenient=lenient)
     try:
         grammar = grammar_of(kind, content, lenient=lenient)
-        _try_out(compile_grammar(vocabulary, grammar))
+        _try_out(vocabulary, grammar)
         return grammar
     except GrammarError as error:
         if kind != "json":
             raise
-        place = _place_of(vocabulary, content, str(error), lenient=lenient)
-        if len(place) > _LONGEST_PLACE:
-            place = "…" + place[-_LONGEST_PLACE:]
-        raise GrammarError(f"at {place}: {error}" if place else str(error)) from None
+        raise at(_place_of(vocabulary, content, str(error), lenient=lenient), str(error)) from None
 
 
-def _try_out(matcher: LLMatcher) -> None:
+def _try_out(vocabulary: LLTokenizer, grammar: str) -> None:
     """Compute some masks: a grammar whose masks are over a limit is refused here and not in the middle of a text."""
-    rng = random.Random(0)
+    rng, matcher, token_ids = random.Random(0), compile_grammar(vocabulary, grammar), list[int]()
     for _ in range(_NUM_TRIALS):
         if matcher.is_stopped():
             break
         allowed = [number for number, bias in enumerate(matcher.compute_logit_bias()) if bias]
-        if not allowed or not matcher.consume_token(rng.choice(allowed)):
+        if not allowed:
             break
-    if matcher.is_error():
-        raise GrammarError(matcher.get_error())
+        token_ids.append(rng.choice(allowed))
+        if not matcher.consume_token(token_ids[-1]):
+            break
+    if not matcher.is_error():
+        return
+    message = matcher.get_error()
+    if message.startswith("NoExtension") and not _can_go_on(grammar, vocabulary.decode_bytes(token_ids)):
+        message = "no text can ever be complete: a rule or a $ref leads only back to itself, most likely"
+    raise GrammarError(message)
+
+
+def _can_go_on(grammar: str, text: bytes) -> bool:
+    """Whether a grammar lets anything follow a text, were there a token for every byte."""
+    matcher = compile_grammar(Vocabulary([bytes([byte]) for byte in range(256)], [], []).for_masks(), grammar)
+    matcher.consume_tokens(list(text))
+    matcher.compute_bitmask()
+    return not matcher.is_error()
 
 
 def _place_of(vocabulary: LLTokenizer, schema: Mapping[str, Any], complaint: str, *, lenient: bool) -> str:
@@ -130,7 +125,7 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]
             yield key, value
         elif key in (*_LISTS, "items") and isinstance(value, list):
             yield from ((f"{key}[{i}]", part) for i, part in enumerate(value) if isinstance(part, dict))
-        elif key in _NAMED and isinstance(value, dict):
+        elif key in NAMED and isinstance(value, dict):
             yield from ((f"{key}.{name}", part) for name, part in value.items() if isinstance(part, dict))
 
 

@@ -6,8 +6,9 @@ crowd of those is told to come back.
 
 import hashlib
 import json
+import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,8 @@ class GrammarChecker:
     Args:
         max_waiting: requests that may wait for their turn.
         wait_seconds: how long each may.
+        observe: told of each request: the kind of form, "accepted" or "refused", and the seconds that it took to
+            compile; None where it was remembered.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class GrammarChecker:
         *,
         max_waiting: int = 256,
         wait_seconds: float = WAIT_SECONDS,
+        observe: Callable[[str, str, float | None], None] = lambda kind, outcome, seconds: None,
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = Limits() if limits is None else limits
@@ -57,6 +61,7 @@ class GrammarChecker:
         self._turns = Turns(
             "schemas and grammars", "the grammar compiler", max_waiting=max_waiting, wait_seconds=wait_seconds
         )
+        self._observe = observe
         self._answers: OrderedDict[bytes, dict[str, str]] = OrderedDict()
 
     async def grammar(self, wanted: Wanted | None) -> str | None:
@@ -71,14 +76,16 @@ class GrammarChecker:
             return None
         order = {"kind": wanted.kind, "content": wanted.content, "lenient": wanted.lenient}
         key = hashlib.blake2b(json.dumps(order).encode()).digest()
-        answer = self._answers.get(key)
-        if answer is None:
-            answer = await self._turns.run(partial(self._ask, order))
+        seconds: float | None = None
+        if key in self._answers:
+            answer = self._answers[key]
+            self._answers.move_to_end(key)
+        else:
+            answer, seconds = await self._turns.run(partial(self._ask, order))
             self._answers[key] = answer
             if len(self._answers) > _MAX_REMEMBERED:
                 self._answers.popitem(last=False)
-        else:
-            self._answers.move_to_end(key)
+        self._observe(wanted.kind, "refused" if "error" in answer else "accepted", seconds)
         if "error" in answer:
             raise InvalidRequest(f"{wanted.param}: {answer['error']}", param=wanted.param)
         return answer["grammar"]
@@ -95,14 +102,19 @@ class GrammarChecker:
         self._turns.close()
         self._process.close()
 
-    def _ask(self, order: dict[str, object]) -> dict[str, str]:
+    def _ask(self, order: dict[str, object]) -> tuple[dict[str, str], float]:
+        """The child's answer, and the seconds it took."""
         if not self._process.is_running:
             self._start()
+        start = time.monotonic()
         try:
-            return self._process.ask(order)
+            answer = self._process.ask(order)
         except ProcessEnded:
             cpu_seconds, mib = self._limits.cpu_seconds, self._limits.memory_bytes // 2**20
-            return {"error": f"it takes over {cpu_seconds:g} s of processor time or {mib} MiB to compile; simplify it"}
+            answer = {
+                "error": f"it takes over {cpu_seconds:g} s of processor time or {mib} MiB to compile; simplify it"
+            }
+        return answer, time.monotonic() - start
 
     def _start(self) -> None:
         tokenizer = self._tokenizer

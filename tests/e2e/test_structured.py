@@ -8,6 +8,7 @@ from typing import Any
 
 import jsonschema
 import openai
+import pydantic
 import pytest
 
 from tests.e2e.process import Service, serving, wait_until
@@ -26,6 +27,15 @@ SCHEMA: dict[str, Any] = {
     "required": ["name", "legs", "colours"],
     "additionalProperties": False,
 }
+PAGE = Path(__file__).parents[2] / "docs" / "structured.md"
+
+
+class Endless(pydantic.BaseModel):
+    """A text of any length."""
+
+    text: str
+
+
 FORMAT = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA, "strict": True}}
 
 
@@ -62,6 +72,27 @@ def test_openais_client_gets_documents_by_its_schema(service: Service) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == texts[0]
 
 
+def test_the_documented_use_of_openais_parse_works(service: Service) -> None:
+    """As it stands on the page, but for the address and the name of the model."""
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    for named, here in (("http://127.0.0.1:8000", service.url), ("kvasir-9m", NAME)):
+        assert example.count(named) == 1
+        example = example.replace(named, here)
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(compile(example, str(PAGE), "exec"), names)
+    assert isinstance(names["pet"], names["Pet"])
+    assert names["answer"].choices[0].finish_reason == "stop"
+
+
+def test_a_text_without_an_end_ends_in_an_error_of_openais_parse(service: Service) -> None:
+    """What the page warns of."""
+    client = openai.OpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.LengthFinishReasonError):
+        client.chat.completions.parse(
+            model=NAME, messages=[{"role": "user", "content": "a"}], response_format=Endless, max_tokens=20, seed=1
+        )
+
+
 def test_each_kind_over_both_routes(service: Service) -> None:
     kinds: dict[str, tuple[Any, str]] = {
         "regex": ("[a-z]{3}-[0-9]{2}", "[a-z]{3}-[0-9]{2}"),
@@ -88,6 +119,7 @@ def test_a_schema_that_cannot_be_used_is_a_400_that_says_where(service: Service)
     assert response.status_code == 400
     assert error["param"] == "response_format.json_schema.schema"
     assert error["message"].endswith("at properties.age.items: Invalid type: integr")
+    assert service.metric("llm_structured_requests_total", kind="json", outcome="refused") == 1
 
 
 def test_a_document_survives_the_death_of_the_worker(service: Service) -> None:

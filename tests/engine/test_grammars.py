@@ -12,7 +12,9 @@ from llguidance import LLMatcher
 
 from model.generate import generate
 from model.grammar import GrammarError, Vocabulary, compile_grammar, json_grammar
+from model.tokenizer.byte_level import ByteLevelTokenizer
 from service.engine import grammars
+from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.grammars import Grammars
 from service.messages import FinishReason, StepStats, TokenDelta
@@ -139,6 +141,27 @@ def test_logprobs_are_the_models_own() -> None:
     free = drive(make_engine(), [ask("s", None, logprobs=3, max_tokens=1)])["s"]
     assert free.deltas[0].logprobs is not None
     assert first.top == free.deltas[0].logprobs[0].top
+
+
+def test_control_marks_are_never_drawn_whatever_a_grammar_says() -> None:
+    """A grammar that names them is refused before it comes here; this is the second lock."""
+    end = TOKENIZER.vocab_size - 1
+    pairs = [bytes([first, first]) for first in range(end - 257)]
+    tokenizer = ByteLevelTokenizer(
+        pattern=".",
+        ranks={token: rank for rank, token in enumerate([*map(bytes, zip(range(256), strict=True)), *pairs])},
+        special_tokens={"<|mark|>": end - 1, "<|end|>": end},
+        eos_token_ids=(end,),
+        bos_token_id=None,
+    )
+    engine = Engine(model(), tokenizer, EngineConfig(num_blocks=200))
+    either = LLMatcher.grammar_from_lark(f'start: <[{end - 1}]> | "red"')
+    outcomes = drive(engine, [ask(f"s{i}", either, seed=i, logit_bias=((end - 1, 100.0),)) for i in range(5)])
+    assert all(end - 1 not in outcome.token_ids for outcome in outcomes.values())
+    assert "red" in {outcome.text for outcome in outcomes.values()}
+    mark = LLMatcher.grammar_from_lark(f"start: <[{end - 1}]>")
+    alone = drive(engine, [ask("s", mark, allowed_token_ids=(end - 1,))])["s"]
+    assert alone.reason is FinishReason.REFUSED
 
 
 @contextmanager

@@ -151,6 +151,12 @@ OBSERVATIONS = (
         changes=_once("retry_after_error_seconds", -0.125),
     ),
     Observation(
+        name="structured",
+        make=lambda metrics: metrics.observe_structured("json", "refused", 0.125),
+        changes={'structured_requests_total{kind="json",outcome="refused"}': 1}
+        | _once("grammar_compile_seconds", 0.125),
+    ),
+    Observation(
         name="failure",
         make=lambda metrics: metrics.count_failure(500, "server_error"),
         changes={'request_failures_total{error_type="server_error",status="500"}': 1},

@@ -1,6 +1,7 @@
 """What a request may ask of a completion's form, what is refused and where, and that asking costs a bounded time."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -166,6 +167,18 @@ def test_every_kind_becomes_a_grammar(checker: GrammarChecker) -> None:
     assert len(grammars) == 4
     assert all(grammars)
     assert asyncio.run(checker.grammar(None)) is None
+
+
+def test_each_request_is_told_of_and_how_long_it_took_unless_it_was_remembered() -> None:
+    told: list[tuple[str, str, float | None]] = []
+    checker = GrammarChecker(tiny_tokenizer(), observe=lambda *observed: told.append(observed))
+    for kind, content in [(Kind.REGEX, "a"), (Kind.REGEX, "a"), (Kind.JSON, {"type": "x"})]:
+        with contextlib.suppress(InvalidRequest):
+            checked(checker, kind, content)
+    asyncio.run(checker.grammar(None))
+    checker.close()
+    assert [observed[:2] for observed in told] == [("regex", "accepted"), ("regex", "accepted"), ("json", "refused")]
+    assert [seconds is None for _, _, seconds in told] == [False, True, False]
 
 
 def test_a_choice_knows_where_its_grammar_is_from(checker: GrammarChecker) -> None:
