@@ -47,8 +47,8 @@ _COME_BACK: list[dict[str, Any]] = [
     {
         "name": "Last-Event-ID",
         "in": "header",
-        "description": "The id of the last event that was seen of a stream: its later ones are the answer.",
-        "schema": {"type": "string", "pattern": "^[0-9a-f]{32}/[0-9]{1,9}$"},
+        "description": "The id of a stream's last event that was seen: its later ones are the answer. Empty: none was.",
+        "schema": {"type": "string", "pattern": "^([0-9a-f]{32}/[0-9]{1,9})?$"},
     },
 ]
 _WAIT: list[dict[str, Any]] = [

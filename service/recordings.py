@@ -26,6 +26,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from service.access import KEY_NAME
 from service.errors import AnswerGone, ApiError, InvalidRequest, KeyReused
+from service.queue_terms import TIMEOUT_HEADER
 from service.responses import KEEP_ALIVE, encode_event
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Asked:
 
     path: str
     digest: bytes  # of the body, byte for byte
+    timeout: str | None  # the header that says as much as the body's field
 
 
 class Recording:
@@ -55,13 +57,13 @@ class Recording:
     Args:
         make: gives the response, which is called as a server calls it.
         owner: whose API key came with the request.
-        key: the request's `Idempotency-Key`, empty without one.
+        key: the request's `Idempotency-Key`, None without one.
         asked: what was asked for; anything else under the same key is a mistake.
         ended: told when nothing more comes.
     """
 
     def __init__(
-        self, make: Make, *, owner: str, key: str, asked: "Asked", ended: Callable[["Recording"], None]
+        self, make: Make, *, owner: str, key: str | None, asked: "Asked", ended: Callable[["Recording"], None]
     ) -> None:
         self.id = uuid.uuid4().hex
         self.owner = owner
@@ -265,18 +267,19 @@ class Recordings:
             InvalidRequest: a header that can't be understood, or a key that belongs to another request.
             AnswerGone: the stream that `Last-Event-ID` names is not kept, or not from there.
         """
-        key = request.headers.get("idempotency-key", "")
+        key = request.headers.get("idempotency-key")
         owner = str(getattr(request.state, KEY_NAME, ""))
-        asked = Asked(request.url.path, hashlib.blake2b(body, digest_size=16).digest())
+        digest = hashlib.blake2b(body, digest_size=16).digest()
+        asked = Asked(request.url.path, digest, request.headers.get(TIMEOUT_HEADER))
         if event_id := request.headers.get("last-event-id", ""):
             return self._resume(event_id, owner, asked, has_body=bool(body))
+        if key is not None and not _KEY.fullmatch(key):
+            raise InvalidRequest("Idempotency-Key must be 1 to 255 visible ASCII characters")
         # An event source. Who takes JSON as well may not read ids, and may not have asked for a stream.
         is_event_source = request.headers.get("accept", "").strip().lower() == "text/event-stream"
         if not (key or is_event_source) or not self._keep_seconds:
             return await make()
-        if key and not _KEY.fullmatch(key):
-            raise InvalidRequest("Idempotency-Key must be 1 to 255 visible ASCII characters")
-        if (recording := self._by_key.get((owner, key)) if key else None) is not None:
+        if key and (recording := self._by_key.get((owner, key))) is not None:
             return self._repeat(recording, asked)
         recording = Recording(make, owner=owner, key=key, asked=asked, ended=self._tidy)
         self._by_id[recording.id] = recording
@@ -309,7 +312,7 @@ class Recordings:
         recording, start = self._by_id.get(match[1]), int(match[2]) + 1
         if recording is None or recording.owner != owner or not recording.has(start):
             raise AnswerGone("the stream is not kept, or not from that event on; ask again without Last-Event-ID")
-        if asked.path != recording.asked.path or (has_body and asked != recording.asked):
+        if asked.path != recording.asked.path or (has_body and asked.digest != recording.asked.digest):
             raise InvalidRequest("Last-Event-ID is of another request; send that one's body, or none, to its route")
         self._count("event_id")
         return Playback(recording, start=start, is_again=True, left=self._tidy)
@@ -330,5 +333,5 @@ class Recordings:
     def _drop(self, recording: Recording) -> None:
         recording.abandon()
         self._by_id.pop(recording.id, None)
-        if self._by_key.get((recording.owner, recording.key)) is recording:
+        if recording.key and self._by_key.get((recording.owner, recording.key)) is recording:
             del self._by_key[recording.owner, recording.key]

@@ -112,9 +112,11 @@ def wait_until(condition: Callable[[], bool], *, seconds: float = 30.0, what: st
 
 
 def command(checkpoint: Path, port: int, *flags: str, program: str = "service.cli") -> list[str]:
+    """What starts a service that sends nobody away for the time that a slow machine would let it wait."""
     return [
         *(sys.executable, "-m", program, "serve", "--checkpoint", str(checkpoint)),
-        *("--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--threads", "1", *flags),
+        *("--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--threads", "1"),
+        *("--target-queue-seconds", "0", *flags),
     ]
 
 

@@ -16,8 +16,9 @@ def test_it_measures_a_service_and_leaves_nothing_behind(checkpoint: Path, tmp_p
     out = tmp_path / "service.json"
     arguments = ["--checkpoint", str(checkpoint), "--out", str(out), "--streams", "1", "4", "--repeats", "2"]
     arguments += ["--start-repeats", "1", "--idle-seconds", "1", "--prompt-tokens", "16", "--output-tokens", "8"]
+    before = _services()
     assert bench_service.main([*arguments, "--", "--threads", "1"]) == 0
-    assert [process for process in psutil.Process().children(recursive=True) if _is_service(process)] == []
+    assert _services() == before
     result = json.loads(out.read_text())
     assert {"commit", "machine", "versions", "command", "date", "other_work_cores", "took_seconds"} <= set(result)
     assert result["model"]["threads"] == 1
@@ -33,8 +34,9 @@ def test_it_measures_a_service_and_leaves_nothing_behind(checkpoint: Path, tmp_p
         assert level["http_ttft_ms"]["p50"] > 0
 
 
-def _is_service(process: psutil.Process) -> bool:
-    return "serve" in process.cmdline()
+def _services() -> set[psutil.Process]:
+    """Those of this process; other tests may have theirs."""
+    return {child for child in psutil.Process().children(recursive=True) if "serve" in child.cmdline()}
 
 
 def test_a_service_that_cannot_start_is_reported_with_its_own_words(

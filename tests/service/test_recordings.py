@@ -267,8 +267,10 @@ def test_a_stream_that_ended_with_an_error_is_not_repeated() -> None:
     [
         ({"idempotency_key": "k", "body": b"{ }"}, KeyReused),
         ({"idempotency_key": "k", "path": "/v1/chat/completions"}, KeyReused),
+        ({"idempotency_key": "k", "x_request_timeout": "0"}, KeyReused),
         ({"idempotency_key": "k" * 256}, InvalidRequest),
         ({"idempotency_key": "a b"}, InvalidRequest),
+        ({"idempotency_key": ""}, InvalidRequest),
         ({"last_event_id": "17"}, InvalidRequest),
         ({"last_event_id": "0" * 32 + "/0"}, AnswerGone),
         ({"last_event_id": "ID/99"}, AnswerGone),
