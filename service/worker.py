@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 # A worker that cannot start says why in one line and ends with this code, so that main need not guess.
 EXIT_TOLD = 3
+# How torch says that the CPU has no more memory, in an error that can be of anything.
+_CPU_MEMORY = "can't allocate memory"
 # What lies between messages to an API process, at least: each wakes a thread and the event loop there.
 _MESSAGE_SECONDS = 0.0005
 
@@ -112,7 +114,8 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
                 with suppress(OSError):  # a full disk behind stdout
                     print("\n".join(effective_values(self.settings, found)), flush=True)
         except (ValueError, RuntimeError, MemoryError, OSError) as error:
-            self._tell(error, is_memory=isinstance(error, (MemoryError, torch.OutOfMemoryError)))
+            is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _CPU_MEMORY in str(error)
+            self._tell(error, is_memory=is_memory)
             raise SystemExit(EXIT_TOLD) from None
 
     def build(self) -> "tuple[Engine, EngineFacts]":
@@ -126,6 +129,7 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
     def _tell(self, error: Exception, *, is_memory: bool) -> None:
         """Why the engine cannot be built, in one line."""
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        first_line = first_line[max(0, first_line.find(_CPU_MEMORY)) :]  # torch's source file and line stand before
         advice = "; lower --kv-cache-memory or --max-context-length, or take a smaller model" if is_memory else ""
         print(f"kvasir serve: {first_line}{advice}", file=sys.stderr, flush=True)
 
