@@ -121,6 +121,16 @@ class Admission:
         self.num_sequences += asked.num_sequences
         self.num_waiting_tokens += asked.num_tokens
 
+    def refuse_hopeless(self, terms: QueueTerms) -> None:
+        """Refuse a request of which nothing else is known, where not even the smallest would be let in.
+
+        Raises:
+            Overloaded, WaitTooLong: as `admit` does.
+        """
+        self._advance()
+        if self._shortage(_Asked(1, 1, terms)) is not None:
+            self.admit([1], terms)
+
     def started(self, num_tokens: int, owner: str = "") -> None:
         """A sequence of that many tokens waits no longer."""
         self._advance(tokens=num_tokens, begun=1)

@@ -90,6 +90,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self._recordings = Recordings(keep_seconds=settings.resume_seconds, count=metrics.count_resumption)
         intake = Intake(
             refuse_when_draining=self._refuse_when_draining,
+            refuse_hopeless=admission.refuse_hopeless,
             admit=self._admit,
             close=self._close,
             recordings=self._recordings,

@@ -196,6 +196,23 @@ def test_who_comes_back_finds_a_little_more_room() -> None:
     service.admission.admit([10], QueueTerms(patience_seconds=3.5, is_retry=True))
 
 
+def test_what_has_no_chance_whatever_it_is_is_refused_as_if_it_were_the_smallest() -> None:
+    service = Service(running=2, waiting=2)
+    service.admission.refuse_hopeless(QueueTerms())
+    service.admission.admit([10] * 3)
+    service.admission.refuse_hopeless(QueueTerms())  # one of one would find room, one of two would not
+    assert service.refused([10, 10]) is not None
+    service.admission.admit([10])
+    with pytest.raises(Overloaded, match="the server is full"):
+        service.admission.refuse_hopeless(QueueTerms())
+    assert service.admission.num_sequences == 4
+
+    service, terms = make_busy(patience=3.5, num_waiting=3)
+    with pytest.raises(WaitTooLong, match=r"longer than 3\.5 s"):
+        service.admission.refuse_hopeless(terms)
+    service.admission.refuse_hopeless(QueueTerms(patience_seconds=60.0))
+
+
 def test_who_is_refused_stands_in_line_behind_those_that_come_back() -> None:
     told = []
     for returns in (True, False):

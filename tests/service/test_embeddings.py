@@ -176,6 +176,7 @@ class Served:
         asked = EmbeddingRequest(input=["a", "b"])
         intake = Intake(
             refuse_when_draining=lambda: None,
+            refuse_hopeless=lambda terms: None,
             admit=self.admit,
             close=self.close,
             recordings=frontend._recordings,

@@ -111,6 +111,18 @@ def test_a_full_server_answers_429_with_all_three_headers(
     )
 
 
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_a_full_server_reads_nothing_but_what_might_wait_longer(
+    client: TestClient, queue: EchoQueue, frontend: Frontend, route: str
+) -> None:
+    queue.answers = False
+    for uid in "abcd":
+        frontend._journal.open(make_request(make_choice(uid)))
+    unread = client.post(route, content=b"no JSON at all")
+    assert (unread.status_code, unread.json()["error"]["code"]) == (429, "queue_full")
+    assert client.post(route, content=b'{"timeout": no JSON either').status_code == 400
+
+
 def test_a_draining_server_answers_503_and_asks_for_another_connection(
     client: TestClient, lifecycle: Lifecycle
 ) -> None:
