@@ -11,7 +11,7 @@ INSTALLED := .venv/.installed
 CLIENTS := .venv-clients
 CLIENTS_INSTALLED := $(patsubst tests/clients/requirements/%.txt,$(CLIENTS)/%/.installed,$(wildcard tests/clients/requirements/*.txt))
 
-.PHONY: help install serve test test-clients check format bench performance attention loadtest fuzz test-faults check-monitoring clean
+.PHONY: help install serve test test-clients check format bench performance attention loadtest fuzz test-faults audit check-monitoring clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -88,8 +88,14 @@ fuzz: $(INSTALLED) ## fuzz what reads strangers' bytes, guided by the code that 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt atheris
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
 
+audit: install ## known vulnerabilities of all that is installed, by the advisories of PyPI (needs the internet)
+	$(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit
+	$(BIN)/python -m pip freeze --exclude-editable >.venv-audit/requirements.txt
+	.venv-audit/bin/pip-audit --disable-pip --no-deps --requirement .venv-audit/requirements.txt
+
 check-monitoring: ## promtool and a real Prometheus against a running service (needs prometheus); PORT=N
 	monitoring/check.sh http://$(HOST):$(PORT)
 
 clean: ## remove what the targets made
-	rm -rf .venv .venv-clients build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-clients .venv-audit build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
