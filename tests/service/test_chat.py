@@ -206,7 +206,7 @@ def _one(**message: Any) -> dict[str, Any]:
         ({**_one(), "allowed_token_ids": [999]}, "allowed_token_ids", "out of vocabulary"),
         ({**_one(), "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "messages is not yours to set"),
         ({**_one(), "chat_template_kwargs": {"eos_token": ""}}, "chat_template_kwargs", "eos_token is not yours"),
-        ({**_one(), "chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs", "chat_template_kwargs must"),
+        ({**_one(), "chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs.a", "chat_template_kwargs.a must"),
         ({**_one(), "prompt": "a"}, "prompt", "unknown field: prompt"),
         ({**_one(), "best_of": 1}, "best_of", "unknown field: best_of"),
         ({**_one(), "max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "give one of them"),
