@@ -138,7 +138,7 @@ class ServeSettings(ModelSettings):
         "admission",
         "longest wait for a first token: what would wait longer, by the rate at which requests began of late, gets a "
         "429; a request may accept more by timeout; 0: any",
-        0.2,
+        0.25,
         ge=0,
         le=86_400,
     )
