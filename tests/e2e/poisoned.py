@@ -40,7 +40,7 @@ class PoisonedEngine:
             if KILLS in prompts:
                 os.kill(os.getpid(), signal.SIGKILL)
             while HANGS in prompts:
-                time.sleep(1)
+                time.sleep(1)  # until it is killed for it
 
         return self._engine.step(before=begin)
 

@@ -84,7 +84,7 @@ def test_without_room_for_one_more_file_the_others_are_served(tiny_checkpoint: P
             assert [client.post("/v1/completions", json=body).status_code for _ in range(5)] == [200] * 5
             while time.monotonic() < begun + 2.0:
                 assert client.get("/health").status_code == 200
-                time.sleep(0.2)  # nobody asks for anything: that is what is measured
+                time.sleep(0.2)  # a process that accepts in vain uses all of this, one that waits next to nothing
             assert (sum(api.cpu_times()[:2]) - used) / (time.monotonic() - begun) < 0.5, "it spins"
         resource.prlimit(api.pid, resource.RLIMIT_NOFILE, limits)
         assert service.text("once", max_tokens=2) is not None

@@ -7,8 +7,8 @@ import pytest
 from service.backlog import MAX_BACKLOG_BYTES, kept_bytes
 from service.errors import ClientGone
 from service.messages import Cancel, TokenLogprob
+from tests.service.desk import Desk
 from tests.service.sequences import make_choice, make_delta
-from tests.service.test_journal import Desk
 
 TOP = tuple((number, -1.0) for number in range(20))
 SCORES = (TokenLogprob(token_id=1, logprob=-1.0, rank=1, top=TOP),)

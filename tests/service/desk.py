@@ -1,0 +1,47 @@
+"""A journal, and all that it says."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from service.admission import Admission
+from service.journal import Choice, Journal, LiveRequest
+from service.messages import Command, Hello, Submit
+from tests.service.sequences import make_request
+
+
+class Desk:
+    """A journal and everything it says."""
+
+    def __init__(self, *, waiting: int = 10) -> None:
+        self.sent: list[Command] = []
+        self.hellos: list[Hello] = []
+        self.outcomes: list[str] = []
+        self.late: list[int] = []
+        self.admission = Admission(max_num_running=2, max_waiting_requests=waiting, max_waiting_tokens=10_000)
+        self.journal = Journal(
+            send=self._send,
+            admission=self.admission,
+            on_hello=self.hellos.append,
+            on_replay=self.outcomes.append,
+            on_late=self.late.append,
+        )
+
+    def _send(self, commands: Sequence[Command]) -> None:
+        self.sent += commands
+
+    def open(self, *choices: Choice) -> LiveRequest:
+        request = make_request(*choices)
+        self.journal.open(request)
+        return request
+
+    def submits(self) -> list[Submit]:
+        return [command for command in self.sent if isinstance(command, Submit)]
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 10))
+
+
+async def texts(request: LiveRequest) -> list[tuple[int, str]]:
+    return [(choice.index, delta.text) for choice, delta in await request.next_deltas()]

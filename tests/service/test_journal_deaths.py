@@ -1,0 +1,170 @@
+"""What becomes of requests when their worker dies, and who is suspected of it."""
+
+import msgspec
+import pytest
+
+from service.errors import EngineFailed
+from service.messages import Started, TokenLogprob
+from tests.service.desk import Desk, run, texts
+from tests.service.sequences import make_choice, make_delta, make_finish, make_hello
+
+
+def test_a_hello_at_the_first_start_resubmits_nothing() -> None:
+    desk = Desk()
+    desk.open(make_choice("a"))
+    desk.journal.receive([make_hello(0)])
+    assert len(desk.submits()) == 1
+    assert len(desk.hellos) == 1
+
+
+def test_a_new_worker_gets_everything_unfinished_with_the_tokens_so_far_in_order_of_arrival() -> None:
+    async def test() -> None:
+        desk = Desk()
+        requests = [desk.open(make_choice(f"r{i}")) for i in range(5)]
+        desk.journal.receive([make_delta("r1", ids=(7, 8), text="x"), make_delta("r3", ids=(9,), finish=make_finish())])
+        desk.journal.receive([make_hello(1)])
+        again = desk.submits()[5:]
+        assert [(s.uid, s.attempt, s.prior_token_ids) for s in again] == [
+            ("r0", 1, ()),
+            ("r1", 1, (7, 8)),
+            ("r2", 1, ()),
+            ("r4", 1, ()),
+        ]
+        assert desk.outcomes == ["resubmitted"] * 4
+        # The dead worker's last words are ignored, the new one's go on where it stopped.
+        desk.journal.receive([make_delta("r1", index=2, ids=(1,), text="old")])
+        desk.journal.receive([make_delta("r1", index=2, ids=(1,), text="new", attempt=1)])
+        assert await texts(requests[1]) == [(0, "x"), (0, "new")]
+
+    run(test)
+
+
+def test_what_is_submitted_again_is_the_same_work() -> None:
+    """Its place in the queue, its cache and its rules; the tokens so far count as drawn."""
+    desk = Desk()
+    choice = make_choice("a", frequency_penalty=1.0, bad_word_ids=((5, 6),), logprobs=0)
+    choice.submit = msgspec.structs.replace(choice.submit, priority=-4, cache_salt="mine", arrival_seconds=3.0)
+    first = choice.submit
+    desk.open(choice)
+    desk.journal.receive([make_delta("a", ids=(5,))])
+    desk.journal.receive([make_hello(1)])
+    assert desk.submits()[-1] == msgspec.structs.replace(first, attempt=1, prior_token_ids=(5,))
+
+
+def begin(desk: Desk, *uids: str) -> None:
+    """The worker begins with what it was given last."""
+    attempts = {submit.uid: submit.attempt for submit in desk.submits()}
+    desk.journal.receive([Started(uid=uid, attempt=attempts[uid]) for uid in uids])
+
+
+def sent_after(desk: Desk, epoch: int) -> list[str]:
+    """What a new worker is given at once."""
+    before = len(desk.submits())
+    desk.journal.receive([make_hello(epoch)])
+    return [submit.uid for submit in desk.submits()[before:]]
+
+
+def tell(desk: Desk, uid: str, index: int = 0) -> None:
+    attempts = {submit.uid: submit.attempt for submit in desk.submits()}
+    desk.journal.receive([make_delta(uid, index=index, ids=(1,), attempt=attempts[uid])])
+
+
+def test_deaths_are_nobodys_fault_whose_computation_had_not_begun() -> None:
+    desk = Desk()
+    request = desk.open(make_choice("a"))
+    for epoch in range(1, 9):
+        assert sent_after(desk, epoch) == ["a"]
+    assert not request.has_failed
+
+
+def test_deaths_after_a_token_are_nobodys_fault() -> None:
+    desk = Desk()
+    request = desk.open(make_choice("a"))
+    for epoch in range(1, 9):
+        begin(desk, "a")
+        tell(desk, "a", index=epoch - 1)
+        assert sent_after(desk, epoch) == ["a"]
+    assert not request.has_failed
+
+
+def test_a_request_that_kills_three_workers_fails_alone_and_is_not_to_be_repeated() -> None:
+    async def test() -> None:
+        desk = Desk()
+        poison, good = desk.open(make_choice("p")), desk.open(make_choice("g"))
+        for epoch in (1, 2):
+            begin(desk, "p", "g")
+            desk.journal.receive([make_hello(epoch)])
+        assert [s.uid for s in desk.submits()] == ["p", "g", "p", "g", "p"], "apart: one after the other"
+        begin(desk, "p")
+        assert sent_after(desk, 3) == ["g"]
+        begin(desk, "g")
+        tell(desk, "g")
+        with pytest.raises(EngineFailed, match="died repeatedly on this request") as caught:
+            await poison.next_deltas()
+        assert caught.value.headers() == {"x-should-retry": "false"}
+        assert desk.outcomes[-2:] == ["gave_up", "resubmitted"]
+        assert len(await good.next_deltas()) == 1
+
+    run(test)
+
+
+def test_suspects_come_back_one_by_one_as_the_last_is_cleared() -> None:
+    desk = Desk()
+    for uid in "abc":
+        desk.open(make_choice(uid))
+    for epoch in (1, 2):
+        begin(desk, "a", "b")
+        given = sent_after(desk, epoch)
+    assert given == ["c", "a"]
+    begin(desk, "a")
+    tell(desk, "c")
+    assert desk.submits()[-1].uid == "a", "one that is no suspect clears nobody"
+    tell(desk, "a")
+    assert desk.submits()[-1].uid == "b"
+
+
+def test_a_suspect_whose_client_leaves_makes_room_for_the_next() -> None:
+    desk = Desk()
+    first, _ = desk.open(make_choice("a")), desk.open(make_choice("b"))
+    for epoch in (1, 2):
+        begin(desk, "a", "b")
+        desk.journal.receive([make_hello(epoch)])
+    desk.journal.close(first)
+    assert desk.submits()[-1].uid == "b"
+
+
+def test_no_request_is_condemned_while_another_may_be_guilty() -> None:
+    desk = Desk()
+    requests = [desk.open(make_choice("a"))]
+    for epoch in range(1, 6):
+        requests.append(desk.open(make_choice(f"new{epoch}")))
+        begin(desk, "a", f"new{epoch}")
+        desk.journal.receive([make_hello(epoch)])
+    assert not any(request.has_failed for request in requests)
+
+
+def test_what_an_old_worker_began_does_not_count_against_the_new_attempt() -> None:
+    desk = Desk()
+    request = desk.open(make_choice("a"))
+    for epoch in range(1, 6):
+        desk.journal.receive([Started(uid="a", attempt=epoch - 2), Started(uid="unknown", attempt=0)])
+        assert sent_after(desk, epoch) == ["a"]
+    assert not request.has_failed
+
+
+def _logprob(token_id: int) -> TokenLogprob:
+    return TokenLogprob(token_id=token_id, logprob=-1.0, rank=1, top=())
+
+
+def test_prompt_logprobs_are_asked_for_again_only_if_they_were_incomplete() -> None:
+    desk = Desk()
+    whole, part = make_choice("w", prompt_logprobs=0), make_choice("p", prompt_logprobs=0)
+    desk.open(whole)
+    desk.open(part)
+    desk.journal.receive([make_delta("w", prompt_logprobs=tuple(map(_logprob, (1, 2, 3))))])
+    desk.journal.receive([make_delta("p", prompt_logprobs=(_logprob(1),))])
+    desk.journal.receive([make_hello(1)])
+    again = {submit.uid: submit for submit in desk.submits()[2:]}
+    assert again["w"].params.prompt_logprobs is None
+    assert again["p"].params.prompt_logprobs == 0
+    assert (len(whole.prompt_logprobs), len(part.prompt_logprobs)) == (3, 0)
