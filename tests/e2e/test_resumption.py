@@ -119,8 +119,7 @@ def _cutting_proxy(service: Service, num_cuts: int) -> Iterator[str]:
             threading.Thread(target=carry, args=(client, upstream), daemon=True).start()
             if next(cuts, False):
                 wait_until(lambda: _generated(service) > before, what="the answer to begin")
-                for end in (client, upstream):
-                    end.shutdown(socket.SHUT_RDWR)
+                client.shutdown(socket.SHUT_RDWR)  # which ends what is carried, and closes both
                 continue
             threading.Thread(target=carry, args=(upstream, client), daemon=True).start()
 
