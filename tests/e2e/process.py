@@ -1,6 +1,7 @@
 """`kvasir serve` as a child process on a free port, and what the operating system says about it."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -16,7 +17,12 @@ from typing import Any
 import httpx
 import psutil
 
+# How long anything may take before it counts as a hang. Only a test that fails waits for so long: a machine may be
+# many times slower than another, or have many times as much to do.
+PATIENCE_SECONDS = 120.0
 START_SECONDS = 300.0  # torch takes 2 s to import, and a minute where every processor is taken
+# Workers of pytest take ports of different remainders: two servers that start at once cannot be given the same one.
+_NUM_SHARES = 16
 
 
 @dataclass
@@ -29,10 +35,22 @@ class Service:
     printed: Path
 
     def post(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=fields, timeout=60)
+        return httpx.post(self.url + path, json=fields, timeout=PATIENCE_SECONDS)
+
+    @contextlib.contextmanager
+    def asking(
+        self, path: str = "/v1/completions", headers: dict[str, str] | None = None, **fields: Any
+    ) -> Iterator[None]:
+        """While a client waits for an answer, of which it reads nothing; then it leaves."""
+        body, port = json.dumps(fields).encode(), int(self.url.rpartition(":")[2])
+        told = {"host": "a", "content-length": str(len(body)), **(headers or {})}
+        head = "\r\n".join([f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in told.items()), "", ""])
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_SECONDS) as connection:
+            connection.sendall(head.encode() + body)
+            yield
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=60)
+        return httpx.get(self.url + path, timeout=PATIENCE_SECONDS)
 
     def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
         response = self.post(prompt=prompt, **fields)
@@ -89,7 +107,7 @@ class Service:
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Signal main and wait; its exit code."""
         self.process.send_signal(number)
-        return self.process.wait(60)
+        return self.process.wait(PATIENCE_SECONDS)
 
 
 def _words(process: psutil.Process) -> list[str]:
@@ -97,13 +115,17 @@ def _words(process: psutil.Process) -> list[str]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """A port on which nobody listens, and which no other worker of pytest is given meanwhile."""
+    share = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _NUM_SHARES
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        if port // 2 % _NUM_SHARES == share:  # Linux gives out every other one
+            return port
 
 
-def wait_until(condition: Callable[[], bool], *, seconds: float = 30.0, what: str) -> None:
+def wait_until(condition: Callable[[], bool], *, seconds: float = PATIENCE_SECONDS, what: str) -> None:
     """Poll until it holds; fail loudly when it never does."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -151,12 +173,19 @@ def serving(
         for member in alive(family):
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
-        process.wait(10)
+        process.wait(PATIENCE_SECONDS)
 
 
 def alive(family: list[psutil.Process]) -> list[psutil.Process]:
     """Those that still run. `is_running` knows a reused pid for what it is."""
-    return [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return [process for process in family if _runs(process)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:  # it ended between the two looks
+        return False
 
 
 def clean_environment() -> dict[str, str]:

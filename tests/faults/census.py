@@ -41,7 +41,7 @@ class Census:
         return cls(api.memory_info().rss, worker.memory_info().rss, api.num_fds(), int(tasks))
 
 
-async def idle(service: Service, *, seconds: float = 60.0) -> dict[str, float]:
+async def idle(service: Service, *, seconds: float = 120.0) -> dict[str, float]:
     """Wait until it has nothing to do and holds nothing; its metrics then.
 
     Raises:
@@ -58,7 +58,7 @@ async def idle(service: Service, *, seconds: float = 60.0) -> dict[str, float]:
         await asyncio.sleep(0.1)
 
 
-async def back_to(before: Census, service: Service, *, seconds: float = 10.0) -> Census:
+async def back_to(before: Census, service: Service, *, seconds: float = 60.0) -> Census:
     """Wait until it holds no more files and tasks than before, or so long; what it holds in the end."""
     deadline = time.monotonic() + seconds
     while True:

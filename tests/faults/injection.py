@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from tests.e2e.process import Service
+from tests.e2e.process import Service, alive
 
 # A server gives up after the sixth death of a worker in a minute.
 _MOST_DEATHS, _MINUTE = 4, 61.0
@@ -55,7 +55,7 @@ def named(service: Service, name: str) -> list[psutil.Process]:
 async def _kill(process: psutil.Process) -> None:
     with suppress(psutil.NoSuchProcess):
         process.kill()
-    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+    while alive([process]):
         await asyncio.sleep(0.01)
 
 
@@ -170,13 +170,14 @@ class Injection:
         return sum(event.num_deaths for event in self.events)
 
     async def run(self, until: float) -> None:
-        """Inject until that time; the last fault is over when this returns."""
-        deck: list[Fault] = []
-        while time.monotonic() < until:
+        """Inject until that time, and a whole deck at least; the last fault is over when this returns."""
+        deck = self._choose.sample(self._faults, len(self._faults))
+        num_dealt = 0
+        while num_dealt < len(self._faults) or time.monotonic() < until:
             await asyncio.sleep(min(self._choose.expovariate(1 / self._mean_seconds), 3 * self._mean_seconds))
             if not deck:
                 deck = self._choose.sample(self._faults, len(self._faults))
-            fault = deck.pop()
+            fault, num_dealt = deck.pop(), num_dealt + 1
             if self._may(fault):
                 await self._inject(fault)
 

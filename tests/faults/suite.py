@@ -27,12 +27,16 @@ SERVER = (
 # What may have grown when all is over: caches and the allocator's reserve, not what belongs to a request.
 _ROOM_BYTES = 96 * 2**20
 # No process of a server lives longer than the server itself, and this.
-_ORPHAN_SECONDS = 1.0
+_ORPHAN_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How much of everything. `mean_seconds`: between two faults."""
+    """How much of everything.
+
+    seconds: how long faults happen; each does once at least.
+    mean_seconds: between two of them.
+    """
 
     seconds: float
     seed: int
@@ -113,9 +117,16 @@ async def _disturb(service: Service, traffic: Traffic, plan: Plan, choose: rando
         return True
 
     faults = Injection(service, choose, more=[Fault("flood", 0, flood)], mean_seconds=plan.mean_seconds)
-    until = time.monotonic() + plan.seconds
-    clients = (traffic.client(random.Random(f"{plan.seed} {number}"), until) for number in range(plan.num_clients))
-    await asyncio.gather(faults.run(until), *clients)
+    over = asyncio.Event()
+
+    async def disturb() -> None:
+        try:
+            await faults.run(time.monotonic() + plan.seconds)
+        finally:
+            over.set()
+
+    clients = (traffic.client(random.Random(f"{plan.seed} {number}"), over) for number in range(plan.num_clients))
+    await asyncio.gather(disturb(), *clients)
     return faults
 
 

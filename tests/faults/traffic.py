@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -103,10 +102,10 @@ class Traffic:
         manner = "in a flood"
         await asyncio.gather(*(self._ask(choose.randrange(len(self._asked)), manner, choose) for _ in range(number)))
 
-    async def client(self, choose: random.Random, until: float) -> None:
-        """One client, until that time."""
+    async def client(self, choose: random.Random, over: asyncio.Event) -> None:
+        """One client, until it is over."""
         names, weights = list(_MANNERS), list(_MANNERS.values())
-        while time.monotonic() < until:
+        while not over.is_set():
             (manner,) = choose.choices(names, weights)
             if manner == "bad request":
                 await self._ask_badly(choose)
