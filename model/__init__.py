@@ -8,9 +8,11 @@ sampling_params  how one completion is drawn: SamplingParams
 json_file      JSON objects and texts beside the weights, read with care, torch-free
 generation_config  how a checkpoint wants to be sampled: its generation_config.json, torch-free
 attention/     one file a way to attend, behind one table
+kernels/       kernels of our own in C++, built once, for CPUs
 positions      learned, sinusoidal and rotary positions
 layers         norms and MLPs
 transformer    the whole architecture on one page
+linear         how a matrix is multiplied while serving: plain, packed for the CPU's kernels, in eight bits
 kv_cache       the block pool's tensors: write, gather
 sampling       batched, position-seeded sampling
 token_rules    what a request says of single tokens, and what of that holds for the next one, torch-free

@@ -159,6 +159,7 @@ def test_everything_public_says_what_it_is(path: Path) -> None:
     [
         "model",
         "model/families",
+        "model/kernels",
         "model/conversion",
         "model/evaluation",
         "model/tokenizer",

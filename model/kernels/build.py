@@ -1,0 +1,138 @@
+"""From the sources here to a library: one compiler's call, no headers but the C++ library's, so seconds. Torch-free.
+
+    python -m model.kernels.build [--directory DIRECTORY]
+
+builds every level of this kind of machine, for an image; without a directory, beside the sources, where every process
+looks first. What a service builds for itself goes to its cache, and is only the best level of its machine.
+
+A library is named by what it depends on: sources, flags, kind of machine. Not by PyTorch, whose headers and libraries
+it does not use, nor by the compiler, which is not there where an image has been built elsewhere. A file ends with the
+SHA-256 of what is before, so that half a file, or a damaged one, is never loaded. It is written under another name and
+renamed: who builds beside another makes the same file.
+"""
+
+import argparse
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from model.kernels.levels import LEVELS, Level
+
+SOURCES = Path(__file__).parent
+# Where an image or a package has them.
+SHIPPED = SOURCES / "built"
+_COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"),
+    "-ffp-contract=off",  # a * b + c is what is written on every level: the same bits wherever a function is inlined
+)
+# A compiler that takes longer is given up.
+_COMPILE_SECONDS = 600
+
+
+class BuildError(RuntimeError):
+    """There is no library and none can be made; one line says why."""
+
+
+def library_name(level: Level) -> str:
+    """The file's name: the same for the same sources, flags and kind of machine."""
+    digest = hashlib.sha256(repr((_FLAGS, level.flags, platform.machine(), sys.platform)).encode())
+    for path in _sources("*.h") + _sources("*.cpp"):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return f"kvasir-{level.name}-{digest.hexdigest()[:16]}.so"
+
+
+def find_built(level: Level, directories: Sequence[Path]) -> Path | None:
+    """The level's library in the first of the directories that has it whole, and nobody else could have written."""
+    paths = (directory / library_name(level) for directory in directories)
+    return next((path for path in paths if _is_ours(path) and _is_whole(path)), None)
+
+
+def build(level: Level, directory: Path) -> Path:
+    """Compile the level's library into a directory, which is made.
+
+    Raises:
+        BuildError: no compiler, one that fails, or a directory that cannot be written.
+    """
+    compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise BuildError(f"no C++ compiler ({', '.join(_COMPILERS)}) is installed")
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(prefix=".building-", dir=directory) as scratch:
+            made = Path(scratch) / "kernels.so"
+            _compile(compiler, level, made)
+            contents = made.read_bytes()
+            made.write_bytes(contents + hashlib.sha256(contents).digest())
+            made.chmod(0o755)
+            return made.rename(directory / library_name(level))
+    except OSError as error:
+        raise BuildError(f"{directory} cannot be written: {error.strerror}") from error
+
+
+def _compile(compiler: str, level: Level, made: Path) -> None:
+    sources = map(str, _sources("*.cpp"))
+    command = [compiler, *_FLAGS, *level.flags, *sources, "-o", str(made)]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as child:
+        with suppress(OSError):  # it may have ended
+            os.setpriority(os.PRIO_PROCESS, child.pid, 19)  # requests go first
+        try:
+            _, said = child.communicate(timeout=_COMPILE_SECONDS)
+        except BaseException as error:
+            child.kill()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise BuildError(f"{compiler} took over {_COMPILE_SECONDS} s") from None
+            raise
+    if child.returncode != 0 or not made.is_file():
+        lines = said.decode(errors="replace").strip().splitlines()
+        first = next((line for line in lines if "error" in line), lines[0] if lines else "it said nothing")
+        raise BuildError(f"{compiler} ended with {child.returncode}: {first}")
+
+
+def _sources(pattern: str) -> list[Path]:
+    return sorted(SOURCES.glob(pattern))
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it is there, and only we or root could have written it: what is loaded is run."""
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    return status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        contents = path.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(contents[:-_DIGEST_BYTES]).digest() == contents[-_DIGEST_BYTES:]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Exit codes: 0 built, 1 not."""
+    parser = argparse.ArgumentParser(prog="python -m model.kernels.build", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--directory", type=Path, default=SHIPPED, help=f"default: {SHIPPED}")
+    directory: Path = parser.parse_args(argv).directory
+    try:
+        for level in LEVELS:
+            if level.machine in (None, platform.machine()):
+                print(build(level, directory))
+    except BuildError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

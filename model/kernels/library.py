@@ -1,0 +1,121 @@
+"""The kernels in this process: loaded at once where they are built, else built in a thread and then loaded."""
+
+import ctypes
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+from model.kernels.build import SHIPPED, BuildError, build, find_built
+from model.kernels.levels import Level, levels_here
+
+logger = logging.getLogger(__name__)
+
+# Whose threads PyTorch's operators run on, by the names under which it is loaded: GNU's, LLVM's and Intel's runtimes
+# of OpenMP, which all export GOMP_parallel.
+_RUNTIMES = ("libgomp", "libomp", "libiomp5")
+_MAPS = Path("/proc/self/maps")
+
+
+class KernelLibrary:
+    """A level's kernels, loaded.
+
+    Raises:
+        OSError: the file is no library of ours.
+    """
+
+    def __init__(self, path: Path, level: Level) -> None:
+        self.level = level.name
+        self._library = ctypes.CDLL(str(path))
+        self._functions: dict[str, Any] = {}
+        try:
+            use_threads_of = self._library.kvasir_use_threads_of
+        except AttributeError:
+            raise OSError(f"{path} has no kvasir_use_threads_of") from None
+        use_threads_of.argtypes = (ctypes.c_void_p,)
+        use_threads_of.restype = None
+        use_threads_of(_parallel_of_this_process())
+
+    def function(self, name: str, *argument_types: Any, result: Any = None) -> Any:
+        """A kernel by its name in C. Argument and result types are those of the first call for it.
+
+        Raises:
+            AttributeError: there is none of that name.
+        """
+        found = self._functions.get(name)
+        if found is None:
+            found = getattr(self._library, name)
+            found.argtypes, found.restype = argument_types, result
+            self._functions[name] = found
+        return found
+
+
+class Kernels:
+    """What a process has of them. `library` is None until they are loaded; every thread may read it at any time.
+
+    `trouble` says in a line why there are none and will be none.
+    """
+
+    def __init__(self) -> None:
+        self.library: KernelLibrary | None = None
+        self.trouble: str | None = None
+        self._lock = threading.Lock()
+        self._builder: threading.Thread | None = None
+
+    def prepare(self, cache: Path, *, wait: bool) -> None:
+        """Load what is built for this machine; else build it in `cache`, and load it then.
+
+        Args:
+            wait: return when that has been done or has failed. Else return at once: a thread compiles.
+
+        Nothing is raised: who finds no library goes PyTorch's way, and one line of the log says why.
+        """
+        with self._lock:
+            if self.library is None and self._builder is None:
+                level = levels_here()[0]
+                built = find_built(level, (SHIPPED, cache))
+                if built is not None:
+                    self._load(built, level)
+                if self.library is None:
+                    logger.info("no kernels are built for %s: compiling them in %s", level.name, cache)
+                    self._builder = threading.Thread(
+                        target=self._build, args=(level, cache), name="kernels", daemon=True
+                    )
+                    self._builder.start()
+            builder = self._builder
+        if wait and builder is not None:
+            builder.join()
+
+    def _build(self, level: Level, cache: Path) -> None:
+        try:
+            self._load(build(level, cache), level)
+        except BuildError as error:
+            self.trouble = str(error)
+            logger.warning("no kernels of our own, PyTorch's serve: %s", error)
+
+    def _load(self, path: Path, level: Level) -> None:
+        try:
+            self.library = KernelLibrary(path, level)
+        except OSError as error:
+            self.trouble = f"{path} cannot be loaded: {error}"
+            logger.warning("%s", self.trouble)
+        else:
+            logger.info("kernels for %s loaded from %s", level.name, path)
+
+
+KERNELS = Kernels()
+
+
+def _parallel_of_this_process() -> int | None:
+    """The address of the GOMP_parallel that PyTorch calls, or None: then kernels run in the thread that calls them."""
+    try:
+        mapped = {line.split()[-1] for line in _MAPS.read_text().splitlines() if "/" in line}
+    except OSError:
+        return None
+    for path in sorted(mapped):
+        if Path(path).name.startswith(_RUNTIMES):
+            try:
+                return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, ctypes.c_void_p).value
+            except (OSError, AttributeError):
+                continue
+    return None

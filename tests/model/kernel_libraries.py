@@ -1,0 +1,19 @@
+"""The kernels of every level that this machine can run, compiled once and kept where a service keeps them."""
+
+import functools
+import shutil
+from pathlib import Path
+
+from model.kernels.build import SHIPPED, build, find_built
+from model.kernels.levels import levels_here
+from model.kernels.library import KernelLibrary
+
+CACHE = Path("~/.cache/kvasir").expanduser()
+# Empty on a machine without a compiler: PyTorch's way is all there is, and all that is tested.
+BUILDABLE = {level.name: level for level in levels_here() if shutil.which("c++") or find_built(level, (SHIPPED, CACHE))}
+
+
+@functools.cache
+def library_of(name: str) -> KernelLibrary:
+    level = BUILDABLE[name]
+    return KernelLibrary(find_built(level, (SHIPPED, CACHE)) or build(level, CACHE), level)

@@ -1,0 +1,179 @@
+"""Kernels are compiled once, whole or not at all, and their absence is one line of the log."""
+
+import logging
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from model.kernels import build as build_module
+from model.kernels import library as library_module
+from model.kernels.build import build, find_built, library_name
+from model.kernels.levels import LEVELS, Level, levels_here
+from model.kernels.library import Kernels
+
+LEVEL = LEVELS[-1]
+COMPILES = """#!/bin/sh
+echo one >> {log}
+for argument; do made=$argument; done
+echo "a library" > "$made"
+"""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(library_module, "SHIPPED", tmp_path / "nothing")
+
+
+@pytest.fixture
+def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A line for every time the compiler, which only pretends, was called."""
+    log = tmp_path / "log"
+    use_compiler(COMPILES.format(log=log), tmp_path, monkeypatch)
+    return log
+
+
+def use_compiler(script: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = directory / "compiler"
+    compiler.write_text(script)
+    compiler.chmod(0o755)
+    monkeypatch.setattr(build_module, "_COMPILERS", (str(compiler),))
+
+
+def use_sources(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source of our own, to change."""
+    source = directory / "sources" / "one.cpp"
+    source.parent.mkdir()
+    source.write_text("// one")
+    monkeypatch.setattr(build_module, "SOURCES", source.parent)
+    return source
+
+
+def test_what_is_built_is_found_again(compilations: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "a" / "cache"
+    assert find_built(LEVEL, (cache,)) is None
+    built = build(LEVEL, cache)
+    assert find_built(LEVEL, (tmp_path, cache)) == built
+    assert built.read_bytes().startswith(b"a library\n")
+    assert [path.name for path in cache.iterdir()] == [library_name(LEVEL)], "nothing else is left"
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+
+def test_other_sources_or_flags_are_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = use_sources(tmp_path, monkeypatch)
+    names = {library_name(LEVEL), library_name(LEVELS[0])}
+    source.write_text("// two")
+    names.add(library_name(LEVEL))
+    names.add(library_name(Level("portable", None, frozenset(), ("-g",))))
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    names.add(library_name(LEVEL))
+    assert len(names) == 5
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "gone"])
+def test_a_damaged_library_is_built_again(
+    compilations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    built = build(LEVEL, tmp_path)
+    contents = built.read_bytes()
+    damaged = {"cut": contents[:-1], "changed": b"x" + contents[1:], "empty": b"", "gone": None}[damage]
+    built.unlink()
+    if damaged is not None:
+        built.write_bytes(damaged)
+        built.chmod(0o755)
+    assert find_built(LEVEL, (tmp_path,)) is None
+    assert find_built(LEVEL, (build(LEVEL, tmp_path).parent,)) == built
+    assert built.read_bytes() == contents
+
+
+def test_what_others_can_write_is_not_run(compilations: Path, tmp_path: Path) -> None:
+    built = build(LEVEL, tmp_path)
+    built.chmod(0o777)
+    assert find_built(LEVEL, (tmp_path,)) is None
+
+
+def test_builders_beside_each_other_make_the_same_file(compilations: Path, tmp_path: Path) -> None:
+    start = threading.Barrier(4)
+
+    def run() -> None:
+        start.wait()
+        build(LEVEL, tmp_path / "cache")
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert compilations.read_text().count("one") == 4
+    assert find_built(LEVEL, (tmp_path / "cache",)) is not None
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(build_module, "_COMPILERS", ("no-such-compiler",))
+    assert trouble_of(tmp_path, caplog) == "no C++ compiler (no-such-compiler) is installed"
+
+
+def test_a_compiler_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    use_compiler("#!/bin/sh\necho hello >&2\necho 'one.cpp:1: error: no' >&2\nexit 3\n", tmp_path, monkeypatch)
+    assert trouble_of(tmp_path, caplog) == f"{tmp_path}/compiler ended with 3: one.cpp:1: error: no"
+
+
+def test_a_compiler_that_takes_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    use_compiler("#!/bin/sh\nexec sleep 60\n", tmp_path, monkeypatch)
+    monkeypatch.setattr(build_module, "_COMPILE_SECONDS", 0.05)
+    assert trouble_of(tmp_path, caplog) == f"{tmp_path}/compiler took over 0.05 s"
+
+
+def test_a_cache_that_cannot_be_written(compilations: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    trouble = trouble_of(tmp_path / "file" / "cache", caplog)
+    assert trouble == f"{tmp_path}/file/cache cannot be written: Not a directory"
+
+
+def trouble_of(cache: Path, caplog: pytest.LogCaptureFixture) -> str:
+    """What Kernels say that have none, which is the one warning of the log."""
+    kernels = Kernels()
+    with caplog.at_level(logging.WARNING):
+        kernels.prepare(cache, wait=True)
+    assert kernels.library is None
+    assert kernels.trouble is not None
+    (record,) = caplog.records
+    assert record.getMessage() == f"no kernels of our own, PyTorch's serve: {kernels.trouble}"
+    return kernels.trouble
+
+
+def test_a_library_that_is_none_of_ours(compilations: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kernels = Kernels()
+    kernels.prepare(tmp_path, wait=True)
+    assert kernels.library is None
+    assert f"{tmp_path / library_name(levels_here()[0])} cannot be loaded" in (kernels.trouble or "")
+
+
+def test_a_level_needs_what_the_cpu_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    monkeypatch.setattr("model.kernels.levels.CPUINFO", cpuinfo)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert [level.name for level in levels_here()] == ["portable"], "a system that does not say"
+    cpuinfo.write_text("processor : 0\nflags\t\t: sse2 avx2 fma f16c\n\nprocessor : 1\n")
+    assert [level.name for level in levels_here()] == ["avx2", "portable"]
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert [level.name for level in levels_here()] == ["portable"]
+
+
+def test_requests_do_not_wait_for_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = tmp_path / "go-on"
+    script = f"#!/bin/sh\nuntil [ -e {go_on} ]; do sleep 0.01; done\nexit 1\n"
+    use_compiler(script, tmp_path, monkeypatch)
+    kernels = Kernels()
+    kernels.prepare(tmp_path, wait=False)
+    assert kernels.library is None
+    assert kernels.trouble is None, "it is still at work"
+    go_on.touch()
+    kernels.prepare(tmp_path, wait=True)
+    assert "ended with 1" in (kernels.trouble or "")
