@@ -33,6 +33,7 @@ _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"),
     "-ffp-contract=off",  # a * b + c is what is written on every level: the same bits wherever a function is inlined
 )
+_DIGEST_BYTES = hashlib.sha256().digest_size
 # A compiler that takes longer is given up.
 _COMPILE_SECONDS = 600
 
