@@ -113,6 +113,7 @@ class InstantAPI(EngineAPI):
         facts = EngineFacts(
             device="none",
             dtype="none",
+            matrices="none",
             threads=1,
             max_context_length=self.manifest.config.max_context_length,
             num_blocks=_NUM_BLOCKS,

@@ -144,8 +144,9 @@ class Transformer(nn.Module):
             Block(config, attention, layer, self.relative_positions) for layer in range(config.num_layers)
         )
         self.final_norm = make_norm(config, config.hidden_size)
-        tied = config.tie_embeddings
-        self.lm_head = None if tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head: nn.Module | None = None  # where embeddings are tied
+        if not config.tie_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
         """Next-token logits, RV float32, for `metadata.logit_rows_R` (all T rows where that is None).
@@ -175,8 +176,11 @@ class Transformer(nn.Module):
 
     def logits(self, x_RE: Tensor) -> Tensor:
         """Next-token logits of rows of `hidden`, RV float32."""
-        head = self.token_embedding if self.lm_head is None else self.lm_head
-        return functional.linear(self.final_norm(x_RE), head.weight).float()
+        x_RE = self.final_norm(x_RE)
+        if self.lm_head is None:
+            return functional.linear(x_RE, self.token_embedding.weight).float()
+        logits_RV: Tensor = self.lm_head(x_RE)
+        return logits_RV.float()
 
     def _embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         """Token embeddings, with what positions add to them, TE in the model's dtype."""

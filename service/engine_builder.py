@@ -9,8 +9,10 @@ import torch
 
 from model.attention.interface import ATTENTION_BACKENDS
 from model.checkpoint import load_model
+from model.linear import can_pack, replace_linears
 from model.manifest import Manifest
 from model.tokenizer.files import load_tokenizer
+from model.transformer import Transformer
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.settings import ModelSettings, context_length, model_threads
@@ -28,10 +30,11 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineFacts:
-    """What "auto" came to."""
+    """What "auto" came to. `matrices`: plain, packed or int8, see `model.linear`."""
 
     device: str
     dtype: str
+    matrices: str
     threads: int
     max_context_length: int
     num_blocks: int
@@ -40,7 +43,8 @@ class EngineFacts:
 
     def __str__(self) -> str:
         return (
-            f"device {self.device}, {self.dtype}, {self.threads} {'thread' if self.threads == 1 else 'threads'}, "
+            f"device {self.device}, {self.dtype}, {self.matrices} matrices, "
+            f"{self.threads} {'thread' if self.threads == 1 else 'threads'}, "
             f"context {self.max_context_length}, {self.kv_cache}"
         )
 
@@ -55,6 +59,7 @@ class EngineFacts:
         return {
             "device": self.device,
             "dtype": self.dtype,
+            "matrices": self.matrices,
             "threads": self.threads,
             "max_context_length": self.max_context_length,
             "kv_cache_memory": self.kv_cache,
@@ -67,7 +72,8 @@ def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, E
     Raises:
         CheckpointError: the tensors cannot be read.
         SettingsError: a longer context was asked for than the model has.
-        ValueError: the device is not there, or the KV-cache is too small for one full context.
+        ValueError: the device is not there or has no eight-bit kernels, or the KV-cache is too small for one full
+            context.
         torch.OutOfMemoryError, RuntimeError: the device cannot hold it.
     """
     keep_freed_memory()
@@ -80,7 +86,9 @@ def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, E
         # float32 on CPU: there a row's result does not depend on the batch around it, but for rounding.
         dtype_name = "bfloat16" if device == "cuda" else "float32"
     dtype = _DTYPES[dtype_name]
+    check_quantize(settings.quantize, device)
     model = load_model(manifest, device=device, dtype=dtype, attention=ATTENTION_BACKENDS[settings.attention])
+    matrices = prepare_matrices(model, settings.quantize)
     block_bytes = settings.block_size * manifest.config.kv_bytes_per_token(dtype.itemsize)
     num_blocks = _num_blocks(settings, max_context_length, block_bytes, device)
     config = EngineConfig(
@@ -96,6 +104,7 @@ def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, E
     facts = EngineFacts(
         device=device,
         dtype=dtype_name,
+        matrices=matrices,
         threads=threads,
         max_context_length=max_context_length,
         num_blocks=num_blocks,
@@ -103,6 +112,21 @@ def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, E
         kv_cache_bytes=num_blocks * block_bytes,
     )
     return engine, facts
+
+
+def check_quantize(quantize: str, device: str) -> None:
+    """Raises ValueError: the device has no kernels for --quantize."""
+    if quantize != "none" and device != "cpu":
+        raise ValueError(f"--quantize {quantize}: only on the CPU; leave it out, or give --device cpu")
+
+
+def prepare_matrices(model: Transformer, quantize: str) -> str:
+    """Make a loaded model's matrices what is fastest here, or what was asked for; which kind that is."""
+    weight = model.token_embedding.weight
+    kind = "int8" if quantize == "int8" else "packed" if can_pack(weight.device, weight.dtype) else "plain"
+    if kind != "plain":
+        replace_linears(model, kind)
+    return kind
 
 
 def keep_freed_memory() -> None:

@@ -50,6 +50,9 @@ class ModelSettings(BaseSettings):
         "auto: float32 on CPU (neighbours in a batch change an answer hardly ever; float64: never), bfloat16 on CUDA",
         "auto",
     )
+    quantize: Literal["none", "int8"] = option(
+        "model", "int8: weights and inputs of matrices in eight bits, on the CPU; see docs/operations.md", "none"
+    )
     attention: Literal["sdpa", "eager"] = option("model", "attention backend", "sdpa")
     threads: AutoOrCount = option("model", "CPU threads of the model; auto: one less than the CPUs we may use", "auto")
     generation_config: bool = option(

@@ -27,7 +27,7 @@ from model.training.data import check_sources, read_source
 from model.transformer import Transformer
 from service.batch_completion import complete_batch
 from service.command_settings import EvalSettings
-from service.engine_builder import find_device
+from service.engine_builder import check_quantize, find_device, prepare_matrices
 from service.settings import SettingsError, usable_cpus
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -126,7 +126,11 @@ def _evenly(texts: list[str], most: int | None) -> list[str]:
 def _load(settings: EvalSettings, manifest: Manifest) -> Transformer:
     torch.set_num_threads(usable_cpus() if settings.threads == "auto" else settings.threads)
     device, dtype = find_device(settings.device), _DTYPES[settings.dtype]
-    return load_model(manifest, device=device, dtype=dtype, attention=ATTENTION_BACKENDS["sdpa"])
+    check_quantize(settings.quantize, device)
+    model = load_model(manifest, device=device, dtype=dtype, attention=ATTENTION_BACKENDS["sdpa"])
+    if settings.quantize != "none":
+        prepare_matrices(model, settings.quantize)
+    return model
 
 
 def _print(manifest: Manifest, evaluation: Evaluation) -> None:
@@ -182,6 +186,7 @@ def _settings_facts(settings: EvalSettings, model: Transformer, length: int) -> 
     return {
         "device": model.token_embedding.weight.device.type,
         "dtype": settings.dtype,
+        "quantize": settings.quantize,
         "max_context_length": length,
         "max_documents": settings.max_documents,
         "samples": settings.samples,

@@ -192,3 +192,18 @@ def test_a_control_group_bounds_the_memory(monkeypatch: pytest.MonkeyPatch) -> N
     assert engine_builder.free_bytes("cpu") == 1_000_000
     files["/sys/fs/cgroup/memory.max"] = "max"
     assert engine_builder.free_bytes("cpu") == 2048 * 1024
+
+
+def test_matrices_are_packed_or_of_eight_bits(manifest: Manifest, tiny_checkpoint: Path) -> None:
+    kinds = {}
+    for flags in ({}, {"quantize": "int8"}, {"dtype": "float64"}):
+        _, facts = build_engine(settings(tiny_checkpoint, **flags), manifest)
+        assert f"{facts.matrices} matrices" in str(facts)
+        kinds[str(flags)] = facts.matrices
+    assert list(kinds.values()) == ["packed", "int8", "plain"]
+
+
+def test_eight_bits_are_of_the_cpu(manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="--quantize int8: only on the CPU; leave it out, or give --device cpu"):
+        build_engine(settings(tiny_checkpoint, device="auto", quantize="int8"), manifest)

@@ -54,12 +54,13 @@ def test_every_flag_of_the_contract_is_read() -> None:
         *("--cors-origins", "https://a.b", "--model-alias", "x:1", "--model-alias", "y,z", "--max-prompts", "7"),
         *("--embedding-pooling", "last", "--speculative-tokens", "8"),
         *("--target-queue-seconds", "0.25", "--max-queue-seconds", "9.5", "--resume-seconds", "3"),
-        *("--no-standby", "--hang-seconds", "9.5"),
+        *("--no-standby", "--hang-seconds", "9.5", "--quantize", "int8"),
     )
     assert settings.model_dump() == {
         "checkpoint": Path("c"),
         "device": "cpu",
         "dtype": "bfloat16",
+        "quantize": "int8",
         "attention": "eager",
         "generation_config": False,
         "max_context_length": 99,
