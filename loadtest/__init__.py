@@ -14,7 +14,12 @@ provenance        commit, machine and versions: what a figure is worth nothing w
 closed_loop       the engine driven in-process as N clients in a closed loop would
 in_process        a checkpoint's engine, built as the service builds it
 bench_arguments   what `kvasir bench` is told, torch-free
-bench_engine      `kvasir bench`: the engine in-process over batch size and prompt length
+bench_engine      `kvasir bench`: the engine in-process over batch size, context and prompt length
+engine_points     what it measures, and what each repeat showed
+step_work         bytes and FLOPs of a step by closed formula; with the next, the roofline
+roofline          bytes and FLOPs a second that this machine can do, by a short probe
+shape_names       the shapes S and M, to measure without a checkpoint
+shapes            models of random weights of these shapes
 service_process   `kvasir serve` as a child process, and what /proc says about it
 bench_service     the running service against the engine, start time, idle cost, footprint
 bench_overload    four times the rate at saturation: what becomes of those who are admitted, and of the others

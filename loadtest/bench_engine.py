@@ -1,72 +1,49 @@
-"""`kvasir bench`: the engine in-process, swept over batch size and prompt length.
+"""`kvasir bench`: the engine in-process, swept over batch size, context and prompt length.
 
     kvasir bench --checkpoint checkpoints/NAME --out docs/results/engine.json
+    kvasir bench --shape S -- --dtype bfloat16 --threads 2
 
-A point is one wave: `batch` sequences submitted at once, each of `prompt` tokens that no sequence had before, each
-generating `output` tokens greedily. Repeats go round the whole sweep, so that a slow minute of the machine touches
-every point alike. Beside each engine figure, in the same round, the bare model decodes a batch of the same size at
-the same context: the ratio is what the engine leaves of it.
+Decoding: `batch` sequences of `context` tokens each, none of which share a block of the KV-cache, are timed over a few
+steps in which all of them get a token. Their prompts are computed once and found again in the prefix cache. Prompts:
+each of its length, alone, one that nobody had before, until its first token. Repeats go round the whole sweep, so that
+a slow minute of the machine touches every point alike. In the same round stand what the machine can do at most
+(`loadtest.roofline`), hence the fraction of the roofline (`loadtest.step_work`), and the bare model decoding the same
+batch: the ratio is what the engine leaves of it.
 """
 
 import argparse
 import itertools
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from loadtest.bench_arguments import PROGRAM, read_arguments, refuse
 from loadtest.closed_loop import EngineRun, run_closed
+from loadtest.engine_points import DecodePoint, PromptPoint
 from loadtest.in_process import BareModel, InProcess
 from loadtest.provenance import provenance, quiet_or_warned, tell
+from loadtest.roofline import Roofline
+from loadtest.shapes import write_random_checkpoint
 from loadtest.spread import Spread
+from loadtest.step_work import FORMULAS, WEIGHT_BYTES, Machine, WorkFormula
 from loadtest.workload import tales
-from model.manifest import CheckpointError
+from model.config import ModelConfig
+from model.manifest import CheckpointError, read_manifest
 from model.sampling_params import SamplingParams
 from service.messages import Submit
 from service.settings import ModelSettings, SettingsError
 
 _BARE_SECONDS = 0.3
-
-
-@dataclass(slots=True)
-class Point:
-    """One batch size at one prompt length, and what its repeats showed."""
-
-    batch_size: int
-    prompt_tokens: int
-    output_tokens: int
-    runs: list[EngineRun] = field(default_factory=list)
-    bare: list[float] = field(default_factory=list)
-
-    @property
-    def label(self) -> str:
-        return f"{self.batch_size} × {self.prompt_tokens}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        decode = [run.decode_tokens_per_second for run in self.runs]
-        return {
-            "batch_size": self.batch_size,
-            "prompt_tokens": self.prompt_tokens,
-            "output_tokens": self.output_tokens,
-            "tokens_per_second": _spread(run.tokens_per_second for run in self.runs),
-            "prefill_tokens_per_second": _spread(run.prefill_tokens_per_second for run in self.runs),
-            "decode_tokens_per_second": _spread(decode),
-            "bare_decode_tokens_per_second": _spread(self.bare),
-            "decode_ratio": Spread.of_ratios(decode, self.bare).to_dict(),
-            "ttft_ms": _spread(1e3 * float(np.median(run.ttft_seconds)) for run in self.runs),
-        }
-
-
-def _spread(values: Iterator[float] | Sequence[float]) -> dict[str, Any]:
-    return Spread(tuple(values)).to_dict()
+_PROMPT_TOKENS_A_REPEAT = 256  # several short prompts make one figure
+_MIB = 2**20
 
 
 class Prompts:
@@ -84,107 +61,198 @@ class Prompts:
 
 
 class Sweep:
-    """The engine, the bare model, and the points to measure."""
+    """The engine, the bare model, the probe, and the points to measure."""
 
-    def __init__(self, contestant: InProcess, points: Sequence[Point]) -> None:
+    def __init__(self, contestant: InProcess, roofline: Roofline) -> None:
         self._engine = contestant.engine
         self._bare: BareModel = contestant.bare_model()
+        self._roofline = roofline
         self._prompts = Prompts(contestant.token_ids(tales()))
+        self._held: list[tuple[int, ...]] = []  # the prompts that sequences in a batch begin with
         self._uids = (f"bench-{number}" for number in itertools.count())
-        self.points = points
+        self.machines: list[Machine] = []
 
-    def measure(self, point: Point) -> None:
+    def probe(self) -> None:
+        """Ask once more what the machine can do: at the beginning of a round."""
+        self.machines.append(self._roofline.probe())
+
+    def measure(self, point: DecodePoint | PromptPoint) -> None:
         """Add one repeat to a point."""
-        point.runs.append(self._run(point.batch_size, point.prompt_tokens, point.output_tokens))
-        context = point.prompt_tokens + point.output_tokens // 2
-        point.bare.append(
-            self._bare.decode_tokens_per_second(
-                batch_size=point.batch_size, context_length=context, seconds=_BARE_SECONDS
-            )
+        if isinstance(point, PromptPoint):
+            count = max(1, _PROMPT_TOKENS_A_REPEAT // point.prompt_tokens)
+            runs = [self._run([self._prompts.next(point.prompt_tokens)], 1) for _ in range(count)]
+            return point.add(runs, self.machines[-1])
+        bare = self._bare.decode_tokens_per_second(
+            batch_size=point.batch_size, context_length=point.context_length, seconds=_BARE_SECONDS
         )
+        return point.add(self._run(self._beginnings(point), point.output_tokens), bare, self.machines[-1])
 
-    def warm_up(self) -> None:
-        """One small run of every batch size: the first is slow, and nobody's steady state."""
-        for batch_size in sorted({point.batch_size for point in self.points}):
-            self._run(batch_size, 16, 4)
+    def warm_up(self, points: Sequence[DecodePoint | PromptPoint]) -> None:
+        """Compute the longest prompts once, and a few steps of every batch: the first is slow, and nobody's state."""
+        decode = [point for point in points if isinstance(point, DecodePoint)]
+        self._held = [
+            self._prompts.next(max(point.prompt_tokens for point in decode))
+            for _ in range(max(point.batch_size for point in decode))
+        ]
+        for point in sorted(decode, key=lambda point: (point.prompt_tokens, point.batch_size), reverse=True):
+            self._run(self._beginnings(point), 4)
 
-    def _run(self, batch_size: int, prompt_tokens: int, output_tokens: int) -> EngineRun:
+    def _beginnings(self, point: DecodePoint) -> list[tuple[int, ...]]:
+        return [prompt[: point.prompt_tokens] for prompt in self._held[: point.batch_size]]
+
+    def _run(self, prompts: Sequence[tuple[int, ...]], output_tokens: int) -> EngineRun:
         params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
         submits = [
             Submit(
                 uid=next(self._uids),
                 attempt=0,
-                prompt_token_ids=self._prompts.next(prompt_tokens),
+                prompt_token_ids=prompt,
                 prior_token_ids=(),
                 params=params,
                 arrival_seconds=time.monotonic(),
                 deadline_seconds=None,
             )
-            for _ in range(batch_size)
+            for prompt in prompts
         ]
-        return run_closed(self._engine, submits, num_streams=batch_size)
+        return run_closed(self._engine, submits, num_streams=len(prompts))
 
 
-def make_points(arguments: argparse.Namespace, max_context_tokens: int, max_num_running: int) -> list[Point]:
-    """The sweep that was asked for.
+def make_points(
+    arguments: argparse.Namespace, settings: ModelSettings, formula: WorkFormula, max_context_tokens: int
+) -> list[DecodePoint | PromptPoint]:
+    """The sweep that was asked for; of a list that was not, what fits the model.
 
     Raises:
         ValueError: a point does not fit the model's context, or the engine's batch.
     """
-    points = []
-    for prompt, batch in itertools.product(arguments.prompt_tokens, arguments.batch):
-        if min(prompt, batch) < 1 or arguments.output_tokens < 2:
-            raise ValueError("batch and prompt must be at least 1, output at least 2")
-        if prompt + arguments.output_tokens > max_context_tokens:
-            total = prompt + arguments.output_tokens
-            raise ValueError(f"prompt and output are {total} tokens, the model's context is {max_context_tokens}")
-        if batch > max_num_running:
+    points: list[DecodePoint | PromptPoint] = []
+    for context, batch in itertools.product(arguments.context, arguments.batch):
+        if batch > settings.max_num_running:
             raise ValueError(f"a batch of {batch} needs -- --max-num-running {batch}")
-        points.append(Point(batch, prompt, arguments.output_tokens))
+        # All but a block of a prompt is found in the cache: so many steps pass until the last has its first token.
+        output = arguments.steps + 1 + batch * (settings.block_size + 1) // settings.max_batched_tokens
+        prompt = min(context - output // 2, max_context_tokens - output)
+        if prompt >= 1 and prompt + output <= max_context_tokens and context <= max_context_tokens:
+            length = prompt + output // 2
+            work = formula.decode(batch_size=batch, context_length=length)
+            points.append(DecodePoint(batch, length, prompt, output, work))
+        elif "context" not in arguments.usual:
+            raise ValueError(
+                f"{arguments.steps} steps at a context of {context} tokens do not fit the model's "
+                f"{max_context_tokens}, or are more than {context}"
+            )
+    for prompt in arguments.prompt_tokens:
+        if prompt < max_context_tokens:
+            work = formula.prompt(num_tokens=prompt, tokens_per_step=settings.max_batched_tokens)
+            points.append(PromptPoint(prompt, work))
+        elif "prompt_tokens" not in arguments.usual:
+            raise ValueError(f"a prompt of {prompt} tokens leaves none of the model's context of {max_context_tokens}")
+    if not any(isinstance(point, DecodePoint) for point in points):
+        raise ValueError(f"{arguments.steps} steps do not fit the model's context of {max_context_tokens}")
     return points
 
 
 def _progress() -> Progress:
-    columns = (TextColumn("{task.description:>10}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def with_room(arguments: argparse.Namespace, settings: ModelSettings, config: ModelConfig) -> ModelSettings:
+    """The settings, with a KV-cache of what the sweep needs where its size was left to us: all sequences at the longest
+    context, and half again for what is computed in between."""
+    if settings.kv_cache_memory != "auto":
+        return settings
+    longest = min(max(arguments.context), config.max_context_length) + 2 * arguments.steps
+    tokens = max(max(arguments.batch) * longest * 3 // 2, config.max_context_length + settings.block_size)
+    value_bytes = WEIGHT_BYTES.get(settings.dtype, WEIGHT_BYTES["float32"])  # auto is no wider
+    size = tokens * config.kv_bytes_per_token(value_bytes)
+    return settings.model_copy(update={"kv_cache_memory": -(-size // _MIB) + 1})
 
 
 def measure(arguments: argparse.Namespace, settings: ModelSettings) -> dict[str, Any]:
     """Run the sweep. Raises `ValueError` for what cannot be done, `CheckpointError` being one."""
+    settings = with_room(arguments, settings, read_manifest(settings.checkpoint).config)
     contestant = InProcess.open(settings)
-    points = make_points(arguments, contestant.max_context_tokens, settings.max_num_running)
-    sweep = Sweep(contestant, points)
+    facts = contestant.facts
+    formula = WorkFormula(
+        config=contestant.manifest.config,
+        weight_type=facts["weights"],
+        kv_value_bytes=WEIGHT_BYTES[facts["dtype"]],
+    )
+    points = make_points(arguments, settings, formula, contestant.max_context_tokens)
+    sweep = Sweep(contestant, Roofline(facts["weights"], facts["device"]))
     with _progress() as progress:
         task = progress.add_task("warm-up", total=arguments.repeats * len(points))
-        sweep.warm_up()
-        for _, point in itertools.product(range(arguments.repeats), points):
-            progress.update(task, description=point.label)
-            sweep.measure(point)
-            progress.advance(task)
+        sweep.warm_up(points)
+        for _ in range(arguments.repeats):
+            sweep.probe()
+            for point in points:
+                progress.update(task, description=point.label)
+                sweep.measure(point)
+                progress.advance(task)
     return {
         "kind": "engine",
-        "model": contestant.facts,
-        "settings": {"repeats": arguments.repeats, "temperature": 0.0},
-        "points": [point.to_dict() for point in points],
+        "model": facts,
+        "settings": {"repeats": arguments.repeats, "steps": arguments.steps, "temperature": 0.0},
+        "engine_settings": settings.model_dump(mode="json", exclude={"checkpoint"}),
+        "roofline": {
+            "weights": facts["weights"],
+            "gb_per_second": Spread(tuple(m.bytes_per_second / 1e9 for m in sweep.machines)).to_dict(),
+            "gflops": Spread(tuple(m.flops_per_second / 1e9 for m in sweep.machines)).to_dict(),
+            "formulas": FORMULAS,
+        },
+        "decode": [point.to_dict() for point in points if isinstance(point, DecodePoint)],
+        "prompts": [point.to_dict() for point in points if isinstance(point, PromptPoint)],
     }
 
 
-def table(result: dict[str, Any]) -> Table:
-    """The sweep for the terminal: medians, with the smallest and largest of the whole wave's throughput."""
-    made = Table(title=f"{result['model']['name']}, {result['model']['dtype']} on {result['model']['device']}")
-    for heading in ("batch", "prompt", "tokens/s", "prefill/s", "decode/s", "of the bare model", "TTFT ms"):
-        made.add_column(heading, justify="right")
-    for point in result["points"]:
-        whole = point["tokens_per_second"]
-        made.add_row(
+def tables(result: dict[str, Any]) -> Iterator[Table]:
+    """The sweep for the terminal: medians, with the smallest and largest of the steps' times."""
+    model, machine = result["model"], result["roofline"]
+    title = f"{model['name']}, {model['dtype']}, weights {model['weights']}, on {model['device']}"
+    decode = Table(title=title)
+    for heading in ("batch", "context", "ms a step", "tokens/s", "MB", "GFLOP", "of the roofline", "of the bare model"):
+        decode.add_column(heading, justify="right")
+    for point in result["decode"]:
+        step = point["step_ms"]
+        decode.add_row(
             str(point["batch_size"]),
-            str(point["prompt_tokens"]),
-            f"{whole['median']:.0f} ({whole['min']:.0f}–{whole['max']:.0f})",
-            *(f"{point[name]['median']:.0f}" for name in ("prefill_tokens_per_second", "decode_tokens_per_second")),
-            f"{point['decode_ratio']['median']:.2f}",
-            f"{point['ttft_ms']['median']:.1f}",
+            str(point["context_length"]),
+            f"{step['median']:.2f} ({step['min']:.2f}–{step['max']:.2f})",
+            f"{point['tokens_per_second']['median']:.0f}",
+            f"{point['bytes'] / 1e6:.0f}",
+            f"{point['flops'] / 1e9:.2f}",
+            f"{point['of_the_roofline']['median']:.2f}",
+            f"{point['of_the_bare_model']['median']:.2f}",
         )
-    return made
+    yield decode
+    prompts = Table(
+        caption=f"{machine['gb_per_second']['median']:.0f} GB/s and {machine['gflops']['median']:.0f} GFLOP/s"
+        f" of {machine['weights']} are the roofline"
+    )
+    for heading in ("prompt", "TTFT ms", "tokens/s", "GFLOP", "of the roofline"):
+        prompts.add_column(heading, justify="right")
+    for point in result["prompts"]:
+        ttft = point["ttft_ms"]
+        prompts.add_row(
+            str(point["prompt_tokens"]),
+            f"{ttft['median']:.1f} ({ttft['min']:.1f}–{ttft['max']:.1f})",
+            f"{point['tokens_per_second']['median']:.0f}",
+            f"{point['flops'] / 1e9:.2f}",
+            f"{point['of_the_roofline']['median']:.2f}",
+        )
+    yield prompts
+
+
+@contextmanager
+def _with_model(arguments: argparse.Namespace, settings: ModelSettings) -> Iterator[ModelSettings]:
+    """The settings, naming a model that is there: of a shape, one is made for as long as the block lasts."""
+    if arguments.shape is None:
+        yield settings
+        return
+    with tempfile.TemporaryDirectory(prefix="kvasir-bench-") as scratch:
+        made = write_random_checkpoint(Path(scratch) / "model", arguments.shape)
+        yield settings.model_copy(update={"checkpoint": made})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -194,11 +262,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         facts = provenance(PROGRAM, given) | {"other_work_cores": quiet_or_warned(PROGRAM)}
         began = time.perf_counter()
-        result = facts | measure(arguments, settings)
+        with _with_model(arguments, settings) as named:
+            result = facts | measure(arguments, named)
         result["took_seconds"] = round(time.perf_counter() - began, 1)
     except (SettingsError, CheckpointError, ValueError) as error:
         refuse(str(error))
-    Console().print(table(result))
+    Console().print(*tables(result))
     if arguments.out is not None:
         tell(result, arguments.out)
     return 0

@@ -1,6 +1,7 @@
 """The engine in-process, asked as N clients in a closed loop would ask it: the peer of the HTTP figures."""
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -28,6 +29,7 @@ class Engine(Protocol):
 class _Stream:
     submitted_seconds: float
     token_seconds: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +38,7 @@ class EngineRun:
 
     token_seconds: for each sequence, when the step that brought each of its tokens ended.
     submitted_seconds: for each sequence, when it was submitted.
+    token_ids: of each sequence.
     """
 
     began_seconds: float
@@ -43,6 +46,7 @@ class EngineRun:
     num_prompt_tokens: int
     submitted_seconds: tuple[float, ...]
     token_seconds: tuple[tuple[float, ...], ...]
+    token_ids: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_completion_tokens(self) -> int:
@@ -63,6 +67,21 @@ class EngineRun:
         """Completion tokens after the last sequence had its first one. Of one wave of sequences, not of a loop."""
         later = sum(seconds > self._prefill_end for times in self.token_seconds for seconds in times)
         return later / (self.ended_seconds - self._prefill_end)
+
+    @property
+    def full_step_seconds(self) -> float:
+        """Mean time of a step in which every sequence had a token, from one such step's end to the next one's.
+
+        Raises:
+            ValueError: there are no two such steps.
+        """
+        tokens_at = Counter(seconds for times in self.token_seconds for seconds in times)
+        ends = [seconds for seconds, count in sorted(tokens_at.items()) if count == len(self.token_seconds)]
+        if len(ends) < 2:
+            raise ValueError(
+                f"{len(self.token_seconds)} sequences never ran all at once: give more tokens a step, or more steps"
+            )
+        return (ends[-1] - ends[0]) / (len(ends) - 1)
 
     @property
     def _prefill_end(self) -> float:
@@ -106,6 +125,7 @@ def run_closed(engine: Engine, submits: Iterable[Submit], *, num_streams: int) -
         for event in events:
             assert isinstance(event, TokenDelta), "an engine's events are token deltas"
             streams[event.uid].token_seconds += [now] * len(event.token_ids)
+            streams[event.uid].token_ids += event.token_ids
             if event.finish is not None:
                 if event.finish.reason not in (FinishReason.STOP, FinishReason.LENGTH):
                     raise RuntimeError(f"sequence {event.uid} ended with {event.finish.reason}: {event.finish.error}")
@@ -116,4 +136,5 @@ def run_closed(engine: Engine, submits: Iterable[Submit], *, num_streams: int) -
         num_prompt_tokens=num_prompt_tokens,
         submitted_seconds=tuple(stream.submitted_seconds for stream in streams.values()),
         token_seconds=tuple(tuple(stream.token_seconds) for stream in streams.values()),
+        token_ids=tuple(tuple(stream.token_ids) for stream in streams.values()),
     )

@@ -55,7 +55,8 @@ class InProcess:
             "context": self.max_context_tokens,
             "device": self.built.device,
             "dtype": self.built.dtype,
-            "attention": self.settings.attention,
+            "weights": self.built.dtype,
+            "attention": self.built.attention,
             "threads": self.built.threads,
             "max_num_running": self.settings.max_num_running,
             "max_batched_tokens": self.settings.max_batched_tokens,
@@ -70,7 +71,7 @@ class InProcess:
     def bare_model(self) -> "BareModel":
         """The same weights without an engine around them."""
         dtype = _DTYPES[self.built.dtype]
-        backend = ATTENTION_BACKENDS[self.settings.attention]
+        backend = ATTENTION_BACKENDS["eager" if self.built.attention == "eager" else "sdpa"]
         model = load_model(self.manifest, device=self.built.device, dtype=dtype, attention=backend)
         return BareModel(model, block_size=self.built.block_size, dtype=dtype, device=self.built.device)
 

@@ -2,42 +2,114 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from loadtest import bench_engine
+from loadtest import bench_engine, roofline, shape_names, shapes
 from loadtest.bench_engine import Prompts
+from loadtest.step_work import Machine
+from model.manifest import read_manifest
+
+TINY = {
+    "vocab_size": 300,
+    "max_context_length": 128,
+    "num_layers": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 8,
+    "mlp_size": 32,
+}
+
+
+@pytest.fixture(autouse=True)
+def _quick_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "_READ_BYTES", 2**16)
+    monkeypatch.setattr(roofline, "_SIDES", (64,))
+    monkeypatch.setattr(bench_engine, "_BARE_SECONDS", 0.01)
+
+
+def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    """The JSON of one sweep."""
+    out = tmp_path / "new" / "engine.json"
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    assert bench_engine.main([*arguments[:split], "--out", str(out), *arguments[split:]]) == 0
+    result: dict[str, Any] = json.loads(out.read_text())
+    return result
 
 
 def test_a_sweep_writes_json(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "new" / "engine.json"
-    arguments = ["--checkpoint", str(checkpoint), "--out", str(out), "--batch", "1", "3"]
-    arguments += ["--prompt-tokens", "5", "20", "--output-tokens", "4", "--repeats", "2"]
-    assert bench_engine.main([*arguments, "--", "--threads", "1", "--attention", "eager"]) == 0
-    result = json.loads(out.read_text())
+    sweep = ("--batch", "1", "3", "--context", "40", "80", "--steps", "4", "--prompt-tokens", "5", "20")
+    engine = ("--", "--threads", "1", "--attention", "eager", "--dtype", "bfloat16")
+    result = run(tmp_path, "--checkpoint", str(checkpoint), *sweep, "--repeats", "2", *engine)
     assert {"commit", "machine", "versions", "command", "date", "other_work_cores", "took_seconds"} <= set(result)
     assert result["command"].startswith("kvasir bench --checkpoint")
     assert (result["kind"], result["model"]["name"]) == ("engine", "tiny")
     assert (result["model"]["threads"], result["model"]["attention"]) == (1, "eager")
-    assert [(point["batch_size"], point["prompt_tokens"]) for point in result["points"]] == [
-        (1, 5), (3, 5), (1, 20), (3, 20),
-    ]  # fmt: skip
-    figures = ("tokens_per_second", "prefill_tokens_per_second", "decode_tokens_per_second", "decode_ratio", "ttft_ms")
-    for point in result["points"]:
-        for figure in (*figures, "bare_decode_tokens_per_second"):
-            assert len(point[figure]["values"]) == 2
-            assert 0 < point[figure]["min"] <= point[figure]["median"] <= point[figure]["max"]
-    assert "tokens/s" in capsys.readouterr().out
+    assert (result["engine_settings"]["dtype"], result["engine_settings"]["threads"]) == ("bfloat16", 1)
+    cells = [(point["batch_size"], point["context_length"]) for point in result["decode"]]
+    assert cells == [(1, 40), (3, 40), (1, 80), (3, 80)]
+    assert [point["prompt_tokens"] for point in result["prompts"]] == [5, 20]
+    for point in (*result["decode"], *result["prompts"]):
+        assert min(point["bytes"], point["flops"]) > 0
+        figures = [figure for figure in point.values() if isinstance(figure, dict)]
+        assert len(figures) in (3, 5)
+        for figure in figures:
+            assert len(figure["values"]) == 2
+            assert 0 < figure["min"] <= figure["median"] <= figure["max"]
+    assert len(result["roofline"]["gflops"]["values"]) == 2
+    shown = capsys.readouterr().out
+    assert "of the roofline" in shown
+    assert "TTFT ms" in shown
+
+
+def test_figures_agree_with_each_other(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline.Roofline, "probe", lambda self: Machine(1e9, 1e12))
+    sweep = ("--batch", "2", "--context", "64", "--steps", "4", "--prompt-tokens", "8", "--repeats", "1")
+    result = run(tmp_path, "--checkpoint", str(checkpoint), *sweep, "--", "--threads", "1")
+    (decode,), (prompt,) = result["decode"], result["prompts"]
+    seconds = decode["step_ms"]["median"] / 1e3
+    assert decode["tokens_per_second"]["median"] == pytest.approx(2 / seconds)
+    assert decode["of_the_roofline"]["median"] == pytest.approx(decode["bytes"] / 1e9 / seconds)
+    bare = decode["bare_tokens_per_second"]["median"]
+    assert decode["of_the_bare_model"]["median"] == pytest.approx(2 / seconds / bare)
+    assert prompt["tokens_per_second"]["median"] == pytest.approx(8 / (prompt["ttft_ms"]["median"] / 1e3))
+
+
+def test_without_a_checkpoint_a_shape_of_random_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shape_names.SHAPE_SIZES, "S", TINY)
+    result = run(tmp_path, "--shape", "S", "--quick", "--repeats", "1", "--", "--threads", "1")
+    assert result["model"]["name"] == "shape-S"
+    # All of --quick that fits the 128 positions: a prompt of 256 does not, and none was asked for.
+    cells = [(point["batch_size"], point["context_length"]) for point in result["decode"]]
+    assert [batch for batch, _ in cells] == [1, 16]
+    assert all(100 < context < 128 for _, context in cells)
+    assert result["prompts"] == []
+
+
+def test_a_shape_s_model_is_whole_and_its_tokens_are_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shape_names.SHAPE_SIZES, "S", TINY)
+    manifest = read_manifest(shapes.write_random_checkpoint(tmp_path, "S"))
+    tokenizer = manifest.verify()
+    assert tokenizer.vocab_size == TINY["vocab_size"] == manifest.config.vocab_size
+    assert tokenizer.encode("  ") == [256]  # the first pair of printable characters
+    assert shapes.shape_config("S").num_parameters == sum(
+        (300 * 16, 16 * (2 + 1 + 1) * 8, 2 * 8 * 16, 3 * 16 * 32, 3 * 16)
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompt-tokens", "100", "--output-tokens", "64"], "164 tokens, the model's context is 128"),
+        (["--context", "129"], "a context of 129 tokens do not fit the model's 128"),
+        (["--context", "8", "--steps", "20"], "20 steps at a context of 8 tokens do not fit"),
+        (["--steps", "128"], "128 steps do not fit the model's context of 128"),
+        (["--prompt-tokens", "128"], "a prompt of 128 tokens leaves none"),
         (["--batch", "65"], "a batch of 65 needs -- --max-num-running 65"),
-        (["--batch", "0"], "at least 1"),
-        (["--output-tokens", "1"], "output at least 2"),
-        (["--repeats", "0"], "--repeats must be at least 1"),
+        (["--batch", "0"], "--batch: must be at least 1"),
+        (["--steps", "1"], "--steps must be at least 2"),
+        (["--repeats", "0"], "--repeats: must be at least 1"),
         (["--", "--no-such-flag"], "--no-such-flag"),
     ],
 )
@@ -45,9 +117,17 @@ def test_what_cannot_be_measured_is_refused(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
-        bench_engine.main(["--checkpoint", str(checkpoint), "--prompt-tokens", "8", *arguments])
+        bench_engine.main(["--checkpoint", str(checkpoint), *arguments])
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--shape", "S", "--checkpoint", "x"], [], ["--shape", "XL"]])
+def test_a_model_is_named_once(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        bench_engine.main(arguments)
+    assert exit_.value.code == 2
+    assert "--shape" in capsys.readouterr().err
 
 
 def test_an_unknown_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

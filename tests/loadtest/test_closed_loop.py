@@ -88,6 +88,7 @@ def test_it_keeps_as_many_open_as_streams_until_all_are_done() -> None:
     run = run_closed(engine, (submit(number, 2 + number % 3) for number in range(20)), num_streams=4)
     assert engine.most_at_once == 4
     assert [len(times) for times in run.token_seconds] == [2 + number % 3 for number in range(20)]
+    assert run.token_ids == tuple((7,) * (2 + number % 3) for number in range(20))
     assert run.num_completion_tokens == sum(2 + number % 3 for number in range(20))
     assert run.num_prompt_tokens == 80
     assert run.began_seconds <= min(run.submitted_seconds)
@@ -120,3 +121,26 @@ def test_a_failed_sequence_and_a_stuck_engine_are_errors() -> None:
         run_closed(OneTokenEach(reason=FinishReason.ERROR), [submit(0)], num_streams=1)
     with pytest.raises(RuntimeError, match="idle with 2 sequences unfinished"):
         run_closed(OneTokenEach(stops_after=1), [submit(0), submit(1)], num_streams=2)
+
+
+def test_only_steps_of_all_sequences_count_as_a_step() -> None:
+    run = EngineRun(
+        began_seconds=0.0,
+        ended_seconds=9.0,
+        num_prompt_tokens=2,
+        submitted_seconds=(0.0, 0.0),
+        token_seconds=((1.0, 3.0, 4.0, 6.0), (3.0, 4.0, 6.0, 9.0)),
+    )
+    assert run.full_step_seconds == pytest.approx((6.0 - 3.0) / 2)
+
+
+def test_sequences_that_never_ran_together_have_no_step() -> None:
+    run = EngineRun(
+        began_seconds=0.0,
+        ended_seconds=4.0,
+        num_prompt_tokens=2,
+        submitted_seconds=(0.0, 0.0),
+        token_seconds=((1.0, 2.0), (2.0, 3.0)),
+    )
+    with pytest.raises(ValueError, match="2 sequences never ran all at once"):
+        run.full_step_seconds  # noqa: B018

@@ -1,0 +1,67 @@
+"""What this machine can do at most, by a short probe: bytes read a second, FLOPs multiplied a second. Imports torch.
+
+Reading is the sum of an array far larger than any cache. Multiplying is a product of square matrices, in float32 and
+bfloat16 by the faster of two libraries (oneDNN with a packed weight, torch's own choice), in int8 by `torch._int_mm`.
+A probe uses as many threads as the model does. The best of several tries is what the machine can do.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from loadtest.step_work import Machine
+
+_READ_BYTES = 256 * 2**20
+_SIDES = (512, 2048)
+_TRIES = 5
+
+
+class Roofline:
+    """The probe's arrays, made once, and the probe.
+
+    Args:
+        weight_type: float32, bfloat16, float64 or int8: the peak is that of this type.
+        device: cpu or cuda.
+    """
+
+    def __init__(self, weight_type: str, device: str) -> None:
+        self._device = device
+        self._array = torch.ones(_READ_BYTES // 4, dtype=torch.float32, device=device)
+        self._products = [(2 * side**3, way) for side in _SIDES for way in _products(weight_type, side, device)]
+
+    @torch.inference_mode()
+    def probe(self) -> Machine:
+        """Measure now."""
+        read = self._best_seconds(lambda: self._array.sum())
+        multiply = max(flops / self._best_seconds(product) for flops, product in self._products)
+        return Machine(self._array.nbytes / read, multiply)
+
+    def _best_seconds(self, work: Callable[[], object]) -> float:
+        work()
+        return min(self._seconds(work) for _ in range(_TRIES))
+
+    def _seconds(self, work: Callable[[], object]) -> float:
+        self._wait()
+        began = time.perf_counter()
+        work()
+        self._wait()
+        return time.perf_counter() - began
+
+    def _wait(self) -> None:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+
+def _products(weight_type: str, side: int, device: str) -> list[Callable[[], torch.Tensor]]:
+    """Ways to multiply two square matrices of this type."""
+    if weight_type == "int8":
+        ints_MK, ints_NK = torch.randint(-127, 128, (2, side, side), device=device).to(torch.int8).unbind()
+        return [lambda: torch._int_mm(ints_MK, ints_NK.t())]
+    dtype: torch.dtype = getattr(torch, weight_type)
+    x_MK, weight_NK = torch.randn(2, side, side, device=device).to(dtype).unbind()
+    ways: list[Callable[[], torch.Tensor]] = [lambda: torch.nn.functional.linear(x_MK, weight_NK)]
+    if device == "cpu" and weight_type in ("float32", "bfloat16") and torch.backends.mkldnn.is_available():
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK, None)
+        ways.append(lambda: torch.ops.mkldnn._linear_pointwise(x_MK, packed, None, "none", [], ""))
+    return ways

@@ -1,0 +1,26 @@
+"""The shapes that can be measured without a checkpoint. Torch-free; `loadtest.shapes` makes models of them."""
+
+from typing import Final
+
+SHAPE_SIZES: Final[dict[str, dict[str, int]]] = {
+    "S": {
+        "vocab_size": 8192,
+        "max_context_length": 2048,
+        "num_layers": 8,
+        "hidden_size": 512,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": 64,
+        "mlp_size": 1408,
+    },
+    "M": {
+        "vocab_size": 32000,
+        "max_context_length": 2048,
+        "num_layers": 12,
+        "hidden_size": 768,
+        "num_heads": 12,
+        "num_kv_heads": 12,
+        "head_dim": 64,
+        "mlp_size": 2048,
+    },
+}
