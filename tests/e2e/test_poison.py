@@ -18,7 +18,7 @@ GOOD = {"prompt": "once", "max_tokens": 1000, "ignore_eos": True, "temperature":
 
 
 def test_a_poison_ends_with_an_error_of_its_own_and_takes_nobody_with_it(long_checkpoint: Path, tmp_path: Path) -> None:
-    with serving(long_checkpoint, tmp_path, program="tests.e2e.poisoned") as poisoned:
+    with serving(long_checkpoint, tmp_path, "--standby", program="tests.e2e.poisoned") as poisoned:
         expected = poisoned.text(**GOOD)
         with ThreadPoolExecutor(8) as threads:
             good = [threads.submit(poisoned.text, **GOOD) for _ in range(4)]
@@ -33,7 +33,7 @@ def test_a_poison_ends_with_an_error_of_its_own_and_takes_nobody_with_it(long_ch
 
 def test_a_standby_is_kept(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """Whether it dies itself, or is needed."""
-    with serving(tiny_checkpoint, tmp_path) as service:
+    with serving(tiny_checkpoint, tmp_path, "--standby") as service:
         wait_until(has_standby(service), what="a standby")
         worker, first = service.worker, service.standby
         end(first)

@@ -12,7 +12,7 @@ import psutil
 
 from tests.e2e.process import Service, alive, serving
 from tests.faults.census import Census, back_to, idle
-from tests.faults.disconnects import Departures, Kind, askable, depart
+from tests.faults.disconnects import RESUME_SECONDS, Departures, Kind, askable, depart
 from tests.faults.injection import FLAGS, Event, Fault, Injection, watched
 from tests.faults.oracle import Oracle
 from tests.faults.questions import questions
@@ -22,7 +22,7 @@ from tests.faults.traffic import Tally, Traffic
 # Few places, little room and a short wait, so that crowds wait, are preempted, and are refused.
 SERVER = (
     *("--dtype", "float64", "--max-num-running", "12", "--max-batched-tokens", "256", "--max-waiting-requests", "40"),
-    *("--target-queue-seconds", "20", "--resume-seconds", "4", *FLAGS),
+    *("--target-queue-seconds", "20", "--resume-seconds", f"{RESUME_SECONDS:g}", "--standby", *FLAGS),
 )
 # What may have grown when all is over: caches and the allocator's reserve, not what belongs to a request.
 _ROOM_BYTES = 96 * 2**20

@@ -29,10 +29,14 @@ def busy() -> Iterator[threading.Event]:
 
 @pytest.fixture
 def prompts(
-    tokenizer: ByteLevelTokenizer, busy: threading.Event, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    tokenizer: ByteLevelTokenizer,
+    busy: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[ChatPrompts]:
+    """Waits for 0.05 s, or as long as the test's parameter says."""
     template = ChatTemplate(source="{{ messages[0].content }}", origin="here")
-    made = ChatPrompts(template, tokenizer, max_waiting=2, wait_seconds=0.05)
+    made = ChatPrompts(template, tokenizer, max_waiting=2, wait_seconds=getattr(request, "param", 0.05))
 
     def hang(*args: object) -> list[int]:
         busy.wait()
@@ -66,6 +70,7 @@ def test_who_waits_too_long_behind_a_template_that_hangs_is_told_to_come_back(
     asyncio.run(crowd())
 
 
+@pytest.mark.parametrize("prompts", [3600.0], indirect=True)
 def test_so_many_may_wait(prompts: ChatPrompts, busy: threading.Event) -> None:
     async def crowd() -> None:
         tasks = [encoding(prompts) for _ in range(3)]
@@ -88,6 +93,8 @@ def test_who_leaves_while_rendering_does_not_pass_the_turn_before_its_end(
         with pytest.raises(Overloaded):
             await encoding(prompts)
         busy.set()
+        while prompts._turns._turn.locked():  # until the thread is done, however long that takes
+            await asyncio.sleep(0.001)
         assert await encoding(prompts) == [1]
 
     asyncio.run(crowd())

@@ -1,0 +1,13 @@
+"""`kvasir serve` that gives up at the second death of a worker: `python -m tests.e2e.short_tempered serve …`.
+
+Six deaths take six starts, and where a start takes ten seconds they are not within a minute.
+"""
+
+import sys
+
+from service import supervision
+from service.cli import main
+
+if __name__ == "__main__":
+    supervision._MAX_WORKER_DEATHS_A_MINUTE = 1
+    raise SystemExit(main(sys.argv[1:]))
