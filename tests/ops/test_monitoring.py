@@ -75,7 +75,7 @@ def _recorded(rule: dict[str, Any], known: dict[str, list[dict[str, str]]]) -> l
 @pytest.mark.parametrize("module", ["monitoring.dashboard", "monitoring.metrics_page"])
 def test_written_files_are_current(module: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", module, "--check"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", module, "--check"], cwd=ROOT, capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stderr
 
@@ -260,7 +260,7 @@ def test_grafana_finds_prometheus_and_the_dashboard() -> None:
 @pytest.mark.parametrize("arguments", [[], ["127.0.0.1:8000"], ["http://127.0.0.1:8000", "more"]])
 def test_the_check_tells_how_it_is_used(arguments: list[str]) -> None:
     done = subprocess.run(
-        ["bash", "monitoring/check.sh", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+        ["bash", "monitoring/check.sh", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 2
     assert done.stderr == "usage: monitoring/check.sh http://HOST:PORT\n"

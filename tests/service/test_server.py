@@ -59,7 +59,6 @@ def test_a_dead_worker_is_replaced_and_counted(server: KvasirServer, monkeypatch
     text = render()[0].decode()
     assert 'llm_worker_restarts_total{engine="0",model_name="tiny",reason="signal"} 1.0' in text
     assert 'llm_worker_restarts_total{engine="0",model_name="tiny",reason="exit"} 1.0' in text
-    assert 'llm_engine_state{engine="0",model_name="tiny",state="restarting"} 1.0' in text
 
 
 def test_a_worker_that_dies_again_and_again_ends_the_service(
@@ -111,6 +110,14 @@ def test_a_drain_waits_for_the_last_request(server: KvasirServer) -> None:
     assert server._lifecycle.phase.value == Phase.DRAINING
     assert not server._shutdown_event.wait(0.2)
     server._lifecycle.num_active.value = 0
+    assert server._shutdown_event.wait(60)
+    assert (server._lifecycle.phase.value, server._exit_code) == (Phase.STOPPING, 0)
+
+
+def test_a_drain_ends_when_its_time_is_over(server: KvasirServer) -> None:
+    server._settings = server._settings.model_copy(update={"drain_seconds": 0.05})
+    server._lifecycle.num_active.value = 1
+    server._on_signal(signal.SIGTERM, None)
     assert server._shutdown_event.wait(60)
     assert (server._lifecycle.phase.value, server._exit_code) == (Phase.STOPPING, 0)
 
