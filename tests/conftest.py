@@ -7,6 +7,36 @@ import torch
 
 from tests.tiny_model import save_tiny_checkpoint
 
+ROOT = Path(__file__).parent
+# Files that take ten seconds or more, the longest first: the last ones that are begun are short, so that no processor
+# is left with a long one when the others are done.
+LONGEST = (
+    "test_readme.py",
+    "e2e/test_lm_eval.py",
+    "e2e/test_poison.py",
+    "faults/test_faults.py",
+    "hostile/test_machines.py",
+    "hostile/test_http.py",
+    "e2e/test_lifecycle.py",
+    "e2e/test_chat.py",
+    "service/test_train_own_text.py",
+    "hostile/test_clients.py",
+    "hostile/test_bodies.py",
+    "e2e/test_worker_death.py",
+    "families/test_serving.py",
+    "model/training/test_proof.py",
+    "e2e/test_wire.py",
+    "e2e/test_crowd.py",
+    "loadtest/test_bench_overload.py",
+    "families/test_memory.py",
+    "e2e/test_completions.py",
+    "e2e/test_structured.py",
+    "e2e/test_access.py",
+    "loadtest/test_bench_frontend.py",
+    "loadtest/test_bench_service.py",
+    "e2e/test_inspection.py",
+)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Where tests run beside each other, a thread of torch's each: threads that share a core wait for each other."""
@@ -15,7 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a CUDA device, leave out what is marked `gpu`; the summary counts it as deselected."""
+    """The longest files first. Without a CUDA device, leave out what is marked `gpu`; the summary counts it."""
+    places = {ROOT / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
     if torch.cuda.is_available():
         return
     needing = [item for item in items if item.get_closest_marker("gpu")]
