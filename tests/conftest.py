@@ -47,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files first. Without a CUDA device, leave out what is marked `gpu`; the summary counts it."""
     places = {ROOT / name: place for place, name in enumerate(LONGEST)}
+    assert all(path.is_file() for path in places), "LONGEST names a file that is not there"
     items.sort(key=lambda item: places.get(item.path, len(places)))
     if torch.cuda.is_available():
         return

@@ -59,7 +59,9 @@ def client(service: Service) -> Iterator[openai.OpenAI]:
 
 def streamed(service: Service, **fields: Any) -> list[dict[str, Any]]:
     """The chunks of a stream, which ends with [DONE]."""
-    with httpx.stream("POST", service.url + "/v1/completions", json={**fields, "stream": True}, timeout=60) as response:
+    with httpx.stream(
+        "POST", service.url + "/v1/completions", json={**fields, "stream": True}, timeout=300
+    ) as response:
         assert response.status_code == 200, response.read()
         events = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
     assert events.pop() == "[DONE]"
@@ -318,7 +320,7 @@ def test_timings_and_usage_come_with_the_end_of_a_stream(service: Service) -> No
 
 @pytest.mark.parametrize(("body", "status", "said"), BAD_REQUESTS, ids=range(len(BAD_REQUESTS)))
 def test_a_bad_request_is_refused(service: Service, body: bytes, status: int, said: str) -> None:
-    response = httpx.post(service.url + "/v1/completions", content=body, timeout=30)
+    response = httpx.post(service.url + "/v1/completions", content=body, timeout=300)
     assert response.status_code == status
     assert said in response.json()["error"]["message"]
 
@@ -333,7 +335,7 @@ def test_what_is_no_route_is_refused_in_the_same_shape(service: Service) -> None
         ("POST", "/health", 405),
         ("GET", "/v1/models/other", 404),
     ):
-        response = httpx.request(method, service.url + path, timeout=30)
+        response = httpx.request(method, service.url + path, timeout=300)
         assert response.status_code == status
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 

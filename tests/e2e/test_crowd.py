@@ -3,20 +3,23 @@
 import asyncio
 import json
 import random
+import re
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
-from tests.e2e.process import Service, serving, wait_until
+from tests.e2e.process import PATIENCE_SECONDS, Service, serving, wait_until
 
 pytestmark = pytest.mark.slow
 
 NUM_STREAMS = 64
+# Timers of an idle process, of all its threads.
+_MOST_PAUSES_A_SECOND = 60
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +30,6 @@ def crowded(long_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         yield service
 
 
-@pytest.fixture(scope="module")
-def narrow(long_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One runs, one waits."""
-    flags = ("--max-num-running", "1", "--max-waiting-requests", "1", "--kv-cache-memory", "3")
-    with serving(long_checkpoint, tmp_path_factory.mktemp("narrow"), *flags) as service:
-        yield service
-
-
 def request(number: int) -> dict[str, Any]:
     """Different lengths and seeds; a third shares a prefix."""
     prompt = "the cat and the hat " * (1 + number % 5) if number % 3 == 0 else f"once {number}"
@@ -42,8 +37,8 @@ def request(number: int) -> dict[str, Any]:
 
 
 async def stream(client: httpx.AsyncClient, service: Service, number: int, leave_after: int | None) -> str | None:
-    """The stream's text, or None when the client left after so many events."""
-    body = {**request(number), "stream": True}
+    """The stream's text, or None when the client left after so many events, long before the end."""
+    body = {**request(number), "stream": True, **({} if leave_after is None else {"max_tokens": 4000})}
     text, count = "", 0
     async with client.stream("POST", service.url + "/v1/completions", json=body) as response:
         assert response.status_code == 200
@@ -70,14 +65,14 @@ def test_half_of_64_streams_leave_and_the_others_never_notice(crowded: Service) 
 
     async def crowd() -> list[str | None]:
         limits = httpx.Limits(max_connections=NUM_STREAMS)
-        async with httpx.AsyncClient(timeout=120, limits=limits) as client:
+        async with httpx.AsyncClient(timeout=PATIENCE_SECONDS, limits=limits) as client:
             tasks = [stream(client, crowded, n, leavers.get(n)) for n in range(NUM_STREAMS)]
             return list(await asyncio.gather(*tasks))
 
     texts = asyncio.run(crowd())
     assert [n for n, text in enumerate(texts) if text is None] == sorted(leavers)
     wait_until(lambda: is_whole(crowded), what="the pool to be whole")
-    assert crowded.metric("llm_requests_cancelled_total") >= 1
+    assert crowded.metric("llm_requests_cancelled_total") == len(leavers)
     for number in range(NUM_STREAMS):
         if number not in leavers:
             assert texts[number] == crowded.text(**request(number)), f"request {number} alone"
@@ -86,52 +81,41 @@ def test_half_of_64_streams_leave_and_the_others_never_notice(crowded: Service) 
 
 def test_a_client_that_leaves_before_its_body_is_cancelled_too(crowded: Service) -> None:
     before = crowded.metric("llm_requests_cancelled_total")
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(
-            crowded.url + "/v1/completions",
-            json={"prompt": "once", "max_tokens": 8000, "ignore_eos": True},
-            timeout=0.3,
-        )
+    with crowded.asking(prompt="once", max_tokens=8000, ignore_eos=True):
+        wait_until(lambda: crowded.metric("llm_num_requests_running") == 1, what="the answer to be begun")
     wait_until(lambda: crowded.metric("llm_requests_cancelled_total") == before + 1, what="the cancellation")
     wait_until(lambda: is_whole(crowded), what="its blocks to be free")
     assert crowded.metric("llm_wasted_tokens_total", reason="cancelled") > 0
 
 
-def test_a_full_service_says_when_to_come_back(narrow: Service) -> None:
-    body = {"prompt": "once", "max_tokens": 2500, "ignore_eos": True}
-    with ThreadPoolExecutor() as clients:
-        admitted = [clients.submit(narrow.post, **body) for _ in range(2)]
-        wait_until(lambda: narrow.metric("llm_num_requests_waiting") == 1, what="one to run and one to wait")
-        refused = narrow.post(prompt="once")
-        assert [future.result().status_code for future in admitted] == [200, 200]
-    assert refused.status_code == 429
-    assert refused.json()["error"]["code"] == "queue_full"
-    assert int(refused.headers["retry-after"]) >= 1
-    assert int(refused.headers["retry-after-ms"]) >= 1
-    assert refused.headers["x-should-retry"] == "true"
-    assert narrow.metric("llm_admission_rejections_total", reason="queue_full") >= 1
-    assert narrow.text("once", max_tokens=1) is not None
+def test_an_idle_service_waits_and_does_not_poll(crowded: Service) -> None:
+    """What is counted is how often a process gives its processor away: as many pauses on any machine, whatever is done
+    between them, and a process that spins would not pause at all."""
+    crowded.text("once", max_tokens=2)
+    processes = {"worker": crowded.worker, "api": crowded.api}
 
+    def measured() -> dict[str, tuple[int, float]]:
+        return {name: (_pauses(process), sum(process.cpu_times()[:2])) for name, process in processes.items()}
 
-def test_an_idle_service_costs_nothing(narrow: Service) -> None:
-    narrow.text("once", max_tokens=2)
-    processes = {"worker": narrow.worker, "api": narrow.api}
-
-    def cpu_seconds() -> dict[str, float]:
-        return {name: sum(process.cpu_times()[:2]) for name, process in processes.items()}
-
-    before, begun = cpu_seconds(), time.monotonic()
-    while time.monotonic() < begun + 3.0:
+    before, begun = measured(), time.monotonic()
+    while time.monotonic() < begun + 2.0:
         time.sleep(0.5)  # nobody asks for anything: that is what is measured
-    used = {name: seconds - before[name] for name, seconds in cpu_seconds().items()}
-    elapsed = time.monotonic() - begun
-    assert used["worker"] / elapsed < 0.03
-    assert used["api"] / elapsed < 0.05
+    after, elapsed = measured(), time.monotonic() - begun
+    for name, (pauses, used) in after.items():
+        assert (pauses - before[name][0]) / elapsed < _MOST_PAUSES_A_SECOND, name
+        assert (used - before[name][1]) / elapsed < 0.5, f"the {name} spins"
 
 
-def test_the_api_process_is_small_and_has_no_torch(narrow: Service) -> None:
-    api = narrow.api
+def _pauses(process: psutil.Process) -> int:
+    """How often its threads have waited for something."""
+    tasks = Path(f"/proc/{process.pid}/task").glob("*/status")
+    counts = [re.search(r"^voluntary_ctxt_switches:\s+(\d+)", task.read_text(), re.M) for task in tasks]
+    return sum(int(count[1]) for count in counts if count is not None)
+
+
+def test_the_api_process_is_small_and_has_no_torch(crowded: Service) -> None:
+    api = crowded.api
     mapped = {mapping.path for mapping in api.memory_maps()}
     assert not any("torch" in path for path in mapped)
-    assert any("torch" in mapping.path for mapping in narrow.worker.memory_maps()), "the check itself works"
+    assert any("torch" in mapping.path for mapping in crowded.worker.memory_maps()), "the check itself works"
     assert api.memory_info().rss < 150 * 2**20

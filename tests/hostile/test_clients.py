@@ -84,16 +84,24 @@ def test_a_crowd_that_sends_nothing_keeps_nobody_out(service: Service) -> None:
 def test_where_everybody_waits_for_an_answer_one_more_is_told_to_come_back(service: Service) -> None:
     worker = service.worker
     body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    before = num_asked(service)
     worker.suspend()
     try:
         with crowd(service, MAX_CONNECTIONS, request(b"content-length: %d" % len(body), body=body)) as waiting:
-            wait_until(lambda: rest_is_refused(service), what="all places to be taken")
+            # To ask the service would take a connection, in the place of one whose request has not been read.
+            wait_until(lambda: num_asked(service) == before + MAX_CONNECTIONS, what="all places to be taken")
+            assert rest_is_refused(service)
             worker.resume()
             assert [rest(each).statuses for each in waiting] == [[200]] * MAX_CONNECTIONS
     finally:
         worker.resume()
     assert is_well(service)
     assert service.metric("llm_admission_rejections_total", reason="too_many_connections") >= 1
+
+
+def num_asked(service: Service) -> int:
+    """Requests that have been read so far, by the log."""
+    return service.log.read_text().count("POST /v1/completions: by the key of alice")
 
 
 def rest_is_refused(service: Service) -> bool:
