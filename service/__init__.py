@@ -54,6 +54,7 @@ frontend         LitSpec: routes, tokenization, admission, SSE, cancel, replay
 lifecycle        what the processes must know of each other, in shared memory
 batch_completion many completions by the engine, without a server
 engine_builder   from settings and a checkpoint to an engine; what "auto" means here
+event_channel    the way of events from the worker to the API process: a Unix socket
 driver           what the worker's thread does at every turn
 worker           LitAPI builds the engine, LitLoop runs it, in one thread
 standby          the next worker, which waits for the present one to die

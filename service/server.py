@@ -28,6 +28,7 @@ from litserve.utils import WorkerSetupStatus
 from model.manifest import read_manifest
 from service.access import middlewares
 from service.api_keys import ApiKeys, read_api_keys
+from service.event_channel import EventChannel
 from service.frontend import Frontend, Sink
 from service.http_protocol import BoundedHttpProtocol, ConnectionLimits
 from service.lifecycle import Lifecycle, Phase, name_process
@@ -156,6 +157,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
 
     def _init_manager(self, num_api_servers: int) -> Any:
         self._manager = super()._init_manager(num_api_servers)
+        self._transport = EventChannel()
         self._lifecycle.manager_pid.value = self._manager._process.pid
         self._inboxes = self._frontend.inboxes = tuple(self._manager.Queue() for _ in range(_NUM_INBOXES))
         return self._manager

@@ -15,7 +15,6 @@ from litserve import LitAPI, LitServer
 from litserve.loops import LitLoop, inference_worker
 from litserve.server import response_queue_to_buffer
 from litserve.specs.base import LitSpec
-from litserve.transport.process_transport import MPQueueTransport
 from litserve.utils import LitAPIStatus, LoopResponseType, WorkerSetupStatus
 from starlette.testclient import TestClient
 
@@ -227,22 +226,30 @@ def test_the_api_process_is_started_and_the_manager_forked_by_the_thread_that_ru
     assert "manager = self._init_manager(num_api_servers)" in run
     assert "uvicorn_workers = self._start_server(" in run
     assert "manager = mp.Manager()" in inspect.getsource(LitServer._init_manager)
-    assert "Thread" not in inspect.getsource(LitServer._init_manager)
+    init_manager = inspect.getsource(LitServer._init_manager)
+    assert "Thread" not in init_manager
+
+
+def test_the_transport_is_made_with_the_manager_and_taken_from_the_server_by_everybody() -> None:
+    init_manager = inspect.getsource(LitServer._init_manager)
+    assert "self._transport = create_transport_from_config(self.transport_config)" in init_manager
+    assert "transport = self._transport\n" in inspect.getsource(LitServer.lifespan)
+    assert "self._transport," in inspect.getsource(LitServer.launch_inference_worker)
+    assert "self._transport," in inspect.getsource(LitServer.launch_single_inference_worker)
+    assert "await transport.areceive(consumer_id)\n" in inspect.getsource(response_queue_to_buffer)
+    assert "self._transport.close(send_sentinel=True)" in inspect.getsource(LitServer._perform_graceful_shutdown)
 
 
 def test_a_dead_queue_process_is_an_error_that_the_worker_knows_and_not_an_empty_queue() -> None:
     started: Any = multiprocessing.Manager()
     with started as manager:
         queue: Any = manager.Queue()
-        transport = MPQueueTransport(manager, [manager.Queue()])
         process = started._process
         assert process.pid
         process.kill()
         process.join()
         with pytest.raises((EOFError, OSError)):
             Loop().get_request(queue, timeout=0.01)
-        with pytest.raises((EOFError, OSError)):
-            Loop().put_response(transport, 0, "bus", b"data", LitAPIStatus.OK, LoopResponseType.STREAMING)
 
 
 def test_the_monitor_ends_at_the_first_exception_so_that_starting_a_worker_must_not_raise() -> None:
