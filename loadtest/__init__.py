@@ -39,5 +39,6 @@ attention_noise   how much of a difference between them is luck
 attention_plot    their picture
 training_trials   small runs that differ in one choice of the default model's recipe
 bench_structured  llguidance against xgrammar: compilation, masks, import
+bench_kernels     decode attention by our kernel and by PyTorch's, against what memory gives
 bench_document_attention  attention of documents side by side against flash attention
 """

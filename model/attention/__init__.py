@@ -7,4 +7,5 @@ biases     positions in the scores: RelativeBias (T5), AlibiBias, DisentangledBi
 eager      softmax(scale QK^T + bias + causal mask)V written out: the oracle, and its weights
 weights    weights_of_layer: what each token of a text attends to, for people to look at
 sdpa       the fused kernel of PyTorch, CPU and GPU
+native     a kernel of our own for CPUs that reads the cache's blocks where they lie
 """

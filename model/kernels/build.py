@@ -28,9 +28,12 @@ from model.kernels.levels import LEVELS, Level
 SOURCES = Path(__file__).parent
 # Where an image or a package has them.
 SHIPPED = SOURCES / "built"
+# Where a machine's own are kept, unless told otherwise.
+CACHE = Path("~/.cache/kvasir")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
-    *("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"),
+    *("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"),
+    *("-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"),
     "-ffp-contract=off",  # a * b + c is what is written on every level: the same bits wherever a function is inlined
 )
 _DIGEST_BYTES = hashlib.sha256().digest_size

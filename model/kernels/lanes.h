@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -112,41 +113,49 @@ inline Lanes scale_by_power(Lanes x, Lanes n) { return {scale_by_power(x.low, n.
 
 #else
 
+// The compiler's own vectors, cut into what the processor has.
+typedef float Floats __attribute__((vector_size(64), aligned(4)));
+typedef int32_t Integers __attribute__((vector_size(64), aligned(4)));
+
 struct Lanes {
-    float v[LANES];
+    Floats v;
 };
 
-template <typename Work>
-inline Lanes each(const Work& work) {
+inline Lanes splat(float x) { return {x - Floats{}}; }
+inline Lanes load(const float* from) {
     Lanes result;
-    for (int lane = 0; lane < LANES; ++lane) result.v[lane] = work(lane);
+    std::memcpy(&result.v, from, sizeof result.v);
     return result;
 }
-
-inline Lanes splat(float x) { return each([&](int) { return x; }); }
-inline Lanes load(const float* from) { return each([&](int lane) { return from[lane]; }); }
-inline Lanes load(const float* from, int count) { return each([&](int lane) { return lane < count ? from[lane] : 0.f; }); }
-inline Lanes load(const bf16* from) { return each([&](int lane) { return to_float(from[lane]); }); }
-inline void store(float* to, Lanes x) { std::memcpy(to, x.v, sizeof x.v); }
-inline Lanes add(Lanes a, Lanes b) { return each([&](int lane) { return a.v[lane] + b.v[lane]; }); }
-inline Lanes sub(Lanes a, Lanes b) { return each([&](int lane) { return a.v[lane] - b.v[lane]; }); }
-inline Lanes mul(Lanes a, Lanes b) { return each([&](int lane) { return a.v[lane] * b.v[lane]; }); }
-inline Lanes fma(Lanes a, Lanes b, Lanes c) { return each([&](int lane) { return a.v[lane] * b.v[lane] + c.v[lane]; }); }
-inline Lanes max(Lanes a, Lanes b) { return each([&](int lane) { return a.v[lane] > b.v[lane] ? a.v[lane] : b.v[lane]; }); }
+inline Lanes load(const float* from, int count) {
+    float buffer[LANES] = {};
+    std::memcpy(buffer, from, static_cast<size_t>(count) * sizeof(float));
+    return load(buffer);
+}
+inline Lanes load(const bf16* from) {
+    float buffer[LANES];
+    for (int lane = 0; lane < LANES; ++lane) buffer[lane] = to_float(from[lane]);
+    return load(buffer);
+}
+inline void store(float* to, Lanes x) { std::memcpy(to, &x.v, sizeof x.v); }
+inline Lanes add(Lanes a, Lanes b) { return {a.v + b.v}; }
+inline Lanes sub(Lanes a, Lanes b) { return {a.v - b.v}; }
+inline Lanes mul(Lanes a, Lanes b) { return {a.v * b.v}; }
+inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {a.v * b.v + c.v}; }
+inline Lanes max(Lanes a, Lanes b) { return {a.v > b.v ? a.v : b.v}; }
 inline Lanes select(int first, int end, Lanes x, Lanes y) {
-    return each([&](int lane) { return lane >= first && lane < end ? x.v[lane] : y.v[lane]; });
+    const Integers lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return {(lane >= first) & (lane < end) ? x.v : y.v};
 }
 inline Lanes round(Lanes x) {  // |x| < 2^22: adding what leaves no room for a fraction
-    constexpr float large = 12582912.f;
-    return each([&](int lane) { return (x.v[lane] + large) - large; });
+    const Floats large = splat(12582912.f).v;
+    return {(x.v + large) - large};
 }
 inline Lanes scale_by_power(Lanes x, Lanes n) {  // -126 <= n <= 127
-    return each([&](int lane) {
-        const int32_t bits = (static_cast<int32_t>(n.v[lane]) + 127) << 23;
-        float power;
-        std::memcpy(&power, &bits, sizeof power);
-        return x.v[lane] * power;
-    });
+    const Integers exponent = (__builtin_convertvector(n.v, Integers) + 127) << 23;
+    Lanes power;
+    std::memcpy(&power.v, &exponent, sizeof exponent);
+    return mul(x, power);
 }
 
 #endif
@@ -199,7 +208,7 @@ inline float largest(Lanes x) {
 // 2^x for x <= 127, 0 where it would be under 2^-126. The rest after rounding x to n lies within half; its Taylor
 // series to the 7th power is closer than float rounds.
 inline Lanes exp2(Lanes x) {
-    const Lanes bounded = max(x, splat(-126.f));
+    const Lanes bounded = max(splat(-126.f), x);  // no number stays none
     const Lanes n = round(bounded);
     const Lanes rest = sub(bounded, n);
     Lanes power = splat(1.52527338e-5f);
@@ -210,63 +219,47 @@ inline Lanes exp2(Lanes x) {
     return scale_by_power(power, n);
 }
 
-// Sixteen rows of sixteen become columns.
-inline void transpose(Lanes (&rows)[LANES]) {
+// Four columns, from `left` on, of sixteen rows of floats that may lie anywhere.
+inline void transpose(const float* const (&rows)[LANES], int left, Lanes (&columns)[4]) {
 #if defined(__AVX512F__)
-    __m512 a[LANES], b[LANES];
-    for (int row = 0; row < LANES; row += 2) {
-        a[row] = _mm512_unpacklo_ps(rows[row].v, rows[row + 1].v);
-        a[row + 1] = _mm512_unpackhi_ps(rows[row].v, rows[row + 1].v);
+    __m512 every_fourth[4];  // rows n, n + 4, n + 8, n + 12: four floats of each
+    for (int n = 0; n < 4; ++n) {
+        __m512 four = _mm512_castps128_ps512(_mm_loadu_ps(rows[n] + left));
+        four = _mm512_insertf32x4(four, _mm_loadu_ps(rows[n + 4] + left), 1);
+        four = _mm512_insertf32x4(four, _mm_loadu_ps(rows[n + 8] + left), 2);
+        every_fourth[n] = _mm512_insertf32x4(four, _mm_loadu_ps(rows[n + 12] + left), 3);
     }
     auto pairs = [](__m512 x) { return _mm512_castps_pd(x); };
-    for (int row = 0; row < LANES; row += 4) {
-        for (int half = 0; half < 2; ++half) {
-            const __m512d upper = pairs(a[row + half]), lower = pairs(a[row + half + 2]);
-            b[row + 2 * half] = _mm512_castpd_ps(_mm512_unpacklo_pd(upper, lower));
-            b[row + 2 * half + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(upper, lower));
+    const __m512d low = pairs(_mm512_unpacklo_ps(every_fourth[0], every_fourth[1]));
+    const __m512d high = pairs(_mm512_unpackhi_ps(every_fourth[0], every_fourth[1]));
+    const __m512d next_low = pairs(_mm512_unpacklo_ps(every_fourth[2], every_fourth[3]));
+    const __m512d next_high = pairs(_mm512_unpackhi_ps(every_fourth[2], every_fourth[3]));
+    columns[0].v = _mm512_castpd_ps(_mm512_unpacklo_pd(low, next_low));
+    columns[1].v = _mm512_castpd_ps(_mm512_unpackhi_pd(low, next_low));
+    columns[2].v = _mm512_castpd_ps(_mm512_unpacklo_pd(high, next_high));
+    columns[3].v = _mm512_castpd_ps(_mm512_unpackhi_pd(high, next_high));
+#elif defined(__AVX2__)
+    for (int half = 0; half < 2; ++half) {
+        __m256 every_fourth[4];
+        for (int n = 0; n < 4; ++n) {
+            const float* const* of = rows + 8 * half + n;
+            every_fourth[n] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(of[0] + left)),
+                                                   _mm_loadu_ps(of[4] + left), 1);
         }
+        const __m256 low = _mm256_unpacklo_ps(every_fourth[0], every_fourth[1]);
+        const __m256 high = _mm256_unpackhi_ps(every_fourth[0], every_fourth[1]);
+        const __m256 next_low = _mm256_unpacklo_ps(every_fourth[2], every_fourth[3]);
+        const __m256 next_high = _mm256_unpackhi_ps(every_fourth[2], every_fourth[3]);
+        const __m256 done[4] = {_mm256_shuffle_ps(low, next_low, 0x44), _mm256_shuffle_ps(low, next_low, 0xee),
+                                _mm256_shuffle_ps(high, next_high, 0x44), _mm256_shuffle_ps(high, next_high, 0xee)};
+        for (int n = 0; n < 4; ++n) (half == 0 ? columns[n].low : columns[n].high) = done[n];
     }
+#else
     for (int column = 0; column < 4; ++column) {
-        const __m512 low = _mm512_shuffle_f32x4(b[column], b[column + 4], 0x88);
-        const __m512 high = _mm512_shuffle_f32x4(b[column], b[column + 4], 0xdd);
-        const __m512 low_next = _mm512_shuffle_f32x4(b[column + 8], b[column + 12], 0x88);
-        const __m512 high_next = _mm512_shuffle_f32x4(b[column + 8], b[column + 12], 0xdd);
-        rows[column].v = _mm512_shuffle_f32x4(low, low_next, 0x88);
-        rows[column + 8].v = _mm512_shuffle_f32x4(low, low_next, 0xdd);
-        rows[column + 4].v = _mm512_shuffle_f32x4(high, high_next, 0x88);
-        rows[column + 12].v = _mm512_shuffle_f32x4(high, high_next, 0xdd);
+        float buffer[LANES];
+        for (int row = 0; row < LANES; ++row) buffer[row] = rows[row][left + column];
+        columns[column] = load(buffer);
     }
-#else
-    float from[LANES][LANES], to[LANES][LANES];
-    for (int row = 0; row < LANES; ++row) store(from[row], rows[row]);
-#if defined(__AVX2__)
-    for (int top = 0; top < LANES; top += 8) {
-        for (int left = 0; left < LANES; left += 8) {
-            __m256 a[8], b[8];
-            for (int row = 0; row < 8; row += 2) {
-                const __m256 one = _mm256_loadu_ps(&from[top + row][left]);
-                const __m256 two = _mm256_loadu_ps(&from[top + row + 1][left]);
-                a[row] = _mm256_unpacklo_ps(one, two);
-                a[row + 1] = _mm256_unpackhi_ps(one, two);
-            }
-            for (int row = 0; row < 8; row += 4) {
-                for (int half = 0; half < 2; ++half) {
-                    b[row + 2 * half] = _mm256_shuffle_ps(a[row + half], a[row + half + 2], 0x44);
-                    b[row + 2 * half + 1] = _mm256_shuffle_ps(a[row + half], a[row + half + 2], 0xee);
-                }
-            }
-            for (int column = 0; column < 4; ++column) {
-                _mm256_storeu_ps(&to[left + column][top], _mm256_permute2f128_ps(b[column], b[column + 4], 0x20));
-                _mm256_storeu_ps(&to[left + column + 4][top], _mm256_permute2f128_ps(b[column], b[column + 4], 0x31));
-            }
-        }
-    }
-#else
-    for (int row = 0; row < LANES; ++row) {
-        for (int column = 0; column < LANES; ++column) to[column][row] = from[row][column];
-    }
-#endif
-    for (int row = 0; row < LANES; ++row) rows[row] = load(to[row]);
 #endif
 }
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ class Kernels:
         """
         with self._lock:
             if self.library is None and self._builder is None:
-                level = levels_here()[0]
+                level, cache = levels_here()[0], Path(os.path.expanduser(cache))
                 built = find_built(level, (SHIPPED, cache))
                 if built is not None:
                     self._load(built, level)

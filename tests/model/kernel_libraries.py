@@ -2,13 +2,13 @@
 
 import functools
 import shutil
-from pathlib import Path
 
+from model.kernels import build as build_module
 from model.kernels.build import SHIPPED, build, find_built
 from model.kernels.levels import levels_here
 from model.kernels.library import KernelLibrary
 
-CACHE = Path("~/.cache/kvasir").expanduser()
+CACHE = build_module.CACHE.expanduser()
 # Empty on a machine without a compiler: PyTorch's way is all there is, and all that is tested.
 BUILDABLE = {level.name: level for level in levels_here() if shutil.which("c++") or find_built(level, (SHIPPED, CACHE))}
 

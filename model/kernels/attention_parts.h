@@ -1,0 +1,92 @@
+// What attention is told, how it is cut into tasks, and what these need of memory.
+#pragma once
+
+#include <cstdlib>
+
+#include "attention_tile.h"
+
+namespace kvasir {
+
+// What all layers of a step share. Tables have table_width entries a sequence. slots: where each token's key and value
+// go, block * block_size + offset.
+struct Batch {
+    int64_t num_sequences, num_tokens, block_size, table_width;
+    const int64_t *query_starts, *context_lengths, *tables, *slots;
+};
+
+// One layer. Queries, keys and values of the step's tokens are q_stride, k_stride, v_stride numbers apart; out and the
+// cache have no gaps. window: positions a token sees, itself included; 0 for all. bias: null, or for each query head
+// bias_stride numbers, of which [bias_length - 1 - d] is added to the score of a key d positions back.
+struct Layer {
+    const void *q, *k, *v;
+    void *out, *keys, *values;
+    int64_t q_stride, k_stride, v_stride, num_heads, num_kv_heads, head_size, window, bias_length, bias_stride, threads;
+    const float* bias;
+    float scale;
+};
+
+constexpr int SPLIT = 8 * TILE;
+constexpr int MOST_ROWS = 8 * 6;  // of queries that one task takes against each tile
+constexpr float LOG2_E = 1.44269504f;
+
+// Some rows of a sequence's queries, of some key/value heads, over some splits of its context. A row is a token and one
+// of the query heads that share a key/value head: token * group + head.
+struct Task {
+    int64_t sequence;
+    int first_row, end_row, first_head, end_head;
+    int64_t first_split, end_split;
+    int64_t partial;  // where the sums of one split go; -1: this task has them all, and writes the output
+};
+
+// A sequence whose splits are tasks of their own, and where their sums are: [split][head][row].
+struct SplitSequence {
+    int64_t sequence, partial, num_splits;
+};
+
+// Grows, and is kept for the next step: one for each thread that ever ran a kernel.
+struct Scratch {
+    char* memory = nullptr;
+    size_t size = 0;
+
+    char* of(size_t wanted) {
+        if (wanted > size) {
+            std::free(memory);
+            size = (wanted + 4095) / 4096 * 4096;
+            memory = static_cast<char*>(std::aligned_alloc(4096, size));
+        }
+        return memory;
+    }
+};
+inline thread_local Scratch scratch;
+
+// Cuts a thread's scratch memory into arrays: once to know their sizes, once to have them.
+struct Cutter {
+    char* at;
+
+    template <typename Number>
+    Number* operator()(int64_t count) {
+        auto* array = reinterpret_cast<Number*>(at);
+        at += (static_cast<size_t>(count) * sizeof(Number) + 63) / 64 * 64;
+        return array;
+    }
+};
+
+// joined += part, sums of earlier and of later positions. Nothing is done where the part has seen nothing.
+inline void join(Softmax& joined, float* joined_sums, const Softmax& part, const float* part_sums, int width) {
+    if (part.total == 0) return;
+    if (joined.total == 0) {
+        joined = part;
+        std::copy(part_sums, part_sums + width, joined_sums);
+        return;
+    }
+    const float most = std::max(joined.largest, part.largest);
+    const float before = exp2(joined.largest - most), after = exp2(part.largest - most);
+    for (int offset = 0; offset < width; offset += LANES) {
+        const Lanes old = mul(load(joined_sums + offset), splat(before));
+        store(joined_sums + offset, fma(load(part_sums + offset), splat(after), old));
+    }
+    joined.total = joined.total * before + part.total * after;
+    joined.largest = most;
+}
+
+}  // namespace kvasir

@@ -1,0 +1,300 @@
+// One tile of attention: TILE keys and values of one key/value head against some rows of queries.
+//
+// The tile is copied into the order in which the products read it, once for all rows: keys as columns, values as rows.
+// Every score, and every output, is then one lane that sums over its terms from first to last: its bits depend neither
+// on how many rows there are nor on which keys behind its context lie in the same tile.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "lanes.h"
+
+namespace kvasir {
+
+constexpr int TILE = 64;
+constexpr int GROUPS = TILE / LANES;
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+
+#if defined(__AVX512F__)
+constexpr int ROWS = 6, COLUMNS = 4;  // accumulators that fit in registers: 24 of 32
+#elif defined(__AVX2__)
+constexpr int ROWS = 2, COLUMNS = 2;  // 8 of 16, two each
+#else
+constexpr int ROWS = 2, COLUMNS = 1;
+#endif
+
+inline int round_up(int count, int of) { return (count + of - 1) / of * of; }
+
+// How numbers of a type T are multiplied. Term is what one step of a sum takes: PER_TERM numbers of one row.
+template <typename T>
+struct Widened {
+    using Term = float;
+    static constexpr int PER_TERM = 1;
+    static constexpr bool TERMS_LIE = std::is_same_v<T, float>;  // in memory as they are multiplied
+
+    static Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return fma(a, b, c); }
+    static Lanes splat_term(const Term* term) { return splat(*term); }
+    // Sixteen terms as they are multiplied: the row itself where it has them, else a copy in room, zeros behind count.
+    static const float* terms_of(const T* row, int count, float* room) {
+        if constexpr (std::is_same_v<T, float>) {
+            if (row != nullptr && count >= LANES) return row;
+        }
+        store(room, row == nullptr ? zeros() : count >= LANES ? load(row) : load(row, count));
+        return room;
+    }
+    // Values of one token; null for one that nobody sees.
+    static void pack_terms(const T* const* tokens, int size, Term* packed) {
+        for (int offset = 0; offset < size; offset += LANES) {
+            const bool is_whole = size - offset >= LANES;
+            const T* from = tokens[0] + offset;
+            store(packed + offset, tokens[0] == nullptr ? zeros() : is_whole ? load(from) : load(from, size - offset));
+        }
+    }
+    static void store_weights(Term* to, Lanes weights) { store(to, weights); }
+    static void store_output(T* to, Lanes x, int count) {
+        float buffer[LANES];
+        store(buffer, x);
+        for (int lane = 0; lane < count; ++lane) to[lane] = narrowed(buffer[lane], to);
+    }
+    static float narrowed(float x, const float*) { return x; }
+    static bf16 narrowed(float x, const bf16*) { return to_bf16(x); }
+};
+
+#if defined(__AVX512BF16__)
+
+// Two numbers a step: products and sums as the processor's dot product of bfloat16 makes them, in float.
+struct Pairs {
+    using Term = uint32_t;
+    static constexpr int PER_TERM = 2;
+    static constexpr bool TERMS_LIE = true;
+
+    static Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
+        return {_mm512_dpbf16_ps(c.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v))};
+    }
+    static Lanes splat_term(const Term* term) {
+        return {_mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(*term)))};
+    }
+    // count: numbers, not terms.
+    static const float* terms_of(const bf16* row, int count, float* room) {
+        if (row != nullptr && count >= 2 * LANES) return reinterpret_cast<const float*>(row);
+        store(room, zeros());
+        if (row != nullptr) std::memcpy(room, row, static_cast<size_t>(count) * sizeof(bf16));
+        return room;
+    }
+    // Values of two tokens, one from each in turn.
+    static void pack_terms(const bf16* const* tokens, int size, Term* packed) {
+        alignas(64) static const bf16 nothing[2 * LANES] = {};
+        const bf16 *first = tokens[0], *second = tokens[1];
+        const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,  //
+                                             39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+        const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+        for (int offset = 0; offset < size; offset += 2 * LANES) {
+            const int count = std::min(size - offset, 2 * LANES);
+            const __mmask32 mask = count == 2 * LANES ? ~__mmask32{0} : (__mmask32{1} << count) - 1;
+            const __m512i a = _mm512_maskz_loadu_epi16(mask, first == nullptr ? nothing : first + offset);
+            const __m512i b = _mm512_maskz_loadu_epi16(mask, second == nullptr ? nothing : second + offset);
+            _mm512_storeu_si512(packed + offset, _mm512_permutex2var_epi16(a, low, b));
+            if (count > LANES) _mm512_storeu_si512(packed + offset + LANES, _mm512_permutex2var_epi16(a, high, b));
+        }
+    }
+    static void store_weights(Term* to, Lanes weights) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(weights.v)));
+    }
+    static void store_output(bf16* to, Lanes x, int count) {
+        const auto mask = static_cast<__mmask16>(count >= LANES ? 0xffff : (1u << count) - 1);
+        _mm256_mask_storeu_epi16(to, mask, reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v)));
+    }
+};
+
+template <typename T>
+using Arithmetic = std::conditional_t<std::is_same_v<T, bf16>, Pairs, Widened<T>>;
+
+#else
+
+template <typename T>
+using Arithmetic = Widened<T>;
+
+#endif
+
+inline Lanes load_term(const float* from) { return load(from); }
+inline Lanes load_term(const uint32_t* from) { return load(reinterpret_cast<const float*>(from)); }
+inline void store_term(float* to, Lanes x) { store(to, x); }
+inline void store_term(uint32_t* to, Lanes x) { store(reinterpret_cast<float*>(to), x); }
+
+// What will be packed next: one head's numbers of a tile's tokens, `at` numbers from keys and values; -1 for those that
+// nobody sees. Memory is asked for a token here and a token there while the present ones are computed with: a processor
+// stands still, or forgets, when it is asked for all of them at once.
+template <typename T>
+struct Ahead {
+    const T *keys, *values;
+    const int64_t* at;
+    int token, num_tokens, size;
+
+    // Inlined, for GCC takes a function that does nothing else for one that does nothing, and leaves its calls out.
+    __attribute__((always_inline)) inline void ask() {
+        if (token >= num_tokens) return;
+        const int64_t from = at[token++];
+        if (from < 0) return;
+        for (int offset = 0; offset < size; offset += 64 / static_cast<int>(sizeof(T))) {
+            __builtin_prefetch(keys + from + offset, 0, 3);
+            __builtin_prefetch(values + from + offset, 0, 3);
+        }
+    }
+};
+
+// Keys as columns: packed[term][token], TILE tokens a row. A token is `at` numbers from keys, -1 where there is none.
+template <typename T>
+void pack_keys(const T* keys, const int64_t* at, int num_groups, int size, typename Arithmetic<T>::Term* packed,
+               Ahead<T>& ahead) {
+    using A = Arithmetic<T>;
+    constexpr int step = LANES * A::PER_TERM;
+    for (int group = 0; group < num_groups; ++group, at += LANES, packed += LANES) {
+        int64_t signs = 0;
+        for (int row = 0; row < LANES; ++row) signs |= at[row];
+        const bool is_whole = A::TERMS_LIE && signs >= 0 && size % step == 0;
+        const float* rows[LANES];
+        for (int row = 0; row < LANES; ++row) rows[row] = reinterpret_cast<const float*>(keys + at[row]);
+        for (int offset = 0; offset < size; offset += step) {
+            float room[LANES][LANES];
+            for (int row = 0; !is_whole && row < LANES; ++row) {
+                rows[row] = A::terms_of(at[row] < 0 ? nullptr : keys + at[row] + offset, size - offset, room[row]);
+            }
+            const int left = is_whole ? offset / A::PER_TERM : 0;
+            for (int quarter = 0; quarter < LANES; quarter += 4) {
+                ahead.ask();
+                const int term = offset / A::PER_TERM + quarter;
+                if (term * A::PER_TERM >= size) break;
+                Lanes columns[4];
+                transpose(rows, left + quarter, columns);
+                for (int n = 0; n < 4; ++n) store_term(packed + (term + n) * TILE, columns[n]);
+            }
+        }
+    }
+}
+
+// Values as rows: packed[term][number], width numbers a row, zeros behind size.
+template <typename T>
+void pack_values(const T* values, const int64_t* at, int num_tokens, int size, int width,
+                 typename Arithmetic<T>::Term* packed, Ahead<T>& ahead) {
+    using A = Arithmetic<T>;
+    for (int token = 0; token < num_tokens; token += A::PER_TERM, packed += width) {
+        const T* tokens[A::PER_TERM];
+        for (int term = 0; term < A::PER_TERM; ++term) {
+            tokens[term] = at[token + term] < 0 ? nullptr : values + at[token + term];
+        }
+        if (token % 4 == 0) ahead.ask();
+        A::pack_terms(tokens, size, packed);
+    }
+}
+
+// sums[row][16 * column] = factor[row] * sums + the terms of a[row] times those of b, from first to last. Without
+// factors, the sums begin with zero.
+template <typename A, int M, int N, typename Next>
+void multiply_block(const typename A::Term* a, int a_stride, const typename A::Term* b, int b_stride, int num_terms,
+                    float* sums, int stride, const float* factors, Next& ahead) {
+    Lanes block[M][N];
+    for (int m = 0; m < M; ++m) {
+        for (int n = 0; n < N; ++n) {
+            block[m][n] = factors == nullptr ? zeros() : mul(load(sums + m * stride + n * LANES), splat(factors[m]));
+        }
+    }
+    for (int term = 0; term < num_terms; ++term, b += b_stride) {
+        if (term % 4 == 0) ahead.ask();
+        Lanes row[N];
+        for (int n = 0; n < N; ++n) row[n] = load_term(b + n * LANES);
+        for (int m = 0; m < M; ++m) {
+            const Lanes left = A::splat_term(a + m * a_stride + term);
+            for (int n = 0; n < N; ++n) block[m][n] = A::multiply_add(left, row[n], block[m][n]);
+        }
+    }
+    for (int m = 0; m < M; ++m) {
+        for (int n = 0; n < N; ++n) store(sums + m * stride + n * LANES, block[m][n]);
+    }
+}
+
+template <typename A, int M, typename Next>
+void multiply_rows(const typename A::Term* a, int a_stride, const typename A::Term* b, int b_stride, int num_terms,
+                   float* sums, int stride, int num_columns, const float* factors, Next& ahead) {
+    int column = 0;
+    for (; column + COLUMNS <= num_columns; column += COLUMNS) {
+        multiply_block<A, M, COLUMNS>(a, a_stride, b + column * LANES, b_stride, num_terms, sums + column * LANES,
+                                      stride, factors, ahead);
+    }
+    for (; column < num_columns; ++column) {
+        multiply_block<A, M, 1>(a, a_stride, b + column * LANES, b_stride, num_terms, sums + column * LANES, stride,
+                                factors, ahead);
+    }
+}
+
+// The same for num_rows rows and num_columns columns of 16.
+template <typename A, typename Next>
+void multiply(const typename A::Term* a, int a_stride, int num_rows, const typename A::Term* b, int b_stride,
+              int num_terms, float* sums, int stride, int num_columns, const float* factors, Next& ahead) {
+    while (num_rows > 0) {
+        const int rows = std::min(num_rows, ROWS);
+        auto some = [&](auto m) {
+            multiply_rows<A, decltype(m)::value>(a, a_stride, b, b_stride, num_terms, sums, stride, num_columns,
+                                                 factors, ahead);
+        };
+        switch (rows) {
+            case 1: some(std::integral_constant<int, 1>{}); break;
+            case 2: some(std::integral_constant<int, 2>{}); break;
+#if defined(__AVX512F__)
+            case 3: some(std::integral_constant<int, 3>{}); break;
+            case 4: some(std::integral_constant<int, 4>{}); break;
+            case 5: some(std::integral_constant<int, 5>{}); break;
+            case 6: some(std::integral_constant<int, 6>{}); break;
+#endif
+        }
+        a += rows * a_stride;
+        sums += rows * stride;
+        if (factors != nullptr) factors += rows;
+        num_rows -= rows;
+    }
+}
+
+inline float exp2(float x) {
+    float powers[LANES];
+    store(powers, exp2(splat(x)));
+    return powers[0];
+}
+
+// What is known of one row's softmax: of the scores so far the largest, in powers of two, and the sum of their powers.
+struct Softmax {
+    float largest = NOTHING;
+    float total = 0;
+};
+
+// One row's scores (of products) become weights: 2^(scale * product + bias - largest). Tokens from first up to end are
+// seen; the others weigh nothing. Returns what the row's sums so far are to be multiplied with.
+template <typename A>
+float weigh(const float* products, int num_groups, int first, int end, float scale, const float* bias, Softmax& row,
+            typename A::Term* weights) {
+    Lanes scores[GROUPS];
+    Lanes most = splat(NOTHING);
+    for (int group = 0; group < num_groups; ++group) {
+        const int from = std::clamp(first - group * LANES, 0, LANES), to = std::clamp(end - group * LANES, from, LANES);
+        const Lanes product = load(products + group * LANES);
+        Lanes score = mul(product, splat(scale));
+        if (bias != nullptr) score = add(score, load(bias + group * LANES));
+        if (to - from < LANES) score = select(from, to, score, splat(NOTHING));
+        scores[group] = score;
+        most = max(most, score);
+    }
+    const float before = row.largest;
+    row.largest = std::max(before, largest(most));
+    Lanes total = zeros();
+    for (int group = 0; group < num_groups; ++group) {
+        const int from = std::clamp(first - group * LANES, 0, LANES), to = std::clamp(end - group * LANES, from, LANES);
+        Lanes weight = exp2(sub(scores[group], splat(row.largest)));
+        if (to - from < LANES) weight = select(from, to, weight, zeros());
+        total = add(total, weight);
+        A::store_weights(weights + group * (LANES / A::PER_TERM), weight);
+    }
+    const float factor = before == row.largest ? 1.f : before == NOTHING ? 0.f : exp2(before - row.largest);
+    row.total = row.total * factor + sum(total);
+    return factor;
+}
+
+}  // namespace kvasir
