@@ -13,6 +13,8 @@ positions      learned, sinusoidal and rotary positions
 layers         norms and MLPs
 transformer    the whole architecture on one page
 linear         how a matrix is multiplied while serving: plain, packed for the CPU's kernels, in eight bits
+packing        matrices in the order in which our own kernels read them
+native_transformer  the transformer by our own kernels, on CPUs: one call between two layers' attentions
 kv_cache       the block pool's tensors: write, gather
 sampling       batched, position-seeded sampling
 token_rules    what a request says of single tokens, and what of that holds for the next one, torch-free

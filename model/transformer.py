@@ -168,7 +168,7 @@ class Transformer(nn.Module):
             raise ValueError(f"token ids and positions must both be (T,), not {shapes}")
         if (kv_cache is None) != (metadata.slot_mapping_T is None):
             raise ValueError("a cache needs slot_mapping_T and block_tables_BN, and they need a cache")
-        x_TE = self._embed(token_ids_T, metadata.positions_T)
+        x_TE = self.embed(token_ids_T, metadata.positions_T)
         rotation = None if self.rotary is None else self.rotary(metadata.positions_T)
         for layer in self.layers:
             x_TE = layer(x_TE, rotation, metadata=metadata, kv_cache=kv_cache)
@@ -182,7 +182,7 @@ class Transformer(nn.Module):
         logits_RV: Tensor = self.lm_head(x_RE)
         return logits_RV.float()
 
-    def _embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+    def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         """Token embeddings, with what positions add to them, TE in the model's dtype."""
         x_TE: Tensor = self.token_embedding(token_ids_T)
         if self.config.embedding_scale != 1.0:

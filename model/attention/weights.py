@@ -7,7 +7,7 @@ Legend: T tokens of one sequence, S the same tokens as context, H query heads, K
 """
 
 from collections.abc import Sequence
-from typing import NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from model.attention.form import AttentionForm
 from model.attention.metadata import AttentionMetadata
 from model.kv_cache import KVCache
 from model.transformer import Block, Transformer
+
+if TYPE_CHECKING:
+    from model.native_transformer import NativeTransformer
 
 
 class _Recorded(Exception):
@@ -45,7 +48,7 @@ class _RecordingAttention:
 
 
 @torch.inference_mode()
-def weights_of_layer(model: Transformer, token_ids: Sequence[int], *, layer: int) -> Tensor:
+def weights_of_layer(model: "Transformer | NativeTransformer", token_ids: Sequence[int], *, layer: int) -> Tensor:
     """The weights HTS of one layer, float32, on the CPU: row t says what token t attends to.
 
     Rows sum to 1; what is ahead, or behind a window, is exactly 0. Layers before this one run on the model's own

@@ -4,6 +4,10 @@ levels     which instructions a machine has: the levels that every kernel is com
 build      from the *.cpp files here to one library a level; `python -m model.kernels.build`
 library    that library in this process: loaded at once where it is built, else built in a thread; KERNELS
 
+attention.cpp, attention_tile.h   attention over the paged cache
+linear.h, linear.cpp              rows times a packed matrix: float32, bfloat16, eight bits
+layers.cpp, rows.h                all else of a layer: norms, rotations, activations, residuals
+
 A kernel is a function in a *.cpp file here. All of them are compiled together, once for each level, with one level's
 flags a library, so that a file may say `#if defined(__AVX512BF16__)` and no code of one level can end up in another.
 

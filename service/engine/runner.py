@@ -12,6 +12,7 @@ from torch import Tensor
 
 from model.attention.weights import weights_of_layer
 from model.kv_cache import KVCache
+from model.native_transformer import NativeTransformer, kernels_for
 from model.sampling import NO_TOKEN, sample, top_logprobs
 from model.sampling_params import SamplingParams
 from model.token_masks import only_allowed
@@ -52,12 +53,16 @@ class Runner(Protocol):
 class ModelRunner:
     """Runs a transformer over a paged cache of `num_blocks` blocks, and one more that padding writes to.
 
+    Where the model attends by kernels of our own, these compute all of it from the first step on at which they are
+    loaded, see `model.native_transformer`.
+
     Only the first `vocab_size` ids can be drawn: embeddings are often padded beyond the tokenizer's vocabulary, and
     an id without text must not come out.
     """
 
     def __init__(self, model: Transformer, *, num_blocks: int, block_size: int, vocab_size: int) -> None:
-        self._model = model
+        self._model: Transformer | NativeTransformer = model
+        self._kernels = kernels_for(model)
         self._vocab_size = vocab_size
         weight = model.token_embedding.weight
         self._device = weight.device
@@ -68,6 +73,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, inputs: ModelInputs) -> StepOutputs:
         """Compute a step: the ids go to the host in one copy."""
+        self._take_kernels()
         metadata = inputs.metadata.to(self._device)
         token_ids_T = inputs.token_ids_T.to(self._device, non_blocking=True)
         x_TE = self._model.hidden(token_ids_T, metadata, self._cache)
@@ -84,6 +90,11 @@ class ModelRunner:
             },
             pooled=self._pool(x_TE, inputs.pooled_rows),
         )
+
+    def _take_kernels(self) -> None:
+        if self._kernels is not None and self._kernels.library is not None:
+            assert isinstance(self._model, Transformer)
+            self._model, self._kernels = NativeTransformer(self._model, self._kernels.library), None
 
     def _pool(self, x_TE: Tensor, pooled_rows: Sequence[PooledRows]) -> dict[str, NDArray[np.float32]]:
         """Sums of hidden states after the final norm; they go to the host in one copy."""

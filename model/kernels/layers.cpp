@@ -1,0 +1,256 @@
+// A transformer's layers but for attention: between two layers' attentions everything is one call.
+#include "linear.h"
+#include "rows.h"
+
+namespace kvasir {
+
+// One layer as Python hands it over; null where it has none. Norm weights have their offset added.
+struct LayerWeights {
+    Matrix qkv, out, up, down;
+    const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias, *query_norm, *key_norm;
+};
+
+// What all layers share. `numbers` are those of the model (float32 or bfloat16): of queries, keys, values, and hidden
+// values of the MLP. `rotated` dimensions of a head are turned. norm_scope 0: each head alone, 1: all heads at once.
+struct Shape {
+    int64_t hidden, heads, kv_heads, head_dim, mlp;
+    int64_t rotated, norm_scope;
+    Numbers numbers;
+    Norm norm;
+    Activation activation;
+    int64_t gated, norms_outputs, is_parallel;
+    float eps;
+};
+
+// One step's rows, in buffers that Python owns. Strides are `padded` sizes.
+struct Rows {
+    int64_t count, threads;
+    float* x;         // the residual stream, count rows of padded(hidden)
+    float* added;     // as x: what a half adds, where it is normed first or both halves read one x
+    void* qkv;        // queries, keys and values, rows of qkv.outputs
+    void* wide;       // inputs of a matrix, rows of the widest one: what is normed, hidden values, eight bits
+    void* narrow;     // the same, for what is rounded to eight bits
+    float* scales;    // of rows of eight bits
+    const float *cosines, *sines;  // of every row: rotated / 2
+};
+
+template <typename Number>
+class Step {
+   public:
+    Step(const Shape& shape, const Rows& rows) : shape(shape), rows(rows), stride(padded(shape.hidden)) {}
+
+    // x += out(mixed), x += mlp(norm(x)), or one of the other arrangements of `model.transformer.Block`.
+    void finish(const LayerWeights& layer, const void* mixed) const {
+        const int64_t width = shape.heads * shape.head_dim;
+        const Sum sum = shape.norms_outputs || shape.is_parallel ? Sum::set : Sum::add;
+        into(layer.out, mixed, width, width, sum == Sum::set ? rows.added : rows.x, sum);
+        if (shape.norms_outputs) {
+            add_normed(layer.attention_norm, layer.attention_norm_bias);
+            mlp(layer, rows.x, nullptr, nullptr, rows.added, Sum::set);
+            add_normed(layer.mlp_norm, layer.mlp_norm_bias);
+        } else if (shape.is_parallel) {
+            mlp(layer, rows.x, layer.mlp_norm, layer.mlp_norm_bias, rows.added, Sum::add);
+            each_row([&](int64_t row) { add_row(row); });
+        } else {
+            mlp(layer, rows.x, layer.mlp_norm, layer.mlp_norm_bias, rows.x, Sum::add);
+        }
+    }
+
+    // Queries, keys and values of the norm of x, normed and rotated.
+    void begin(const LayerWeights& layer) const {
+        const bool is_normed = !shape.norms_outputs;
+        const Matrix& matrix = layer.qkv;
+        const Inputs inputs = prepare(matrix, rows.x, is_normed ? layer.attention_norm : nullptr,
+                                      is_normed ? layer.attention_norm_bias : nullptr);
+        auto* qkv = static_cast<Number*>(rows.qkv);
+        store_rows(matrix, inputs, qkv);
+        const int64_t query = shape.heads * shape.head_dim, key = shape.kv_heads * shape.head_dim;
+        if (layer.query_norm == nullptr && shape.rotated == 0) return;
+        each_row([&](int64_t row) {
+            Number* heads = qkv + row * matrix.outputs;
+            turn(heads, query, layer.query_norm, row);
+            turn(heads + query, key, layer.key_norm, row);
+        });
+    }
+
+    // Logits of rows of x, float32, `stride` a row.
+    void logits(const Matrix& head, const float* norm, const float* bias, float* out) const {
+        const Inputs inputs = prepare(head, rows.x, norm, bias);
+        multiply(head, inputs.x, inputs.stride, rows.scales, rows.count, rows.threads,
+                 [&](int64_t row, int64_t output, const Lanes* results) {
+                     for (int b = 0; b < TILE_BLOCKS; ++b) {
+                         store(out + row * head.outputs + output + b * LANES, results[b]);
+                     }
+                 });
+    }
+
+   private:
+    enum class Sum { set, add };
+    struct Inputs {
+        const void* x;
+        int64_t stride;
+    };
+    const Shape& shape;
+    const Rows& rows;
+    const int64_t stride;
+
+    template <typename Work>
+    void each_row(const Work& work) const {
+        parallel_for(rows.count, rows.count < 4 ? 1 : rows.threads, [&](int64_t row, int) { work(row); });
+    }
+
+    // The norm of x (x itself where there is none) in what the matrix takes.
+    Inputs prepare(const Matrix& matrix, const float* x, const float* norm, const float* bias) const {
+        const bool is_int8 = matrix.numbers == Numbers::int8;
+        auto* wide = static_cast<Number*>(rows.wide);
+        auto* narrow = static_cast<uint8_t*>(rows.narrow);
+        each_row([&](int64_t row) {
+            constexpr int64_t most = 65536;
+            static thread_local float normed[most];
+            const float* from = x + row * stride;
+            if (norm != nullptr) {
+                normalize(shape.norm, from, shape.hidden, norm, bias, shape.eps, normed);
+                from = normed;
+            }
+            if (is_int8) {
+                rows.scales[row] = to_8_bits(from, shape.hidden, narrow + row * stride);
+            } else {
+                copy(from, shape.hidden, wide + row * stride);
+            }
+        });
+        return {is_int8 ? rows.narrow : rows.wide, stride};
+    }
+
+    // Rows of the model's numbers in what the matrix takes.
+    Inputs prepare(const Matrix& matrix, const void* x, int64_t size, int64_t x_stride) const {
+        if (matrix.numbers != Numbers::int8) return {x, x_stride};
+        const int64_t to_stride = padded(size);
+        auto* narrow = static_cast<uint8_t*>(rows.narrow);
+        each_row([&](int64_t row) {
+            const auto* from = static_cast<const Number*>(x) + row * x_stride;
+            rows.scales[row] = to_8_bits(from, size, narrow + row * to_stride);
+        });
+        return {rows.narrow, to_stride};
+    }
+
+    // A product that becomes, or is added to, rows of floats.
+    void into(const Matrix& matrix, const void* x, int64_t size, int64_t x_stride, float* to, Sum sum) const {
+        const Inputs inputs = prepare(matrix, x, size, x_stride);
+        multiply(matrix, inputs.x, inputs.stride, rows.scales, rows.count, rows.threads,
+                 [&](int64_t row, int64_t output, const Lanes* results) {
+                     float* at = to + row * stride + output;
+                     for (int b = 0; b < TILE_BLOCKS; ++b, at += LANES) {
+                         store(at, sum == Sum::add ? add(load(at), results[b]) : results[b]);
+                     }
+                 });
+    }
+
+    void store_rows(const Matrix& matrix, Inputs inputs, Number* to) const {
+        multiply(matrix, inputs.x, inputs.stride, rows.scales, rows.count, rows.threads,
+                 [&](int64_t row, int64_t output, const Lanes* results) {
+                     Number* at = to + row * matrix.outputs + output;
+                     for (int b = 0; b < TILE_BLOCKS; ++b) store(at + b * LANES, results[b]);
+                 });
+    }
+
+    void mlp(const LayerWeights& layer, const float* x, const float* norm, const float* bias, float* to,
+             Sum sum) const {
+        const Inputs inputs = prepare(layer.up, x, norm, bias);
+        // Hidden values go behind what is read meanwhile.
+        auto* hidden = static_cast<Number*>(rows.wide) + rows.count * stride;
+        const int64_t hidden_stride = padded(shape.mlp);
+        multiply(layer.up, inputs.x, inputs.stride, rows.scales, rows.count, rows.threads,
+                 [&](int64_t row, int64_t output, const Lanes* results) {
+                     Number* at = hidden + row * hidden_stride + (shape.gated ? output / 2 : output);
+                     if (shape.gated) {  // blocks of gates and of what they gate take turns
+                         for (int b = 0; b < TILE_BLOCKS; b += 2, at += LANES) {
+                             store(at, mul(activate(shape.activation, results[b]), results[b + 1]));
+                         }
+                     } else {
+                         for (int b = 0; b < TILE_BLOCKS; ++b, at += LANES) {
+                             store(at, activate(shape.activation, results[b]));
+                         }
+                     }
+                 });
+        into(layer.down, hidden, shape.mlp, hidden_stride, to, sum);
+    }
+
+    void add_row(int64_t row) const {
+        float *to = rows.x + row * stride, *from = rows.added + row * stride;
+        for (int64_t at = 0; at < stride; at += LANES) store(to + at, add(load(to + at), load(from + at)));
+    }
+
+    void add_normed(const float* norm, const float* bias) const {
+        each_row([&](int64_t row) {
+            float* added = rows.added + row * stride;
+            normalize(shape.norm, added, shape.hidden, norm, bias, shape.eps, added);
+            add_row(row);
+        });
+    }
+
+    // Norms and rotates the heads of one row.
+    void turn(Number* heads, int64_t size, const float* norm, int64_t row) const {
+        constexpr int64_t most = 65536;
+        static thread_local float values[most];
+        for (int64_t at = 0; at < size; ++at) values[at] = to_float(heads[at]);
+        const int64_t step = shape.norm_scope == 0 ? shape.head_dim : size;
+        for (int64_t at = 0; norm != nullptr && at < size; at += step) {
+            normalize(Norm::rms, values + at, step, norm, nullptr, shape.eps, values + at);
+        }
+        const int64_t half = shape.rotated / 2;
+        for (int64_t at = 0; half > 0 && at < size; at += shape.head_dim) {
+            rotate(values + at, half, rows.cosines + row * half, rows.sines + row * half);
+        }
+        copy(values, size, heads);
+    }
+};
+
+template <typename Number>
+void between(const Shape& shape, const Rows& rows, const LayerWeights* done, const void* mixed,
+             const LayerWeights* next) {
+    const Step<Number> step(shape, rows);
+    if (done != nullptr) step.finish(*done, mixed);
+    if (next != nullptr) step.begin(*next);
+}
+
+}  // namespace kvasir
+
+// Ends layer `done`, whose attention gave `mixed` (rows of heads * head_dim, or null for no layer), and begins layer
+// `next`: its queries, keys and values, or null for none.
+KVASIR_KERNEL void kvasir_between_attentions(const kvasir::Shape* shape, const kvasir::Rows* rows,
+                                             const kvasir::LayerWeights* done, const void* mixed,
+                                             const kvasir::LayerWeights* next) {
+    if (shape->numbers == kvasir::Numbers::float32) {
+        kvasir::between<float>(*shape, *rows, done, mixed, next);
+    } else {
+        kvasir::between<kvasir::bf16>(*shape, *rows, done, mixed, next);
+    }
+}
+
+// All layers. attend(batch, call) is a layer's attention: it reads queries, keys and values from rows.qkv and leaves
+// its results in `mixed`; there are as many calls as layers, call_size bytes apart.
+KVASIR_KERNEL void kvasir_layers(const kvasir::Shape* shape, const kvasir::Rows* rows,
+                                 const kvasir::LayerWeights* layers, int64_t count,
+                                 void (*attend)(const void* batch, const void* call), const void* batch,
+                                 const char* calls, int64_t call_size, const void* mixed) {
+    for (int64_t layer = 0; layer <= count; ++layer) {
+        kvasir_between_attentions(shape, rows, layer > 0 ? layers + layer - 1 : nullptr, mixed,
+                                  layer < count ? layers + layer : nullptr);
+        if (layer < count) attend(batch, calls + layer * call_size);
+    }
+}
+
+// Logits of rows.x, float32, head.outputs a row.
+KVASIR_KERNEL void kvasir_logits(const kvasir::Shape* shape, const kvasir::Rows* rows, const kvasir::Matrix* head,
+                                 const float* norm, const float* bias, float* logits) {
+    if (shape->numbers == kvasir::Numbers::float32) {
+        kvasir::Step<float>(*shape, *rows).logits(*head, norm, bias, logits);
+    } else {
+        kvasir::Step<kvasir::bf16>(*shape, *rows).logits(*head, norm, bias, logits);
+    }
+}
+
+// How many inputs of an output lie side by side in a packed matrix.
+KVASIR_KERNEL int64_t kvasir_inputs_side_by_side(int64_t numbers) {
+    return kvasir::side_by_side(static_cast<kvasir::Numbers>(numbers));
+}

@@ -1,0 +1,227 @@
+// The products of linear.h: registers full of sums, one tile of rows and outputs after the other.
+#include "linear.h"
+
+namespace kvasir {
+namespace {
+
+constexpr int64_t TASK_ROWS = 96;
+constexpr int64_t FETCH_AHEAD = 24;  // groups of inputs: what memory gives while so many are computed
+
+struct Float32 {
+    using Weight = float;
+    using Input = float;
+    using Sums = Lanes;
+    using Spread = Lanes;
+    static constexpr int GROUP = 1;
+    static Sums zero() { return zeros(); }
+    static Lanes weights(const Weight* from) { return load(from); }
+    static Spread spread(const Input* from) { return splat(*from); }
+    static Sums step(Sums sums, Lanes weights, Spread inputs) { return fma(weights, inputs, sums); }
+};
+
+#if defined(__AVX512BF16__)
+struct Bfloat16 {
+    using Weight = bf16;
+    using Input = bf16;
+    using Sums = Lanes;
+    using Spread = __m512bh;
+    static constexpr int GROUP = 2;
+    static Sums zero() { return zeros(); }
+    static __m512bh weights(const Weight* from) { return (__m512bh)_mm512_loadu_si512(from); }
+    static Spread spread(const Input* from) {
+        int32_t two;
+        std::memcpy(&two, from, sizeof two);
+        return (__m512bh)_mm512_set1_epi32(two);
+    }
+    static Sums step(Sums sums, __m512bh weights, Spread inputs) {
+        return {_mm512_dpbf16_ps(sums.v, weights, inputs)};
+    }
+};
+#else
+struct Bfloat16 {
+    using Weight = bf16;
+    using Input = bf16;
+    using Sums = Lanes;
+    using Spread = Lanes;
+    static constexpr int GROUP = 1;
+    static Sums zero() { return zeros(); }
+    static Lanes weights(const Weight* from) { return load(from); }
+    static Spread spread(const Input* from) { return splat(to_float(*from)); }
+    static Sums step(Sums sums, Lanes weights, Spread inputs) { return fma(weights, inputs, sums); }
+};
+#endif
+
+#if defined(__AVX512VNNI__)
+struct Int8 {
+    using Weight = int8_t;
+    using Input = uint8_t;
+    struct Sums {
+        __v16si v;
+    };
+    using Spread = __m512i;
+    static constexpr int GROUP = 4;
+    static Sums zero() { return {__v16si{}}; }
+    static __m512i weights(const Weight* from) { return _mm512_loadu_si512(from); }
+    static Spread spread(const Input* from) {
+        int32_t four;
+        std::memcpy(&four, from, sizeof four);
+        return _mm512_set1_epi32(four);
+    }
+    static Sums step(Sums sums, __m512i weights, Spread inputs) {
+        return {(__v16si)_mm512_dpbusd_epi32((__m512i)sums.v, inputs, weights)};
+    }
+    static Lanes floats(Sums sums, const int32_t* shift) {
+        return {_mm512_cvtepi32_ps(_mm512_sub_epi32((__m512i)sums.v, _mm512_loadu_si512(shift)))};
+    }
+};
+#else
+struct Int8 {
+    struct Sums {
+        int32_t v[LANES];
+    };
+    struct Sixty {
+        int8_t v[4 * LANES];
+    };
+    struct Spread {
+        uint8_t v[4];
+    };
+    using Weight = int8_t;
+    using Input = uint8_t;
+    static constexpr int GROUP = 4;
+    static Sums zero() { return {}; }
+    static Sixty weights(const Weight* from) {
+        Sixty result;
+        std::memcpy(result.v, from, sizeof result.v);
+        return result;
+    }
+    static Spread spread(const Input* from) { return {{from[0], from[1], from[2], from[3]}}; }
+    static Sums step(Sums sums, const Sixty& weights, Spread inputs) {
+        for (int lane = 0; lane < LANES; ++lane) {
+            for (int input = 0; input < 4; ++input) sums.v[lane] += inputs.v[input] * weights.v[4 * lane + input];
+        }
+        return sums;
+    }
+    static Lanes floats(Sums sums, const int32_t* shift) {
+        float buffer[LANES];
+        for (int lane = 0; lane < LANES; ++lane) buffer[lane] = static_cast<float>(sums.v[lane] - shift[lane]);
+        return load(buffer);
+    }
+};
+#endif
+
+// What comes of a tile's sums: with scales where there are any, and the bias.
+template <typename Kind>
+inline Lanes finished(typename Kind::Sums sums, const Matrix& matrix, int64_t output, float row_scale) {
+    Lanes result;
+    if constexpr (Kind::GROUP == 4) {
+        result = mul(mul(Kind::floats(sums, matrix.shift + output), splat(row_scale)), load(matrix.scale + output));
+    } else {
+        result = sums;
+    }
+    return matrix.bias == nullptr ? result : add(result, load(matrix.bias + output));
+}
+
+// ROWS rows of inputs times TILE_BLOCKS blocks of outputs; emitted row by row. `later` is a block of weights to fetch
+// meanwhile, for whoever comes next; null where these weights have yet to come themselves.
+template <typename Kind, int ROWS>
+inline void tile(const Matrix& matrix, const typename Kind::Input* x, int64_t stride, const float* scales, int64_t row,
+                 int64_t output, const typename Kind::Weight* later, Emit emit, const void* work) {
+    const int64_t groups = (matrix.inputs + Kind::GROUP - 1) / Kind::GROUP;
+    const int64_t block_size = groups * Kind::GROUP * LANES;
+    const auto* weight = static_cast<const typename Kind::Weight*>(matrix.weight) + output / LANES * block_size;
+    x += row * stride;
+    typename Kind::Sums sums[ROWS][TILE_BLOCKS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 4
+        for (int b = 0; b < TILE_BLOCKS; ++b) sums[r][b] = Kind::zero();
+    }
+    for (int64_t group = 0; group < groups; ++group) {
+        const int64_t at = group * Kind::GROUP * LANES;
+        if (later != nullptr) {
+            __builtin_prefetch(later + at, 0, 2);
+        } else {
+            for (int b = 0; b < TILE_BLOCKS; ++b) {
+                __builtin_prefetch(weight + b * block_size + at + FETCH_AHEAD * Kind::GROUP * LANES, 0, 2);
+            }
+        }
+        decltype(Kind::weights(weight)) weights[TILE_BLOCKS];
+#pragma GCC unroll 4
+        for (int b = 0; b < TILE_BLOCKS; ++b) {
+            weights[b] = Kind::weights(weight + b * block_size + at);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) {
+            const auto inputs = Kind::spread(x + r * stride + group * Kind::GROUP);
+#pragma GCC unroll 4
+            for (int b = 0; b < TILE_BLOCKS; ++b) sums[r][b] = Kind::step(sums[r][b], weights[b], inputs);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+        Lanes results[TILE_BLOCKS];
+        const float row_scale = Kind::GROUP == 4 ? scales[row + r] : 1.f;
+#pragma GCC unroll 4
+        for (int b = 0; b < TILE_BLOCKS; ++b) {
+            results[b] = finished<Kind>(sums[r][b], matrix, output + b * LANES, row_scale);
+        }
+        emit(work, row + r, output, results);
+    }
+}
+
+template <typename Kind, int ROWS>
+inline void last_tile(int64_t left, const Matrix& matrix, const typename Kind::Input* x, int64_t stride,
+                      const float* scales, int64_t row, int64_t output, const typename Kind::Weight* later, Emit emit,
+                      const void* work) {
+    if constexpr (ROWS > 0) {
+        if (left == ROWS) return tile<Kind, ROWS>(matrix, x, stride, scales, row, output, later, emit, work);
+        last_tile<Kind, ROWS - 1>(left, matrix, x, stride, scales, row, output, later, emit, work);
+    }
+}
+
+template <typename Kind>
+void multiply_as(const Matrix& matrix, const void* x, int64_t stride, const float* scales, int64_t rows,
+                 int64_t threads, Emit emit, const void* work) {
+    const int64_t parts = (rows + TASK_ROWS - 1) / TASK_ROWS;
+    const int64_t block_size = (matrix.inputs + Kind::GROUP - 1) / Kind::GROUP * Kind::GROUP * LANES;
+    const auto* inputs = static_cast<const typename Kind::Input*>(x);
+    const auto* weights = static_cast<const typename Kind::Weight*>(matrix.weight);
+    parallel_for(matrix.outputs / PANEL * parts, threads, [&](int64_t task, int) {
+        const int64_t panel = task / parts * PANEL, first = task % parts * TASK_ROWS;
+        const int64_t end = first + TASK_ROWS < rows ? first + TASK_ROWS : rows;
+        for (int64_t output = panel; output < panel + PANEL; output += TILE_BLOCKS * LANES) {
+            const auto* following = weights + (output / LANES + TILE_BLOCKS) * block_size;
+            int64_t row = first;
+            int number = -1;  // of the block that the next tile fetches; the first tile waits for its own
+            auto next = [&]() {
+                const int block = number < TILE_BLOCKS ? number++ : number;
+                return block < 0 ? nullptr : following + (block < TILE_BLOCKS ? block : 0) * block_size;
+            };
+            for (; row + TILE_ROWS <= end; row += TILE_ROWS) {
+                tile<Kind, TILE_ROWS>(matrix, inputs, stride, scales, row, output, next(), emit, work);
+            }
+            last_tile<Kind, TILE_ROWS - 1>(end - row, matrix, inputs, stride, scales, row, output, next(), emit, work);
+        }
+    });
+}
+
+}  // namespace
+
+int64_t side_by_side(Numbers numbers) {
+    switch (numbers) {
+        case Numbers::float32: return Float32::GROUP;
+        case Numbers::bfloat16: return Bfloat16::GROUP;
+        default: return Int8::GROUP;
+    }
+}
+
+void multiply(const Matrix& matrix, const void* x, int64_t stride, const float* scales, int64_t rows, int64_t threads,
+              Emit emit, const void* work) {
+    switch (matrix.numbers) {
+        case Numbers::float32: return multiply_as<Float32>(matrix, x, stride, scales, rows, threads, emit, work);
+        case Numbers::bfloat16: return multiply_as<Bfloat16>(matrix, x, stride, scales, rows, threads, emit, work);
+        case Numbers::int8: return multiply_as<Int8>(matrix, x, stride, scales, rows, threads, emit, work);
+    }
+}
+
+}  // namespace kvasir

@@ -1,0 +1,145 @@
+// What is done to one row at a time: norms, rotations, activations, rounding to eight bits.
+#pragma once
+
+#include <cmath>
+
+#include "kernel.h"
+#include "lanes.h"
+
+namespace kvasir {
+
+constexpr int64_t PAD = 64;  // rows of inputs end with zeros up to a multiple of it
+
+inline int64_t padded(int64_t size) { return (size + PAD - 1) / PAD * PAD; }
+
+inline Lanes divide(Lanes a, Lanes b) {
+#if defined(__AVX512F__)
+    return {_mm512_div_ps(a.v, b.v)};
+#elif defined(__AVX2__)
+    return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)};
+#else
+    return {a.v / b.v};
+#endif
+}
+
+inline void store(bf16* to, Lanes x) {
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(x.v));
+#else
+    float buffer[LANES];
+    store(buffer, x);
+    for (int lane = 0; lane < LANES; ++lane) to[lane] = to_bf16(buffer[lane]);
+#endif
+}
+
+inline Lanes least(Lanes a, Lanes b) { return sub(zeros(), max(sub(zeros(), a), sub(zeros(), b))); }
+
+// 1 / (1 + e^-x); beyond 87 it is 1 or nearly 0.
+inline Lanes sigmoid(Lanes x) {
+    const Lanes power = exp2(least(mul(x, splat(-1.44269504f)), splat(126.f)));
+    return divide(splat(1.f), add(splat(1.f), power));
+}
+
+enum class Activation : int64_t { gelu = 0, gelu_exact = 1, relu = 2, silu = 3 };
+
+inline Lanes activate(Activation activation, Lanes x) {
+    switch (activation) {
+        case Activation::silu: return mul(x, sigmoid(x));
+        case Activation::relu: return max(x, zeros());
+        case Activation::gelu: {  // x (1 + tanh(u)) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+            const Lanes cubic = mul(mul(x, x), mul(x, splat(0.044715f)));
+            return mul(x, sigmoid(mul(splat(1.59576912f), add(x, cubic))));
+        }
+        case Activation::gelu_exact: break;
+    }
+    float buffer[LANES];
+    store(buffer, x);
+    for (float& value : buffer) value = 0.5f * value * (1.f + std::erf(value * 0.70710678f));
+    return load(buffer);
+}
+
+enum class Norm : int64_t { rms = 0, layer = 1 };
+
+// Sum of work(lanes) over a row of `size` floats; lanes behind the end are zeros.
+template <typename Work>
+inline float sum_over(const float* x, int64_t size, const Work& work) {
+    Lanes sums = zeros();
+    int64_t at = 0;
+    for (; at + LANES <= size; at += LANES) sums = add(sums, work(load(x + at)));
+    float total = sum(sums);
+    for (; at < size; ++at) {
+        float buffer[LANES] = {x[at]};
+        float result[LANES];
+        store(result, work(load(buffer)));
+        total += result[0];
+    }
+    return total;
+}
+
+// out = norm(x) * weight + bias; `out` may be x. Arrays may be read and written up to the next 16 floats.
+inline void normalize(Norm norm, const float* x, int64_t size, const float* weight, const float* bias, float eps,
+                      float* out) {
+    float mean = 0.f;
+    if (norm == Norm::layer) mean = sum_over(x, size, [](Lanes v) { return v; }) / static_cast<float>(size);
+    const Lanes shift = splat(mean);
+    // Only of whole rows is a mean taken away: a lone value is work's first lane, and the others are not counted.
+    const float squares = sum_over(x, size, [&](Lanes v) { return mul(sub(v, shift), sub(v, shift)); });
+    const Lanes factor = splat(1.f / std::sqrt(squares / static_cast<float>(size) + eps));
+    for (int64_t at = 0; at < size; at += LANES) {
+        const int count = size - at < LANES ? static_cast<int>(size - at) : LANES;
+        Lanes y = mul(mul(sub(load(x + at), shift), factor), load(weight + at, count));
+        if (bias != nullptr) y = add(y, load(bias + at, count));
+        if (count == LANES) {
+            store(out + at, y);
+        } else {
+            float buffer[LANES];
+            store(buffer, y);
+            for (int lane = 0; lane < count; ++lane) out[at + lane] = buffer[lane];
+        }
+    }
+}
+
+inline uint8_t shifted(float rounded) { return static_cast<uint8_t>(static_cast<int>(rounded) + 128); }
+
+// A row as numbers of 8 bits with 128 added, and what the largest stands for: x = scale (out - 128).
+template <typename Number>
+inline float to_8_bits(const Number* x, int64_t size, uint8_t* out) {
+    Lanes most = zeros();
+    int64_t at = 0;
+    for (; at + LANES <= size; at += LANES) most = max(most, max(load(x + at), sub(zeros(), load(x + at))));
+    float top = largest(most);
+    for (; at < size; ++at) top = std::fmax(top, std::fabs(to_float(x[at])));
+    const float scale = std::fmax(top, 1e-30f) / 127.f;
+    for (at = 0; at + LANES <= size; at += LANES) {
+        const Lanes quotient = divide(load(x + at), splat(scale));
+#if defined(__AVX512F__)
+        const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(quotient.v));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + at), _mm_xor_si128(bytes, _mm_set1_epi8(-128)));
+#else
+        float rounded[LANES];
+        store(rounded, round(quotient));
+        for (int lane = 0; lane < LANES; ++lane) out[at + lane] = shifted(rounded[lane]);
+#endif
+    }
+    for (; at < size; ++at) out[at] = shifted(std::nearbyint(to_float(x[at]) / scale));
+    return scale;
+}
+
+// Turns the first 2 * half numbers of a head: pair i and i + half by the angle whose cosine and sine are given.
+inline void rotate(float* head, int64_t half, const float* cosines, const float* sines) {
+    for (int64_t i = 0; i < half; ++i) {
+        const float first = head[i], second = head[i + half];
+        head[i] = first * cosines[i] - second * sines[i];
+        head[i + half] = second * cosines[i] + first * sines[i];
+    }
+}
+
+inline void copy(const float* from, int64_t size, float* to) { std::memcpy(to, from, static_cast<size_t>(size) * 4); }
+
+inline void copy(const float* from, int64_t size, bf16* to) {
+    int64_t at = 0;
+    for (; at + LANES <= size; at += LANES) store(to + at, load(from + at));
+    for (; at < size; ++at) to[at] = to_bf16(from[at]);
+}
+
+}  // namespace kvasir

@@ -1,0 +1,90 @@
+"""Matrices in the order in which our kernels read them: blocks of 16 outputs, a few inputs side by side.
+
+Legend: F outputs, I inputs of a matrix, N blocks, G groups of inputs, S inputs side by side.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+BLOCK = 16
+_PANEL = 64  # outputs that one task computes: matrices have whole panels
+_HALF_PANEL = _PANEL // 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """A matrix of `inputs` by `outputs`, the latter padded with zeros; vectors are as long.
+
+    shift: of integers, 128 times the sum of each output's weights: the kernels add 128 to every input.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: Tensor | None
+    shift: Tensor | None
+    inputs: int
+    outputs: int
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """In the order of linear.h's `Matrix`."""
+        return self.weight, self.bias, self.scale, self.shift
+
+
+def padded(size: int) -> int:
+    """The next multiple of a panel."""
+    return -(-size // _PANEL) * _PANEL
+
+
+def pack_floats(weight_FI: Tensor, bias_F: Tensor | None, side_by_side: int) -> Packed:
+    """A matrix in its own dtype; its bias in float32."""
+    outputs, inputs = weight_FI.shape
+    return Packed(
+        weight=_blocks(weight_FI, side_by_side),
+        bias=None if bias_F is None else _longer(bias_F.float()),
+        scale=None,
+        shift=None,
+        inputs=inputs,
+        outputs=padded(outputs),
+    )
+
+
+def pack_int8(weight_FI: Tensor, scale_F: Tensor, bias_F: Tensor | None, side_by_side: int) -> Packed:
+    """A matrix of eight-bit integers with a scale an output."""
+    outputs, inputs = weight_FI.shape
+    return Packed(
+        weight=_blocks(weight_FI, side_by_side),
+        bias=None if bias_F is None else _longer(bias_F.float()),
+        scale=_longer(scale_F),
+        shift=_longer(128 * weight_FI.sum(dim=1, dtype=torch.int32)),
+        inputs=inputs,
+        outputs=padded(outputs),
+    )
+
+
+def interleaved(rows: Tensor) -> Tensor:
+    """Rows of gates' outputs and those of what they gate, F each, in turns of a block: a task has both of a pair.
+
+    Each half is padded with zeros first, to whole panels of pairs.
+    """
+    half = len(rows) // 2
+    room = -(-half // _HALF_PANEL) * _HALF_PANEL
+    halves = rows.new_zeros(2, room, *rows.shape[1:])
+    halves[:, :half] = torch.unflatten(rows, 0, (2, half))
+    return torch.unflatten(halves, 1, (-1, BLOCK)).transpose(0, 1).flatten(0, 2)
+
+
+def _blocks(weight_FI: Tensor, side_by_side: int) -> Tensor:
+    """FI as N G 16 S."""
+    outputs, inputs = weight_FI.shape
+    groups = -(-inputs // side_by_side)
+    weight_FI = functional.pad(weight_FI, (0, groups * side_by_side - inputs, 0, padded(outputs) - outputs))
+    blocks_NXGS = weight_FI.view(-1, BLOCK, groups, side_by_side)
+    return blocks_NXGS.transpose(1, 2).contiguous()
+
+
+def _longer(vector_F: Tensor) -> Tensor:
+    return functional.pad(vector_F, (0, padded(len(vector_F)) - len(vector_F)))

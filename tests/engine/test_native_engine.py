@@ -1,0 +1,128 @@
+"""With our own kernels an answer has the same bits whoever else is in the batch; they take over between two steps."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from model.attention.native import NativeAttention
+from model.kernels.library import Kernels
+from model.linear import replace_linears
+from model.training.bpe import train_bpe
+from model.transformer import Block, Transformer
+from service.engine.config import EngineConfig
+from service.engine.engine import Engine
+from service.messages import StepStats, Submit, TokenDelta, TokenLogprob
+from tests.engine.fakes import make_submit
+from tests.model.configs import VARIANTS, build
+from tests.model.kernel_libraries import BUILDABLE, library_of
+
+TOKENIZER = train_bpe([], 300)
+CONFIG = EngineConfig(block_size=4, num_blocks=200, max_num_running=16, max_batched_tokens=64)
+# Prompts in chunks, a pool that holds a few sequences, prefixes found again.
+CROWDED = dataclasses.replace(CONFIG, num_blocks=40, max_batched_tokens=16)
+ROOM = 64
+BEST = list(BUILDABLE)[:1]
+
+
+def native_model(
+    variant: str, kernels: Kernels, dtype: torch.dtype = torch.float32, kind: str = "plain"
+) -> Transformer:
+    model = build(VARIANTS[variant]).to(dtype)
+    if kind != "plain":
+        replace_linears(model, kind)
+    backend = NativeAttention(kernels)
+    for block in model.layers:
+        assert isinstance(block, Block)
+        block.attention.backend = backend
+    return model
+
+
+def loaded(level: str) -> Kernels:
+    kernels = Kernels()
+    kernels.library = library_of(level)
+    return kernels
+
+
+def submissions(count: int) -> list[Submit]:
+    """Greedy and seeded, of mixed lengths; some begin alike."""
+    rng = random.Random(count)
+    common = [rng.randrange(256) for _ in range(9)]
+    made = []
+    for number in range(count):
+        prompt = common * (number % 2) + [rng.randrange(256) for _ in range(rng.randint(1, 25))]
+        params = {"temperature": 0.0 if number % 3 else 1.0, "seed": number, "logprobs": 2, "ignore_eos": True}
+        made.append(make_submit(f"s{number}", prompt, max_tokens=rng.randint(2, ROOM - len(prompt)), **params))
+    return made
+
+
+def drive(engine: Engine, submits: list[Submit]) -> tuple[dict[str, list[TokenDelta]], list[StepStats]]:
+    """What each was told, one arriving at every step."""
+    waiting = list(submits)
+    told: dict[str, list[TokenDelta]] = {}
+    stats = []
+    while waiting or engine.has_work:
+        if waiting:
+            engine.submit(waiting.pop(0))
+        result = engine.step()
+        stats.append(result.stats)
+        for delta in result.events:
+            told.setdefault(delta.uid, []).append(delta)
+    return told, stats
+
+
+def answer(deltas: list[TokenDelta]) -> tuple[list[int], list[TokenLogprob], str]:
+    """Ids, log-probabilities to the last bit, text."""
+    logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
+    return [i for delta in deltas for i in delta.token_ids], logprobs, "".join(delta.text for delta in deltas)
+
+
+@pytest.mark.parametrize("level", BUILDABLE)
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(torch.float32, "plain"), (torch.bfloat16, "packed"), (torch.bfloat16, "int8")]
+)
+def test_an_answer_has_the_same_bits_alone_and_in_a_crowd(level: str, dtype: torch.dtype, kind: str) -> None:
+    submits = submissions(16)
+    crowd, stats = drive(Engine(native_model("rotary-gqa", loaded(level), dtype, kind), TOKENIZER, CROWDED), submits)
+    assert max(step.batch_size for step in stats) > 4
+    assert sum(step.num_preemptions for step in stats) > 0
+    assert sum(step.num_prefix_hits for step in stats) > 0
+    alone = Engine(native_model("rotary-gqa", loaded(level), dtype, kind), TOKENIZER, CONFIG)
+    for submit in submits:
+        told, _ = drive(alone, [submit])
+        assert answer(told[submit.uid]) == answer(crowd[submit.uid])
+
+
+@pytest.mark.parametrize("level", BEST)
+def test_kernels_take_over_between_two_steps(level: str) -> None:
+    """The text goes on as it would have."""
+    submits = submissions(4)
+    expected, _ = drive(Engine(build(VARIANTS["rotary-gqa"]), TOKENIZER, CONFIG), submits)
+    kernels = Kernels()
+    model = native_model("rotary-gqa", kernels)
+    engine = Engine(model, TOKENIZER, CONFIG)
+    for submit in submits:
+        engine.submit(submit)
+    deltas = [delta for _ in range(5) for delta in engine.step().events]
+    assert hasattr(model.layers[0], "mlp"), "PyTorch computes"
+    kernels.library = library_of(level)
+    while engine.has_work:
+        deltas += engine.step().events
+    assert not hasattr(model.layers[0], "mlp"), "its matrices have been packed"
+    for submit in submits:
+        ids = [i for delta in deltas if delta.uid == submit.uid for i in delta.token_ids]
+        assert ids == answer(expected[submit.uid])[0]
+
+
+@pytest.mark.parametrize("level", BEST)
+def test_embeddings_and_scores_of_prompts_are_those_of_pytorch(level: str) -> None:
+    engines = (
+        Engine(build(VARIANTS["gpt2"]), TOKENIZER, CONFIG),
+        Engine(native_model("gpt2", loaded(level)), TOKENIZER, CONFIG),
+    )
+    scores = []
+    for engine in engines:
+        told, _ = drive(engine, [make_submit("a", [5, 6, 7, 8], max_tokens=2, prompt_logprobs=1, ignore_eos=True)])
+        scores.append([entry.logprob for delta in told["a"] for entry in delta.prompt_logprobs or ()][1:])
+    assert scores[1] == pytest.approx(scores[0], abs=1e-4)
