@@ -1,8 +1,8 @@
 """The contract between the API process and the worker: frozen, torch-free values, and their bytes on the wire.
 
-Commands travel API -> worker, events travel worker -> API (`event_channel`). LitServe's queue of commands passes through
-a manager process that unpickles and re-pickles whatever it carries, so both directions carry `bytes` (msgpack), which
-are only copied. Times are `time.monotonic()` seconds: on Linux one clock for all processes of a machine.
+Commands travel API -> worker, events travel worker -> API (`event_channel`). LitServe's queue of commands is in a
+manager process that unpickles and re-pickles whatever it carries, so both directions carry `bytes` (msgpack), which are
+only copied. Times are `time.monotonic()` seconds: on Linux one clock for all processes of a machine.
 """
 
 from enum import StrEnum
