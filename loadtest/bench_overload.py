@@ -6,7 +6,8 @@ Three loads on one service. A ramp of closed loops finds the most it can do. Sat
 places (`--max-num-running`): all are taken, and nobody waits; a longer closed loop says what a first token takes there.
 Then requests come at four times the highest rate that was seen, at random times (Poisson), whatever becomes of them,
 all with one API key. Beside them two users of OpenAI's Python SDK: one with a key of its own and the SDK's own number
-of retries, one with the key of the flood and more of them.
+of retries, one with the key of the flood and more of them. Then saturation again: what overload is compared with is
+both together, so that a machine that grows faster or slower meanwhile is no one's merit or fault.
 
 Client and service share a machine, so each is pinned to processors of its own, the same in all loads: where there are
 two, the API process and the model share one, which is the hardest case there is. What refusing costs is taken from the
@@ -42,6 +43,8 @@ from loadtest.overload_load import (
     histogram_between,
     numbered,
     open_loop,
+    rate_of,
+    ttft_of,
 )
 from loadtest.provenance import provenance, quiet_or_warned, tell
 from loadtest.service_process import ServiceFailed, ServiceProcess, cpu_seconds
@@ -125,8 +128,8 @@ def running(arguments: argparse.Namespace, serve: Sequence[str], keys: Keys) -> 
 async def measure(
     arguments: argparse.Namespace, service: ServiceProcess, keys: Keys, num_places: int, progress: Progress
 ) -> dict[str, Any]:
-    """The three loads, in turn."""
-    task = progress.add_task("ramp", total=len(arguments.streams) + 2)
+    """The loads, in turn."""
+    task = progress.add_task("ramp", total=len(arguments.streams) + 3)
     discovered = discover(service.target)
     # Lengths differ: those of one length that begin together end together, and then the load comes in waves.
     spec = WorkloadSpec(
@@ -161,23 +164,29 @@ async def measure(
         sdk_user(service.target, keys.polite, arguments.seconds, retries=None),
         sdk_user(service.target, keys.flood, arguments.seconds, retries=_SDK_RETRIES),
     )
+    after = scrape(service.target)
+    progress.advance(task)
+    progress.update(task, description="saturation again")
+    again = await closed(num_places, arguments.saturation_seconds)
     await client.close()
     told = {
         "levels": [{"streams": streams, **load.to_dict()} for streams, load in levels],
         "saturation": {"streams": num_places, **saturation.to_dict()},
+        "saturation_again": {"streams": num_places, **again.to_dict()},
         "overload": {"times": arguments.times, "rate": round(rate, 2), **overload.to_dict()},
         "service": watch.to_dict(),
         "sdk": {"own_key": users[0], "key_of_the_flood": users[1]},
-        "retry_after": accuracy(before, scrape(service.target)),
+        "retry_after": accuracy(before, after),
         "workload": {name: getattr(spec, name) for name in ("kind", "prompt_tokens", "output_tokens", "sigma", "seed")},
     }
-    peak = max(load.tokens_per_second for load in calm)
-    return told | {"aims": aims(told, peak, saturation, overload)}
+    saturations = [saturation, again]
+    peak = max(rate_of(saturations), *(load.tokens_per_second for _, load in levels))
+    return told | {"aims": aims(told, peak, saturations, overload)}
 
 
-def aims(told: dict[str, Any], peak: float, saturation: Load, overload: Load) -> dict[str, Any]:
+def aims(told: dict[str, Any], peak: float, saturations: Sequence[Load], overload: Load) -> dict[str, Any]:
     """What was wanted, what it came to, and whether that is it."""
-    calm, full = saturation.ttft_seconds(99), overload.ttft_seconds(99)
+    calm, full = ttft_of(saturations, 99), overload.ttft_seconds(99)
     ratio = full / calm if calm and full else None
     growth = {part: facts["growth_mib_per_minute"] for part, facts in told["service"].items()}
     num_5xx = sum(
@@ -251,7 +260,13 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--level-seconds", type=float, default=20.0, metavar="S", help="of each step of the ramp (default: %(default)g)"
     )
-    add("--saturation-seconds", type=float, default=60.0, metavar="S", help="at saturation (default: %(default)g)")
+    add(
+        "--saturation-seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="of saturation, twice (default: %(default)g)",
+    )
     add("--settle-seconds", type=float, default=5.0, metavar="S", help="before each counts (default: %(default)g)")
     add("--prompt-tokens", type=int, default=64, metavar="N", help="about (default: %(default)s)")
     add("--output-tokens", type=int, default=64, metavar="N", help="default: %(default)s")

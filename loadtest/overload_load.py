@@ -61,10 +61,14 @@ class Load:
         ended = (o for o in self.outcomes if self.settled_seconds <= o.end_seconds < self.ended_seconds)
         return sum(o.ending is Ending.OK for o in ended) / self.seconds
 
+    @property
+    def ttfts_seconds(self) -> list[float]:
+        """Of what was admitted."""
+        return [o.ttft_seconds for o in self.steady if o.ending is Ending.OK and o.ttft_seconds is not None]
+
     def ttft_seconds(self, percentile: float) -> float | None:
         """Of what was admitted; None where nothing was."""
-        ttfts = [o.ttft_seconds for o in self.steady if o.ending is Ending.OK and o.ttft_seconds is not None]
-        return float(np.percentile(ttfts, percentile)) if ttfts else None
+        return ttft_of([self], percentile)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -82,6 +86,17 @@ class Load:
             "ttft_ms": ttft,
             "client_cpu_share": round(self.client_cpu_share, 3),
         }
+
+
+def rate_of(loads: Sequence[Load]) -> float:
+    """Tokens per second of several loads together."""
+    return sum(load.tokens_per_second * load.seconds for load in loads) / sum(load.seconds for load in loads)
+
+
+def ttft_of(loads: Sequence[Load], percentile: float) -> float | None:
+    """Of what was admitted of all of them; None where nothing was."""
+    ttfts = [ttft for load in loads for ttft in load.ttfts_seconds]
+    return float(np.percentile(ttfts, percentile)) if ttfts else None
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -39,6 +39,8 @@ token_rules      what a request says of single tokens: biases, penalties, words 
 truncation       prompts that are cut to a length
 admission        who may wait, and what the others are told
 queue_terms      on which terms a request waits: whose it is, and how long it may
+places           when places come free: what the answers that hold them have left
+early_refusal    what has no chance is refused before it is read; pure ASGI
 comebacks        what refused clients were told, who comes back, and whether it was right
 rates            how fast the service has worked of late
 backlog          what is kept of an answer until its client takes it, bounded

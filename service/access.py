@@ -8,6 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api_keys import ApiKeys
+from service.early_refusal import EarlyRefusal
 from service.errors import ApiError, Unauthorized
 from service.requests import REQUEST_ID, RequestId, json_response
 from service.settings import ServeSettings
@@ -25,16 +26,20 @@ KEY_NAME: Final = "api_key_name"
 
 
 def middlewares(
-    settings: ServeSettings, keys: ApiKeys, count: Callable[[ApiError], None]
+    settings: ServeSettings,
+    keys: ApiKeys,
+    count: Callable[[ApiError], None],
+    refuse_unread: Callable[[Scope], None] = lambda scope: None,
 ) -> list[tuple[type, dict[str, Any]]]:
-    """What stands around the routes, from inside out: keys, then CORS, then the request's id.
+    """What stands around the routes, from inside out: early refusals, then keys, then CORS, then the request's id.
 
     So that a refusal has an id, and a page that may ask can read that it was refused.
 
     Args:
         count: told of each refusal.
+        refuse_unread: see `EarlyRefusal`.
     """
-    around: list[tuple[type, dict[str, Any]]] = []
+    around: list[tuple[type, dict[str, Any]]] = [(EarlyRefusal, {"refuse": refuse_unread, "count": count})]
     if keys:
         around.append((Authentication, {"keys": keys, "open_paths": open_paths(settings), "count": count}))
     if settings.cors_origins:

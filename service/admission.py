@@ -1,9 +1,12 @@
 """Who may wait, and what the others are told.
 
-Three bounds: on sequences, on tokens, and on the time that a request would wait by the rate at which sequences have
-begun of late. The last one keeps the service fast for those it admits: a queue that never empties adds waiting and no
-throughput. It is not applied where places are free, before a rate is known, or to an owner of whom nothing waits yet,
-who may wait as long as its timeout.
+Three bounds: on sequences, on tokens, and on the time that a request would wait for a place. The last one keeps the
+service fast for those it admits: a queue that never empties adds waiting and no throughput. It is not applied where
+places are free, before a rate is known, or to an owner of whom nothing waits yet, who may wait as long as its timeout.
+
+The next places are foreseen by what the answers that hold them have left (`service.places`), later ones by the rate at
+which sequences have begun of late. A mean alone would be wrong by as much as endings come together by chance: by twice
+and more for the next place or two, which are those that a short queue is about.
 
 Room is shared among owners by dynamic thresholds (Choudhury and Hahne 1998, IEEE/ACM Trans. Networking 6(2)): an owner
 may have at most four times as much as is left. One alone gets all that the settings say, and a quarter of that again
@@ -15,11 +18,12 @@ Who was told to come back, and does, finds a little more room than who comes for
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from service.comebacks import Comebacks
 from service.errors import Overloaded, WaitTooLong
+from service.places import Answer, Places
 from service.queue_terms import QueueTerms
 from service.rates import Rate
 
@@ -31,6 +35,8 @@ _SHORTEST_WAIT_SECONDS = 0.02
 _THRESHOLD = 4
 # The share of places above which starts are counted for the rate of a full service.
 _FULL = 7 / 8
+# A prompt takes about so many steps where nobody waits: the rest of the present one, and one of its own.
+_PROMPT_STEPS = 2
 # Told times are spread by up to this share, so that those who were refused together do not come back together.
 _SPREAD = 0.25
 # How much more room there is for who has come back, as a share.
@@ -95,10 +101,12 @@ class Admission:
         self._last_seconds = clock()
         self._finished, self._started_tokens = Rate(), Rate()
         self._started = Rate()  # sequences, while every place was wanted
+        self._places = Places()
         self._comebacks: Comebacks[_Asked] = Comebacks(observe_error)
         self._holdings: dict[str, _Holding] = {}
         self.num_sequences = 0
         self.num_waiting_tokens = 0
+        self._num_running = 0
 
     def admit(self, token_counts: list[int], terms: QueueTerms | None = None) -> None:
         """Let in the sequences of one request, all or none. An idle server admits any request.
@@ -128,21 +136,36 @@ class Admission:
             Overloaded, WaitTooLong: as `admit` does.
         """
         self._advance()
-        if self._shortage(_Asked(1, 1, terms)) is not None:
-            self.admit([1], terms)
+        asked = _Asked(1, 1, terms)
+        if (shortage := self._shortage(asked)) is not None:
+            if terms.is_retry:
+                self._comebacks.returned(terms.owner)
+            raise self._refusal(asked, shortage)
 
-    def started(self, num_tokens: int, owner: str = "") -> None:
-        """A sequence of that many tokens waits no longer."""
+    def started(self, num_tokens: int, owner: str = "", answer: Answer | None = None) -> None:
+        """A sequence of that many tokens waits no longer. `answer`: what it has become, where it holds a place."""
         self._advance(tokens=num_tokens, begun=1)
+        self._num_running += 1
+        if answer is not None:
+            self._places.take(answer)
         holding = self._holdings[owner]
         holding.num_waiting -= 1
         holding.num_waiting_tokens -= num_tokens
         self.num_waiting_tokens -= num_tokens
         self._watch()
 
-    def ended(self, owner: str = "") -> None:
+    def stepped(self, token_counts: Sequence[int]) -> None:
+        """The engine has told of a step, in which answers got so many tokens each. 0: it told something else."""
+        if counts := [count for count in token_counts if count]:
+            self._advance()
+            self._places.step(sum(counts) / len(counts))
+
+    def ended(self, owner: str = "", answer: Answer | None = None) -> None:
         """A sequence has left, whatever the reason, after it was `started`."""
         self._advance(sequences=1)
+        self._num_running -= 1
+        if answer is not None:
+            self._places.leave(answer)
         self._holdings[owner].num_sequences -= 1
         if not self._holdings[owner].num_sequences:
             del self._holdings[owner]
@@ -200,13 +223,27 @@ class Admission:
             )
         if self.num_sequences + num_sequences <= self._max_num_running or not self._started.is_known:
             return None
-        wait_seconds = self._started.seconds_for(self._num_ahead(terms.owner, num_sequences) + num_sequences)
+        wait_seconds = self._wait_seconds(self._num_ahead(terms.owner, num_sequences) + num_sequences)
         # The first of an owner's line has only others' first ones before it.
         patience_seconds = terms.patience_seconds if holding.num_waiting else terms.timeout_seconds
         patience_seconds *= 1.0 + bonus
         if wait_seconds <= patience_seconds:
             return None
         return _Shortage(wait_seconds - patience_seconds, wait_seconds)
+
+    def _wait_seconds(self, num_starts: float) -> float:
+        """When the last of so many sequences will have begun, but for the time that a prompt always takes."""
+        num_seen = self._places.num_seen
+        if not num_seen:
+            return self._started.seconds_for(num_starts)
+        # Of those that wait for a first token, so many have a place, or will at the next step.
+        num_placed = min(num_starts, max(0, self._max_num_running - self._num_running))
+        num_foreseen = min(num_starts - num_placed, num_seen)
+        seconds = self._places.seconds_until_ended(num_foreseen)
+        seconds += self._started.seconds_for(num_starts - num_placed - num_foreseen)
+        # Where prompts are what takes the time, places are free, and those who have them wait nevertheless.
+        usual_seconds = self._places.seconds_for_tokens(_PROMPT_STEPS)
+        return max(seconds, self._started.seconds_for(num_placed) - usual_seconds)
 
     def _num_ahead(self, owner: str, num_sequences: float) -> float:
         """Sequences that begin before the last of so many new ones of this owner: its own, and as many of each other,
@@ -224,6 +261,7 @@ class Admission:
         now = self._clock()
         seconds = now - self._last_seconds if self.num_sequences else 0.0
         self._last_seconds = now
+        self._places.pass_time(seconds)
         self._finished.add(sequences, seconds)
         self._started_tokens.add(tokens, seconds)
         # With as much as that the places are as good as full; a place that is free for a moment does not interrupt it.

@@ -70,14 +70,8 @@ class Completions:
         body = await read_body(request, max_bytes=self._max_body_bytes)
         return await self._intake.recordings.answer(request, body, partial(read, request, body, arrival_seconds))
 
-    def _refuse_unread(self, request: Request, body: bytes) -> None:
-        """Refuse what has no chance before it costs anything: of four that come to a full server, three have none."""
-        self._intake.refuse_when_draining()
-        if b'"timeout"' not in body:  # which would be a chance
-            self._intake.refuse_hopeless(self._limits.terms(request, None))
-
     async def _completion(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
-        self._refuse_unread(request, body)
+        self._intake.refuse_when_draining()
         asked = CompletionRequest.parse(body)
         if len(body) > LONG_TEXT:
             choices = await asyncio.to_thread(self._planner.plan, asked, arrival_seconds=arrival_seconds)
@@ -86,7 +80,7 @@ class Completions:
         return await self._submit(asked, choices, Text, request)
 
     async def _conversation(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
-        self._refuse_unread(request, body)
+        self._intake.refuse_when_draining()
         asked = ChatCompletionRequest.parse(body)
         self._planner.check(asked)
         token_ids = await self._chat.encode(

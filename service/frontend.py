@@ -17,6 +17,8 @@ from typing import Any
 import msgspec
 from fastapi.responses import HTMLResponse, Response
 from litserve.specs.base import LitSpec
+from starlette.requests import Request
+from starlette.types import Scope
 
 from service import responses
 from service.admission import Admission
@@ -31,6 +33,7 @@ from service.lifecycle import Lifecycle, Phase
 from service.messages import API_PATH, BUS, Cancel, Command, Hello, decode_events, encode_command
 from service.metrics import EngineState, Metrics, render
 from service.plan import Planner
+from service.queue_terms import queue_limits
 from service.recordings import Recordings
 from service.requests import json_response
 from service.serving import Serving
@@ -56,7 +59,8 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self._metrics = metrics
         self.model_name = serving.model_name
         self._card = _model_card(serving)
-        admission = _admission(settings, metrics)
+        self._admission = admission = _admission(settings, metrics)
+        self._queue_limits = queue_limits(settings)
         self._planner = Planner(
             tokenizer=serving.tokenizer,
             model_name=self.model_name,
@@ -90,7 +94,6 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self._recordings = Recordings(keep_seconds=settings.resume_seconds, count=metrics.count_resumption)
         intake = Intake(
             refuse_when_draining=self._refuse_when_draining,
-            refuse_hopeless=admission.refuse_hopeless,
             admit=self._admit,
             close=self._close,
             recordings=self._recordings,
@@ -244,6 +247,16 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             self._metrics.count_rejection(error.code)
         else:
             self._metrics.count_failure(error.status, error.type)
+
+    def refuse_unread(self, scope: Scope) -> None:
+        """Refuse a request by its head, where none would be taken whatever its body asks for but a `timeout`.
+
+        Raises:
+            Draining, Overloaded: it is refused.
+            InvalidRequest: its head says a timeout that is none.
+        """
+        self._refuse_when_draining()
+        self._admission.refuse_hopeless(self._queue_limits.terms(Request(scope), None))
 
     def _refuse_when_draining(self) -> None:
         readiness = self.readiness()

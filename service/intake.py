@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from service.journal import LiveRequest
 from service.metrics import Metrics
-from service.queue_terms import QueueTerms
 from service.recordings import Recordings
 
 
@@ -14,7 +13,6 @@ class Intake:
     """Shared by the routes of one API process.
 
     refuse_when_draining: raises where nothing new is taken.
-    refuse_hopeless: raises `Overloaded` where on these terms no request would be taken, whatever it asks for.
     admit: submits a live request; raises `Overloaded` where there is no room.
     close: forgets one, and cancels what of it is unfinished.
     recordings: answers that outlive their connection.
@@ -22,7 +20,6 @@ class Intake:
     """
 
     refuse_when_draining: Callable[[], None]
-    refuse_hopeless: Callable[[QueueTerms], None]
     admit: Callable[[LiveRequest], None]
     close: Callable[[LiveRequest], None]
     recordings: Recordings

@@ -73,6 +73,10 @@ class Choice:
         max_tokens = self.submit.params.max_tokens
         return self.num_prompt_tokens + (max_tokens if self.has_asked_length else min(max_tokens, UNASKED_TOKENS))
 
+    @property
+    def num_remaining_tokens(self) -> int:
+        return max(0, self.submit.params.max_tokens - len(self.token_ids))
+
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
@@ -183,8 +187,7 @@ class Journal:
         if not self._choices:
             self.last_event_seconds = time.monotonic()
         self._requests[request] = None
-        for choice in request.choices:
-            self._choices[choice.submit.uid] = (request, choice)
+        self._choices |= {choice.submit.uid: (request, choice) for choice in request.choices}
         self._send([choice.submit for choice in request.choices])
 
     def close(self, request: LiveRequest) -> int:
@@ -205,8 +208,11 @@ class Journal:
                 self._replay(event)
             elif isinstance(event, TokenDelta):
                 self._receive_delta(event)
-            elif isinstance(event, Started):
-                self._receive_started(event)
+            elif isinstance(event, Started) and (
+                (entry := self._choices.get(event.uid)) is not None and event.attempt == entry[1].submit.attempt
+            ):
+                self._suspects.start(event.uid)
+        self._admission.stepped([len(event.token_ids) for event in events if isinstance(event, TokenDelta)])
 
     def fail_all(self, error: ApiError) -> None:
         """End every live request."""
@@ -218,11 +224,6 @@ class Journal:
         for request in self._requests:
             if request.last_sent_seconds < since_seconds:
                 request.poke()
-
-    def _receive_started(self, started: Started) -> None:
-        entry = self._choices.get(started.uid)
-        if entry is not None and started.attempt == entry[1].submit.attempt:
-            self._suspects.start(started.uid)
 
     def _receive_delta(self, delta: TokenDelta) -> None:
         entry = self._choices.get(delta.uid)
@@ -240,7 +241,7 @@ class Journal:
             return
         if not choice.has_started:
             choice.has_started = True
-            self._admission.started(choice.num_counted_tokens, choice.submit.owner)
+            self._admission.started(choice.num_counted_tokens, choice.submit.owner, choice)
         choice.token_ids.extend(delta.token_ids)
         if len(choice.prompt_logprobs) < choice.num_prompt_tokens:  # else another sample has brought them
             choice.prompt_logprobs.extend(delta.prompt_logprobs or ())
@@ -314,7 +315,7 @@ class Journal:
         if not choice.has_started:
             choice.has_started = True
             self._admission.started(choice.num_counted_tokens, choice.submit.owner)
-        self._admission.ended(choice.submit.owner)
+        self._admission.ended(choice.submit.owner, choice)
 
 
 def _next_attempt(choice: Choice, num_prompt_logprobs: int | None) -> Submit:

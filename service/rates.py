@@ -33,8 +33,12 @@ class Rate:
         """Whether enough was observed to refuse somebody for it."""
         return self._num_events >= _FEW and self._amount > 0.0 and self._seconds > 0.0
 
-    def seconds_for(self, amount: float) -> float:
-        """How long `amount` takes at the observed rate; a second when nothing was observed."""
-        if self._amount <= 0.0 or self._seconds <= 0.0:
+    def seconds_for(self, amount: float, *, prior: float = 0.0) -> float:
+        """How long `amount` takes at the observed rate; a second when nothing was observed.
+
+        prior: what is taken to have been observed beside it, in no time.
+        """
+        observed = self._amount + prior
+        if observed <= 0.0 or self._seconds <= 0.0:
             return _UNKNOWN_WAIT_SECONDS
-        return amount * self._seconds / self._amount
+        return amount * self._seconds / observed

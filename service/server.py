@@ -79,7 +79,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
             accelerator="cpu",
             timeout=False,
             restart_workers=True,
-            middlewares=middlewares(settings, keys, frontend.count_error),
+            middlewares=middlewares(settings, keys, frontend.count_error, frontend.refuse_unread),
         )
         self.monitor_internal = POLL_SECONDS
         self.uvicorn_graceful_timeout = _CLOSE_SECONDS

@@ -139,9 +139,9 @@ class ServeSettings(ModelSettings):
     )
     target_queue_seconds: float = option(
         "admission",
-        "longest wait for a first token: what would wait longer, by the rate at which requests began of late, gets a "
-        "429; a request may accept more by timeout; 0: any",
-        0.25,
+        "longest wait for a place: what would wait longer, by what the answers under way have left and how fast they "
+        "come, gets a 429; a request may accept more by timeout; 0: any",
+        0.1,
         ge=0,
         le=86_400,
     )

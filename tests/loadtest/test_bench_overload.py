@@ -11,7 +11,16 @@ import pytest
 from loadtest import bench_overload
 from loadtest.bench_overload import accuracy, aims
 from loadtest.outcome import Ending
-from loadtest.overload_load import Load, closed_loop, growth_per_minute, histogram_between, numbered, open_loop
+from loadtest.overload_load import (
+    Load,
+    closed_loop,
+    growth_per_minute,
+    histogram_between,
+    numbered,
+    open_loop,
+    rate_of,
+    ttft_of,
+)
 from loadtest.workload import CompletionRequest
 from tests.loadtest.outcomes import outcome
 
@@ -43,6 +52,16 @@ def test_first_tokens_are_those_of_the_admitted_in_the_steady_part() -> None:
     assert told["failures"] == {}
 
 
+def test_loads_count_together_by_their_length_and_by_their_requests() -> None:
+    short = load(answer(11.0, (11.5,)), settled=10.0, ended=15.0)
+    long = load(answer(11.0, (11.1,)), answer(12.0, (12.1,)), answer(13.0, (13.1,)), settled=10.0, ended=25.0)
+    assert (short.tokens_per_second, long.tokens_per_second) == (2.0, 2.0)
+    assert rate_of([load(), long]) == pytest.approx(30 / 25)
+    assert ttft_of([short, long], 50) == pytest.approx(0.1)
+    assert ttft_of([short, long], 100) == pytest.approx(0.5)
+    assert ttft_of([load()], 99) is None
+
+
 def test_growth_is_a_slope() -> None:
     assert growth_per_minute([(float(second), 100.0 + 0.5 * second) for second in range(20)]) == pytest.approx(30.0)
     assert growth_per_minute([(1.0, 5.0)]) == 0.0
@@ -68,7 +87,7 @@ def test_aims_are_met_or_not() -> None:
         "overload": {"failures": {"http_error: 500 x": 2}},
         "sdk": {"own_key": {"errors": {}, "tokens_per_second": 0.5}},
     }
-    found = aims(told, 2.0, calm, full)
+    found = aims(told, 2.0, [calm], full)
     assert found["throughput_share"] == {"value": 1.25, "aim": 0.95, "met": True}
     assert (found["ttft_p99_ratio"]["value"], found["ttft_p99_ratio"]["met"]) == (pytest.approx(3.0), False)
     assert not found["growth_mib_per_minute"]["met"]
@@ -112,7 +131,7 @@ def test_the_whole_run_on_a_service(checkpoint: Path, tmp_path: Path) -> None:
     told = json.loads(out.read_text())
     assert told["overload"]["endings"]["ok"] > 0
     assert told["overload"]["failures"] == {}
-    assert told["saturation"]["streams"] == 4
+    assert told["saturation"]["streams"] == told["saturation_again"]["streams"] == 4
     assert set(told["service"]) == {"api", "worker"}
     assert all(part["most_mib"] > 1 for part in told["service"].values())
     assert {user: facts["errors"] for user, facts in told["sdk"].items()} == {"own_key": {}, "key_of_the_flood": {}}

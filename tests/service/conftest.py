@@ -67,7 +67,7 @@ def frontend(settings: ServeSettings, metrics: Metrics, lifecycle: Lifecycle, qu
 @pytest.fixture
 def client(frontend: Frontend, settings: ServeSettings) -> Iterator[TestClient]:
     app = FastAPI()
-    for kind, arguments in middlewares(settings, read_api_keys(settings), frontend.count_error):
+    for kind, arguments in middlewares(settings, read_api_keys(settings), frontend.count_error, frontend.refuse_unread):
         app.add_middleware(kind, **arguments)
     install_error_handlers(app, frontend.count_error)
     for path, endpoint, methods in frontend.endpoints:

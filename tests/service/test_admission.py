@@ -6,58 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.admission import Admission
 from service.errors import Overloaded, WaitTooLong
 from service.queue_terms import QueueTerms
 from service.rates import Rate
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Service:
-    """Admission, and a fake clock to move."""
-
-    def __init__(self, *, running: int = 2, waiting: int = 2, tokens: int = 1000, draw: float = 0.0) -> None:
-        self.clock = Clock()
-        self.errors: list[float] = []
-        self.admission = Admission(
-            max_num_running=running,
-            max_waiting_requests=waiting,
-            max_waiting_tokens=tokens,
-            observe_error=self.errors.append,
-            clock=self.clock,
-            draw=lambda: draw,
-        )
-
-    def refused(self, token_counts: list[int], terms: QueueTerms | None = None) -> Overloaded | None:
-        """None when it was admitted."""
-        try:
-            self.admission.admit(token_counts, terms)
-        except Overloaded as refusal:
-            return refusal
-        return None
-
-    def seconds_refused(self, token_counts: list[int], terms: QueueTerms | None = None) -> float:
-        refusal = self.refused(token_counts, terms)
-        assert refusal is not None
-        return refusal.retry_after_seconds
-
-    def begin_and_end(self, num_tokens: int, owner: str = "") -> None:
-        self.admission.started(num_tokens, owner)
-        self.admission.ended(owner)
-
-    def work(self, num: int, *, seconds: float, num_tokens: int = 10) -> None:
-        """So many times one ends after so many seconds, the next begins, and another comes to wait."""
-        for _ in range(num):
-            self.clock.now += seconds
-            self.begin_and_end(num_tokens)
-            self.admission.admit([num_tokens])
+from tests.service.doorman import Service
 
 
 def test_sequences_are_bounded_by_what_runs_and_waits() -> None:

@@ -176,7 +176,6 @@ class Served:
         asked = EmbeddingRequest(input=["a", "b"])
         intake = Intake(
             refuse_when_draining=lambda: None,
-            refuse_hopeless=lambda terms: None,
             admit=self.admit,
             close=self.close,
             recordings=frontend._recordings,
