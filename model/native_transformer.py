@@ -69,7 +69,8 @@ class _Rows(ctypes.Structure):
 
     _fields_ = (
         *((name, _INT) for name in ("count", "threads")),
-        *((name, _POINTER) for name in ("x", "added", "qkv", "wide", "narrow", "scales", "cosines", "sines")),
+        *((name, _POINTER) for name in ("x", "added", "qkv", "wide", "narrow", "scales")),
+        *((name, _POINTER) for name in ("cosines", "sines", "positions")),
     )
 
 
@@ -146,10 +147,11 @@ class NativeTransformer:
         self._hold(count)
         x_TE = self._buffers["x"][:count, : self.config.hidden_size]
         x_TE.copy_(self._model.embed(token_ids_T, metadata.positions_T))
-        rotations = self._rotate_by(metadata.positions_T)
+        positions_T = metadata.positions_T.contiguous()
         rows = self._rows
         rows.count, rows.threads, rows.x = count, torch.get_num_threads(), self._buffers["x"].data_ptr()
-        rows.cosines, rows.sines = (table.data_ptr() for table in rotations)
+        rows.cosines, rows.sines = (table.data_ptr() for table in self._rotations_of(max(metadata.context_lengths)))
+        rows.positions = positions_T.data_ptr()
         if kv_cache is None or not self._attend_inside(metadata, kv_cache):
             self._attend_outside(count, metadata, kv_cache)
         return x_TE
@@ -207,7 +209,7 @@ class NativeTransformer:
         """Next-token logits of rows of `hidden`, RV float32."""
         count, size = x_RE.shape
         self._hold(count)
-        x_RE = functional.pad(x_RE, (0, padded(size) - size)).contiguous()
+        x_RE = (functional.pad(x_RE, (0, padded(size) - size)) if size < padded(size) else x_RE).contiguous()
         rows = self._rows
         rows.count, rows.threads, rows.x = count, torch.get_num_threads(), x_RE.data_ptr()
         logits_RV = torch.empty(count, self._head.outputs)
@@ -224,18 +226,14 @@ class NativeTransformer:
         q_THD, k_TKD, v_TKD = (torch.unflatten(part, 1, (-1, config.head_dim)) for part in parts)
         return q_THD, k_TKD, v_TKD
 
-    def _rotate_by(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of each token's position, from tables that grow; of no numbers without rotary positions."""
+    def _rotations_of(self, length: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of every position under `length`, tables that grow; empty without rotary positions."""
         rotary = self._model.rotary
-        if rotary is None:
-            return self._rotations
-        most = int(positions_T.max()) + 1
-        if most > len(self._rotations[0]):
+        if rotary is not None and length > len(self._rotations[0]):
             half = self.config.rotary_size // 2
-            cosines, sines = rotary(torch.arange(max(256, 2 * most)))
+            cosines, sines = rotary(torch.arange(max(256, 2 * length)))
             self._rotations = cosines[:, 0, :half].contiguous(), sines[:, 0, :half].contiguous()
-        cosines, sines = self._rotations
-        return cosines[positions_T], sines[positions_T]
+        return self._rotations
 
     def _hold(self, count: int) -> None:
         """Make the buffers large enough for so many rows."""

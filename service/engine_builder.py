@@ -11,6 +11,7 @@ from model.attention.interface import ATTENTION_BACKENDS
 from model.checkpoint import load_model
 from model.linear import can_pack, replace_linears
 from model.manifest import Manifest
+from model.native_transformer import kernels_for
 from model.tokenizer.files import load_tokenizer
 from model.transformer import Transformer
 from service.engine.config import EngineConfig
@@ -121,10 +122,14 @@ def check_quantize(quantize: str, device: str) -> None:
 
 
 def prepare_matrices(model: Transformer, quantize: str) -> str:
-    """Make a loaded model's matrices what is fastest here, or what was asked for; which kind that is."""
+    """Make a loaded model's matrices what is fastest here, or what was asked for; which kind that is.
+
+    Kernels of our own that are loaded already pack them themselves, at the first step.
+    """
     weight = model.token_embedding.weight
     kind = "int8" if quantize == "int8" else "packed" if can_pack(weight.device, weight.dtype) else "plain"
-    if kind != "plain":
+    kernels = kernels_for(model)
+    if kind == "int8" or (kind == "packed" and (kernels is None or kernels.library is None)):
         replace_linears(model, kind)
     return kind
 

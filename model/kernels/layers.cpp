@@ -31,7 +31,8 @@ struct Rows {
     void* wide;       // inputs of a matrix, rows of the widest one: what is normed, hidden values, eight bits
     void* narrow;     // the same, for what is rounded to eight bits
     float* scales;    // of rows of eight bits
-    const float *cosines, *sines;  // of every row: rotated / 2
+    const float *cosines, *sines;  // of every position: rotated / 2
+    const int64_t* positions;      // of every row
 };
 
 template <typename Number>
@@ -197,9 +198,9 @@ class Step {
         for (int64_t at = 0; norm != nullptr && at < size; at += step) {
             normalize(Norm::rms, values + at, step, norm, nullptr, shape.eps, values + at);
         }
-        const int64_t half = shape.rotated / 2;
+        const int64_t half = shape.rotated / 2, angles = half > 0 ? rows.positions[row] * half : 0;
         for (int64_t at = 0; half > 0 && at < size; at += shape.head_dim) {
-            rotate(values + at, half, rows.cosines + row * half, rows.sines + row * half);
+            rotate(values + at, half, rows.cosines + angles, rows.sines + angles);
         }
         copy(values, size, heads);
     }

@@ -138,11 +138,12 @@ inline void tile(const Matrix& matrix, const typename Kind::Input* x, int64_t st
     }
     for (int64_t group = 0; group < groups; ++group) {
         const int64_t at = group * Kind::GROUP * LANES;
+        // What is read once a step is fetched past the caches, which then keep what the next step begins with.
         if (later != nullptr) {
             __builtin_prefetch(later + at, 0, 2);
         } else {
             for (int b = 0; b < TILE_BLOCKS; ++b) {
-                __builtin_prefetch(weight + b * block_size + at + FETCH_AHEAD * Kind::GROUP * LANES, 0, 2);
+                __builtin_prefetch(weight + b * block_size + at + FETCH_AHEAD * Kind::GROUP * LANES, 0, 0);
             }
         }
         decltype(Kind::weights(weight)) weights[TILE_BLOCKS];
