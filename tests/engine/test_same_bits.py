@@ -1,0 +1,104 @@
+"""The same request, the same bits, whoever else is in the batch: by our own kernels, text, ids and log-probabilities.
+
+Nothing here is compared within a tolerance.
+"""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.attention.native import NativeAttention
+from model.kernels.library import Kernels
+from model.linear import replace_linears
+from model.training.bpe import train_bpe
+from model.transformer import Transformer
+from service.engine.config import EngineConfig
+from service.engine.engine import Engine
+from service.messages import Submit
+from tests.engine.fakes import make_submit
+from tests.model.configs import VARIANTS, build
+from tests.model.kernel_libraries import BUILDABLE, library_of
+
+TOKENIZER = train_bpe([(Path(__file__).parents[1] / "data" / "aesop.txt").read_text()], 300)
+(EOS,) = TOKENIZER.eos_token_ids
+NUM_REQUESTS = 200
+
+
+class Answers:
+    """What requests were answered, and what it took."""
+
+    def __init__(self, model: Transformer, **config: int | bool) -> None:
+        values = {"block_size": 4, "num_blocks": 2000, "max_num_running": 64, "max_batched_tokens": 512, **config}
+        self._engine = Engine(model, TOKENIZER, EngineConfig(**values))  # type: ignore[arg-type]
+        self.told: dict[str, list[object]] = {}
+        self.num_preemptions = self.largest_batch = self.num_cached = 0
+
+    def ask(self, *submits: Submit) -> None:
+        for submit in submits:
+            self._engine.submit(submit)
+        while self._engine.has_work:
+            result = self._engine.step()
+            self.num_preemptions += result.stats.num_preemptions
+            self.largest_batch = max(self.largest_batch, result.stats.batch_size)
+            for delta in result.events:
+                answer = self.told.setdefault(delta.uid, [])
+                answer += [*delta.token_ids, delta.text, *(delta.logprobs or ())]
+                if delta.finish is not None:
+                    self.num_cached += delta.finish.num_cached_tokens
+
+
+def model_of(level: str, numbers: str) -> Transformer:
+    kernels = Kernels()
+    kernels.library = library_of(level)
+    model, backend = build(VARIANTS["rotary-gqa"]), NativeAttention(kernels)
+    for block in model.layers:
+        block.attention.backend = backend  # type: ignore[union-attr]
+    if numbers == "int8":
+        replace_linears(model, "int8")
+        return model
+    return model.to(getattr(torch, numbers))
+
+
+def requests() -> list[Submit]:
+    """Mixed lengths, greedy and seeded; many share a beginning."""
+    rng = random.Random(7)
+    beginnings = [[rng.randrange(EOS) for _ in range(20)] for _ in range(4)]
+    made = []
+    for number in range(NUM_REQUESTS):
+        prompt = rng.choice([*beginnings, []]) + [rng.randrange(EOS) for _ in range(rng.randint(1, 20))]
+        made.append(
+            make_submit(
+                f"r{number}",
+                prompt,
+                max_tokens=rng.randint(4, 24),
+                temperature=rng.choice([0.0, 0.7, 1.0]),
+                top_p=rng.choice([1.0, 0.9]),
+                seed=rng.randrange(2**64),
+                ignore_eos=True,
+                logprobs=rng.choice([None, 0, 3]),
+            )
+        )
+    return made
+
+
+@pytest.mark.parametrize("numbers", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("level", list(BUILDABLE)[:1])
+def test_alone_and_under_load(level: str, numbers: str) -> None:
+    """Alone: one after the other, nothing shared. Under load: 64 at once, in chunks, prefixes shared; or preempted."""
+    asked = requests()
+    alone = Answers(model_of(level, numbers), enable_prefix_cache=False)
+    for submit in asked:
+        alone.ask(submit)
+    assert len(alone.told) == NUM_REQUESTS
+    assert (alone.largest_batch, alone.num_cached) == (1, 0)
+    crowded = Answers(model_of(level, numbers), max_batched_tokens=128)
+    crowded.ask(*asked)
+    assert crowded.told == alone.told
+    assert crowded.largest_batch == 64
+    assert crowded.num_cached > 500
+    starved = Answers(model_of(level, numbers), num_blocks=24, enable_prefix_cache=False)
+    starved.ask(*asked)
+    assert starved.told == alone.told
+    assert starved.num_preemptions > 3
