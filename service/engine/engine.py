@@ -173,10 +173,15 @@ class Engine:
         masks = self._grammars.masks(plan)
         outputs = _NO_OUTPUTS
         if plan.chunks:
-            size, scratch = self._config.block_size, self._config.num_blocks
-            outputs = self._runner.run(
-                build_inputs(plan, self._scheduler, block_size=size, scratch_block=scratch, masks=masks)
+            inputs = build_inputs(
+                plan,
+                self._scheduler,
+                block_size=self._config.block_size,
+                scratch_block=self._config.num_blocks,
+                min_rows=self._runner.min_rows,
+                masks=masks,
             )
+            outputs = self._runner.run(inputs)
         self._scheduler.commit(plan, outputs.token_ids)
         for sequence in self._grammars.advance(plan, outputs.token_ids):
             self._scheduler.finish(sequence, FinishReason.STOP)

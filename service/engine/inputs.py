@@ -50,15 +50,22 @@ class ModelInputs:
 
 
 def build_inputs(
-    plan: StepPlan, scheduler: Scheduler, *, block_size: int, scratch_block: int, masks: Masks | None = None
+    plan: StepPlan,
+    scheduler: Scheduler,
+    *,
+    block_size: int,
+    scratch_block: int,
+    min_rows: int = MIN_ROWS,
+    masks: Masks | None = None,
 ) -> ModelInputs:
-    """Tensors for a plan of at least one chunk. Padding rows write to `scratch_block`, which no sequence owns.
+    """Tensors for a plan of at least one chunk. Padding, up to `min_rows`, writes to `scratch_block`, which no sequence
+    owns.
 
     To the model each drafted token is a sequence of its own that computes one token, over the same blocks: a pass
     writes all keys before any is read, and what computes one token is attended together, however many there are.
     """
     chunks = plan.chunks
-    num_padding = plan.num_rows - plan.num_tokens
+    num_padding = max(0, min_rows - plan.num_tokens)
     lengths = [n for chunk in chunks for n in (chunk.num_tokens - len(chunk.draft), *[1] * len(chunk.draft))]
     contexts = [chunk.num_known_tokens + number for chunk in chunks for number in range(1 + len(chunk.draft))]
     lengths += [1] * num_padding
@@ -74,7 +81,7 @@ def build_inputs(
     slots_T = tables_BN[sequence_of_T, positions_T // block_size] * block_size + positions_T % block_size
     draws = _draws(plan)
     logit_rows, prompt_rows = _logit_rows(chunks)
-    logit_rows += [0] * max(0, MIN_ROWS - len(logit_rows))
+    logit_rows += [0] * max(0, min_rows - len(logit_rows))
     return ModelInputs(
         token_ids_T=torch.tensor(token_ids),
         metadata=AttentionMetadata(

@@ -18,6 +18,7 @@ from model.sampling_params import SamplingParams
 from model.token_masks import only_allowed
 from model.transformer import Transformer
 from service.engine.inputs import ModelInputs
+from service.engine.plan import MIN_ROWS
 from service.engine.pooling import PooledRows
 from service.messages import TokenLogprob
 
@@ -40,6 +41,11 @@ class StepOutputs:
 
 class Runner(Protocol):
     """What the engine needs of whoever computes: the model's runner, or a fake in tests."""
+
+    @property
+    def min_rows(self) -> int:
+        """Rows to which a smaller step is padded, since a row's bits would be others in fewer."""
+        ...
 
     def run(self, inputs: ModelInputs) -> StepOutputs:
         """Compute a step."""
@@ -90,6 +96,11 @@ class ModelRunner:
             },
             pooled=self._pool(x_TE, inputs.pooled_rows),
         )
+
+    @property
+    def min_rows(self) -> int:
+        """See `Runner`. To our own kernels a row's bits are the same alone."""
+        return 1 if isinstance(self._model, NativeTransformer) else MIN_ROWS
 
     def _take_kernels(self) -> None:
         if self._kernels is not None and self._kernels.library is not None:

@@ -14,6 +14,7 @@ from model.training.bpe import train_bpe
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.inputs import ModelInputs
+from service.engine.plan import MIN_ROWS
 from service.engine.runner import StepOutputs
 from service.messages import Submit, TokenLogprob
 
@@ -38,6 +39,8 @@ def next_token(history: Sequence[int], seed: int, forbidden: Sequence[int]) -> i
 class FakeRunner:
     """See the module. `fail_at` raises in that step. `clock` is what its steps have taken: of `step_seconds`, and
     `row_seconds` for each of their rows."""
+
+    min_rows = MIN_ROWS
 
     def __init__(self, num_blocks: int, block_size: int, fail_at: int | None = None) -> None:
         self.step_seconds, self.row_seconds, self._seconds = 1.0, 0.0, 0.0

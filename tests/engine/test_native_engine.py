@@ -2,17 +2,22 @@
 
 import dataclasses
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from model.attention.native import NativeAttention
 from model.kernels.library import Kernels
 from model.linear import replace_linears
+from model.native_transformer import NativeTransformer
 from model.training.bpe import train_bpe
 from model.transformer import Block, Transformer
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
+from service.engine.plan import MIN_ROWS
 from service.messages import StepStats, Submit, TokenDelta, TokenLogprob
 from tests.engine.fakes import make_submit
 from tests.model.configs import VARIANTS, build
@@ -72,6 +77,16 @@ def drive(engine: Engine, submits: list[Submit]) -> tuple[dict[str, list[TokenDe
     return told, stats
 
 
+def counting(rows: list[int], hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same, which notes how many rows it is given."""
+
+    def counted(model: Any, token_ids_T: Tensor, *rest: Any) -> Tensor:
+        rows.append(len(token_ids_T))
+        return hidden(model, token_ids_T, *rest)
+
+    return counted
+
+
 def answer(deltas: list[TokenDelta]) -> tuple[list[int], list[TokenLogprob], str]:
     """Ids, log-probabilities to the last bit, text."""
     logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
@@ -113,6 +128,23 @@ def test_kernels_take_over_between_two_steps(level: str) -> None:
     for submit in submits:
         ids = [i for delta in deltas if delta.uid == submit.uid for i in delta.token_ids]
         assert ids == answer(expected[submit.uid])[0]
+
+
+@pytest.mark.parametrize("level", BEST)
+def test_one_stream_is_not_padded(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row alone has its bits, so no row is computed for nobody; PyTorch's kernels need some."""
+    rows: list[int] = []
+    monkeypatch.setattr(NativeTransformer, "hidden", counting(rows, NativeTransformer.hidden))
+    monkeypatch.setattr(Transformer, "hidden", counting(rows, Transformer.hidden))
+    kernels = Kernels()
+    engine = Engine(native_model("rotary-gqa", kernels), TOKENIZER, CONFIG)
+    engine.submit(make_submit("a", [1, 2, 3, 4, 5], max_tokens=6, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    kernels.library = library_of(level)
+    while engine.has_work:
+        engine.step()
+    assert rows == [5, MIN_ROWS, MIN_ROWS, MIN_ROWS, 1, 1]
 
 
 @pytest.mark.parametrize("level", BEST)
