@@ -83,7 +83,7 @@ class StubServer:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        if not self._ready.wait(10):
+        if not self._ready.wait(60):
             raise RuntimeError("the stub server did not start")
         return self
 
@@ -93,7 +93,7 @@ class StubServer:
         stop = self._stop
         assert stop is not None
         self._loop.call_soon_threadsafe(stop.set)
-        self._thread.join(10)
+        self._thread.join(60)
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:

@@ -113,7 +113,7 @@ def requests() -> Iterator[CompletionRequest]:
 
 def test_an_open_loop_asks_whatever_becomes_of_it_and_a_closed_one_goes_on_until_its_end() -> None:
     client: Any = Client()
-    done = asyncio.run(open_loop(client, requests(), rate=500.0, seconds=0.2, settle_seconds=0.1, seed=1))
+    done = asyncio.run(open_loop(client, requests(), rate=150.0, seconds=0.9, settle_seconds=0.1, seed=1))
     assert len(done.outcomes) == client.num_requests
     assert 50 < client.num_requests < 300  # 150 in the mean, of a Poisson process: certain to 1e-15
     client = Client()

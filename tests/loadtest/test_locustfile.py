@@ -18,7 +18,7 @@ def locust(host: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless", "--only-summary"]
     command += ["--host", host, "-u", "4", "-r", "4", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
 
 
 def rows(stdout: str) -> dict[str, dict[str, Any]]:
@@ -29,7 +29,7 @@ def test_rows_failures_and_results(tmp_path: Path) -> None:
     scripts = [Script(first_seconds=0.06, gap_seconds=0.01)] * 6 + [Script(status=429), Script(status=503)]
     with StubServer(lambda ordinal: scripts[ordinal % len(scripts)]) as server:
         done = locust(
-            server.url, "-t", "50s", "--requests", "60", "--output-tokens", "9",
+            server.url, "-t", "200s", "--requests", "60", "--output-tokens", "9",
             "--whole-share", "0.2", "--cancelling-share", "0.2",
             "--results", str(tmp_path), "--json-file", str(tmp_path / "locust"),
         )  # fmt: skip
@@ -59,9 +59,9 @@ def test_rows_failures_and_results(tmp_path: Path) -> None:
 def test_kept_objectives_exit_with_zero_and_missed_ones_with_one() -> None:
     with StubServer(Script(first_seconds=0.02)) as server:
         kept = locust(
-            server.url, "-t", "50s", "--requests", "9", "--slo-ttft-p95-ms", "60000", "--slo-max-shed-share", "0"
+            server.url, "-t", "200s", "--requests", "9", "--slo-ttft-p95-ms", "60000", "--slo-max-shed-share", "0"
         )
-        missed = locust(server.url, "-t", "50s", "--requests", "9", "--slo-ttft-p95-ms", "19")
+        missed = locust(server.url, "-t", "200s", "--requests", "9", "--slo-ttft-p95-ms", "19")
     assert kept.returncode == 0, kept.stderr
     assert missed.returncode == 1
     assert "TTFT p95" in missed.stdout
@@ -70,7 +70,7 @@ def test_kept_objectives_exit_with_zero_and_missed_ones_with_one() -> None:
 def test_a_key_is_sent_and_told_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVASIR_API_KEY", "sk-Secret")
     with StubServer() as server:
-        done = locust(server.url, "-t", "50s", "--requests", "4", "--results", str(tmp_path))
+        done = locust(server.url, "-t", "200s", "--requests", "4", "--results", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert server.keys == ["Bearer sk-Secret"] * (2 + len(server.requests)), "models and tokens are asked for too"
     assert "sk-Secret" not in done.stdout + done.stderr + (tmp_path / "results.json").read_text()
@@ -78,7 +78,7 @@ def test_a_key_is_sent_and_told_nowhere(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_times_below_a_millisecond_are_kept(tmp_path: Path) -> None:
     with StubServer() as server:
-        done = locust(server.url, "-t", "50s", "--requests", "9", "--json-file", str(tmp_path / "locust"))
+        done = locust(server.url, "-t", "200s", "--requests", "9", "--json-file", str(tmp_path / "locust"))
     assert done.returncode == 0, done.stderr
     times = rows((tmp_path / "locust.json").read_text())["ITL"]["response_times"]
     assert any(float(time) % 1 for time in times)
@@ -87,7 +87,7 @@ def test_times_below_a_millisecond_are_kept(tmp_path: Path) -> None:
 def test_no_service_is_one_clear_line_at_once() -> None:
     with StubServer() as server:
         pass
-    done = locust(server.url, "-t", "50s")
+    done = locust(server.url, "-t", "200s")
     assert done.returncode == 2
     assert "Connection refused" in done.stderr
     assert "Traceback" not in done.stderr

@@ -17,11 +17,11 @@ from tests.loadtest.stub_server import MODEL, PROMPT_TOKENS, Script, StubServer
 Driver = Callable[..., Outcome]
 
 
-def drive_blocking(server: StubServer, request: CompletionRequest, *, timeout_seconds: float = 20.0) -> Outcome:
+def drive_blocking(server: StubServer, request: CompletionRequest, *, timeout_seconds: float = 60.0) -> Outcome:
     return complete_blocking(Target.parse(server.url), request, model=MODEL, timeout_seconds=timeout_seconds)
 
 
-def drive_async(server: StubServer, request: CompletionRequest, *, timeout_seconds: float = 20.0) -> Outcome:
+def drive_async(server: StubServer, request: CompletionRequest, *, timeout_seconds: float = 60.0) -> Outcome:
     async def main() -> Outcome:
         client = AsyncClient(Target.parse(server.url), timeout_seconds=timeout_seconds)
         try:
@@ -60,7 +60,7 @@ class Handshake:
         monkeypatch.setattr(CompletionReader, "event", event)
 
     async def gate(self, chunk: int) -> None:
-        acquired = await asyncio.to_thread(self._reported.acquire, timeout=20)
+        acquired = await asyncio.to_thread(self._reported.acquire, timeout=60)
         self.stalled |= not acquired
 
 

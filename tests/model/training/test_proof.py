@@ -1,4 +1,4 @@
-"""200 steps on the repository's own tales: the same bits twice and across an interruption, and the losses on record.
+"""200 steps on the repository's own tales: the same bits again, though interrupted, and the losses on record.
 
 docs/results/tales.jsonl is the log of
 
@@ -47,17 +47,16 @@ def test_training_is_exact_and_goes_as_recorded(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     try:
         assert run(tmp_path, "first")
-        assert run(tmp_path, "second")
         assert not run(tmp_path, "interrupted", stop_after=77)
         assert run(tmp_path, "interrupted")
     finally:
         torch.set_num_threads(threads)
-    names = ("first", "second", "interrupted")
+    names = ("first", "interrupted")
     losses = [[line["loss"] for line in read_log(tmp_path / name / "log.jsonl")] for name in names]
-    assert losses[0] == losses[1] == losses[2]
+    assert losses[0] == losses[1]
     weights = [load_file(tmp_path / name / "state" / "model.safetensors") for name in names]
     for key, tensor in weights[0].items():
-        assert all(torch.equal(tensor, other[key]) for other in weights[1:]), key
+        assert torch.equal(tensor, weights[1][key]), key
 
     recorded = read_log(RECORD)
     assert [line["step"] for line in recorded] == list(range(STEPS))
