@@ -46,7 +46,7 @@ from loadtest.overload_load import (
     rate_of,
     ttft_of,
 )
-from loadtest.provenance import provenance, quiet_or_warned, tell
+from loadtest.provenance import busy_seconds, provenance, quiet_or_warned, tell
 from loadtest.service_process import ServiceFailed, ServiceProcess, cpu_seconds
 from loadtest.sse_client import API_KEY_VARIABLE, AsyncClient, Target
 from loadtest.workload import CompletionRequest, Workload, WorkloadKind, WorkloadSpec
@@ -60,6 +60,7 @@ _RIGHT_SECONDS = 0.5
 _MEMORY_SETTLES = 20.0
 _THROUGHPUT_AIM, _TTFT_AIM, _GROWTH_AIM = 0.95, 2.0, 2.0
 _SDK_RETRIES = 10
+_TOLD_OF_WORKLOAD = ("kind", "prompt_tokens", "output_tokens", "sigma", "seed")
 
 
 @dataclass(slots=True)
@@ -125,12 +126,9 @@ def running(arguments: argparse.Namespace, serve: Sequence[str], keys: Keys) -> 
             os.sched_setaffinity(0, cores)
 
 
-async def measure(
-    arguments: argparse.Namespace, service: ServiceProcess, keys: Keys, num_places: int, progress: Progress
-) -> dict[str, Any]:
-    """The loads, in turn."""
-    task = progress.add_task("ramp", total=len(arguments.streams) + 3)
-    discovered = discover(service.target)
+def workload_of(arguments: argparse.Namespace, target: Target) -> Workload:
+    """Requests as the service can take them."""
+    discovered = discover(target)
     # Lengths differ: those of one length that begin together end together, and then the load comes in waves.
     spec = WorkloadSpec(
         kind=WorkloadKind.LOGNORMAL,
@@ -139,7 +137,31 @@ async def measure(
         max_context_tokens=discovered.max_context_tokens or WorkloadSpec().max_context_tokens,
         seed=arguments.seed,
     )
-    requests = numbered(Workload(spec, discovered.passages).request)
+    return Workload(spec, discovered.passages)
+
+
+@contextmanager
+def other_work_during(load: str, service: ServiceProcess, told: dict[str, float]) -> Iterator[None]:
+    """Tell how many cores were busy with what is neither ours nor the service's: it takes time from either."""
+
+    def others() -> float:
+        own = os.times()
+        children = own.children_user + own.children_system
+        return busy_seconds() - own.user - own.system - children - cpu_seconds(service.all_processes())
+
+    began, before = time.perf_counter(), others()
+    yield
+    told[load] = round((others() - before) / (time.perf_counter() - began), 3)
+
+
+async def measure(
+    arguments: argparse.Namespace, service: ServiceProcess, keys: Keys, num_places: int, progress: Progress
+) -> dict[str, Any]:
+    """The loads, in turn."""
+    task = progress.add_task("ramp", total=len(arguments.streams) + 3)
+    workload = workload_of(arguments, service.target)
+    requests = numbered(workload.request)
+    others: dict[str, float] = {}
     client = AsyncClient(service.target)
     settle = arguments.settle_seconds
 
@@ -148,26 +170,32 @@ async def measure(
 
     levels = []
     for num_streams in arguments.streams:
-        levels.append((num_streams, await closed(num_streams, arguments.level_seconds)))
+        with other_work_during(f"{num_streams} streams", service, others):
+            levels.append((num_streams, await closed(num_streams, arguments.level_seconds)))
         progress.advance(task)
     progress.update(task, description="saturation")
-    saturation = await closed(num_places, arguments.saturation_seconds)
+    with other_work_during("saturation", service, others):
+        saturation = await closed(num_places, arguments.saturation_seconds)
     progress.advance(task)
     progress.update(task, description="overload")
     calm = [saturation, *(load for _, load in levels)]
     rate = arguments.times * max(load.requests_per_second for load in calm)
     parts = {"api": service.api_processes(), "worker": service.worker_processes()}
     watch, before = Watch(parts), scrape(service.target)
-    overload, _, *users = await asyncio.gather(
-        open_loop(client, requests, rate=rate, seconds=arguments.seconds, settle_seconds=settle, seed=arguments.seed),
-        watch.run(settle + arguments.seconds),
-        sdk_user(service.target, keys.polite, arguments.seconds, retries=None),
-        sdk_user(service.target, keys.flood, arguments.seconds, retries=_SDK_RETRIES),
-    )
+    with other_work_during("overload", service, others):
+        overload, _, *users = await asyncio.gather(
+            open_loop(
+                client, requests, rate=rate, seconds=arguments.seconds, settle_seconds=settle, seed=arguments.seed
+            ),
+            watch.run(settle + arguments.seconds),
+            sdk_user(service.target, keys.polite, arguments.seconds, retries=None),
+            sdk_user(service.target, keys.flood, arguments.seconds, retries=_SDK_RETRIES),
+        )
     after = scrape(service.target)
     progress.advance(task)
     progress.update(task, description="saturation again")
-    again = await closed(num_places, arguments.saturation_seconds)
+    with other_work_during("saturation again", service, others):
+        again = await closed(num_places, arguments.saturation_seconds)
     await client.close()
     told = {
         "levels": [{"streams": streams, **load.to_dict()} for streams, load in levels],
@@ -177,7 +205,8 @@ async def measure(
         "service": watch.to_dict(),
         "sdk": {"own_key": users[0], "key_of_the_flood": users[1]},
         "retry_after": accuracy(before, after),
-        "workload": {name: getattr(spec, name) for name in ("kind", "prompt_tokens", "output_tokens", "sigma", "seed")},
+        "workload": {name: getattr(workload.spec, name) for name in _TOLD_OF_WORKLOAD},
+        "other_work_cores_during": others,
     }
     saturations = [saturation, again]
     peak = max(rate_of(saturations), *(load.tokens_per_second for _, load in levels))

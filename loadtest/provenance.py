@@ -46,9 +46,9 @@ def other_work(seconds: float = 1.0) -> float:
 
     A thread of the model's that shares its core holds up all the others: a figure from a busy machine is worth little.
     """
-    before = _busy_seconds()
+    before = busy_seconds()
     time.sleep(seconds)
-    return (_busy_seconds() - before) / seconds
+    return (busy_seconds() - before) / seconds
 
 
 def quiet_or_warned(program: str) -> float:
@@ -59,7 +59,7 @@ def quiet_or_warned(program: str) -> float:
     return round(cores, 2)
 
 
-def _busy_seconds() -> float:
+def busy_seconds() -> float:
     """CPU time that all cores have spent on work since the machine started (proc(5), /proc/stat)."""
     try:
         user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])

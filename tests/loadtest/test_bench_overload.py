@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -95,6 +97,22 @@ def test_aims_are_met_or_not() -> None:
     assert found["errors_seen_by_sdk_users"]["met"]
 
 
+def test_work_of_others_is_what_neither_we_nor_the_service_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten seconds are busy, of which two are the service's and one ours, and four pass."""
+    readings = iter([100.0, 110.0])
+    own = iter([os.times_result((1.0, 2.0, 0.5, 0.5, 9.0)), os.times_result((1.5, 2.25, 0.75, 0.5, 13.0))])
+    clock = iter([50.0, 54.0])
+    service, of_service = MagicMock(), iter([7.0, 9.0])
+    monkeypatch.setattr(bench_overload, "busy_seconds", lambda: next(readings))
+    monkeypatch.setattr(bench_overload, "cpu_seconds", lambda processes: next(of_service))
+    monkeypatch.setattr("loadtest.bench_overload.os.times", lambda: next(own))
+    monkeypatch.setattr("loadtest.bench_overload.time.perf_counter", lambda: next(clock))
+    told: dict[str, float] = {}
+    with bench_overload.other_work_during("a load", service, told):
+        assert told == {}
+    assert told == {"a load": pytest.approx(7.0 / 4.0)}
+
+
 class Client:
     """Answers at once, and refuses every other request."""
 
@@ -131,6 +149,8 @@ def test_the_whole_run_on_a_service(checkpoint: Path, tmp_path: Path) -> None:
     told = json.loads(out.read_text())
     assert told["overload"]["endings"]["ok"] > 0
     assert told["overload"]["failures"] == {}
+    loads = ["2 streams", "saturation", "overload", "saturation again"]
+    assert list(told["other_work_cores_during"]) == loads
     assert told["saturation"]["streams"] == told["saturation_again"]["streams"] == 4
     assert set(told["service"]) == {"api", "worker"}
     assert all(part["most_mib"] > 1 for part in told["service"].values())
