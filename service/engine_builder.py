@@ -9,6 +9,7 @@ import torch
 
 from model.attention.interface import ATTENTION_BACKENDS
 from model.checkpoint import load_model
+from model.kernels.library import KERNELS
 from model.linear import can_pack, replace_linears
 from model.manifest import Manifest
 from model.native_transformer import kernels_for
@@ -34,6 +35,7 @@ class EngineFacts:
     """What "auto" came to. `matrices`: plain, packed or int8, see `model.linear`."""
 
     device: str
+    attention: str
     dtype: str
     matrices: str
     threads: int
@@ -59,6 +61,7 @@ class EngineFacts:
         """What the settings' "auto" came to, by setting."""
         return {
             "device": self.device,
+            "attention": self.attention,
             "dtype": self.dtype,
             "matrices": self.matrices,
             "threads": self.threads,
@@ -67,8 +70,14 @@ class EngineFacts:
         }
 
 
-def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, EngineFacts]:
+def build_engine(
+    settings: ModelSettings, manifest: Manifest, *, wait_for_kernels: bool = True
+) -> tuple[Engine, EngineFacts]:
     """Load the model and make the engine around it.
+
+    Args:
+        wait_for_kernels: where they have to be compiled first, for seconds, wait for that; else PyTorch's serve until
+            then.
 
     Raises:
         CheckpointError: the tensors cannot be read.
@@ -88,7 +97,10 @@ def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, E
         dtype_name = "bfloat16" if device == "cuda" else "float32"
     dtype = _DTYPES[dtype_name]
     check_quantize(settings.quantize, device)
-    model = load_model(manifest, device=device, dtype=dtype, attention=ATTENTION_BACKENDS[settings.attention])
+    attention = find_attention(settings.attention, device)
+    if attention == "native":
+        KERNELS.prepare(settings.cache_dir, wait=wait_for_kernels)
+    model = load_model(manifest, device=device, dtype=dtype, attention=ATTENTION_BACKENDS[attention])
     matrices = prepare_matrices(model, settings.quantize)
     block_bytes = settings.block_size * manifest.config.kv_bytes_per_token(dtype.itemsize)
     num_blocks = _num_blocks(settings, max_context_length, block_bytes, device)
@@ -104,6 +116,7 @@ def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, E
     engine = Engine(model, load_tokenizer(manifest.directory), config)
     facts = EngineFacts(
         device=device,
+        attention=attention,
         dtype=dtype_name,
         matrices=matrices,
         threads=threads,
@@ -113,6 +126,13 @@ def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, E
         kv_cache_bytes=num_blocks * block_bytes,
     )
     return engine, facts
+
+
+def find_attention(wanted: str, device: str) -> str:
+    """What an --attention setting means on this device. Raises ValueError: native is for CPUs."""
+    if wanted == "native" and device != "cpu":
+        raise ValueError("--attention native: only on the CPU; leave it out, or give --device cpu")
+    return ("native" if device == "cpu" else "sdpa") if wanted == "auto" else wanted
 
 
 def check_quantize(quantize: str, device: str) -> None:

@@ -17,6 +17,7 @@ from pydantic import SecretStr, ValidationError, field_validator, model_validato
 from pydantic_settings import BaseSettings, NoDecode
 
 from model.config import ModelConfig
+from model.kernels.build import CACHE
 from service.command_settings import (
     ConvertSettings,
     EvalSettings,
@@ -53,7 +54,10 @@ class ModelSettings(BaseSettings):
     quantize: Literal["none", "int8"] = option(
         "model", "int8: weights and inputs of matrices in eight bits, on the CPU; see docs/operations.md", "none"
     )
-    attention: Literal["sdpa", "eager"] = option("model", "attention backend", "sdpa")
+    attention: Literal["auto", "native", "sdpa", "eager"] = option(
+        "model", "attention backend; auto: native (a kernel of our own) on a CPU, else sdpa", "auto"
+    )
+    cache_dir: Path = option("model", "where kernels that were compiled for this machine are kept", CACHE)
     threads: AutoOrCount = option("model", "CPU threads of the model; auto: one less than the CPUs we may use", "auto")
     generation_config: bool = option(
         "model", "take the defaults of requests from the checkpoint's generation_config.json", True

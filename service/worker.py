@@ -122,7 +122,7 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
         """The engine, ready to serve, and what "auto" came to. Raises what `engine_builder.build_engine` does."""
         from service.engine_builder import build_engine
 
-        engine, facts = build_engine(self.settings, self.manifest)
+        engine, facts = build_engine(self.settings, self.manifest, wait_for_kernels=False)
         engine.warm_up()
         return engine, facts
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from model.attention.eager import EagerAttention
 from model.attention.form import AttentionForm
 from model.attention.metadata import AttentionMetadata
+from model.attention.native import NativeAttention
 from model.attention.sdpa import SdpaAttention
 from model.kv_cache import KVCache
 
@@ -36,4 +37,8 @@ class AttentionBackend(Protocol):
         ...
 
 
-ATTENTION_BACKENDS: dict[str, AttentionBackend] = {"eager": EagerAttention(), "sdpa": SdpaAttention()}
+ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
+    "eager": EagerAttention(),
+    "sdpa": SdpaAttention(),
+    "native": NativeAttention(),
+}

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from model.kernels.build import CACHE
+from model.kernels.library import Kernels
 from model.manifest import Manifest, read_manifest
 from service import engine_builder
 from service import settings as settings_module
@@ -52,6 +54,20 @@ def test_auto_leaves_a_cpu_to_the_api_process(
     monkeypatch.setattr(settings_module, "usable_cpus", lambda: cpus)
     _, facts = build_engine(settings(tiny_checkpoint, threads="auto"), manifest)
     assert facts.threads == torch.get_num_threads() == threads
+
+
+def test_kernels_are_prepared_where_they_are_to_serve(
+    manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[tuple[Path, bool]] = []
+    kernels = Kernels()
+    monkeypatch.setattr(kernels, "prepare", lambda cache, *, wait: prepared.append((cache, wait)))
+    monkeypatch.setattr(engine_builder, "KERNELS", kernels)
+    for wanted, found in (("auto", "native"), ("native", "native"), ("sdpa", "sdpa"), ("eager", "eager")):
+        _, facts = build_engine(settings(tiny_checkpoint, attention=wanted, cache_dir=tiny_checkpoint), manifest)
+        assert facts.attention == found
+    build_engine(settings(tiny_checkpoint), manifest, wait_for_kernels=False)
+    assert prepared == [(tiny_checkpoint, True), (tiny_checkpoint, True), (CACHE, False)]
 
 
 def test_auto_takes_at_most_half_of_free_memory_and_at_least_one_context(

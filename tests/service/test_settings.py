@@ -54,7 +54,7 @@ def test_every_flag_of_the_contract_is_read() -> None:
         *("--cors-origins", "https://a.b", "--model-alias", "x:1", "--model-alias", "y,z", "--max-prompts", "7"),
         *("--embedding-pooling", "last", "--speculative-tokens", "8"),
         *("--target-queue-seconds", "0.25", "--max-queue-seconds", "9.5", "--resume-seconds", "3"),
-        *("--no-standby", "--hang-seconds", "9.5", "--quantize", "int8"),
+        *("--no-standby", "--hang-seconds", "9.5", "--quantize", "int8", "--cache-dir", "k/c"),
     )
     assert settings.model_dump() == {
         "checkpoint": Path("c"),
@@ -62,6 +62,7 @@ def test_every_flag_of_the_contract_is_read() -> None:
         "dtype": "bfloat16",
         "quantize": "int8",
         "attention": "eager",
+        "cache_dir": Path("k/c"),
         "generation_config": False,
         "max_context_length": 99,
         "chat_template": "plain",
@@ -237,7 +238,7 @@ def test_a_flag_that_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_choice_of_attention_is_the_table_of_backends() -> None:
     for kind in (ServeSettings, GenerateSettings):
         annotation = kind.model_fields["attention"].annotation
-        assert set(getattr(annotation, "__args__", ())) == set(ATTENTION_BACKENDS)
+        assert set(getattr(annotation, "__args__", ())) == set(ATTENTION_BACKENDS) | {"auto"}
 
 
 def test_a_cpu_quota_bounds_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
