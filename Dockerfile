@@ -14,10 +14,15 @@ ENV TORCH_INDEX=https://download.pytorch.org/whl/cpu
 FROM base AS torch-cuda
 ENV TORCH_INDEX=https://pypi.org/simple
 
-# Dependencies before sources: they change less often, and torch takes minutes. Wheels only, so no compiler.
+# Dependencies before sources: they change less often, and torch takes minutes. Wheels only; the compiler is for our own
+# kernels, which the wheel then carries.
 # hadolint ignore=DL3006
 FROM torch-${TORCH_VARIANT} AS build
 WORKDIR /src
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/kvasir
 COPY pyproject.toml constraints.txt ./
 RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
@@ -29,6 +34,7 @@ COPY README.md LICENSE ./
 COPY model model
 COPY service service
 COPY loadtest loadtest
+RUN python -m model.kernels.build
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip wheel --no-deps --wheel-dir /wheels . && pip install --no-deps /wheels/*.whl
 

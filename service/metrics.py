@@ -117,6 +117,11 @@ class Metrics:
         self._gauge("startup_seconds").set(hello.startup_seconds)
         self.observe_idle()
 
+    def observe_attention(self, path: str) -> None:
+        """How attention is computed from now on: one of the family's labels."""
+        for (each,) in FAMILIES["attention_path"].known:
+            self._gauge("attention_path", each).set(each == path)
+
     def observe_idle(self) -> None:
         """The engine has no work left. Cancelled work ends between steps, where no step can tell of it."""
         self._running.set(0)

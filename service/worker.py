@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from types import FrameType
@@ -23,6 +24,7 @@ from litserve.loops import LitLoop
 from litserve.specs.base import LitSpec
 from litserve.utils import LitAPIStatus, LoopResponseType
 
+from model.kernels.library import KERNELS, Kernels
 from model.manifest import Manifest
 from service import logs
 from service.checkpoint_stamp import check_unchanged, stamps_of
@@ -176,6 +178,7 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
             startup_seconds=time.monotonic() - lit_api.started_seconds,
         )
         metrics.observe_worker_start(hello)
+        observe_attention(metrics, facts.attention, KERNELS)
         logger.info("%s, ready after %.1f s", facts, hello.startup_seconds)
         send(0, [hello])
         lit_api.lifecycle.ready_epoch.value = hello.epoch
@@ -219,6 +222,14 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
             if item is not None:
                 api_id, _, _, payload = item
                 inbox.put((api_id, payload))
+
+
+def observe_attention(metrics: Metrics, attention: str, kernels: Kernels) -> None:
+    """Tell the path that serves. `attention` as `EngineFacts` has it; native serves when its kernels are loaded."""
+    path = attention.split()[0]
+    metrics.observe_attention("sdpa" if path == "native" else path)
+    if path == "native":
+        kernels.when_loaded(partial(metrics.observe_attention, "native"))
 
 
 def _empty(request_queue: Any) -> None:

@@ -272,15 +272,26 @@ private:
         const float scale = layer.scale * LOG2_E;
         const T *keys = static_cast<const T*>(layer.keys), *values = static_cast<const T*>(layer.values);
         for (int head = task.first_head; head < task.end_head; ++head) {
-            // Of the next task, the head that it takes when this one takes that.
-            const int next_head = std::min(next_task.first_head + head - task.first_head, next_task.end_head - 1);
-            const int64_t from = head * layer.head_size, next_from = next_head * layer.head_size;
-            Ahead<T> ahead{keys + next_from, values + next_from, next_tile.at, 0,
-                           next_tile.start < 0 ? 0 : next_tile.num_tokens, size};
+            const int64_t from = head * layer.head_size;
+            // A share of the next tile's tokens, all heads of each, as they lie.
+            const int share = head - task.first_head, num_next = next_tile.start < 0 ? 0 : next_tile.num_tokens;
+            const int64_t next_from = next_task.first_head * layer.head_size;
+            const auto next_size = static_cast<int>((next_task.end_head - next_task.first_head) * layer.head_size);
+            Ahead<T> ahead{keys + next_from, values + next_from, next_tile.at, num_next * share / heads,
+                           num_next * (share + 1) / heads, next_size, 0};
             const int first = (head - task.first_head) * rows;
-            pack_keys<T>(keys + from, tile.at, num_groups, size, arrays.keys, ahead);
-            multiply<A>(arrays.queries + static_cast<int64_t>(first) * num_terms, num_terms, rows, arrays.keys, TILE,
-                        num_terms, arrays.products, TILE, num_groups, nullptr, ahead);
+            const Term* queries = arrays.queries + static_cast<int64_t>(first) * num_terms;
+            float* head_sums = sums + static_cast<int64_t>(first) * width;
+            const bool few = is_few<T>(rows, size);
+            if (few) {
+                with_rows(rows, [&](auto m) {
+                    multiply_keys<decltype(m)::value>(queries, keys + from, tile.at, num_groups, size, arrays.products, ahead);
+                });
+            } else {
+                pack_keys<T>(keys + from, tile.at, num_groups, size, arrays.keys, ahead);
+                multiply<A>(queries, num_terms, rows, arrays.keys, TILE, num_terms, arrays.products, TILE, num_groups,
+                            nullptr, ahead);
+            }
             for (int row = 0; row < rows; ++row) {
                 const int64_t position = position_of(task.sequence, task.first_row + row);
                 const auto seen_from = static_cast<int>(std::clamp<int64_t>(first_seen(position) - tile.start, 0, TILE));
@@ -290,11 +301,18 @@ private:
                     bias_of(head * group + (task.first_row + row) % group, position, tile.start), softmax[first + row],
                     arrays.weights + row * (TILE / A::PER_TERM));
             }
-            pack_values<T>(values + from, tile.at, tile.num_tokens, size, width, arrays.values, ahead);
-            multiply<A>(arrays.weights, TILE / A::PER_TERM, rows, arrays.values, width,
-                        (tile.num_tokens + A::PER_TERM - 1) / A::PER_TERM, sums + static_cast<int64_t>(first) * width,
-                        width, width / LANES, arrays.factors, ahead);
-            while (ahead.token < ahead.num_tokens) ahead.ask();
+            if (few) {
+                with_rows(rows, [&](auto m) {
+                    multiply_values<decltype(m)::value>(arrays.weights, values + from, tile.at, tile.num_tokens, size,
+                                                        head_sums, arrays.factors, ahead);
+                });
+            } else {
+                pack_values<T>(values + from, tile.at, tile.num_tokens, size, width, arrays.values, ahead);
+                multiply<A>(arrays.weights, TILE / A::PER_TERM, rows, arrays.values, width,
+                            (tile.num_tokens + A::PER_TERM - 1) / A::PER_TERM, head_sums, width, width / LANES,
+                            arrays.factors, ahead);
+            }
+            while (ahead.token < ahead.end_token) ahead.ask();
         }
     }
 

@@ -3,7 +3,7 @@
 
 #include <cstdlib>
 
-#include "attention_tile.h"
+#include "attention_few.h"
 
 namespace kvasir {
 

@@ -26,6 +26,11 @@ constexpr int ROWS = 2, COLUMNS = 1;
 
 inline int round_up(int count, int of) { return (count + of - 1) / of * of; }
 
+inline Lanes load_term(const float* from) { return load(from); }
+inline Lanes load_term(const uint32_t* from) { return load(reinterpret_cast<const float*>(from)); }
+inline void store_term(float* to, Lanes x) { store(to, x); }
+inline void store_term(uint32_t* to, Lanes x) { store(reinterpret_cast<float*>(to), x); }
+
 // How numbers of a type T are multiplied. Term is what one step of a sum takes: PER_TERM numbers of one row.
 template <typename T>
 struct Widened {
@@ -50,6 +55,10 @@ struct Widened {
             const T* from = tokens[0] + offset;
             store(packed + offset, tokens[0] == nullptr ? zeros() : is_whole ? load(from) : load(from, size - offset));
         }
+    }
+    // The same, 16 * columns of them, in registers.
+    static void load_terms(const T* pool, const int64_t* at, int offset, int columns, Lanes (&row)[2]) {
+        for (int n = 0; n < 2; ++n) row[n] = *at < 0 || n >= columns ? zeros() : load(pool + *at + offset + n * LANES);
     }
     static void store_weights(Term* to, Lanes weights) { store(to, weights); }
     static void store_output(T* to, Lanes x, int count) {
@@ -82,21 +91,35 @@ struct Pairs {
         if (row != nullptr) std::memcpy(room, row, static_cast<size_t>(count) * sizeof(bf16));
         return room;
     }
-    // Values of two tokens, one from each in turn.
-    static void pack_terms(const bf16* const* tokens, int size, Term* packed) {
-        alignas(64) static const bf16 nothing[2 * LANES] = {};
-        const bf16 *first = tokens[0], *second = tokens[1];
+    // Numbers of two tokens, one from each in turn: the first and the last sixteen pairs.
+    static void interleave(__m512i a, __m512i b, Lanes& first, Lanes& last) {
         const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,  //
                                              39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
         const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+        first.v = _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, low, b));
+        last.v = _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, high, b));
+    }
+    // Values of two tokens; null for one that nobody sees.
+    static void pack_terms(const bf16* const* tokens, int size, Term* packed) {
         for (int offset = 0; offset < size; offset += 2 * LANES) {
             const int count = std::min(size - offset, 2 * LANES);
             const __mmask32 mask = count == 2 * LANES ? ~__mmask32{0} : (__mmask32{1} << count) - 1;
-            const __m512i a = _mm512_maskz_loadu_epi16(mask, first == nullptr ? nothing : first + offset);
-            const __m512i b = _mm512_maskz_loadu_epi16(mask, second == nullptr ? nothing : second + offset);
-            _mm512_storeu_si512(packed + offset, _mm512_permutex2var_epi16(a, low, b));
-            if (count > LANES) _mm512_storeu_si512(packed + offset + LANES, _mm512_permutex2var_epi16(a, high, b));
+            auto numbers = [&](const bf16* token) {
+                return token == nullptr ? _mm512_setzero_si512() : _mm512_maskz_loadu_epi16(mask, token + offset);
+            };
+            Lanes first, last;
+            interleave(numbers(tokens[0]), numbers(tokens[1]), first, last);
+            store_term(packed + offset, first);
+            if (count > LANES) store_term(packed + offset + LANES, last);
         }
+    }
+    // The same, 16 * columns of them, in registers.
+    static void load_terms(const bf16* pool, const int64_t* at, int offset, int columns, Lanes (&row)[4]) {
+        auto numbers = [&](int token, int n) {
+            return at[token] < 0 || n >= columns ? _mm512_setzero_si512()
+                                                 : _mm512_loadu_si512(pool + at[token] + offset + n * LANES);
+        };
+        for (int n = 0; n < 4; n += 2) interleave(numbers(0, n), numbers(1, n), row[n], row[n + 1]);
     }
     static void store_weights(Term* to, Lanes weights) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(weights.v)));
@@ -117,28 +140,29 @@ using Arithmetic = Widened<T>;
 
 #endif
 
-inline Lanes load_term(const float* from) { return load(from); }
-inline Lanes load_term(const uint32_t* from) { return load(reinterpret_cast<const float*>(from)); }
-inline void store_term(float* to, Lanes x) { store(to, x); }
-inline void store_term(uint32_t* to, Lanes x) { store(reinterpret_cast<float*>(to), x); }
-
 // What will be packed next: one head's numbers of a tile's tokens, `at` numbers from keys and values; -1 for those that
 // nobody sees. Memory is asked for a token here and a token there while the present ones are computed with: a processor
-// stands still, or forgets, when it is asked for all of them at once.
+// stands still, or forgets, when it is asked for many at once. So asks are spread evenly over what is done with a tile.
 template <typename T>
 struct Ahead {
     const T *keys, *values;
     const int64_t* at;
-    int token, num_tokens, size;
+    int token, end_token, size, offset;
 
     // Inlined, for GCC takes a function that does nothing else for one that does nothing, and leaves its calls out.
     __attribute__((always_inline)) inline void ask() {
-        if (token >= num_tokens) return;
-        const int64_t from = at[token++];
-        if (from < 0) return;
-        for (int offset = 0; offset < size; offset += 64 / static_cast<int>(sizeof(T))) {
-            __builtin_prefetch(keys + from + offset, 0, 3);
-            __builtin_prefetch(values + from + offset, 0, 3);
+        if (token >= end_token) return;
+        constexpr int line = 64 / static_cast<int>(sizeof(T));
+        if (const int64_t from = at[token]; from >= 0) {
+            for (int number = 0; number < 2; ++number) {
+                __builtin_prefetch(keys + from + offset + number * line, 0, 3);
+                __builtin_prefetch(values + from + offset + number * line, 0, 3);
+            }
+        }
+        offset += 2 * line;
+        if (offset >= size) {
+            offset = 0;
+            ++token;
         }
     }
 };
@@ -162,7 +186,7 @@ void pack_keys(const T* keys, const int64_t* at, int num_groups, int size, typen
             }
             const int left = is_whole ? offset / A::PER_TERM : 0;
             for (int quarter = 0; quarter < LANES; quarter += 4) {
-                ahead.ask();
+                if (quarter % 8 == 0) ahead.ask();
                 const int term = offset / A::PER_TERM + quarter;
                 if (term * A::PER_TERM >= size) break;
                 Lanes columns[4];
@@ -200,7 +224,7 @@ void multiply_block(const typename A::Term* a, int a_stride, const typename A::T
         }
     }
     for (int term = 0; term < num_terms; ++term, b += b_stride) {
-        if (term % 4 == 0) ahead.ask();
+        if (term % 2 == 0) ahead.ask();
         Lanes row[N];
         for (int n = 0; n < N; ++n) row[n] = load_term(b + n * LANES);
         for (int m = 0; m < M; ++m) {

@@ -4,6 +4,7 @@ import ctypes
 import logging
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ class Kernels:
         self.trouble: str | None = None
         self._lock = threading.Lock()
         self._builder: threading.Thread | None = None
+        self._told: list[Callable[[], None]] = []
 
     def prepare(self, cache: Path, *, wait: bool) -> None:
         """Load what is built for this machine; else build it in `cache`, and load it then.
@@ -87,12 +89,26 @@ class Kernels:
         if wait and builder is not None:
             builder.join()
 
+    def when_loaded(self, told: Callable[[], None]) -> None:
+        """Call this once the library is there: now, or from the thread that has compiled it; never where it fails."""
+        with self._lock:
+            if self.library is None:
+                self._told.append(told)
+                return
+        told()
+
     def _build(self, level: Level, cache: Path) -> None:
         try:
-            self._load(build(level, cache), level)
+            path = build(level, cache)
         except BuildError as error:
             self.trouble = str(error)
             logger.warning("no kernels of our own, PyTorch's serve: %s", error)
+            return
+        with self._lock:
+            self._load(path, level)
+            told = self._told if self.library is not None else []
+        for each in told:
+            each()
 
     def _load(self, path: Path, level: Level) -> None:
         try:

@@ -167,13 +167,15 @@ def test_a_level_needs_what_the_cpu_says(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_requests_do_not_wait_for_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = tmp_path / "go-on"
+    go_on, told = tmp_path / "go-on", threading.Event()
     script = f"#!/bin/sh\nuntil [ -e {go_on} ]; do sleep 0.01; done\nexit 1\n"
     use_compiler(script, tmp_path, monkeypatch)
     kernels = Kernels()
     kernels.prepare(tmp_path, wait=False)
+    kernels.when_loaded(told.set)
     assert kernels.library is None
     assert kernels.trouble is None, "it is still at work"
     go_on.touch()
     kernels.prepare(tmp_path, wait=True)
     assert "ended with 1" in (kernels.trouble or "")
+    assert not told.is_set()

@@ -3,12 +3,16 @@
 import ctypes
 import functools
 import operator
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
-from model.kernels.library import _parallel_of_this_process
-from tests.model.kernel_libraries import BUILDABLE, library_of
+from model.kernels import library as library_module
+from model.kernels.build import SHIPPED, find_built
+from model.kernels.library import Kernels, _parallel_of_this_process
+from tests.model.kernel_libraries import BUILDABLE, CACHE, library_of
 
 
 def test_the_threads_are_pytorchs() -> None:
@@ -33,3 +37,26 @@ def test_work_is_done_once_by_any_number_of_threads(level: str, threads: int, co
 def test_an_unknown_kernel_is_an_error(level: str) -> None:
     with pytest.raises(AttributeError, match="kvasir_nothing"):
         library_of(level).function("kvasir_nothing")
+
+
+@pytest.mark.parametrize("level", list(BUILDABLE)[:1])
+def test_who_waits_for_kernels_is_told(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the thread that compiled them, or at once."""
+    library_of(level)
+    path = find_built(BUILDABLE[level], (SHIPPED, CACHE))
+    assert path is not None
+    monkeypatch.setattr(library_module, "find_built", lambda *_: None)
+    monkeypatch.setattr(library_module, "build", lambda *_: path)
+    kernels, told = Kernels(), [0, 0]
+
+    def tell(which: int) -> None:
+        told[which] += 1
+
+    kernels.when_loaded(partial(tell, 0))
+    kernels.prepare(tmp_path, wait=True)
+    assert kernels.library is not None
+    assert kernels.library.level == level
+    assert told == [1, 0]
+    kernels.when_loaded(partial(tell, 1))
+    kernels.prepare(tmp_path, wait=True)
+    assert told == [1, 1]

@@ -128,6 +128,11 @@ OBSERVATIONS = (
             "startup_seconds": 1.5,
         },
     ),
+    Observation(
+        name="attention",
+        make=lambda metrics: metrics.observe_attention("sdpa"),
+        changes={'attention_path{path="sdpa"}': 1},
+    ),
     Observation(name="step", make=lambda metrics: metrics.observe_step(STEP), changes=_STEPPED),
     Observation(
         name="first_token",

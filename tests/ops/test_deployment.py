@@ -8,12 +8,15 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 from check_jsonschema.builtin_schemas import get_builtin_schema
 from jsonschema.validators import validator_for
 
+from model.kernels.build import library_name
+from model.kernels.levels import LEVELS
 from service.options import PREFIX
 from service.server import _CLOSE_SECONDS
 from service.settings import ServeSettings
@@ -179,7 +182,8 @@ def test_the_service_is_started_as_nobody_and_without_a_shell() -> None:
 
 def test_no_compiler_comes_along() -> None:
     for instruction in DOCKERFILE:
-        assert "apt-get" not in instruction.value
+        # But for our own kernels, where the wheel is made.
+        assert "apt-get" not in instruction.value or instruction.stage == "build"
         if "pip install" in instruction.value and "--no-deps" not in instruction.value:
             assert instruction.value.count("pip install") == instruction.value.count("--only-binary=:all:")
 
@@ -190,6 +194,15 @@ def test_sources_come_after_dependencies() -> None:
     first_source = next(i for i, text in enumerate(order) if text.startswith("COPY model"))
     assert installed < first_source
     assert order[installed - 2] == "COPY pyproject.toml constraints.txt ./"
+
+
+def test_the_wheel_carries_our_kernels() -> None:
+    """Built before it is made, and named as its data."""
+    build = [each.value for each in DOCKERFILE if each.stage == "build"]
+    built = next(i for i, text in enumerate(build) if text == "python -m model.kernels.build")
+    assert any("pip wheel" in text for text in build[built:])
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["model.kernels"]
+    assert {f"built/*{Path(library_name(LEVELS[0])).suffix}", "*.cpp", "*.h"} == set(data)
 
 
 def test_what_is_copied_exists_and_is_sent() -> None:
