@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from model.kernels.build import CACHE
+from model.kernels.library import KERNELS
 from tests.tiny_model import save_tiny_checkpoint
 
 ROOT = Path(__file__).parent
@@ -42,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Where tests run beside each other, a thread of torch's each: threads that share a core wait for each other."""
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
+    # Compiled once on a machine, before the servers of tests would do it beside them.
+    KERNELS.prepare(CACHE, wait=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
