@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from model.kernels.build import CACHE
 from model.kernels.library import KERNELS
@@ -38,6 +39,10 @@ LONGEST = (
     "loadtest/test_bench_service.py",
     "e2e/test_inspection.py",
 )
+
+# Examples are the same in every run, and none is too slow: Hypothesis' own bounds are times by the clock of the wall.
+settings.register_profile("any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:

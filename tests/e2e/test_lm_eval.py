@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from model.manifest import read_manifest
+from service.cli import main
 from tests.e2e.process import Service, clean_environment, serving
 
 ROOT = Path(__file__).parents[2]
@@ -69,21 +70,14 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     rows = [{"sentence_good": good, "sentence_bad": bad} for good, bad in PAIRS]
     (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    _run(
-        *("service.cli", "eval", "--checkpoint", CHECKPOINT, "--device", "cpu", "--threads", "1", "--samples", "0"),
+    words = [
+        *("eval", "--checkpoint", CHECKPOINT, "--device", "cpu", "--threads", "1", "--samples", "0"),
         *("--texts", f"Fables & co={directory / 'texts.jsonl'}", "--pairs", directory / "pairs.jsonl"),
         *("--documents", directory / "documents.jsonl", "--out", directory / "out.json"),
         *("--export-tasks", directory / "tasks"),
-    )
+    ]
+    assert main([*map(str, words)]) == 0
     return directory
-
-
-def _run(*words: object, **variables: str) -> str:
-    command = [sys.executable, "-m", *map(str, words)]
-    environment = {**clean_environment(), **variables}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +95,60 @@ def tasks(service: Service, measured: Path) -> Path:
     return measured / "tasks"
 
 
-def run_harness(service: Service, tasks: Path, out: Path, *flags: str, **arguments: object) -> dict[str, Any]:
-    """The harness with no network but the service's; its results."""
+# The harness' own command, once for each list of words: what takes longest is to import it.
+HARNESS = """\
+import json, sys
+from lm_eval.__main__ import cli_evaluate
+for words in json.load(sys.stdin):
+    sys.argv = ["lm_eval", *words]
+    cli_evaluate()
+"""
+# Of the second run. transformers takes a control mark in a text as one, so that text is left out there.
+MARKED = next(number for number, text in enumerate(TEXTS) if "<|" in text)
+CHOSEN = {
+    "kvasir_fables_co": [number for number in range(len(TEXTS)) if number != MARKED],
+    "kvasir_minimal_pairs": list(range(len(PAIRS))),
+    "continuations": list(range(len(BEGINNINGS))),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(service: Service, tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """What the harness wrote, with no network but the service's: with all defaults, and with many requests at once and
+    an exported tokenizer."""
+    directory = tmp_path_factory.mktemp("runs")
+    plain, many, tokenizer = directory / "plain", directory / "many", directory / "tokenizer"
+    assert main(["export-tokenizer", "--checkpoint", str(CHECKPOINT), "--out", str(tokenizer)]) == 0
+    crowd = ("--batch_size", "4", "--samples", json.dumps(CHOSEN))
+    lists = [
+        harness_words(service, tasks, plain),
+        harness_words(
+            *(service, tasks, many, *crowd), num_concurrent=4, tokenizer_backend="huggingface", tokenizer=tokenizer
+        ),
+    ]
+    environment = {
+        **clean_environment(),
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HOME": str(directory / "hugging-face"),
+        "NO_PROXY": "127.0.0.1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", HARNESS],
+        input=json.dumps(lists),
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return plain, many
+
+
+def harness_words(service: Service, tasks: Path, out: Path, *flags: str, **arguments: object) -> list[str]:
+    """The command line of a run."""
     manifest = read_manifest(CHECKPOINT)
     told = {
         "model": manifest.name,
@@ -110,19 +156,12 @@ def run_harness(service: Service, tasks: Path, out: Path, *flags: str, **argumen
         "max_length": manifest.config.max_context_length,
         **arguments,
     }
-    _run(
-        *("lm_eval", "--model", "local-completions", "--include_path", tasks, "--log_samples", "--output_path", out),
+    words = [
+        *("--model", "local-completions", "--include_path", tasks, "--log_samples", "--output_path", out),
         *("--model_args", ",".join(f"{name}={value}" for name, value in told.items())),
         *("--tasks", "kvasir_fables_co,kvasir_minimal_pairs,continuations", *flags),
-        HF_HUB_OFFLINE="1",
-        HF_DATASETS_OFFLINE="1",
-        HF_HOME=str(out / "hugging-face"),
-        NO_PROXY="127.0.0.1",
-        OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"),
-    )
-    (path,) = out.glob("*/results_*.json")
-    results: dict[str, Any] = json.loads(path.read_text())
-    return results
+    ]
+    return [*map(str, words)]
 
 
 def samples(out: Path, task: str) -> list[Any]:
@@ -132,8 +171,9 @@ def samples(out: Path, task: str) -> list[Any]:
     return [row["resps"] for row in rows]
 
 
-def check(measured: Path, out: Path, results: dict[str, Any]) -> None:
-    """Each document's and each sentence's log-likelihood, and what is made of them."""
+def test_the_harness_finds_the_tokenizer_on_the_server(measured: Path, runs: tuple[Path, Path]) -> None:
+    """Each document's and each sentence's log-likelihood, what is made of them, and what the model writes."""
+    out, _ = runs
     rows = [json.loads(line) for line in (measured / "documents.jsonl").read_text().splitlines()]
     texts, pairs = rows[: len(TEXTS)], rows[len(TEXTS) :]
     theirs = samples(out, "kvasir_fables_co")
@@ -143,41 +183,19 @@ def check(measured: Path, out: Path, results: dict[str, Any]) -> None:
     for row, responses in zip(pairs, samples(out, "kvasir_minimal_pairs"), strict=True):
         good, bad = (float(response[0][0]) for response in responses)
         assert (row["good"], row["bad"]) == (pytest.approx(good, abs=MARGIN), pytest.approx(bad, abs=MARGIN))
+    (path,) = out.glob("*/results_*.json")
+    results: dict[str, Any] = json.loads(path.read_text())["results"]
     accuracy = json.loads((measured / "out.json").read_text())["pairs"]["accuracy"]
-    assert results["results"]["kvasir_minimal_pairs"]["acc,none"] == accuracy
-
-
-def test_the_harness_finds_the_tokenizer_on_the_server(
-    service: Service, measured: Path, tasks: Path, tmp_path: Path
-) -> None:
-    results = run_harness(service, tasks, tmp_path)
-    check(measured, tmp_path, results)
-    assert results["results"]["continuations"]["exact_match,none"] == 1.0
-    written = [responses[0][0] for responses in samples(tmp_path, "continuations")]
+    assert results["kvasir_minimal_pairs"]["acc,none"] == accuracy
+    assert results["continuations"]["exact_match,none"] == 1.0
+    written = [responses[0][0] for responses in samples(out, "continuations")]
     assert len(set(written)) == len(BEGINNINGS)
     assert not any(end in text for text in written for end in UNTIL)
 
 
-def test_many_requests_at_once_and_an_exported_tokenizer(
-    service: Service, measured: Path, tasks: Path, tmp_path: Path
-) -> None:
-    """transformers takes a control mark in a text as one, so that text is left out here."""
-    tokenizer = tmp_path / "tokenizer"
-    _run("service.cli", "export-tokenizer", "--checkpoint", CHECKPOINT, "--out", tokenizer)
-    marked = next(number for number, text in enumerate(TEXTS) if "<|" in text)
-    chosen = {
-        "kvasir_fables_co": [number for number in range(len(TEXTS)) if number != marked],
-        "kvasir_minimal_pairs": list(range(len(PAIRS))),
-        "continuations": list(range(len(BEGINNINGS))),
-    }
-    flags = ("--batch_size", "4", "--samples", json.dumps(chosen))
-    run_harness(
-        *(service, tasks, tmp_path, *flags),
-        num_concurrent=4,
-        tokenizer_backend="huggingface",
-        tokenizer=tokenizer,
-    )
+def test_many_requests_at_once_and_an_exported_tokenizer(measured: Path, runs: tuple[Path, Path]) -> None:
+    _, out = runs
     rows = [json.loads(line) for line in (measured / "documents.jsonl").read_text().splitlines()]
-    ours = [rows[number]["loglikelihood_rolling"] for number in chosen["kvasir_fables_co"]]
-    theirs = [float(responses[0][0]) for responses in samples(tmp_path, "kvasir_fables_co")]
+    ours = [rows[number]["loglikelihood_rolling"] for number in CHOSEN["kvasir_fables_co"]]
+    theirs = [float(responses[0][0]) for responses in samples(out, "kvasir_fables_co")]
     assert ours == pytest.approx(theirs, abs=MARGIN)
