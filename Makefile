@@ -34,8 +34,9 @@ $(INSTALLED): $(SERVING)
 serve: $(SERVING) ## serve the shipped model on http://127.0.0.1:8000; another by CHECKPOINT=DIR, elsewhere by PORT=N and HOST=ADDRESS
 	$(BIN)/kvasir serve --checkpoint $(CHECKPOINT) --host $(HOST) --port $(PORT)
 
-test: install ## every test, a file at a time on each of up to four cores
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+test: install ## every test, a file at a time on each of up to four cores, the longest files first
+	@$(BIN)/python -m compileall -q model service loadtest # or each of the hundred processes that tests start would, for itself
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-clients: install $(CLIENTS_INSTALLED) $(CLIENTS)/node/.installed ## every client of docs/clients.md against a live server; each gets an environment of its own (4 GB)
 	$(BIN)/python -m pytest -q tests/clients
