@@ -2,7 +2,8 @@
 
 Three bounds: on sequences, on tokens, and on the time that a request would wait for a place. The last one keeps the
 service fast for those it admits: a queue that never empties adds waiting and no throughput. It is not applied where
-places are free, before a rate is known, or to an owner of whom nothing waits yet, who may wait as long as its timeout.
+places are free, before a rate is known, or to an owner of whom nothing waits yet and who has less than an even share of
+the places: it may wait as long as its timeout.
 
 The next places are foreseen by what the answers that hold them have left (`service.places`), later ones by the rate at
 which sequences have begun of late. A mean alone would be wrong by as much as endings come together by chance: by twice
@@ -224,8 +225,10 @@ class Admission:
         if self.num_sequences + num_sequences <= self._max_num_running or not self._started.is_known:
             return None
         wait_seconds = self._wait_seconds(self._num_ahead(terms.owner, num_sequences) + num_sequences)
-        # The first of an owner's line has only others' first ones before it.
-        patience_seconds = terms.patience_seconds if holding.num_waiting else terms.timeout_seconds
+        # The first of an owner's line has only others' first ones before it. Whose the places are needs no such favour.
+        num_owners = len(self._holdings) + (terms.owner not in self._holdings)
+        is_served = holding.num_waiting or holding.num_sequences * num_owners >= self._max_num_running
+        patience_seconds = terms.patience_seconds if is_served else terms.timeout_seconds
         patience_seconds *= 1.0 + bonus
         if wait_seconds <= patience_seconds:
             return None

@@ -115,3 +115,23 @@ def test_the_journal_tells_of_every_token_and_every_ending() -> None:
     desk.journal.receive([make_delta("b", index=24, finish=make_finish())])
     desk.journal.receive([make_delta("a", index=20, finish=make_finish())])
     assert places.num_seen == 0
+
+
+def test_whose_the_places_are_waits_no_longer_than_others_of_its_requests() -> None:
+    """Two owners: one has three of four places, none of either waits."""
+    terms = {name: QueueTerms(owner=name, patience_seconds=0.5) for name in ("many", "one", "new")}
+    service = Service(running=4, waiting=100)
+    answers = [Left(1000) for _ in range(4)]
+    for owner, answer in zip(("many", "many", "many", "one"), answers, strict=True):
+        service.admission.admit([1], terms[owner])
+        service.admission.started(1, owner, answer)
+    for _ in range(20):
+        service.clock.now += 1.0
+        service.admission.admit([1], QueueTerms(owner="many"))
+        service.admission.started(1, "many")
+        service.admission.ended("many")
+        service.admission.stepped([1] * 4)
+    assert isinstance(service.refused([1], terms["many"]), WaitTooLong)
+    assert service.refused([1], terms["one"]) is None  # has half of an even share
+    assert isinstance(service.refused([1], terms["one"]), WaitTooLong)  # and now one that waits
+    assert service.refused([1], terms["new"]) is None
