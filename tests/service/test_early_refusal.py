@@ -51,8 +51,10 @@ def test_what_may_have_a_chance_is_read(client: TestClient, body: bytes, headers
 
 
 def test_a_body_that_comes_in_parts_goes_to_its_route_whole() -> None:
-    messages = [{"type": "http.request", "body": part, "more_body": part != b"c"} for part in (b"a", b"b", b"c")]
-    read = []
+    messages: list[Message] = [
+        {"type": "http.request", "body": part, "more_body": part != b"c"} for part in (b"a", b"b", b"c")
+    ]
+    read: list[Message] = []
 
     async def receive() -> Message:
         return messages.pop(0)
