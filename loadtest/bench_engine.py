@@ -7,8 +7,7 @@ Decoding: `batch` sequences of `context` tokens each, none of which share a bloc
 steps in which all of them get a token. Their prompts are computed once and found again in the prefix cache. Prompts:
 each of its length, alone, one that nobody had before, until its first token. Repeats go round the whole sweep, so that
 a slow minute of the machine touches every point alike. In the same round stand what the machine can do at most
-(`loadtest.roofline`), hence the fraction of the roofline (`loadtest.step_work`), and the bare model decoding the same
-batch: the ratio is what the engine leaves of it.
+(`loadtest.roofline`), hence the fraction of the roofline (`loadtest.step_work`).
 """
 
 import argparse
@@ -28,7 +27,7 @@ from rich.table import Table
 from loadtest.bench_arguments import PROGRAM, read_arguments, refuse
 from loadtest.closed_loop import EngineRun, run_closed
 from loadtest.engine_points import DecodePoint, PromptPoint
-from loadtest.in_process import BareModel, InProcess
+from loadtest.in_process import InProcess
 from loadtest.provenance import provenance, quiet_or_warned, tell
 from loadtest.roofline import Roofline
 from loadtest.shapes import write_random_checkpoint
@@ -41,7 +40,6 @@ from model.sampling_params import SamplingParams
 from service.messages import Submit
 from service.settings import ModelSettings, SettingsError
 
-_BARE_SECONDS = 0.3
 _PROMPT_TOKENS_A_REPEAT = 256  # several short prompts make one figure
 _MIB = 2**20
 
@@ -61,11 +59,10 @@ class Prompts:
 
 
 class Sweep:
-    """The engine, the bare model, the probe, and the points to measure."""
+    """The engine, the probe, and the points to measure."""
 
     def __init__(self, contestant: InProcess, roofline: Roofline) -> None:
         self._engine = contestant.engine
-        self._bare: BareModel = contestant.bare_model()
         self._roofline = roofline
         self._prompts = Prompts(contestant.token_ids(tales()))
         self._held: list[tuple[int, ...]] = []  # the prompts that sequences in a batch begin with
@@ -82,10 +79,7 @@ class Sweep:
             count = max(1, _PROMPT_TOKENS_A_REPEAT // point.prompt_tokens)
             runs = [self._run([self._prompts.next(point.prompt_tokens)], 1) for _ in range(count)]
             return point.add(runs, self.machines[-1])
-        bare = self._bare.decode_tokens_per_second(
-            batch_size=point.batch_size, context_length=point.context_length, seconds=_BARE_SECONDS
-        )
-        return point.add(self._run(self._beginnings(point), point.output_tokens), bare, self.machines[-1])
+        return point.add(self._run(self._beginnings(point), point.output_tokens), self.machines[-1])
 
     def warm_up(self, points: Sequence[DecodePoint | PromptPoint]) -> None:
         """Compute the longest prompts once, and a few steps of every batch: the first is slow, and nobody's state."""
@@ -194,7 +188,7 @@ def measure(arguments: argparse.Namespace, settings: ModelSettings) -> dict[str,
         "kind": "engine",
         "model": facts,
         "settings": {"repeats": arguments.repeats, "steps": arguments.steps, "temperature": 0.0},
-        "engine_settings": settings.model_dump(mode="json", exclude={"checkpoint"}),
+        "engine_settings": settings.model_dump(mode="json", exclude={"checkpoint", "cache_dir"}),
         "roofline": {
             "weights": facts["weights"],
             "gb_per_second": Spread(tuple(m.bytes_per_second / 1e9 for m in sweep.machines)).to_dict(),
@@ -211,7 +205,7 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
     model, machine = result["model"], result["roofline"]
     title = f"{model['name']}, {model['dtype']}, weights {model['weights']}, on {model['device']}"
     decode = Table(title=title)
-    for heading in ("batch", "context", "ms a step", "tokens/s", "MB", "GFLOP", "of the roofline", "of the bare model"):
+    for heading in ("batch", "context", "ms a step", "tokens/s", "MB", "GFLOP", "of the roofline"):
         decode.add_column(heading, justify="right")
     for point in result["decode"]:
         step = point["step_ms"]
@@ -223,7 +217,6 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
             f"{point['bytes'] / 1e6:.0f}",
             f"{point['flops'] / 1e9:.2f}",
             f"{point['of_the_roofline']['median']:.2f}",
-            f"{point['of_the_bare_model']['median']:.2f}",
         )
     yield decode
     prompts = Table(

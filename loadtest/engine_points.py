@@ -14,7 +14,7 @@ class DecodePoint:
     """So many sequences, each of `context_length` tokens in the mean of the steps that are timed.
 
     work: of one step.
-    bare: tokens/s of the model alone, a figure a round; bounds: seconds, by that round's probe.
+    bounds: the least seconds it can take, by each round's probe.
     """
 
     batch_size: int
@@ -23,17 +23,15 @@ class DecodePoint:
     output_tokens: int
     work: Work
     step_seconds: list[float] = field(default_factory=list)
-    bare: list[float] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
 
     @property
     def label(self) -> str:
         return f"{self.batch_size} × {self.context_length}"
 
-    def add(self, run: EngineRun, bare: float, machine: Machine) -> None:
+    def add(self, run: EngineRun, machine: Machine) -> None:
         """One more repeat. Raises ValueError: the sequences never ran all at once."""
         self.step_seconds.append(run.full_step_seconds)
-        self.bare.append(bare)
         self.bounds.append(self.work.bound_seconds(machine))
 
     def to_dict(self) -> dict[str, Any]:
@@ -45,8 +43,6 @@ class DecodePoint:
             **self.work.to_dict(),
             "step_ms": _spread(1e3 * seconds for seconds in self.step_seconds),
             "tokens_per_second": _spread(rates),
-            "bare_tokens_per_second": _spread(self.bare),
-            "of_the_bare_model": Spread.of_ratios(rates, self.bare).to_dict(),
             "of_the_roofline": Spread.of_ratios(self.bounds, self.step_seconds).to_dict(),
         }
 

@@ -1,0 +1,284 @@
+"""Our engine and service beside other engines: the same random weights, threads and work, in one run, turn about.
+
+    python -m loadtest.bench_peers --out docs/results/peers.json
+
+Makes an environment for each peer under .venv-peers (gigabytes, and ten minutes of compiling, once), exports the model
+to each one's format, then measures pairs: ours, a peer, ours, the next peer, a cell after the other, in rounds. A ratio
+is taken within a pair. What has been measured is kept, so that the same command goes on where it was interrupted.
+A peer that cannot be had here is named with the reason. Threads of engines that wait for each other suffer from any
+neighbour: run it on a quiet machine.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from loadtest.bench_peers_cells import KINDS, PRECISIONS, QUIET_CORES, Cell, Kind, Pair, make_cells, summarize
+from loadtest.bench_peers_cells import Progress as Kept
+from loadtest.bench_peers_install import (
+    PINS,
+    ROOT,
+    PeerUnavailable,
+    Place,
+    give_model,
+    give_our_model,
+    install,
+)
+from loadtest.bench_peers_processes import Driver, Prompts, Server, num_prompts
+from loadtest.bench_peers_table import PEERS, Peer, Setting, our_engine, our_server
+from loadtest.foreign_work import ForeignWork
+from loadtest.provenance import other_work, provenance, quiet_or_warned, tell
+from loadtest.shape_names import SHAPE_SIZES
+
+_AGREED = 16  # first tokens of an answer that are compared
+_WARM_UP = "warm-up"  # in place of a pair's name
+_LOOK_SECONDS = 0.25
+
+
+class Contest:
+    """Starts what is needed, measures pairs, ends what is no longer needed.
+
+    Args:
+        arguments: directory, threads, patience, attempts.
+        kept: what has been measured, and where more of it goes.
+        tell: where progress is said.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, kept: Kept, tell: Callable[[str], None]) -> None:
+        self._place = Place(arguments.directory)
+        self._threads = arguments.threads
+        self._patience_seconds = arguments.patience
+        self._attempts = arguments.attempts
+        self._kept = kept
+        self._tell = tell
+        self._running: dict[tuple[str, bool], Driver | Server] = {}
+        self._warm: set[tuple[str, Kind, int]] = set()
+
+    def measure(self, cell: Cell, peer: Peer, number: int) -> None:
+        """One pair, unless it is there."""
+        if self._kept.has(cell, peer.name, number):
+            return
+        try:
+            self._give_model(peer, cell)
+            for is_theirs in (False, True):
+                self._start(cell, peer, theirs=is_theirs)
+            for attempt in range(self._attempts):
+                self._wait_for_quiet()
+                self._kept.add(self._pair(cell, peer, number, attempt))
+                if self._kept.has(cell, peer.name, number):
+                    return
+        except PeerUnavailable as error:
+            self._kept.add(Pair(cell=cell.key, peer=peer.name, round=number, error=str(error)))
+
+    def _pair(self, cell: Cell, peer: Peer, number: int, attempt: int) -> Pair:
+        """Ours and theirs, turn about from round to round; with prompts that nobody had before."""
+        prompts = self._prompts(cell, f"{peer.name} {number} {attempt}")
+        foreign, began = ForeignWork(), time.monotonic()
+        theirs_first = number % 2 == 1
+        figures = [self._figures(cell, peer, prompts, theirs=theirs_first)]
+        figures.append(self._figures(cell, peer, prompts, theirs=not theirs_first))
+        busy, took = round(foreign.cores(), 2), round(time.monotonic() - began, 1)
+        theirs, ours = figures if theirs_first else figures[::-1]
+        mine, other = ours.pop("token_ids", []), theirs.pop("token_ids", [])
+        if mine and other:
+            theirs["first_tokens_alike"] = float(_num_alike(mine[:_AGREED], other[:_AGREED]))
+        told = {"ours": ours, "theirs": theirs, "other_work_cores": busy, "seconds": took}
+        return Pair(cell=cell.key, peer=peer.name, round=number, **told)
+
+    def _wait_for_quiet(self) -> None:
+        """Wait for the machine to do nothing else, though not for ever."""
+        deadline = time.monotonic() + self._patience_seconds
+        while (busy := other_work(_LOOK_SECONDS)) > QUIET_CORES and time.monotonic() < deadline:
+            self._tell(f"waits: {busy:.1f} cores are busy")
+
+    def _give_model(self, peer: Peer, cell: Cell) -> None:
+        give_our_model(self._place, cell.shape)
+        give_model(self._place, peer.environment, cell.shape, cell.precision)
+
+    def _start(self, cell: Cell, peer: Peer, *, theirs: bool) -> None:
+        """Start one side, if it does not run, and let it do a little of what the cell asks for."""
+        name, is_server = peer.name if theirs else "ours", cell.kind == "http"
+        running = self._running.get((name, is_server))
+        if running is None:
+            self._tell(f"{name} starts")
+            setting = Setting(place=self._place, shape=cell.shape, precision=cell.precision, threads=self._threads)
+            start = (peer.server if is_server else peer.engine) if theirs else (our_server if is_server else our_engine)
+            assert start is not None, "a peer is asked for what it can"
+            self._running[name, is_server] = start(setting)
+        warm = (name, cell.kind, cell.streams)
+        if warm not in self._warm:  # the first of its size is nobody's steady state
+            self._warm.add(warm)
+            little = dataclasses.replace(cell, output_tokens=2)
+            self._figures(little, peer, self._prompts(cell, _WARM_UP), theirs=theirs)
+
+    def _figures(self, cell: Cell, peer: Peer, prompts: list[list[int]], *, theirs: bool) -> dict[str, Any]:
+        """One side's figures; what fails is ended."""
+        name, is_server = peer.name if theirs else "ours", cell.kind == "http"
+        self._tell(f"{cell.key} {name}")
+        try:
+            return self._running[name, is_server].measure(cell, prompts)
+        except PeerUnavailable:
+            self._end(name, is_server)
+            raise
+
+    def _prompts(self, cell: Cell, pair: str) -> list[list[int]]:
+        """Both sides of a pair get the same, and another pair others, so that nobody finds them in a cache."""
+        seed = int.from_bytes(f"{cell.key} {pair}".encode(), "big")
+        prompts = Prompts(SHAPE_SIZES[cell.shape]["vocab_size"], seed)
+        return prompts.take(num_prompts(cell), cell.prompt_tokens)
+
+    def _end(self, name: str, is_server: bool) -> None:
+        self._running.pop((name, is_server)).close()
+        self._warm = {warm for warm in self._warm if warm[0] != name or (warm[1] == "http") != is_server}
+
+    def end_all(self) -> None:
+        """End what runs: before another model or precision, and at last."""
+        for name, is_server in list(self._running):
+            self._end(name, is_server)
+
+
+def _num_alike(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """How many of the first tokens are the same."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
+
+
+def compare(
+    arguments: argparse.Namespace, contest: Contest, rows: Sequence[tuple[Cell, Peer]], step: Callable[[], None]
+) -> bool:
+    """Measure every pair there is. Returns whether all were reached within the minutes."""
+    deadline = time.monotonic() + 60 * arguments.minutes
+    for _, group in itertools.groupby(rows, key=lambda row: (row[0].shape, row[0].precision)):
+        of_a_model = list(group)
+        for number, (cell, peer) in itertools.product(range(arguments.rounds), of_a_model):
+            if time.monotonic() > deadline:
+                contest.end_all()
+                return False
+            if peer.can(cell) and (peer.rounds is None or number < peer.rounds):
+                contest.measure(cell, peer, number)
+            step()
+        contest.end_all()
+    return True
+
+
+def prepare(place: Place, names: Sequence[str], tell_progress: Callable[[str], None]) -> dict[str, str]:
+    """Install what is not there. Returns the environments that cannot be had, with the reasons."""
+    unavailable = {}
+    for environment in dict.fromkeys(peer.environment for peer in PEERS if peer.name in names):
+        tell_progress(f"{environment}: installing")
+        try:
+            install(place, environment)
+        except PeerUnavailable as error:
+            unavailable[environment] = str(error)
+    return unavailable
+
+
+def result(arguments: argparse.Namespace, cells: Sequence[Cell], kept: Kept, unavailable: dict[str, str]) -> Any:
+    """All that is known, JSON-ready."""
+    peers = [peer for peer in PEERS if peer.name in arguments.peers]
+    return {
+        "kind": "peers",
+        "took_seconds": round(sum(pair.seconds for pair in kept.pairs), 1),
+        "settings": {"threads": arguments.threads, "rounds": arguments.rounds},
+        "shapes": {shape: SHAPE_SIZES[shape] for shape in arguments.shapes},
+        "peers": {
+            peer.name: {
+                "note": peer.note,
+                "pins": [line for line in _pins(peer.environment) if line and not line.startswith("#")],
+                "unavailable": unavailable.get(peer.environment),
+            }
+            for peer in peers
+        },
+        "cells": list(summarize(cells, [pair for pair in kept.pairs if pair.peer in arguments.peers])),
+    }
+
+
+def _pins(environment: str) -> list[str]:
+    paths = sorted(PINS.glob(f"{environment}*.txt"))
+    return [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def table(told: dict[str, Any]) -> Table:
+    """Ratios for the terminal: ours to each peer's."""
+    names = list(told["peers"])
+    made = Table(title=f"ours to theirs, {told['settings']['threads']} threads: more than 1 is faster")
+    for heading in ("shape", "precision", "what", "streams", "context", "ours, tokens/s", *names):
+        made.add_column(heading, justify="right")
+    for cell in told["cells"]:
+        measured = {name: figure for name, figure in cell["peers"].items() if "ratio" in figure}
+        ours = [figure["ours"]["tokens_per_second"]["median"] for figure in measured.values()]
+        made.add_row(
+            *(str(cell[name]) for name in ("shape", "precision", "kind", "streams", "context_length")),
+            f"{max(ours):.0f}" if ours else "",
+            *(f"{measured[name]['ratio']['median']:.2f}" if name in measured else "" for name in names),
+        )
+    return made
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.bench_peers",
+        description="Compare our engine and service with others on the same model, in one run.",
+    )
+    add = parser.add_argument
+    names = [peer.name for peer in PEERS]
+    add("--out", type=Path, metavar="FILE", help="write JSON there (default: standard output)")
+    add("--shapes", nargs="+", choices=sorted(SHAPE_SIZES), default=["S", "M"], help="default: S M")
+    add("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="default: all")
+    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="default: all")
+    add("--peers", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
+    add("--rounds", type=int, default=3, metavar="N", help="pairs of a cell (default: %(default)s)")
+    add("--threads", type=int, default=os.cpu_count() or 1, metavar="N", help="of every engine (default: %(default)s)")
+    add("--minutes", type=float, default=600.0, metavar="N", help="stop after; the same command goes on another time")
+    add("--patience", type=float, default=20.0, metavar="S", help="to wait for a quiet machine before each pair")
+    add("--attempts", type=int, default=3, metavar="N", help="of a pair that others disturb (default: %(default)s)")
+    add("--directory", type=Path, default=ROOT / ".venv-peers", metavar="DIR", help="environments and models")
+    add("--progress", type=Path, metavar="FILE", help="what has been measured (default: progress.jsonl in DIR)")
+    add("--install-only", action="store_true", help="measure nothing")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Install, measure, write JSON. Returns the exit code: 0, 1 where minutes were too few."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    arguments = parser.parse_args(given)
+    if min(arguments.rounds, arguments.threads, arguments.attempts) < 1:
+        parser.error("--rounds, --threads and --attempts must be at least 1")
+    place = Place(arguments.directory)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar, ExitStack() as stack:
+        cells = make_cells(arguments.shapes, arguments.precisions, arguments.kinds)
+        task = bar.add_task("", total=len(cells) * arguments.rounds * len(arguments.peers))
+        say = lambda text: bar.update(task, description=text)  # noqa: E731
+        unavailable = prepare(place, arguments.peers, say)
+        if arguments.install_only:
+            for environment, reason in unavailable.items():
+                print(f"{environment}: {reason}", file=sys.stderr)
+            return 1 if unavailable else 0
+        facts = provenance(parser.prog, given) | {"other_work_cores": quiet_or_warned(parser.prog)}
+        kept = Kept(arguments.progress or place.directory / "progress.jsonl")
+        contest = Contest(arguments, kept, say)
+        stack.callback(contest.end_all)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what was started
+        peers = [peer for peer in PEERS if peer.name in arguments.peers and peer.environment not in unavailable]
+        is_whole = compare(arguments, contest, list(itertools.product(cells, peers)), lambda: bar.advance(task))
+    told = facts | result(arguments, cells, kept, unavailable)
+    Console(stderr=True).print(table(told))
+    tell(told, arguments.out)
+    return 0 if is_whole else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,156 @@
+"""The cells of the comparison with other engines: what is measured, what has been measured, and what came of it.
+
+Every pair of figures, ours and a peer's taken one right after the other, is a line of JSON in a file as soon as it is
+there, so that an interrupted comparison goes on where it stopped. Torch-free.
+"""
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from loadtest.spread import Spread
+
+Kind = Literal["decode", "prompt", "http"]
+KINDS: Final[tuple[Kind, ...]] = ("decode", "http", "prompt")
+PRECISIONS: Final = ("bfloat16", "int8", "float32")
+STREAMS: Final = (1, 4, 16, 64)
+HTTP_STREAMS: Final = (1, 16, 64)
+LONG_STREAMS: Final = (1, 4, 16)
+PROMPT_TOKENS, OUTPUT_TOKENS, OUTPUT_TOKENS_ALONE = 64, 128, 256
+LONG_CONTEXT, LONG_OUTPUT = 1024, 64
+# A pair with more of others' work beside it is taken again.
+QUIET_CORES: Final = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One row of the comparison: so many streams, each of a prompt and an answer of so many tokens.
+
+    kind: decode (tokens/s after all first tokens), prompt (prompt tokens/s until the first token), http (tokens/s of
+        streaming clients, all in all).
+    """
+
+    shape: str
+    precision: str
+    kind: Kind
+    streams: int
+    prompt_tokens: int
+    output_tokens: int
+
+    @property
+    def key(self) -> str:
+        """As a line of the file names it."""
+        return "/".join(map(str, asdict(self).values()))
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of a sequence in the middle of its answer."""
+        return self.prompt_tokens + self.output_tokens // 2
+
+
+def make_cells(shapes: Sequence[str], precisions: Sequence[str], kinds: Sequence[Kind]) -> list[Cell]:
+    """All cells that were asked for: what matters most first, a shape after the other."""
+    cells = []
+    for shape, precision in itertools.product(shapes, precisions):
+        rows: list[tuple[Kind, int, int, int]] = []
+        for streams in STREAMS:
+            output = OUTPUT_TOKENS_ALONE if streams == 1 else OUTPUT_TOKENS
+            rows.append(("decode", streams, PROMPT_TOKENS, output))
+        rows += [("http", streams, PROMPT_TOKENS, OUTPUT_TOKENS) for streams in HTTP_STREAMS]
+        rows.append(("prompt", 1, LONG_CONTEXT, 1))
+        rows += [("decode", streams, LONG_CONTEXT - LONG_OUTPUT // 2, LONG_OUTPUT) for streams in LONG_STREAMS]
+        for kind, streams, prompt, output in rows:
+            if kind in kinds:
+                sizes = {"streams": streams, "prompt_tokens": prompt, "output_tokens": output}
+                cells.append(Cell(shape=shape, precision=precision, kind=kind, **sizes))
+    return cells
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """Ours and a peer's figures of one cell, one right after the other; or why the peer has none.
+
+    ours, theirs: figures by name; "tokens_per_second" is the one that is compared.
+    other_work_cores: cores that others kept busy meanwhile.
+    seconds: that both took.
+    """
+
+    cell: str
+    peer: str
+    round: int
+    ours: dict[str, float] | None = None
+    theirs: dict[str, float] | None = None
+    other_work_cores: float | None = None
+    seconds: float = 0.0
+    error: str | None = None
+
+
+class Progress:
+    """The file of what has been measured, appended line by line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.pairs: list[Pair] = []
+        if path.is_file():
+            # A line that was being written when the machine stopped is no line.
+            lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+            self.pairs = [Pair(**json.loads(line)) for line in lines]
+
+    def has(self, cell: Cell, peer: str, number: int) -> bool:
+        """Whether this pair was measured undisturbed. What was not, and what failed, is tried again."""
+        own = (pair for pair in self.pairs if (pair.cell, pair.peer, pair.round) == (cell.key, peer, number))
+        return any(pair.other_work_cores is not None and pair.other_work_cores <= QUIET_CORES for pair in own)
+
+    def add(self, pair: Pair) -> None:
+        """Keep it, here and in the file."""
+        self.pairs.append(pair)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(pair)) + "\n")
+
+
+def summarize(cells: Iterable[Cell], pairs: Sequence[Pair]) -> Iterator[dict[str, Any]]:
+    """JSON-ready rows: for each cell and peer the medians of both, and the median of the ratios within pairs.
+
+    Of a pair that was taken several times, the least disturbed counts. A peer without a pair has its last error, or is
+    not there.
+    """
+    for cell in cells:
+        peers: dict[str, Any] = {}
+        for name in dict.fromkeys(pair.peer for pair in pairs if pair.cell == cell.key):
+            own = [pair for pair in pairs if (pair.cell, pair.peer) == (cell.key, name)]
+            best = _least_disturbed(own)
+            if not best:
+                peers[name] = {"error": own[-1].error}
+                continue
+            ours, theirs = [pair.ours or {} for pair in best], [pair.theirs or {} for pair in best]
+            peers[name] = {
+                "ours": _spreads(ours),
+                "theirs": _spreads(theirs),
+                "ratio": Spread.of_ratios(_rates(ours), _rates(theirs)).to_dict(),
+                "other_work_cores": [pair.other_work_cores for pair in best],
+            }
+        yield {**asdict(cell), "context_length": cell.context_length, "peers": peers}
+
+
+def _least_disturbed(pairs: Sequence[Pair]) -> list[Pair]:
+    """Of each round the pair that others disturbed least."""
+    best: dict[int, Pair] = {}
+    for pair in pairs:
+        if pair.other_work_cores is not None:
+            known = best.get(pair.round)
+            if known is None or known.other_work_cores is None or pair.other_work_cores < known.other_work_cores:
+                best[pair.round] = pair
+    return [best[number] for number in sorted(best)]
+
+
+def _rates(figures: Sequence[dict[str, float]]) -> list[float]:
+    return [figure["tokens_per_second"] for figure in figures]
+
+
+def _spreads(figures: Sequence[dict[str, float]]) -> dict[str, Any]:
+    names = [name for name in figures[0] if all(name in figure for figure in figures)]
+    return {name: Spread(tuple(figure[name] for figure in figures)).to_dict() for name in names}

@@ -1,0 +1,161 @@
+"""Peers' environments and model files, each made once: `.venv-peers/NAME`, `.venv-peers/models/SHAPE`.
+
+A step that fails is a `PeerUnavailable` with its reason; the comparison goes on without that peer and says so.
+"""
+
+import hashlib
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PINS = Path(__file__).resolve().parent / "peers"
+_QUANTIZED = {"bfloat16": "BF16", "int8": "Q8_0"}
+_BUILD_FLAGS = (
+    *("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_OPENSSL=OFF"),
+    *("-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF"),
+)
+LLAMA_PROGRAMS = ("llama-server", "llama-batched-bench", "llama-quantize")
+
+
+class PeerUnavailable(RuntimeError):
+    """A peer cannot be installed, built, given the model, or started: one line that says why."""
+
+
+class Place:
+    """The directory of all that is made for peers.
+
+    Args:
+        directory: usually `.venv-peers`.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def python(self, peer: str) -> str:
+        """The interpreter of a peer's environment."""
+        return str(self.directory / peer / "bin" / "python")
+
+    def program(self, name: str) -> str:
+        """One of llama.cpp's programs."""
+        return str(self.directory / "llama_cpp" / "programs" / name)
+
+    def model(self, shape: str, kind: str) -> Path:
+        """A model's file or directory: ours, hugging_face, llama_cpp_bfloat16.gguf, openvino_int8 and so on."""
+        return self.directory / "models" / shape / kind
+
+
+def install(place: Place, peer: str) -> None:
+    """Make a peer's environment, unless it is there; build what has to be built.
+
+    Raises:
+        PeerUnavailable: the reason.
+    """
+    pins = PINS / f"{peer}.txt"
+    home = place.directory / peer
+    stamp = home / ".installed"
+    wanted = f"{hashlib.sha256(pins.read_bytes()).hexdigest()} torch=={_torch_version()}"
+    if not stamp.is_file() or stamp.read_text() != wanted:
+        run([sys.executable, "-m", "venv", "--clear", str(home)])
+        constraints = home / "constraints.txt"
+        constraints.write_text(f"torch=={_torch_version()}\n")
+        pip = [place.python(peer), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        run([*pip, "--constraint", str(constraints), "--requirement", str(pins)])
+        # The registry's is of another build of torch and fails when it is imported, which transformers does if it can.
+        run([place.python(peer), "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"])
+        stamp.write_text(wanted)
+    if peer == "llama_cpp" and not all(Path(place.program(name)).is_file() for name in LLAMA_PROGRAMS):
+        _build_llama_cpp(place)
+
+
+def _torch_version() -> str:
+    """Ours: peers get the same build, so that none brings another with gigabytes of CUDA."""
+    return importlib.metadata.version("torch")
+
+
+def _build_llama_cpp(place: Place) -> None:
+    """Compile the three programs from the source that the registry has: ten minutes on one core."""
+    if shutil.which("c++") is None:
+        raise PeerUnavailable("no C++ compiler here to build it with")
+    home = place.directory / "llama_cpp"
+    pin = (PINS / "llama_cpp_source.txt").read_text().strip()
+    package = pin.partition("==")[0]
+    if not any(home.glob("*.tar.gz")):
+        download = [place.python("llama_cpp"), "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", package]
+        run([*download, "--dest", str(home), pin])
+    (archive,) = home.glob("*.tar.gz")
+    source = home / archive.name.removesuffix(".tar.gz") / "vendor" / "llama.cpp"
+    if not source.is_dir():
+        with tarfile.open(archive) as file:
+            file.extractall(home, filter="data")
+    tools = home / "bin"
+    build = home / "build"
+    configure = [str(tools / "cmake"), "-S", str(source), "-B", str(build), "-G", "Ninja", *_BUILD_FLAGS]
+    run([*configure, f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"])
+    run([str(tools / "ninja"), "-C", str(build), *LLAMA_PROGRAMS])
+    (home / "programs").mkdir(exist_ok=True)
+    for name in LLAMA_PROGRAMS:
+        shutil.copy2(build / "bin" / name, place.program(name))
+
+
+def give_model(place: Place, peer: str, shape: str, precision: str) -> None:
+    """Make the model's files for a peer, unless they are there.
+
+    Raises:
+        PeerUnavailable: the reason.
+    """
+    hugging_face = place.model(shape, "hugging_face")
+    if peer == "llama_cpp":
+        whole = place.model(shape, "llama_cpp_float32.gguf")
+        if not whole.is_file():
+            run([place.python(peer), "-m", "loadtest.peers.llama_cpp_model", str(hugging_face), str(whole)])
+        out = place.model(shape, f"llama_cpp_{precision}.gguf")
+        if not out.is_file():
+            run([place.program("llama-quantize"), str(whole), str(out), _QUANTIZED[precision], "1"])
+    elif peer == "openvino":
+        out = place.model(shape, openvino_weights(precision))
+        if not (out / "openvino_model.bin").is_file():
+            weights = "int8" if precision == "int8" else "fp32"
+            command = [str(Path(place.python(peer)).with_name("optimum-cli")), "export", "openvino"]
+            command += ["--model", str(hugging_face), "--task", "text-generation-with-past"]
+            run([*command, "--weight-format", weights, str(out)])
+    elif peer == "litgpt":
+        out = place.model(shape, "litgpt")
+        if not (out / "lit_model.pth").is_file():
+            run([place.python(peer), "-m", "loadtest.peers.litgpt_model", str(hugging_face), str(out)])
+
+
+def openvino_weights(precision: str) -> str:
+    """bfloat16 is arithmetic over the weights of float32, which are rounded when the model is compiled."""
+    return "openvino_int8" if precision == "int8" else "openvino_float32"
+
+
+def give_our_model(place: Place, shape: str) -> None:
+    """Random weights as a checkpoint of ours, and its export that all others are made from."""
+    ours, exported = place.model(shape, "ours"), place.model(shape, "hugging_face")
+    if not (ours / "manifest.json").is_file():
+        make = "from pathlib import Path; from loadtest.shapes import write_random_checkpoint as write; "
+        run([sys.executable, "-c", f"{make}write(Path({str(ours)!r}), {shape!r})"])
+    if not (exported / "config.json").is_file():
+        kvasir = str(Path(sys.executable).with_name("kvasir"))
+        run([kvasir, "convert", "--export", str(ours), "--out", str(exported)])
+
+
+def run(command: Sequence[str]) -> None:
+    """Run one step to its end.
+
+    Raises:
+        PeerUnavailable: it failed, with the last line that it wrote.
+    """
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        raise PeerUnavailable(f"{command[0]}: {error.strerror}") from error
+    if done.returncode:
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        what = " ".join([Path(command[0]).name, *command[1:4]])
+        raise PeerUnavailable(f"{what} ... ended with {done.returncode}: {lines[-1].strip() if lines else ''}")
