@@ -32,6 +32,7 @@ template_process a process that renders chat templates within bounds
 intake           what the routes of the engine's need of their process
 completions      the routes of completions and conversations
 recordings       answers that outlive their connection: Last-Event-ID, Idempotency-Key
+recording        one of them: recorded as it is made, played to whoever comes for it
 turns            work done one piece at a time in a thread, and who waits for it
 chat             a conversation becomes token ids
 plan             a validated request becomes the sequences to compute
@@ -60,7 +61,7 @@ event_channel    the way of events from the worker to the API process: a Unix so
 driver           what the worker's thread does at every turn
 worker           LitAPI builds the engine, LitLoop runs it, in one thread
 standby          the next worker, which waits for the present one to die
-watchdog         tells when a worker hangs
+watchdog         tells when a process hangs
 supervision      what main does about the deaths of others
 server           the composition root: start and end, supervision and drain
 logs             one line each, the process named

@@ -87,7 +87,8 @@ class Authentication:
             self._count(error)
             await json_response(error.body(), error.status, error.headers())(scope, receive, send)
             return
-        logger.debug("%s %s: by the key of %s", scope.get("method"), scope["path"], name)
+        path = scope["raw_path"].decode("ascii", "replace")  # as it came: decoded, it may hold lines of its own
+        logger.debug("%s %s: by the key of %s", scope["method"], path, name)
         scope.setdefault("state", {})[KEY_NAME] = name
         await self._app(scope, receive, send)
 

@@ -8,9 +8,13 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
+
+# For an answer. The child's own bounds are of processor time, which end no child that is stopped.
+ANSWER_SECONDS: Final = 60.0
 
 
 class ProcessEnded(Exception):
@@ -18,7 +22,7 @@ class ProcessEnded(Exception):
 
 
 class ProcessKilled(ProcessEnded):
-    """It was killed, which none of its limits does."""
+    """It was killed, which none of its own limits does; by us where it took too long."""
 
 
 class BoundedProcess:
@@ -76,12 +80,17 @@ class BoundedProcess:
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
+        patience = threading.Timer(ANSWER_SECONDS, process.kill)
+        patience.daemon = True
+        patience.start()
         try:
             process.stdin.write(json.dumps(order) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
         except OSError:  # it ended before it had read everything
             line = ""
+        finally:
+            patience.cancel()
         if not line.endswith("\n"):
             was_closed = self._process is not process
             self.close()

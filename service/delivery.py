@@ -84,6 +84,11 @@ class Delivery(Response, ABC):
     @abstractmethod
     def _num_undelivered(self) -> int: ...
 
+    @property
+    def num_sent_tokens(self) -> int:
+        """Completion tokens that were sent, or are in what is sent next."""
+        return self._num_completion_tokens
+
     def _piece(self, choice: Choice, delta: TokenDelta) -> Piece | None:
         """What a delta means to the client; None when there is nothing to show, as with half a character."""
         self._num_completion_tokens += len(delta.token_ids)

@@ -91,7 +91,11 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             send=self._send,
             on_change=self._count_active,
         )
-        self._recordings = Recordings(keep_seconds=settings.resume_seconds, count=metrics.count_resumption)
+        self._recordings = Recordings(
+            keep_seconds=settings.resume_seconds,
+            count=metrics.count_resumption,
+            waste=partial(metrics.count_wasted_tokens, "unclaimed"),
+        )
         intake = Intake(
             refuse_when_draining=self._refuse_when_draining,
             admit=self._admit,
@@ -174,6 +178,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
     async def metrics(self) -> Response:
         """`GET /metrics`. Reads files of every process that ever ran, hence the thread."""
         num_tasks = len(asyncio.all_tasks())
+        self._metrics.set_engine_state(self._engine_state())
         self._metrics.observe_api(num_requests=self._lifecycle.num_active.value, num_tasks=num_tasks)
         body, content_type = await asyncio.to_thread(render)
         return Response(body, headers={"content-type": content_type})
@@ -187,6 +192,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
     async def tend(self) -> None:
         """Run beside the routes: signs of life for silent streams, and an end if main is gone."""
         while True:
+            self._lifecycle.beat_api()
             await asyncio.sleep(1.0)
             self._lifecycle.end_if_orphaned()
             self._recordings.tend()
@@ -241,6 +247,13 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             eta_s=0.0,
         )
 
+    def _engine_state(self) -> EngineState:
+        """As it is told to who watches. By this process alone: of two, the clock of the wall would choose."""
+        state = self.readiness().state
+        if state == "loading":
+            return EngineState.STARTING if self._hello is None else EngineState.RESTARTING
+        return EngineState.DRAINING if state == "draining" else EngineState.READY
+
     def count_error(self, error: ApiError) -> None:
         """Count a request that was refused or failed."""
         if isinstance(error, Overloaded | Draining):
@@ -290,8 +303,6 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
     def _hear_hello(self, hello: Hello) -> None:
         self._hello = hello
         self.request_queue = self.inboxes[hello.epoch % len(self.inboxes)]
-        if self._lifecycle.phase.value < Phase.DRAINING:
-            self._metrics.set_engine_state(EngineState.READY)
 
 
 def _admission(settings: ServeSettings, metrics: Metrics) -> Admission:

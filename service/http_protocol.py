@@ -22,6 +22,7 @@ from service.errors import (
     TooManyConnections,
     UnsupportedEncoding,
 )
+from service.queue_terms import TIMEOUT_HEADER
 from service.responses import encode
 
 # What nginx takes by default is 32 KiB, and browsers send under a hundred fields.
@@ -33,6 +34,10 @@ MAX_PIPELINED: Final = 32
 BODY_BYTES_A_SECOND: Final = 10_000
 # What frames a body (sizes of chunks, fields after them) may be so many times longer than it, and a head beside.
 MAX_FRAMING: Final = 8
+# Fields that say one thing. Of two, a proxy in front may have gone by the other.
+_SINGLE: Final = frozenset(
+    {b"host", b"content-encoding", b"idempotency-key", b"last-event-id", TIMEOUT_HEADER.encode()}
+)
 # What a client that is behind must take of its answer each time.
 MIN_TAKEN_BYTES: Final = 16 * 1024
 
@@ -135,7 +140,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         every first request.
         """
         fields = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
-        line = b"%s %s HTTP/1.1" % (self.parser.get_method(), self.url)
+        line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         self.parser = httptools.HttpRequestParser(self)
         self.data_received(b"\r\n".join([line, *fields, b"", rest]))
 
@@ -161,12 +166,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
             self._refusal = UnsupportedEncoding("the only Transfer-Encoding that this server reads is chunked")
             raise ValueError("a body in another encoding")
+        names = [name for name, _ in self.headers]
+        if len(set(names)) < len(names) and (twice := {name for name in _SINGLE if names.count(name) > 1}):
+            self._refusal = InvalidRequest(f"{min(twice).decode()} came twice; send it once", param=min(twice).decode())
+            raise ValueError("a field that says two things")
         if self._offers_another_protocol():
             return
         self._cycles = self._unanswered()
         if len(self._cycles) >= MAX_PIPELINED:
             raise ValueError("too many requests at once")
         super().on_headers_complete()
+        if self.parser.get_http_version() != "1.1":
+            _speak_http_1_0(self.cycle)
         self._cycles.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
@@ -265,6 +276,26 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._behind is None or self._behind[0] - num_bytes >= MIN_TAKEN_BYTES:
             self._behind = (num_bytes, now)
         return now - self._behind[1] > self._limits.client_seconds
+
+
+def _speak_http_1_0(cycle: RequestResponseCycle) -> None:
+    """Answer one that knows no chunks and waits for no 100 (RFC 9112, 6.1; RFC 9110, 10.1.1).
+
+    An answer of no known length ends with the connection, which uvicorn closes behind every answer to HTTP/1.0.
+    """
+    cycle.waiting_for_100_continue = False
+    send, is_of_known_length = cycle.send, False
+
+    async def send_to_the_end(message: Any) -> None:
+        nonlocal is_of_known_length
+        if message["type"] == "http.response.start":
+            is_of_known_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            cycle.chunked_encoding = None if is_of_known_length else False
+        elif not is_of_known_length:
+            cycle.expected_content_length = len(message["body"])
+        await send(message)
+
+    cycle.send = send_to_the_end  # type: ignore[method-assign]
 
 
 def _head_too_large() -> HeadTooLarge:

@@ -161,7 +161,6 @@ class Journal:
         self._choices: dict[str, tuple[LiveRequest, Choice]] = {}
         self._requests: dict[LiveRequest, None] = {}  # in order of arrival
         self._suspects = Suspects()
-        self._apart: str | None = None  # the suspect that was let back last
         self.last_event_seconds = time.monotonic()
 
     @property
@@ -188,7 +187,7 @@ class Journal:
             self.last_event_seconds = time.monotonic()
         self._requests[request] = None
         self._choices |= {choice.submit.uid: (request, choice) for choice in request.choices}
-        self._send([choice.submit for choice in request.choices])
+        self._give([c.submit for c in request.choices if not self._suspects.keeps_back(c.submit.uid)])
 
     def close(self, request: LiveRequest) -> int:
         """Forget a request, and cancel what of it is unfinished. Returns how many choices that is."""
@@ -261,42 +260,45 @@ class Journal:
         if hello.epoch == 0:
             return
         self._end_guilty(self._suspects.strike())
-        self._apart = None
         resubmitted: list[Submit] = []
         for request in self._requests:
             waiting = [choice for choice in request.choices if choice.submit.uid in self._choices]
+            if request.has_failed:
+                for choice in waiting:
+                    self._suspects.clear(choice.submit.uid)
             if not waiting or request.has_failed:
                 continue
             scored = {c.prompt_index: c.submit.params.prompt_logprobs for c in reversed(request.choices)}
             for choice in waiting:
                 choice.submit = _next_attempt(choice, scored[choice.prompt_index])
-                if not self._suspects.keep_apart(choice.submit.uid):
+                if not self._suspects.keeps_back(choice.submit.uid, has_begun=choice.has_started):
                     resubmitted.append(choice.submit)
             self._on_replay("resubmitted")
-        if resubmitted:
-            self._send(resubmitted)
-        self._let_a_suspect_back()
+        self._give(resubmitted)
+        self._release()
 
     def _end_guilty(self, suspects: dict[str, int]) -> None:
         """End the request that killed the worker, once that is known."""
         requests = {self._choices[uid][0] for uid in suspects}
         if len(requests) == 1 and max(suspects.values()) >= GUILTY:
-            logger.error("a request ends with an error: it killed worker after worker (%s)", ", ".join(suspects))
-            requests.pop().fail(EngineFailed("the worker died repeatedly on this request", retry=False))
+            guilty = requests.pop()
+            whose, uids = guilty.terms.owner, ", ".join(suspects)
+            logger.error("a request (%s, %s) ends with an error: it killed worker after worker", whose, uids)
+            guilty.fail(EngineFailed("the worker died repeatedly on this request", retry=False))
             self._on_replay("gave_up")
 
     def _clear(self, uid: str) -> None:
         """Nobody need suspect this choice any more."""
         self._suspects.clear(uid)
-        if self._apart == uid:
-            self._apart = None
-        self._let_a_suspect_back()
+        self._release()
 
-    def _let_a_suspect_back(self) -> None:
-        """One after the other: the next when something is told of the last."""
-        if self._apart is None and (uid := self._suspects.next_apart()) is not None:
-            self._apart = uid
-            self._send([self._choices[uid][1].submit])
+    def _release(self) -> None:
+        """Submit what has waited for a suspect."""
+        self._give([self._choices[uid][1].submit for uid in self._suspects.released()])
+
+    def _give(self, submits: Sequence[Submit]) -> None:
+        if submits:
+            self._send(submits)
 
     def _failure(self, request: LiveRequest, choice: Choice, finish: Finish) -> ApiError:
         """What a client is told of a sequence that could not be finished."""

@@ -36,6 +36,7 @@ class Lifecycle:
     epoch_seconds: `time.monotonic()` of the last start of a worker; written by main.
     ready_epoch: the epoch of the last worker that was ready to serve, -1 before; written by the worker.
     num_beats: signs of life, at every step and while idle every second; written by the worker.
+    num_api_beats: signs of life of the API process, every second; written by it.
     num_active: completion requests whose response is not finished; written by the API process.
     manager_pid: LitServe's queue process, 0 until it is up; written by main.
     """
@@ -47,6 +48,7 @@ class Lifecycle:
     epoch_seconds: c_double = field(default_factory=lambda: RawValue(c_double, 0.0))
     ready_epoch: c_int = field(default_factory=lambda: RawValue(c_int, -1))
     num_beats: c_long = field(default_factory=lambda: RawValue(c_long, 0))
+    num_api_beats: c_long = field(default_factory=lambda: RawValue(c_long, 0))
     num_active: c_int = field(default_factory=lambda: RawValue(c_int, 0))
     manager_pid: c_int = field(default_factory=lambda: RawValue(c_int, 0))
 
@@ -58,6 +60,10 @@ class Lifecycle:
     def beat(self) -> None:
         """Give a sign of life; the worker only."""
         self.num_beats.value += 1
+
+    def beat_api(self) -> None:
+        """Give a sign of life; the API process only."""
+        self.num_api_beats.value += 1
 
     def die_with_main(self) -> None:
         """Have the kernel kill this child of main when main ends, and end it now if that has happened.

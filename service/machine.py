@@ -32,13 +32,13 @@ def machine_fault() -> str | None:
     return None
 
 
-def reserve(directory: str) -> None:
-    """Take the room of this process' files there now. A page that a full disk refuses later ends the process (SIGBUS).
+def reserve(directory: str, process: str | int) -> None:
+    """Take the room of a process' files there now. A page that a full disk refuses later ends the process (SIGBUS).
 
     Raises:
         OSError: there is no room.
     """
-    for path in Path(directory).glob(f"*_{os.getpid()}.db"):
+    for path in Path(directory).glob(f"*_{process}.db"):
         with path.open("r+b") as file:
             try:
                 os.posix_fallocate(file.fileno(), 0, path.stat().st_size)

@@ -131,7 +131,8 @@ _FAMILIES = (
     Family("requests_cancelled", _C, "requests",
            "Requests whose client left, by what they were doing.", ("phase",), (("waiting",), ("running",))),
     Family("wasted_tokens", _C, "tokens",
-           "Completion tokens computed for nobody.", ("reason",), (("cancelled",), ("failed",))),
+           "Completion tokens computed for nobody; unclaimed: kept for a client that did not come back.",
+           ("reason",), (("cancelled",), ("failed",), ("unclaimed",))),
     # The scheduler.
     Family("num_requests_running", _G, "choices", "Choices that compute.", in_vllm=True),
     Family("num_requests_waiting", _G, "choices", "Choices that wait for room.", in_vllm=True),

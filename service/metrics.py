@@ -1,7 +1,8 @@
 """Observes, and exposes what all processes have observed.
 
 Processes count for themselves, in memory-mapped files of one directory; whoever answers a scrape adds up the
-files of all of them. A counter outlives its process, a gauge goes with it (`mark_dead`).
+files of all of them. A counter outlives its process, a gauge goes with it (`mark_dead`). One worker after the other
+counts in the same files: for others there may be no room on the disk when they are needed.
 """
 
 import atexit
@@ -10,6 +11,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import struct
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -35,8 +37,11 @@ from service.messages import Finish, FinishReason, Hello, StepStats
 from service.metric_families import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Family, Kind
 from service.metric_families import EngineState as EngineState
 
+WORKER: Final = "worker"  # the process that computes, and whoever takes its place
 _DIRECTORY_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's name
 _DIRECTORY_PREFIX: Final = "kvasir-metrics-"
+# The head of prometheus_client's files: how many bytes are used, of which these are the first.
+_NOTHING_USED: Final = struct.pack("i", 8)
 _Instrument: TypeAlias = Counter | Gauge | Histogram
 
 
@@ -51,13 +56,19 @@ class Objectives:
 class Metrics:
     """What a process observes of one engine.
 
+    Args:
+        process: whose files these are; None for this process alone. Of one name there may be one process at a time.
+
     Raises:
         RuntimeError: `prepare_directory` has run neither in this process nor in an ancestor.
     """
 
-    def __init__(self, model_name: str, *, engine: str = "0", objectives: Objectives | None = None) -> None:
+    def __init__(
+        self, model_name: str, *, engine: str = "0", objectives: Objectives | None = None, process: str | None = None
+    ) -> None:
         self._common = (model_name, engine)
-        self._instruments = _instruments(_directory())
+        self._process = process
+        self._instruments = _instruments(_directory(), process)
         self._objectives = Objectives() if objectives is None else objectives
         for family in FAMILIES.values():
             if family.kind is Kind.COUNTER:
@@ -87,8 +98,6 @@ class Metrics:
             OSError: there is none.
         """
         self._counter("requests_replayed", "resubmitted").inc(0)  # a forked child then has files of its own
-        reserve(_directory())
-
         self._running = self._gauge("num_requests_running")
         self._waiting = self._gauge("num_requests_waiting")
         self._kv_usage = self._gauge("kv_cache_usage_perc")
@@ -109,6 +118,7 @@ class Metrics:
         packages = ("kvasir", "torch", "litserve")
         version, torch, litserve = (importlib.metadata.version(package) for package in packages)
         self._gauge("build_info", version, platform.python_version(), torch, litserve).set(1)
+        reserve(_directory(), self._process or os.getpid())
 
     def observe_worker_start(self, hello: Hello) -> None:
         """A worker is up, and idle."""
@@ -233,7 +243,7 @@ class Metrics:
         self._gauge("api_tasks").set(num_tasks)
 
     def set_engine_state(self, state: EngineState) -> None:
-        """The service is in this state now; the last to say so, in any process, is right."""
+        """The service is in this state now. For one process alone."""
         for candidate in EngineState:
             self._gauge("engine_state", candidate).set(candidate == state)
 
@@ -267,9 +277,11 @@ def prepare_directory() -> str:
     return directory
 
 
-def mark_dead(pid: int) -> None:
-    """Forget the gauges of a process that is gone; what it counted stays."""
-    multiprocess.mark_process_dead(pid, _directory())
+def mark_dead(process: str | int) -> None:
+    """Forget the gauges of a process that is gone, by its name or id; what it counted stays, and so does its room."""
+    for path in Path(_directory()).glob(f"gauge_live*_{process}.db"):
+        with path.open("r+b") as file:
+            file.write(_NOTHING_USED)
 
 
 def render() -> tuple[bytes, str]:
@@ -298,11 +310,11 @@ def _under_vllm_name(metric: Metric) -> Metric:
 
 
 @functools.cache
-def _instruments(directory: str) -> Mapping[str, _Instrument]:
+def _instruments(directory: str, process: str | None) -> Mapping[str, _Instrument]:
     """This process' instruments on `directory`. Cached: two on one series would overwrite each other."""
     # prometheus_client decides when it is imported whether values are shared, which may be before
     # `prepare_directory`; deciding again makes the order of imports irrelevant.
-    values.ValueClass = values.get_value_class()
+    values.ValueClass = values.MultiProcessValue(os.getpid if process is None else lambda: process)
     return {name: _instrument(family) for name, family in FAMILIES.items()}
 
 

@@ -34,7 +34,7 @@ from service.http_protocol import BoundedHttpProtocol, ConnectionLimits
 from service.lifecycle import Lifecycle, Phase, name_process
 from service.machine import machine_fault
 from service.messages import BUS
-from service.metrics import EngineState, Metrics, prepare_directory
+from service.metrics import Metrics, prepare_directory
 from service.open_files import connections_within_limits
 from service.openapi import openapi_document
 from service.requests import install_error_handlers
@@ -119,7 +119,6 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         """
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
-        self._metrics.set_engine_state(EngineState.STARTING)
         self._lifecycle.epoch_seconds.value = time.monotonic()
         os.register_at_fork(after_in_child=self._lifecycle.die_with_main)
         try:
@@ -244,15 +243,19 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
 
     def _watch(self, api_process: BaseProcess) -> None:
         """Look after the others until main ends: this thread's children end with it, see `Lifecycle.die_with_main`."""
+        threading.Thread(target=self._supervisor.listen, args=(self._inboxes[0].qsize,), daemon=True).start()
         while True:
             self._supervisor.watch(
                 api=api_process, queue=self._manager._process, worker=lambda: self.inference_workers[0]
             )
             time.sleep(POLL_SECONDS)
 
-    def _fail(self, message: str) -> None:
+    def _fail(self, message: str, hung: BaseProcess | None = None) -> None:
         logger.error("%s", message)
         self._exit_code = 1
+        if hung is not None:
+            self._lifecycle.enter(Phase.STOPPING)  # before others see its end, and explain it in their words
+            hung.kill()
         self._stop()
 
     # The end.
@@ -271,7 +274,6 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
 
     def _drain(self) -> None:
         logger.info("draining: %s", _requests(self._lifecycle.num_active.value, "running"))
-        self._metrics.set_engine_state(EngineState.DRAINING)
         deadline = time.monotonic() + self._settings.drain_seconds
         while self._lifecycle.num_active.value and time.monotonic() < deadline and not self._hurry.wait(0.02):
             pass
@@ -342,6 +344,5 @@ def _check_port(host: str, port: int) -> None:
 
 
 def _requests(number: int, state: str) -> str:
-    if number == 0:
-        return f"no request is {state}"
-    return f"1 request is {state}" if number == 1 else f"{number} requests are {state}"
+    counted = {0: "no request is", 1: "1 request is"}.get(number, f"{number} requests are")
+    return f"{counted} {state}"

@@ -177,7 +177,7 @@ class ServeSettings(ModelSettings):
         "operation", "keep a process ready to take a dead worker's place: a second and a half sooner", True
     )
     hang_seconds: float = option(
-        "operation", "a worker that makes no progress for so long is killed and replaced; 0: never", 120.0, ge=0
+        "operation", "a worker without a sign of life for so long is replaced; 0: never", 120.0, ge=0
     )
     log_level: Literal["debug", "info", "warning", "error"] = option("operation", "least severe log", "info")
 
@@ -195,6 +195,13 @@ class ServeSettings(ModelSettings):
         if not all(origin == "*" or _ORIGIN.fullmatch(origin) for origin in origins):
             raise ValueError("must be origins such as https://example.com:8443, without a path, or *")
         return origins
+
+    @field_validator("hang_seconds")
+    @classmethod
+    def _signs_of_life_come_every_second(cls, value: float) -> float:
+        if 0 < value < 3:
+            raise ValueError("must be 0, or at least 3: signs of life come every second")
+        return value
 
 
 class GenerateSettings(ModelSettings):

@@ -37,7 +37,7 @@ from service.messages import (
     Hello,
     encode_events,
 )
-from service.metrics import Metrics
+from service.metrics import WORKER, Metrics
 from service.settings import ServeSettings, effective_values
 from service.standby import wait_for_word
 
@@ -166,7 +166,7 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
             target=self._pump, args=(request_queue, inbox, lit_api.lifecycle), name="pump", daemon=True
         )
         pump.start()
-        metrics = Metrics(lit_api.settings.model_name or lit_api.manifest.name)
+        metrics = Metrics(lit_api.settings.model_name or lit_api.manifest.name, process=WORKER)
         facts = lit_api.facts
         hello = Hello(
             worker_id=worker_id,

@@ -13,6 +13,8 @@ from tests.faults.questions import Question
 from tests.faults.traffic import leaving
 from tests.faults.wire import Moment, exchange, request_bytes
 
+# What the server keeps for a client that gave a key, and then counts as waste; it looks every second.
+RESUME_SECONDS = 4.0
 _AT_ONCE = 12
 
 
@@ -62,14 +64,20 @@ async def depart(
 
     before = await idle(service)
     await asyncio.gather(*map(one, range(number)))
+    await idle(service)
+    if kind is Kind.KEYED:
+        await asyncio.sleep(RESUME_SECONDS + 2.0)
     after = await idle(service)
     change = {name: int(after[name] - before.get(name, 0)) for name in after}
     departures.num_generated = change["generation_tokens_total"]
-    departures.num_wasted = change["wasted_tokens_total{cancelled}"]
+    # These were kept, and so seemed sent.
+    num_unclaimed = change["wasted_tokens_total{unclaimed}"] if kind is Kind.KEYED else 0
+    departures.num_wasted = change["wasted_tokens_total{cancelled}"] + num_unclaimed
     if kind is Kind.BODY:  # all of its tokens, or none
         departures.num_sent = change["request_generation_tokens_sum"]
     else:  # each token is a first one or has a time since the one before it
-        departures.num_sent = change["time_to_first_token_seconds_count"] + change["inter_token_latency_seconds_count"]
+        num_told = change["time_to_first_token_seconds_count"] + change["inter_token_latency_seconds_count"]
+        departures.num_sent = num_told - num_unclaimed
     return departures
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from service.metrics import Metrics, mark_dead
+from service.metrics import WORKER, Metrics, mark_dead
 from tests.ops.observations import MODEL, STEP, finished, observe_everything, scrape
 
-_DEADLINE_SECONDS = 60
+_DEADLINE_SECONDS = 250
 
 
 class Worker:
@@ -62,6 +62,10 @@ def observe_a_busy_step() -> None:
     Metrics(MODEL).observe_step(msgspec.structs.replace(STEP, num_running=9))
 
 
+def observe_all_once_as_the_worker() -> None:
+    observe_everything(Metrics(MODEL, process=WORKER))
+
+
 def test_counters_and_histograms_of_processes_add_up(metrics: Metrics) -> None:
     workers = [Worker(observe_all_once), Worker(observe_two_finishes)]
     finished(metrics)
@@ -97,6 +101,30 @@ def test_the_newest_worker_speaks_for_the_engine(metrics: Metrics) -> None:
     mark_dead(dead)
     assert scrape()["num_requests_running"] == 9
     second.kill()
+
+
+def test_one_worker_after_the_other_needs_no_more_room(metrics: Metrics) -> None:
+    """A disk that has filled meanwhile would end the next one with SIGBUS, and the one after it."""
+    directory = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
+
+    def taken() -> dict[str, int]:
+        stats = {path.name: path.stat() for path in directory.glob(f"*_{WORKER}.db")}
+        assert all(stat.st_blocks * 512 == stat.st_size for stat in stats.values()), "all of it is there"
+        return {name: stat.st_size for name, stat in stats.items()}
+
+    rooms = []
+    for number in range(1, 4):
+        worker = Worker(observe_all_once_as_the_worker)
+        rooms.append(taken())
+        samples = scrape()
+        assert samples["num_requests_running"] == STEP.num_running
+        assert samples["generation_tokens_total"] == number * STEP.num_completion_tokens
+        worker.kill()
+        mark_dead(WORKER)
+        assert "num_requests_running" not in scrape()
+        rooms.append(taken())
+    assert len(rooms[0]) == 3
+    assert rooms == rooms[:1] * 6
 
 
 _PARENT = """

@@ -61,6 +61,7 @@ class Events(Response):
         self.raw_headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         self.count, self.size = count, size
         self.gate = asyncio.Semaphore(0)
+        self.num_sent_tokens = 0
         self.was_abandoned = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,6 +77,7 @@ class Events(Response):
         for number in range(self.count):
             await self.gate.acquire()
             event = encode_event({"n": number, "text": "x" * self.size})
+            self.num_sent_tokens += 3
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -89,7 +91,8 @@ class Kept:
 
     def __init__(self, keep_seconds: float = 60.0) -> None:
         self.counted: list[str] = []
-        self.all = Recordings(keep_seconds=keep_seconds, count=self.counted.append)
+        self.wasted: list[int] = []
+        self.all = Recordings(keep_seconds=keep_seconds, count=self.counted.append, waste=self.wasted.append)
 
     async def __aenter__(self) -> "Kept":
         return self

@@ -102,8 +102,10 @@ def test_a_log_line_has_the_name_and_never_the_key(
     # Another test may have set up logging, as a process of the service does.
     monkeypatch.setattr(logging.getLogger("service"), "propagate", True)
     with caplog.at_level(logging.DEBUG, logger="service.access"):
-        guarded().client.get("/v1/models", headers=bearer(KEY))
+        for path in ("/v1/models", "/v1/models/a%0aFORGED"):
+            guarded().client.get(path, headers=bearer(KEY))
     assert "GET /v1/models: by the key of alice" in caplog.messages
+    assert "GET /v1/models/a%0aFORGED: by the key of alice" in caplog.messages, "one line, as it came"
     assert KEY not in caplog.text
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from service import bounded_process
 from service.bounded_process import BoundedProcess, ProcessEnded, ProcessKilled
 from tests.e2e.process import wait_until
 
@@ -51,4 +52,15 @@ def test_one_that_a_limit_ends_is_not(process: BoundedProcess) -> None:
 def test_what_kills_its_successor_too_is_given_up(process: BoundedProcess) -> None:
     with pytest.raises(ProcessKilled):
         process.ask({"signal": signal.SIGKILL})
+    assert not process.is_running
+
+
+def test_one_that_is_stopped_is_killed_and_replaced(process: BoundedProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It uses no processor time, so no limit of its own would ever end it, and all who come later wait for it."""
+    pid = process.ask({})["pid"]
+    monkeypatch.setattr(bounded_process, "ANSWER_SECONDS", 0.5)
+    os.kill(pid, signal.SIGSTOP)
+    assert process.ask({})["pid"] != pid
+    with pytest.raises(ProcessKilled):
+        process.ask({"signal": signal.SIGSTOP})
     assert not process.is_running

@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from service.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED
@@ -21,11 +21,11 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"%d" % size})
 
 
-def talk(*chunks: bytes) -> Wire:
+def talk(*chunks: bytes, to: ASGIApp = app) -> Wire:
     """Send chunk by chunk, and let what is asked be answered."""
 
     async def run() -> Wire:
-        protocol, wire = connect(app, ServerState())
+        protocol, wire = connect(to, ServerState())
         for chunk in chunks:
             if wire.is_closing():
                 break
@@ -108,3 +108,39 @@ def test_the_next_request_of_a_connection_is_bounded_too() -> None:
     wire = talk(head() + b"12345", b"GET / HTTP/1.1\r\na: ", *[b"x" * 10_000] * 100)
     assert wire.is_closed
     assert b"HTTP/1.1 431 " in wire.written
+
+
+@pytest.mark.parametrize("offer", [b"", b"connection: upgrade\r\nupgrade: h2c\r\n", b"connection: keep-alive\r\n"])
+def test_http_1_0_gets_no_chunks_and_the_end_of_the_connection(offer: bytes) -> None:
+    """A client of that version would take the sizes of chunks for the text."""
+    wire = talk(b"POST / HTTP/1.0\r\n" + offer + b"content-length: 5\r\nexpect: 100-continue\r\n\r\n12345")
+    fields, _, body = wire.written.partition(b"\r\n\r\n")
+    assert fields.splitlines() == [b"HTTP/1.1 200 OK", b"connection: close"]
+    assert (body, wire.is_closed) == (b"5", True)
+
+
+def test_an_answer_of_known_length_says_it_in_any_version() -> None:
+    async def known(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"Content-Length", b"4")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"ab", "more_body": True})
+        await send({"type": "http.response.body", "body": b"cd"})
+
+    wires = [talk(b"GET / HTTP/%s\r\nhost: a\r\n\r\n" % version, to=known) for version in (b"1.0", b"1.1")]
+    assert [wire.written.partition(b"\r\n\r\n")[2] for wire in wires] == [b"abcd"] * 2
+    assert [b"\r\ncontent-length: 4\r\n" in wire.written for wire in wires] == [True] * 2
+    assert [b"\r\nconnection: close\r\n" in wire.written for wire in wires] == [True, False]
+
+
+@pytest.mark.parametrize("name", ["Host", "content-encoding", "Idempotency-Key", "last-event-id", "x-request-timeout"])
+def test_a_field_that_says_two_things_is_refused(name: str) -> None:
+    fields = [f"{name}: identity", f"{name.upper()}: identity"]
+    assert status(talk(head(*fields[: name != "Host"]) + b"12345")) == 200
+    wire = talk(head(*fields) + b"12345")
+    assert (status(wire), wire.is_closed) == (400, True)
+    error = json.loads(wire.written.partition(b"\r\n\r\n")[2])["error"]
+    assert (error["message"], error["param"]) == (f"{name.lower()} came twice; send it once", name.lower())
+
+
+def test_a_field_of_many_values_may_come_twice() -> None:
+    assert status(talk(head("x-forwarded-for: a", "x-forwarded-for: b", "a: b", "a: c") + b"12345")) == 200

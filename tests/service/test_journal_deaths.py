@@ -1,12 +1,15 @@
 """What becomes of requests when their worker dies, and who is suspected of it."""
 
+import logging
+
 import msgspec
 import pytest
 
 from service.errors import EngineFailed
 from service.messages import Started, TokenLogprob
+from service.queue_terms import QueueTerms
 from tests.service.desk import Desk, run, texts
-from tests.service.sequences import make_choice, make_delta, make_finish, make_hello
+from tests.service.sequences import make_choice, make_delta, make_finish, make_hello, make_request
 
 
 def test_a_hello_at_the_first_start_resubmits_nothing() -> None:
@@ -87,10 +90,17 @@ def test_deaths_after_a_token_are_nobodys_fault() -> None:
     assert not request.has_failed
 
 
-def test_a_request_that_kills_three_workers_fails_alone_and_is_not_to_be_repeated() -> None:
+def test_a_request_that_kills_three_workers_fails_alone_and_is_not_to_be_repeated(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("service"), "propagate", True)
+
     async def test() -> None:
         desk = Desk()
-        poison, good = desk.open(make_choice("p")), desk.open(make_choice("g"))
+        poison = make_request(make_choice("p"))
+        poison.terms = QueueTerms(owner="key mallory")
+        desk.journal.open(poison)
+        good = desk.open(make_choice("g"))
         for epoch in (1, 2):
             begin(desk, "p", "g")
             desk.journal.receive([make_hello(epoch)])
@@ -106,18 +116,20 @@ def test_a_request_that_kills_three_workers_fails_alone_and_is_not_to_be_repeate
         assert len(await good.next_deltas()) == 1
 
     run(test)
+    assert caplog.messages == ["a request (key mallory, p) ends with an error: it killed worker after worker"]
 
 
 def test_suspects_come_back_one_by_one_as_the_last_is_cleared() -> None:
     desk = Desk()
     for uid in "abc":
         desk.open(make_choice(uid))
+    tell(desk, "c")
     for epoch in (1, 2):
         begin(desk, "a", "b")
         given = sent_after(desk, epoch)
     assert given == ["c", "a"]
     begin(desk, "a")
-    tell(desk, "c")
+    tell(desk, "c", index=1)
     assert desk.submits()[-1].uid == "a", "one that is no suspect clears nobody"
     tell(desk, "a")
     assert desk.submits()[-1].uid == "b"
@@ -135,12 +147,52 @@ def test_a_suspect_whose_client_leaves_makes_room_for_the_next() -> None:
 
 def test_no_request_is_condemned_while_another_may_be_guilty() -> None:
     desk = Desk()
-    requests = [desk.open(make_choice("a"))]
-    for epoch in range(1, 6):
-        requests.append(desk.open(make_choice(f"new{epoch}")))
-        begin(desk, "a", f"new{epoch}")
+    requests = [desk.open(make_choice(uid)) for uid in "ab"]
+    for epoch in (1, 2):
+        begin(desk, "a", "b")
         desk.journal.receive([make_hello(epoch)])
+    begin(desk, "a")
+    attempt = desk.submits()[-1].attempt
+    desk.journal.receive([Started(uid="b", attempt=attempt)])  # kept apart, and yet it began
+    desk.journal.receive([make_hello(3)])
     assert not any(request.has_failed for request in requests)
+
+
+def test_while_a_suspect_is_tried_nothing_else_begins() -> None:
+    """Else a stream of new requests would always be suspected beside it, and a poison kill worker after worker."""
+    desk = Desk()
+    poison, waiting, leaving = (desk.open(make_choice(uid)) for uid in ("p", "waiting", "leaving"))
+    running = desk.open(make_choice("running"))
+    tell(desk, "running")
+    for epoch in (1, 2):
+        begin(desk, "p")
+        given = sent_after(desk, epoch)
+    assert given == ["running", "p"]
+    new = desk.open(make_choice("new"))
+    desk.journal.close(leaving)
+    assert desk.submits()[-1].uid == "p"
+    begin(desk, "p")
+    assert sent_after(desk, 3) == ["waiting", "running", "new"]
+    assert [request.has_failed for request in (poison, waiting, running, new)] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_who_waited_for_a_suspect_goes_on_when_it_is_cleared_or_gone(is_told: bool) -> None:
+    desk = Desk()
+    suspect, _ = desk.open(make_choice("s")), desk.open(make_choice("a"))
+    for epoch in (1, 2):
+        begin(desk, "s")
+        desk.journal.receive([make_hello(epoch)])
+    desk.open(make_choice("b"))
+    assert desk.submits()[-1].uid == "s"
+    if is_told:
+        begin(desk, "s")
+        tell(desk, "s")
+    else:
+        desk.journal.close(suspect)
+    assert [submit.uid for submit in desk.submits()][-2:] == ["a", "b"]
+    desk.open(make_choice("c"))
+    assert desk.submits()[-1].uid == "c"
 
 
 def test_what_an_old_worker_began_does_not_count_against_the_new_attempt() -> None:

@@ -48,13 +48,13 @@ def test_room_is_taken_before_it_is_needed(tmp_path: Path, monkeypatch: pytest.M
         with path.open("wb") as file:
             file.truncate(65536)
     assert (ours.stat().st_blocks, other.stat().st_blocks) == (0, 0)
-    reserve(str(tmp_path))
+    reserve(str(tmp_path), os.getpid())
     assert (ours.stat().st_blocks, other.stat().st_blocks) == (128, 0)
     monkeypatch.setattr(os, "posix_fallocate", refuse(errno.EOPNOTSUPP))
-    reserve(str(tmp_path))
+    reserve(str(tmp_path), os.getpid())
     monkeypatch.setattr(os, "posix_fallocate", refuse(errno.ENOSPC))
     with pytest.raises(OSError, match="No space left"):
-        reserve(str(tmp_path))
+        reserve(str(tmp_path), os.getpid())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Send
 
-from service import recordings
+from service import recording, recordings
 from service.errors import AnswerGone, EngineFailed
 from service.responses import encode_event
 from tests.service.recorded import Client, Events, Kept, gives, never, settle
@@ -104,7 +104,7 @@ def test_who_does_not_come_back_in_time_is_given_up() -> None:
 
 
 def test_memory_is_bounded_and_who_is_too_late_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recordings, "MAX_ANSWER_BYTES", 5_000)
+    monkeypatch.setattr(recording, "MAX_ANSWER_BYTES", 5_000)
     monkeypatch.setattr(recordings, "MAX_KEPT_BYTES", 20_000)
 
     async def scenario() -> None:
@@ -127,7 +127,7 @@ def test_memory_is_bounded_and_who_is_too_late_is_told(monkeypatch: pytest.Monke
 
 
 def test_a_reader_that_is_left_behind_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recordings, "MAX_ANSWER_BYTES", 5_000)
+    monkeypatch.setattr(recording, "MAX_ANSWER_BYTES", 5_000)
 
     async def scenario() -> None:
         async with Kept() as kept:
@@ -148,5 +148,52 @@ def test_a_reader_that_is_left_behind_is_told(monkeypatch: pytest.MonkeyPatch) -
             await asking
             assert "too slowly" in client.events[-1]
             assert len(client.events) < 40
+
+    asyncio.run(scenario())
+
+
+def test_what_nobody_came_for_is_waste() -> None:
+    """Three tokens an event: of a stream those behind the last event that was played to anybody."""
+
+    async def scenario() -> None:
+        async with Kept(keep_seconds=0.01) as kept:
+            whole, half, body = Events(4), Events(4), Response(b"no tokens are known of")
+            readers = [Client(idempotency_key="whole"), Client(idempotency_key="half"), Client(idempotency_key="body")]
+            asking = [
+                asyncio.create_task(reader.ask(kept.all, gives(response)))
+                for reader, response in zip(readers, (whole, half, body), strict=True)
+            ]
+            whole.let(4)
+            half.let(1)
+            await settle()
+            readers[1].left.set()
+            await asyncio.gather(asking[0], asking[1], asking[2])
+            half.let(3)
+            await settle()
+            assert kept.wasted == []
+            await asyncio.sleep(0.02)
+            kept.all.tend()
+            await settle()
+            assert sorted(kept.wasted) == [0, 0, 9]
+
+    asyncio.run(scenario())
+
+
+def test_what_came_for_nobody_before_the_end_is_waste_too() -> None:
+    async def scenario() -> None:
+        async with Kept(keep_seconds=0.01) as kept:
+            stream, client = Events(4), Client(idempotency_key="k")
+            asking = asyncio.create_task(client.ask(kept.all, gives(stream)))
+            stream.let(1)
+            await settle()
+            client.left.set()
+            await asking
+            stream.let(2)
+            await settle()
+            await asyncio.sleep(0.02)
+            kept.all.tend()
+            await settle()
+            assert stream.was_abandoned
+            assert kept.wasted == [6]
 
     asyncio.run(scenario())

@@ -6,6 +6,7 @@ import socket
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,6 +165,45 @@ def test_the_death_of_the_api_process_ends_the_service(server: KvasirServer) -> 
     dead: Any = FakeProcess(exitcode=-11)
     server._supervisor.watch(api=dead, queue=dead, worker=lambda: dead)
     assert (server._exit_code, server._lifecycle.phase.value) == (1, Phase.STOPPING)
+
+
+def test_who_hangs_is_killed_before_anybody_waits_for_it(server: KvasirServer) -> None:
+    """To end the service main has to tell the queue process, which would never answer."""
+    asked: list[Phase] = []
+
+    class Hung(FakeProcess):
+        def kill(self) -> None:
+            asked.append(Phase(server._lifecycle.phase.value))
+            assert not server._shutdown_event.is_set()
+
+    hung: Any = Hung(None)
+    server._fail("it gave no sign of life", hung)
+    assert asked == [Phase.STOPPING]
+    assert (server._exit_code, server._shutdown_event.is_set()) == (1, True)
+
+
+def test_main_asks_the_queue_process_and_looks_at_all_of_them(
+    server: KvasirServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, seen = threading.Event(), []
+
+    class Queue:
+        def qsize(self) -> int:
+            asked.set()
+            raise EOFError
+
+    def watch(**processes: Any) -> None:
+        assert asked.wait(60)
+        seen.append((processes["api"], processes["queue"], processes["worker"]()))
+        raise InterruptedError
+
+    server._inboxes, server.inference_workers = (Queue(),), ["worker"]
+    monkeypatch.setattr(server, "_manager", SimpleNamespace(_process="queue"))
+    monkeypatch.setattr(server._supervisor, "watch", watch)
+    api: Any = "api"
+    with pytest.raises(InterruptedError):
+        server._watch(api)
+    assert seen == [("api", "queue", "worker")]
 
 
 def test_a_taken_port_is_found_before_anything_is_loaded(tiny_checkpoint: Path) -> None:

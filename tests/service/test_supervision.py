@@ -35,16 +35,24 @@ class Bench:
         self.lifecycle.ready_epoch.value = 0
         self.launched: list[tuple[int, bool]] = []  # epoch, and whether it waits for a word
         self.failures: list[str] = []
+        self.now = 100.0
+        self.others = {"api": FakeProcess(), "queue": FakeProcess()}
         self.error: OSError | None = None
         self.worker: Any = FakeProcess()
         self.supervisor = Supervisor(
             self.lifecycle,
             metrics,
             launch=self._launch,
-            fail=self.failures.append,
+            fail=self._fail,
             has_standby=has_standby,
             hang_seconds=hang_seconds,
+            clock=lambda: self.now,
         )
+
+    def _fail(self, message: str, hung: Any = None) -> None:
+        self.failures.append(message)
+        if hung is not None:
+            hung.kill()
 
     def _launch(self, epoch: int, word: Connection | None = None) -> Any:
         if self.error is not None:
@@ -55,9 +63,22 @@ class Bench:
         process.word = None if word is None else Connection(os.dup(word.fileno()), writable=False)
         return process
 
-    def watch(self, api: FakeProcess | None = None, queue: FakeProcess | None = None) -> None:
-        others: Any = (FakeProcess() if api is None else api, FakeProcess() if queue is None else queue)
-        self.supervisor.watch(api=others[0], queue=others[1], worker=lambda: self.worker)
+    def watch(self, **others: FakeProcess) -> None:
+        processes: Any = self.others | others
+        self.supervisor.watch(**processes, worker=lambda: self.worker)
+
+    def watch_for(self, seconds: float, *beating: str) -> None:
+        """Look ten times a second for so long, while these give signs of life, until one is killed."""
+        until = self.now + seconds
+        while self.now < until and all(process.is_alive() for process in (self.worker, *self.others.values())):
+            self.now += 0.1
+            if "worker" in beating:
+                self.lifecycle.beat()
+            if "api" in beating:
+                self.lifecycle.beat_api()
+            if "queue" in beating:
+                self.supervisor._num_answers += 1
+            self.watch()
 
     def die(self) -> None:
         self.worker.kill()
@@ -107,14 +128,87 @@ def test_where_no_worker_can_be_started_the_service_ends(bench: Bench) -> None:
     assert bench.failures == ["no other worker can be started: [Errno 11] Resource temporarily unavailable"]
 
 
-def test_a_worker_that_hangs_is_killed(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(metrics, hang_seconds=5.0)
+def hanging(metrics: Metrics) -> Bench:
+    """Ten seconds' patience; the first worker was up after five."""
+    bench = Bench(metrics, has_standby=False, hang_seconds=10.0)
+    bench.lifecycle.epoch_seconds.value = 95.0
+    bench.lifecycle.beat_api()
     bench.watch()
+    return bench
+
+
+def test_who_gives_signs_of_life_is_left_alone(metrics: Metrics) -> None:
+    bench = hanging(metrics)
+    bench.watch_for(100.0, "worker", "api", "queue")
+    assert bench.now > 199.0
+    assert bench.failures == []
+
+
+def test_a_worker_that_hangs_is_killed(metrics: Metrics) -> None:
+    bench = hanging(metrics)
+    bench.watch_for(9.5, "api", "queue")
     assert bench.worker.is_alive()
-    monkeypatch.setattr(bench.supervisor._watchdog, "barks", lambda: True)
-    bench.watch()
+    bench.watch_for(1.0, "api", "queue")
     assert not bench.worker.is_alive()
     assert bench.failures == []
+
+
+def test_a_worker_that_hangs_while_it_loads_is_killed_later(metrics: Metrics) -> None:
+    """It may take ten times as long as the first: files may have to be read from the disk again."""
+    bench = hanging(metrics)
+    bench.die()
+    bench.watch_for(59.0, "api", "queue")
+    assert bench.worker.is_alive()
+    bench.watch_for(2.0, "api", "queue")
+    assert not bench.worker.is_alive()
+
+
+@pytest.mark.parametrize(("name", "others"), [("API", ("worker", "queue")), ("queue", ("worker", "api"))])
+def test_without_a_sign_of_life_of_the_others_the_service_ends(
+    metrics: Metrics, name: str, others: tuple[str, ...]
+) -> None:
+    bench = hanging(metrics)
+    bench.watch_for(9.5, *others)
+    assert bench.failures == []
+    bench.watch_for(1.0, *others)
+    assert bench.failures == [f"the {name} process gave no sign of life for 10 s"]
+    assert [process.is_alive() for process in bench.others.values()] == [name == "queue", name == "API"]
+
+
+def test_who_waits_for_a_queue_process_that_hangs_is_not_blamed(metrics: Metrics) -> None:
+    bench = hanging(metrics)
+    bench.watch_for(5.0, "queue")
+    bench.watch_for(12.0)
+    assert bench.failures == ["the queue process gave no sign of life for 10 s"]
+    assert bench.worker.is_alive()
+
+
+def test_an_api_process_that_is_not_up_yet_owes_nothing(metrics: Metrics) -> None:
+    bench = hanging(metrics)
+    bench.lifecycle.num_api_beats.value = 0
+    bench.watch_for(100.0, "worker", "queue")
+    assert bench.failures == []
+
+
+def test_a_limit_of_zero_is_none(metrics: Metrics) -> None:
+    bench = Bench(metrics, has_standby=False)
+    bench.lifecycle.beat_api()
+    bench.watch_for(1000.0)
+    assert bench.worker.is_alive()
+    assert bench.failures == []
+
+
+def test_the_queue_process_is_asked_until_it_is_gone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.supervision._ASK_SECONDS", 0.0)
+    answers = iter([1, 2, 3])
+
+    def ask() -> int:
+        for answer in answers:
+            return answer
+        raise EOFError
+
+    bench.supervisor.listen(ask)
+    assert bench.supervisor._num_answers == 3
 
 
 def test_without_the_api_process_or_the_queue_process_the_service_ends(bench: Bench) -> None:
