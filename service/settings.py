@@ -145,7 +145,7 @@ class ServeSettings(ModelSettings):
         "admission",
         "longest wait for a place: what would wait longer, by what the answers under way have left and how fast they "
         "come, gets a 429; a request may accept more by timeout; 0: any",
-        0.1,
+        0.05,
         ge=0,
         le=86_400,
     )

@@ -85,7 +85,7 @@ def test_an_owner_is_a_key_or_where_a_request_comes_from() -> None:
 
 
 def test_the_settings_are_the_limits_and_0_is_none() -> None:
-    assert queue_limits(make_settings()) == QueueLimits(max_seconds=60.0, target_seconds=0.1)
+    assert queue_limits(make_settings()) == QueueLimits(max_seconds=60.0, target_seconds=0.05)
     assert queue_limits(make_settings(max_queue_seconds=7.0, target_queue_seconds=3.0)) == QueueLimits(
         max_seconds=7.0, target_seconds=3.0
     )
