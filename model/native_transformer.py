@@ -1,4 +1,5 @@
-"""The transformer by kernels of our own, on CPUs: one call between two layers' attentions, and one for the logits.
+"""The transformer by kernels of our own, on CPUs: one call for all layers, where their attention is our kernel's too,
+else one between two layers' attentions; and one for the logits.
 
 The twin of `model.transformer.Transformer`, from whose matrices it is made and with which it agrees within rounding:
 the residual stream and what is between two matrices stay float32 here. Every output of a matrix is one sum over its
