@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -36,6 +37,7 @@ _FLAGS = (
     *("-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"),
     "-ffp-contract=off",  # a * b + c is what is written on every level: the same bits wherever a function is inlined
 )
+_UNFINISHED = ".building-"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 # A compiler that takes longer is given up.
 _COMPILE_SECONDS = 600
@@ -70,7 +72,8 @@ def build(level: Level, directory: Path) -> Path:
         raise BuildError(f"no C++ compiler ({', '.join(_COMPILERS)}) is installed")
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(prefix=".building-", dir=directory) as scratch:
+        _remove_abandoned(directory)
+        with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=directory) as scratch:
             made = Path(scratch) / "kernels.so"
             _compile(compiler, level, made)
             contents = made.read_bytes()
@@ -100,6 +103,14 @@ def _compile(compiler: str, level: Level, made: Path) -> None:
         lines = said.decode(errors="replace").strip().splitlines()
         first = next((line for line in lines if "error" in line), lines[0] if lines else "it said nothing")
         raise BuildError(f"{compiler} ended with {child.returncode}: {first}")
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """What is left of builders that were killed."""
+    for path in directory.glob(f"{_UNFINISHED}*"):
+        with suppress(OSError):  # another one was faster
+            if time.time() - path.stat().st_mtime > 2 * _COMPILE_SECONDS:
+                shutil.rmtree(path)
 
 
 def _sources(pattern: str) -> list[Path]:

@@ -1,8 +1,10 @@
 """Kernels are compiled once, whole or not at all, and their absence is one line of the log."""
 
 import logging
+import os
 import stat
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,16 @@ def test_builders_beside_each_other_make_the_same_file(compilations: Path, tmp_p
     assert compilations.read_text().count("one") == 4
     assert find_built(LEVEL, (tmp_path / "cache",)) is not None
     assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_what_killed_builders_left_is_removed(compilations: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    for name, age in ((".building-old", 10_000), (".building-new", 0), ("other", 10_000)):
+        (cache / name).mkdir(parents=True)
+        now = time.time()
+        os.utime(cache / name, (now - age, now - age))
+    build(LEVEL, cache)
+    assert {path.name for path in cache.iterdir()} == {".building-new", "other", library_name(LEVEL)}
 
 
 def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

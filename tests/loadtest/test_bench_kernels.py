@@ -1,0 +1,52 @@
+"""The command that compares our attention kernel with PyTorch's and with memory."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from loadtest import bench_kernels
+from model.kernels.library import Kernels
+from tests.model.kernel_libraries import BUILDABLE, library_of
+
+ASKED = ["--shape", "S", "--batch", "2", "--context", "48", "--repeats", "2", "--threads", "1"]
+
+
+@pytest.fixture(autouse=True)
+def _small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_kernels, "_COLD_BYTES", 1)
+    monkeypatch.setattr(bench_kernels, "_READ_BYTES", 2**20)
+    monkeypatch.setattr(bench_kernels, "quiet_or_warned", lambda _: 0.0)
+    monkeypatch.setattr(bench_kernels, "KERNELS", Kernels())
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+
+
+@pytest.mark.parametrize("level", list(BUILDABLE)[:1])
+@pytest.mark.parametrize(("flag", "kind"), [(None, "full"), ("--ragged", "ragged"), ("--prefill", "prefill")])
+def test_both_ways_are_timed_on_the_same_layers(
+    level: str, flag: str | None, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench_kernels.KERNELS.library = library_of(level)
+    out = tmp_path / "kernels.json"
+    asked = [*ASKED, *([flag] if flag else []), "--out", str(out)]
+    assert bench_kernels.main(asked) == 0
+    written = json.loads(out.read_text())
+    (row,) = written["rows"]
+    assert row["case"] == f"S bfloat16 B2 T48 {kind}"
+    assert row["case"] in capsys.readouterr().out
+    for first, second in zip(row["sdpa_us"]["values"], row["native_us"]["values"], strict=True):
+        assert first / second in [pytest.approx(ratio) for ratio in row["times_sdpa"]["values"]]
+    assert (written["level"], written["threads"]) == (level, 1)
+    assert written["provenance"]["command"].startswith("python -m loadtest.bench_kernels --shape S")
+
+
+def test_without_kernels_there_is_nothing_to_measure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernels = Kernels()
+    kernels.trouble = "no C++ compiler"
+    monkeypatch.setattr(kernels, "prepare", lambda cache, *, wait: None)
+    monkeypatch.setattr(bench_kernels, "KERNELS", kernels)
+    assert bench_kernels.main(ASKED) == 1
+    assert capsys.readouterr().err == "python -m loadtest.bench_kernels: no C++ compiler\n"
