@@ -1,7 +1,8 @@
-"""64 greedy tokens of each family, through the whole HTTP service, are those of the library's `generate`.
+"""64 greedy tokens of each family by our engine are those of the library's `generate`; through the HTTP service, too.
 
-What a client is told is compared: the tokens' names, and their log-probabilities, which differ between any two tokens
-that share a name. The models are such that the library's own choices are clear ones.
+Over HTTP, where one family is as another, it is one with each kind of tokenizer. What a client is told is compared: the
+tokens' names, and their log-probabilities, which differ between any two tokens that share a name. The models are such
+that the library's own choices are clear ones.
 """
 
 from pathlib import Path
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor
 
 from model.conversion.nanogpt import convert_nanogpt
+from model.sampling_params import SamplingParams
 from model.tokenizer.files import load_tokenizer
+from service.batch_completion import complete_batch
 from service.logprobs import token_name
 from tests.e2e.process import serving
-from tests.families.models import WINDOW, Case, read_by_library
+from tests.families.models import WINDOW, Case, load, read_by_library
 from tests.families.nanogpt import ARGUMENTS, logits, random_state, write_checkpoint
 from tests.families.test_nanogpt import CHARACTERS, meta
 from tests.families.tokenizer_files import write_byte_level, write_sentence_piece
@@ -70,13 +73,30 @@ def save_decided_model(case: Case, directory: Path, prompt_ids: list[int]) -> No
     raise AssertionError("no random model of this family is decided enough")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SERVED)
-def test_greedy_tokens_over_http_are_those_of_the_library(tmp_path: Path, name: str) -> None:
-    case, write_tokenizer = SERVED[name]
-    directory = tmp_path / name
-    prompt_ids = write_tokenizer(directory, VOCAB_SIZE).encode(PROMPT).ids
+def saved(directory: Path) -> list[int]:
+    """The family that the directory is named by, and its tokenizer, in it; the prompt's ids, by the library."""
+    case, write_tokenizer = SERVED[directory.name]
+    prompt_ids: list[int] = write_tokenizer(directory, VOCAB_SIZE).encode(PROMPT).ids
     save_decided_model(case, directory, prompt_ids)
+    return prompt_ids
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_greedy_tokens_are_those_of_the_library(tmp_path: Path, name: str) -> None:
+    prompt_ids = saved(tmp_path / name)
+    tokens, _ = expected(read_by_library(tmp_path / name), prompt_ids)
+    tokenizer = load_tokenizer(tmp_path / name)
+    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    assert [*begin, *tokenizer.encode(PROMPT)] == prompt_ids
+    greedy = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    assert complete_batch(load(tmp_path / name), tokenizer, [prompt_ids], [greedy]) == [tokens]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "mistral"])
+def test_greedy_tokens_over_http_are_those_of_the_library(tmp_path: Path, name: str) -> None:
+    directory = tmp_path / name
+    prompt_ids = saved(directory)
     tokens, best = expected(read_by_library(directory), prompt_ids)
     tokenizer = load_tokenizer(directory)
     with serving(directory, tmp_path, "--dtype", "float32") as service:
