@@ -128,9 +128,9 @@ def test_nothing_outlives_a_main_process_that_is_killed(tiny_checkpoint: Path, t
 
 
 def refused_start(checkpoint: Path, *flags: str, port: int | None = None) -> tuple[int, str]:
-    """Exit code and stderr of a service that does not start."""
+    """Exit code and stderr of a service that does not start, without what it tells of its progress."""
     done = subprocess.run(
-        command(checkpoint, free_port() if port is None else port, *flags),
+        command(checkpoint, free_port() if port is None else port, "--log-level", "warning", *flags),
         capture_output=True,
         text=True,
         timeout=START_SECONDS,

@@ -48,7 +48,7 @@ def test_a_machine_with_too_little_is_told_so_in_a_line(
     tiny_checkpoint: Path, limit: int, value: int, flags: Sequence[str], said: str
 ) -> None:
     ended = subprocess.run(
-        command(tiny_checkpoint, free_port(), *flags),
+        command(tiny_checkpoint, free_port(), "--log-level", "warning", *flags),
         preexec_fn=within(limit, value),
         env=clean_environment(),
         capture_output=True,
