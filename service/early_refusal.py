@@ -1,6 +1,6 @@
 """Refuses what has no chance before it costs anything: of four that come to a full server, three have none.
 
-Pure ASGI, around the routes: through the router, its checks and its error handlers a refusal costs half as much again.
+Pure ASGI, around the routes: through the router, its checks and its error handlers a refusal costs over twice as much.
 """
 
 from collections.abc import Callable
