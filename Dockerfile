@@ -38,7 +38,16 @@ RUN python -m model.kernels.build
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip wheel --no-deps --wheel-dir /wheels . && pip install --no-deps /wheels/*.whl
 
-FROM base AS service
+FROM base AS runtime-cpu
+FROM base AS runtime-cuda
+# Triton compiles a few lines of C for each kernel, when it is first used.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+
+# hadolint ignore=DL3006
+FROM runtime-${TORCH_VARIANT} AS service
 # A number, so that an orchestrator can see that it is not root's. The cache holds compiled kernels.
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin kvasir \
     && install --directory --owner=kvasir --group=kvasir /var/cache/kvasir

@@ -38,6 +38,12 @@ attention_page    the measured parts of docs/attention.md
 attention_noise   how much of a difference between them is luck
 attention_plot    their picture
 training_trials   small runs that differ in one choice of the default model's recipe
+gpu_suite.sh      every GPU test and benchmark in nine minutes, for a card that is borrowed
+bench_gpu         its measurements, a part at a time
+gpu_parts         what they are
+gpu_setting       where, and how much of each
+gpu_peers         transformers' continuous batching, beside ours
+gpu_report        the one JSON it writes
 bench_structured  llguidance against xgrammar: compilation, masks, import
 bench_kernels     decode attention by our kernel and by PyTorch's, against what memory gives
 bench_document_attention  attention of documents side by side against flash attention

@@ -112,6 +112,7 @@ class InstantAPI(EngineAPI):
 
         facts = EngineFacts(
             device="none",
+            attention="none",
             dtype="none",
             matrices="none",
             threads=1,

@@ -15,6 +15,8 @@ transformer    the whole architecture on one page
 linear         how a matrix is multiplied while serving: plain, packed for the CPU's kernels, in eight bits
 packing        matrices in the order in which our own kernels read them
 native_transformer  the transformer by our own kernels, on CPUs: one call between two layers' attentions
+fused          on a GPU one kernel instead of several between matrix products
+fused_kernels  those kernels, in Triton
 kv_cache       the block pool's tensors: write, gather
 sampling       batched, position-seeded sampling
 token_rules    what a request says of single tokens, and what of that holds for the next one, torch-free

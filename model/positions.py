@@ -95,6 +95,11 @@ def scale_frequencies(frequencies: Tensor, scaling: RopeScaling | None) -> Tenso
     return (1 - kept) * stretched + kept * frequencies
 
 
+def rotate_each(q_THD: Tensor, k_TKD: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Queries and keys, one after the other."""
+    return rotate(q_THD, rotation), rotate(k_TKD, rotation)
+
+
 def rotate(x_THD: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Turn the first R dimensions of every head of every token; in float32, returned in the dtype given."""
     cos_T1R, sin_T1R = rotation

@@ -78,7 +78,7 @@ def _draw(logits_BV: Tensor, params: Sequence[SamplingParams], positions: Sequen
     if not drawn:
         return ids_B
     everyone = len(drawn) == len(params)
-    rows_B = torch.tensor(drawn, device=logits_BV.device)
+    rows_B = _on(logits_BV.device, drawn)
     chosen = [params[row] for row in drawn]
     temperature_B1 = _column([param.temperature for param in chosen], logits_BV)
     probs_BV = ((logits_BV if everyone else logits_BV[rows_B]) / temperature_B1).softmax(dim=-1)
@@ -88,8 +88,13 @@ def _draw(logits_BV: Tensor, params: Sequence[SamplingParams], positions: Sequen
     return drawn_B if everyone else ids_B.index_copy(0, rows_B, drawn_B)
 
 
+def _on(device: torch.device, values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
+    """Numbers of the host on the device, without waiting for what it computes."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
+    return _on(like.device, values, torch.float32)[:, None]
 
 
 def _filter(probs_BV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -100,8 +105,8 @@ def _filter(probs_BV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     if min(limits) < vocab_size:
         candidates_BC = probs_BV.topk(max(limit for limit in limits if limit < vocab_size), dim=-1).values
         last = [min(limit, candidates_BC.shape[1]) - 1 for limit in limits]
-        kth_B1 = candidates_BC.gather(1, torch.tensor(last, device=probs_BV.device)[:, None])
-        limited_B1 = torch.tensor([limit < vocab_size for limit in limits], device=probs_BV.device)[:, None]
+        kth_B1 = candidates_BC.gather(1, _on(probs_BV.device, last)[:, None])
+        limited_B1 = _on(probs_BV.device, [limit < vocab_size for limit in limits], torch.bool)[:, None]
         floor_B1 = torch.where(limited_B1, kth_B1, floor_B1)
         probs_BV = probs_BV.masked_fill(probs_BV < floor_B1, 0.0)
     if any(param.top_p < 1.0 for param in params):
@@ -135,7 +140,7 @@ def _inverse_cdf(probs_BV: Tensor, uniforms: Sequence[float]) -> Tensor:
     """The first token whose cumulative probability exceeds the row's share of the total."""
     # float64: a float32 sum over a vocabulary loses the tail, and with it the tokens there.
     cdf_BV = probs_BV.cumsum(dim=-1, dtype=torch.float64)
-    shares_B1 = torch.tensor(uniforms, dtype=torch.float64, device=probs_BV.device)[:, None]
+    shares_B1 = _on(probs_BV.device, uniforms, torch.float64)[:, None]
     ids_B = torch.searchsorted(cdf_BV, shares_B1 * cdf_BV[:, -1:], right=True).squeeze(1)
     # Only of a row that is not a distribution, as NaN weights give: it must not name a token that does not exist.
     return ids_B.clamp_(max=probs_BV.shape[1] - 1)

@@ -20,7 +20,7 @@ from model.config import ModelConfig
 from model.kinds import AttentionKind, NormPlacement, PositionKind, QkNormScope
 from model.kv_cache import KVCache
 from model.layers import RMSNorm, make_mlp, make_norm
-from model.positions import LearnedPositions, RotaryPositions, SinusoidalPositions, rotate
+from model.positions import LearnedPositions, RotaryPositions, SinusoidalPositions, rotate_each
 
 
 class Attention(nn.Module):
@@ -50,6 +50,7 @@ class Attention(nn.Module):
             layer=layer, scale=config.effective_score_scale, window=config.window(layer), bias=self.bias
         )
         self.backend = backend
+        self.rotate_pair = rotate_each
 
     def forward(
         self,
@@ -62,7 +63,7 @@ class Attention(nn.Module):
         """TE -> TE."""
         q_THD, k_TKD, v_TKD = self._project(x_TE)
         if rotation is not None:
-            q_THD, k_TKD = rotate(q_THD, rotation), rotate(k_TKD, rotation)
+            q_THD, k_TKD = self.rotate_pair(q_THD, k_TKD, rotation)
         mixed_THD = self.backend.attend(q_THD, k_TKD, v_TKD, form=self.form, metadata=metadata, kv_cache=kv_cache)
         out: Tensor = self.out(mixed_THD.flatten(1))
         return out

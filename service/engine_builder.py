@@ -7,16 +7,26 @@ from pathlib import Path
 
 import torch
 
-from model.attention.interface import ATTENTION_BACKENDS
+from model.attention.ways import Place
 from model.checkpoint import load_model
 from model.kernels.library import KERNELS
 from model.linear import can_pack, replace_linears
 from model.manifest import Manifest
 from model.native_transformer import kernels_for
 from model.tokenizer.files import load_tokenizer
+from model.tokenizer.interface import Tokenizer
 from model.transformer import Transformer
+from service.engine.accelerated import (
+    Attending,
+    attention_for,
+    cache_bytes,
+    capture_for,
+    fuse_for_gpu,
+    recorded_runner,
+)
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
+from service.engine.memory import LargestStep
 from service.settings import ModelSettings, context_length, model_threads
 
 _MIB = 2**20
@@ -76,8 +86,7 @@ def build_engine(
     """Load the model and make the engine around it.
 
     Args:
-        wait_for_kernels: where they have to be compiled first, for seconds, wait for that; else PyTorch's serve until
-            then.
+        wait_for_kernels: that have to be compiled first, for seconds; else PyTorch's serve until then.
 
     Raises:
         CheckpointError: the tensors cannot be read.
@@ -91,19 +100,17 @@ def build_engine(
     threads = model_threads(settings)
     torch.set_num_threads(threads)
     device = find_device(settings.device)
-    dtype_name = settings.dtype
-    if dtype_name == "auto":
-        # float32 on CPU: there a row's result does not depend on the batch around it, but for rounding.
-        dtype_name = "bfloat16" if device == "cuda" else "float32"
+    dtype_name = _find_dtype(settings.dtype, device)
     dtype = _DTYPES[dtype_name]
     check_quantize(settings.quantize, device)
-    attention = find_attention(settings.attention, device)
-    if attention == "native":
-        KERNELS.prepare(settings.cache_dir, wait=wait_for_kernels)
-    model = load_model(manifest, device=device, dtype=dtype, attention=ATTENTION_BACKENDS[attention])
+    place = Place(config=manifest.config, device=torch.device(device), dtype=dtype, block_size=settings.block_size)
+    attending = _attend(settings, place, wait_for_kernels)
+    model = load_model(manifest, device=device, dtype=dtype, attention=attending.backend)
     matrices = prepare_matrices(model, settings.quantize)
+    fuse_for_gpu(model)
     block_bytes = settings.block_size * manifest.config.kv_bytes_per_token(dtype.itemsize)
-    num_blocks = _num_blocks(settings, max_context_length, block_bytes, device)
+    usable = cache_bytes(model, _largest_step(settings, max_context_length), settings.gpu_memory_share)
+    num_blocks = _num_blocks(settings, max_context_length, block_bytes, device, usable)
     config = EngineConfig(
         block_size=settings.block_size,
         num_blocks=num_blocks,
@@ -113,10 +120,10 @@ def build_engine(
         enable_prefix_cache=settings.enable_prefix_cache,
         max_context_length=max_context_length,
     )
-    engine = Engine(model, load_tokenizer(manifest.directory), config)
+    engine = _make_engine(model, load_tokenizer(manifest.directory), config, attending, settings.cuda_graphs)
     facts = EngineFacts(
         device=device,
-        attention=attention,
+        attention=attending.name,
         dtype=dtype_name,
         matrices=matrices,
         threads=threads,
@@ -128,11 +135,42 @@ def build_engine(
     return engine, facts
 
 
-def find_attention(wanted: str, device: str) -> str:
-    """What an --attention setting means on this device. Raises ValueError: native is for CPUs."""
-    if wanted == "native" and device != "cpu":
-        raise ValueError("--attention native: only on the CPU; leave it out, or give --device cpu")
-    return ("native" if device == "cpu" else "sdpa") if wanted == "auto" else wanted
+def _largest_step(settings: ModelSettings, max_context_length: int) -> LargestStep:
+    """What a step may hold by these settings."""
+    return LargestStep(
+        block_size=settings.block_size,
+        num_tokens=settings.max_batched_tokens,
+        num_draws=settings.max_num_running,
+        max_context_length=max_context_length,
+    )
+
+
+def _make_engine(
+    model: Transformer, tokenizer: Tokenizer, config: EngineConfig, attending: Attending, cuda_graphs: bool
+) -> Engine:
+    """The engine; on a GPU its decode steps are recorded, where its attention can be."""
+    capture = None
+    if cuda_graphs and attending.recordable:
+        capture = capture_for(model.token_embedding.weight.device)
+    if capture is None:
+        return Engine(model, tokenizer, config)
+    return Engine(model, tokenizer, config, runner=recorded_runner(model, config, tokenizer.vocab_size, capture))
+
+
+def _find_dtype(wanted: str, device: str) -> str:
+    """What a --dtype setting means on this device.
+
+    float32 on CPU: there a row's result does not depend on the batch around it, but for rounding.
+    """
+    return ("bfloat16" if device == "cuda" else "float32") if wanted == "auto" else wanted
+
+
+def _attend(settings: ModelSettings, place: Place, wait_for_kernels: bool) -> Attending:
+    """The backend that was asked for; kernels of our own are loaded, or compiled, for the one that takes them."""
+    attending = attention_for(settings.attention, place)
+    if attending.name == "native":
+        KERNELS.prepare(settings.cache_dir, wait=wait_for_kernels)
+    return attending
 
 
 def check_quantize(quantize: str, device: str) -> None:
@@ -174,26 +212,30 @@ def find_device(wanted: str) -> str:
     return "cuda" if wanted == "cuda" or (wanted == "auto" and has_cuda) else "cpu"
 
 
-def _num_blocks(settings: ModelSettings, max_context_length: int, block_bytes: int, device: str) -> int:
-    """Blocks of the pool: what was asked for, or what can be of use, within half of what memory is free.
+def _num_blocks(
+    settings: ModelSettings, max_context_length: int, block_bytes: int, device: str, usable: int | None = None
+) -> int:
+    """Blocks of the pool: what was asked for, or what can be of use, within half of what memory is free, or within
+    the `usable` bytes of a GPU.
 
     Raises:
         ValueError: one sequence at full length does not fit; says what would.
     """
     blocks_per_context = -(-max_context_length // settings.block_size)
     needed_mib = -(-blocks_per_context * block_bytes // _MIB)
-    free = free_bytes(device)
+    free = free_bytes(device) if usable is None else usable
+    # Half is for everything else; one sequence may have nearly all, rather than none being served.
+    most, usual_share = (int(free * _MOST_OF_MEMORY), free // 2) if usable is None else (usable, usable)
     if settings.kv_cache_memory == "auto":
-        # Half is for everything else; one sequence may have nearly all, rather than none being served.
-        if blocks_per_context * block_bytes > free * _MOST_OF_MEMORY:
-            fitting = int(free * _MOST_OF_MEMORY) // block_bytes * settings.block_size
+        if blocks_per_context * block_bytes > most:
+            fitting = most // block_bytes * settings.block_size
             raise ValueError(
                 f"a context of {max_context_length} tokens needs {needed_mib} MiB of KV-cache, and {free // _MIB} MiB "
                 f"of memory are free: {_shorter(fitting)}"
             )
         usual = min(blocks_per_context, -(-_USUAL_LENGTH // settings.block_size))
         useful = round(settings.max_num_running * usual * (1 + _PREFIX_CACHE_SHARE))
-        return max(blocks_per_context, min(useful, free // 2 // block_bytes))
+        return max(blocks_per_context, min(useful, usual_share // block_bytes))
     num_blocks = settings.kv_cache_memory * _MIB // block_bytes
     if free < settings.kv_cache_memory * _MIB:
         raise ValueError(f"--kv-cache-memory {settings.kv_cache_memory}: only {free // _MIB} MiB are free")

@@ -54,10 +54,14 @@ class ModelSettings(BaseSettings):
     quantize: Literal["none", "int8"] = option(
         "model", "int8: weights and inputs of matrices in eight bits, on the CPU; see docs/operations.md", "none"
     )
-    attention: Literal["auto", "native", "sdpa", "eager"] = option(
-        "model", "attention backend; auto: native (a kernel of our own) on a CPU, else sdpa", "auto"
+    attention: Literal["auto", "native", "sdpa", "eager", "paged"] = option(
+        "model",
+        "attention backend; auto: native (a kernel of our own) on a CPU; paged on CUDA, where the model has no biases "
+        "in its scores; else sdpa",
+        "auto",
     )
     cache_dir: Path = option("model", "where kernels that were compiled for this machine are kept", CACHE)
+    cuda_graphs: bool = option("engine", "on CUDA with paged attention: record decode steps and replay them", True)
     threads: AutoOrCount = option("model", "CPU threads of the model; auto: one less than the CPUs we may use", "auto")
     generation_config: bool = option(
         "model", "take the defaults of requests from the checkpoint's generation_config.json", True
@@ -74,8 +78,12 @@ class ModelSettings(BaseSettings):
     kv_cache_memory: AutoOrCount = option(
         "engine",
         "KV-cache size in MiB; auto: every running sequence at full length, or 8192 tokens of each if that is less, "
-        "and half again for shared prefixes, within half of free memory; at least one sequence at full length",
+        "and half again for shared prefixes, within half of free memory (of a GPU, within --gpu-memory-share); at "
+        "least one sequence at full length",
         "auto",
+    )
+    gpu_memory_share: float = option(
+        "engine", "share of a GPU's memory for weights, the largest step and the KV-cache together", 0.9, gt=0, le=1
     )
     enable_prefix_cache: bool = option("engine", "share the KV blocks of equal prefixes", True)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from model.attention.form import visible
+from model.attention.ragged import RaggedView, ragged_view
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,18 @@ class AttentionMetadata:
         if window not in self._decode_views:
             self._decode_views[window] = self._make_decode_view(window, block_size)
         return self._decode_views[window]
+
+    def ragged_view(self, block_size: int) -> RaggedView:
+        """A step that holds prompt chunks, as kernels for any lengths take it. Made once a step."""
+        assert self.block_tables_BN is not None
+        if block_size not in self._ragged_views:
+            view = ragged_view(self.query_lengths, self.context_lengths, self.block_tables_BN, block_size)
+            self._ragged_views[block_size] = view
+        return self._ragged_views[block_size]
+
+    @functools.cached_property
+    def _ragged_views(self) -> dict[int, RaggedView]:
+        return {}
 
     @functools.cached_property
     def _decode_views(self) -> "dict[int | None, DecodeView]":

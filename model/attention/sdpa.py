@@ -60,7 +60,7 @@ def _attend_uncached(
     lengths = metadata.query_lengths
     if len(set(lengths)) > 1:
         spans = [slice(start, end) for start, end in itertools.pairwise(metadata.query_starts)]
-        return torch.cat([_causal(q_THD[span], k_TKD[span], v_TKD[span], form) for span in spans])
+        return torch.cat([causal(q_THD[span], k_TKD[span], v_TKD[span], form) for span in spans])
     shape = (len(lengths), lengths[0])
     q_BSHD, k_BSKD, v_BSKD = (torch.unflatten(x, 0, shape) for x in (q_THD, k_TKD, v_TKD))
     mask = _mask(q_BSHD, k_BSKD, form)
@@ -93,10 +93,10 @@ def _attend_chunk(
     num_blocks = -(-context_length // kv_cache.block_size)
     k_1SKD, v_1SKD = kv_cache.gather(form.layer, metadata.block_tables_BN[row : row + 1, first:num_blocks])
     num_slots = context_length - first * kv_cache.block_size
-    return _causal(q_QHD, k_1SKD[0, :num_slots], v_1SKD[0, :num_slots], form)
+    return causal(q_QHD, k_1SKD[0, :num_slots], v_1SKD[0, :num_slots], form)
 
 
-def _causal(q_QHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, form: AttentionForm) -> Tensor:
+def causal(q_QHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, form: AttentionForm) -> Tensor:
     """One sequence whose queries are the last Q of its S positions. Returns QHD."""
     num_kv_heads, groups = k_SKD.shape[1], q_QHD.shape[1] // k_SKD.shape[1]
     mask = _mask(q_QHD[None], k_SKD[None], form)

@@ -13,7 +13,10 @@ plan          what one step computes: a frozen value
 scheduler     who computes how much in the next step; pure Python
 inputs        a plan's integers become the runner's tensors
 pooling       hidden states become an embedding
-runner        owns the model and the KV tensors; the only file that says `device`
+runner        owns the model and the KV tensors
+graphs        decode steps recorded once and replayed: buckets of shapes, static inputs, CUDA graphs
+memory        what of a GPU's memory the KV-cache may take: the largest step, tried
+accelerated   all that an engine takes of a GPU, or leaves out with a warning
 grammars      sequences that follow a grammar: compiled and masked in threads beside the engine's
 detokenizer   ids to safe text; stop strings
 deltas        what is told of a sequence at its end

@@ -17,6 +17,7 @@ from model.sampling import NO_TOKEN, sample, top_logprobs
 from model.sampling_params import SamplingParams
 from model.token_masks import only_allowed
 from model.transformer import Transformer
+from service.engine.graphs import Bucket, Capture, DecodeGraphs, buckets
 from service.engine.inputs import ModelInputs
 from service.engine.plan import MIN_ROWS
 from service.engine.pooling import PooledRows
@@ -75,15 +76,36 @@ class ModelRunner:
         self._cache = KVCache(
             model.config, num_blocks=num_blocks + 1, block_size=block_size, dtype=weight.dtype, device=weight.device
         )
+        self._graphs: DecodeGraphs | None = None
+
+    @torch.inference_mode()
+    def record(self, capture: Capture, *, max_rows: int, max_context_length: int) -> tuple[Bucket, ...]:
+        """Record steps of decodes, before the first step; those of up to so many rows are replayed from then on.
+
+        The model must attend by a backend that reads positions, slots and tables alone, see `DecodeGraphs`. Returns
+        what was recorded.
+        """
+        self._graphs = DecodeGraphs(
+            lambda token_ids_T, metadata: self._model.hidden(token_ids_T, metadata, self._cache),
+            capture=capture,
+            shapes=buckets(max_rows, -(-max_context_length // self._cache.block_size)),
+            scratch_block=self._cache.num_blocks - 1,
+            block_size=self._cache.block_size,
+            device=self._device,
+        )
+        return self._graphs.shapes
 
     @torch.inference_mode()
     def run(self, inputs: ModelInputs) -> StepOutputs:
         """Compute a step: the ids go to the host in one copy."""
         self._take_kernels()
-        metadata = inputs.metadata.to(self._device)
-        token_ids_T = inputs.token_ids_T.to(self._device, non_blocking=True)
-        x_TE = self._model.hidden(token_ids_T, metadata, self._cache)
-        logits_RV = self._model.logits(x_TE[metadata.logit_rows_R])[:, : self._vocab_size]
+        assert inputs.metadata.logit_rows_R is not None
+        logit_rows_R = inputs.metadata.logit_rows_R.to(self._device, non_blocking=True)
+        x_TE = None if self._graphs is None else self._graphs.hidden(inputs)
+        if x_TE is None:
+            token_ids_T = inputs.token_ids_T.to(self._device, non_blocking=True)
+            x_TE = self._model.hidden(token_ids_T, inputs.metadata.to(self._device), self._cache)
+        logits_RV = self._model.logits(x_TE[logit_rows_R])[:, : self._vocab_size]
         token_ids = _draw(logits_RV[: len(inputs.params)], inputs) if inputs.params else []
         return StepOutputs(
             token_ids=token_ids,

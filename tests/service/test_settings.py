@@ -55,6 +55,7 @@ def test_every_flag_of_the_contract_is_read() -> None:
         *("--embedding-pooling", "last", "--speculative-tokens", "8"),
         *("--target-queue-seconds", "0.25", "--max-queue-seconds", "9.5", "--resume-seconds", "3"),
         *("--no-standby", "--hang-seconds", "9.5", "--quantize", "int8", "--cache-dir", "k/c"),
+        *("--no-cuda-graphs", "--gpu-memory-share", "0.5"),
     )
     assert settings.model_dump() == {
         "checkpoint": Path("c"),
@@ -63,6 +64,8 @@ def test_every_flag_of_the_contract_is_read() -> None:
         "quantize": "int8",
         "attention": "eager",
         "cache_dir": Path("k/c"),
+        "cuda_graphs": False,
+        "gpu_memory_share": 0.5,
         "generation_config": False,
         "max_context_length": 99,
         "chat_template": "plain",
@@ -238,7 +241,7 @@ def test_a_flag_that_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_choice_of_attention_is_the_table_of_backends() -> None:
     for kind in (ServeSettings, GenerateSettings):
         annotation = kind.model_fields["attention"].annotation
-        assert set(getattr(annotation, "__args__", ())) == set(ATTENTION_BACKENDS) | {"auto"}
+        assert set(getattr(annotation, "__args__", ())) == set(ATTENTION_BACKENDS) | {"auto", "paged"}
 
 
 def test_a_cpu_quota_bounds_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:

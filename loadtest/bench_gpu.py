@@ -1,0 +1,137 @@
+"""A GPU measured, a part at a time: what `loadtest/gpu_suite.sh` runs on a card that is borrowed for minutes.
+
+    python -m loadtest.bench_gpu PART --out FILE [--checkpoint DIR]
+
+Parts: card (the device, its limits, and which ways of attention hold), attention (kernels), decode (steps of a random
+model of 1.5 billion parameters against what the memory allows), engine (the default model, as it is served). Without a
+CUDA device a part is reported as absent. `loadtest.gpu_peers` is one more part, which needs transformers.
+`--tiny` runs the same code small, wherever it is: for tests.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loadtest.gpu_parts import attention, card, decode, tokens_per_second
+from loadtest.gpu_setting import Bench
+from loadtest.in_process import InProcess
+from loadtest.provenance import provenance, tell
+from model.config import ModelConfig
+from service.settings import ModelSettings
+
+PROGRAM = "python -m loadtest.bench_gpu"
+_ROUNDS = 3
+# Qwen2's own shape at 1.5 billion parameters (its config.json).
+_QWEN2: Mapping[str, Any] = {
+    "vocab_size": 151_936,
+    "max_context_length": 32_768,
+    "num_layers": 28,
+    "hidden_size": 1536,
+    "num_heads": 12,
+    "num_kv_heads": 2,
+    "head_dim": 128,
+    "mlp_size": 8960,
+    "position": "rotary",
+    "rope_theta": 1_000_000.0,
+    "norm": "rms_norm",
+    "norm_eps": 1e-6,
+    "mlp": "swiglu",
+    "attention_bias": True,
+    "attention_out_bias": False,
+    "mlp_bias": False,
+    "qk_norm": False,
+    "tie_embeddings": True,
+}
+_TINY = {"vocab_size": 300, "max_context_length": 64, "num_layers": 2, "hidden_size": 64, "mlp_size": 96} | {
+    "num_heads": 4,
+    "head_dim": 16,
+}
+
+
+def full(device: torch.device) -> Bench:
+    """What is measured on a card."""
+    return Bench(
+        device=device,
+        dtype=torch.bfloat16,
+        shape=ModelConfig.from_dict(dict(_QWEN2)),
+        batches=(1, 2, 4, 8, 16, 32, 64),
+        context=1024,
+        attention=((12, 2, 128), (32, 8, 128), (6, 6, 64)),
+        attention_contexts=(1024, 8192),
+        probe_bytes=4 * 2**30,
+        probe_side=8192,
+        prompt=896,
+        output=128,
+        streams=64,
+    )
+
+
+def tiny(device: torch.device) -> Bench:
+    """The same, in a second on a CPU."""
+    return Bench(
+        device=device,
+        dtype=torch.float32,
+        shape=ModelConfig.from_dict(_QWEN2 | _TINY),
+        batches=(1, 5),
+        context=40,
+        attention=((4, 2, 16),),
+        attention_contexts=(40,),
+        probe_bytes=2**20,
+        probe_side=64,
+        prompt=12,
+        output=4,
+        streams=3,
+        repeats=2,
+    )
+
+
+def engine(bench: Bench, checkpoint: Path) -> dict[str, Any]:
+    """A checkpoint as the service serves it: tokens a second of one stream, and of more and more."""
+    built = InProcess.open(ModelSettings(checkpoint=checkpoint, max_num_running=256, max_batched_tokens=2048))
+    built.engine.warm_up()
+    rows = []
+    for streams in (1, 16, 64, 256) if bench.streams > 3 else (1, 3):
+        texts = [[(7 * number + place) % 250 for place in range(32)] for number in range(streams)]
+        values = [
+            tokens_per_second(built.engine, texts, 4 * bench.output, prefix=f"{streams}-{number}")
+            for number in range(_ROUNDS)
+        ]
+        rows.append({"streams": streams, "tokens_per_second": statistics.median(values), "values": values})
+    return {"model": built.facts, "engine": str(built.built), "rows": rows}
+
+
+PARTS: Mapping[str, Callable[[Bench, Path], dict[str, Any]]] = {
+    "card": lambda bench, checkpoint: card(bench),
+    "attention": lambda bench, checkpoint: attention(bench),
+    "decode": lambda bench, checkpoint: decode(bench),
+    "engine": engine,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """See the module. 0 also where there is no device: that is what is told."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    parser = argparse.ArgumentParser(prog=PROGRAM, description="Measure a GPU, a part at a time.")
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--out", type=Path, help="JSON file; without it, standard output")
+    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/kvasir-9m"), help="of the part engine")
+    parser.add_argument("--tiny", action="store_true", help="the same code, small, on any device: for tests")
+    parsed = parser.parse_args(given)
+    has_gpu = torch.cuda.is_available()
+    result: dict[str, Any] = provenance(PROGRAM, given)
+    if not has_gpu and not parsed.tiny:
+        tell(result | {"absent": "no CUDA device"}, parsed.out)
+        return 0
+    device = torch.device("cuda" if has_gpu else "cpu")
+    bench = tiny(device) if parsed.tiny else full(device)
+    tell(result | PARTS[parsed.part](bench, parsed.checkpoint), parsed.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""What `loadtest.bench_gpu` measures, a function a part. The same code runs small on a CPU. Imports torch.
+
+Legend: B sequences, H query heads, K key/value heads, D head dimension, N blocks of a table.
+"""
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loadtest.closed_loop import run_closed
+from loadtest.gpu_setting import BLOCK_SIZE, Bench
+from loadtest.shapes import shape_tokenizer
+from loadtest.step_work import WorkFormula
+from model.attention.form import AttentionForm
+from model.attention.metadata import AttentionMetadata
+from model.attention.paged import DecodeWay
+from model.attention.ways import DECODE_WAYS, Chosen, Unavailable, choose
+from model.config import ModelConfig
+from model.kv_cache import KVCache
+from model.sampling_params import SamplingParams
+from model.transformer import Transformer
+from service.engine.accelerated import fuse_for_gpu
+from service.engine.config import EngineConfig
+from service.engine.engine import Engine
+from service.engine.inputs import ModelInputs
+from service.engine.runner import ModelRunner
+from service.messages import Submit
+
+_GREEDY = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+def card(bench: Bench) -> dict[str, Any]:
+    """The device, what it can do at most, and which ways of attention hold on it."""
+    machine = bench.probe()
+    chosen = choose(bench.place())
+    facts: dict[str, Any] = {
+        "torch": torch.__version__,
+        "bytes_per_second": machine.bytes_per_second,
+        "flops_per_second": machine.flops_per_second,
+        "attention": str(chosen),
+        "left_out": list(chosen.left_out),
+    }
+    if bench.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(bench.device)
+        facts |= {
+            "name": properties.name,
+            "bytes": properties.total_memory,
+            "multiprocessors": properties.multi_processor_count,
+            "capability": f"{properties.major}.{properties.minor}",
+            "cuda": torch.version.cuda,
+        }
+    return facts
+
+
+def attention(bench: Bench) -> dict[str, Any]:
+    """One layer's decode attention by every way that can be made: time, bytes/s of keys and values, same bits."""
+    cases = itertools.product(bench.attention, bench.attention_contexts, bench.batches)
+    return {"rows": [_attention(bench, heads, context, batch) for heads, context, batch in cases]}
+
+
+@torch.inference_mode()
+def _attention(bench: Bench, heads: tuple[int, int, int], context: int, batch: int) -> dict[str, Any]:
+    """One case. Layers follow each other in one recording, so that nothing is read twice from a processor's cache."""
+    num_heads, kv_heads, size = heads
+    blocks_each = -(-context // BLOCK_SIZE)
+    layer_bytes = 2 * batch * blocks_each * BLOCK_SIZE * kv_heads * size * bench.dtype.itemsize
+    num_layers = max(1, min(64, bench.probe_bytes // 8 // layer_bytes))
+    config = _with_heads(bench.shape, num_layers, *heads)
+    blocks = batch * blocks_each
+    cache = KVCache(config, num_blocks=blocks, block_size=BLOCK_SIZE, dtype=bench.dtype, device=bench.device)
+    for pool in (cache.keys_LNPKD, cache.values_LNPKD):
+        pool.normal_()
+    q_BHD = torch.randn((batch, num_heads, size), device=bench.device).to(bench.dtype)
+    tables_BN = torch.randperm(blocks, device=bench.device).view(batch, blocks_each)
+    positions_B = torch.full((batch,), context - 1, device=bench.device)
+    forms = [AttentionForm(layer=layer, scale=size**-0.5, window=None, bias=None) for layer in range(num_layers)]
+    row: dict[str, Any] = {"heads": heads, "context": context, "batch": batch, "layers": num_layers}
+    for name, make in DECODE_WAYS.items():
+        try:
+            way = make(bench.place(config))
+        except Unavailable as error:
+            row[name] = {"absent": str(error)}
+            continue
+        whole = way(q_BHD, forms[0], positions_B, tables_BN, cache)
+        alone = way(q_BHD[-1:], forms[0], positions_B[-1:], tables_BN[-1:], cache)
+        seconds = bench.seconds(_all_layers(bench, way, q_BHD, forms, positions_B, tables_BN, cache), 3).median
+        row[name] = {
+            "us": 1e6 * seconds / num_layers,
+            "bytes_per_second": layer_bytes * num_layers / seconds,
+            "same_bits_alone": torch.equal(whole[-1:], alone),
+        }
+    return row
+
+
+def _all_layers(
+    bench: Bench,
+    way: DecodeWay,
+    q_BHD: Tensor,
+    forms: Sequence[AttentionForm],
+    positions_B: Tensor,
+    tables_BN: Tensor,
+    cache: KVCache,
+) -> Callable[[], Tensor]:
+    """Every layer's attention, recorded as one."""
+
+    def compute() -> Tensor:
+        return torch.stack([way(q_BHD, form, positions_B, tables_BN, cache) for form in forms]).sum()
+
+    return bench.capture()(compute)
+
+
+def _with_heads(shape: ModelConfig, num_layers: int, heads: int, kv_heads: int, size: int) -> ModelConfig:
+    changed = {"num_layers": num_layers, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": size}
+    return ModelConfig.from_dict(shape.to_dict() | changed)
+
+
+def random_model(config: ModelConfig, bench: Bench, chosen: Chosen) -> Transformer:
+    """Random weights on the device, all of one spread: what a step costs does not depend on them."""
+    with torch.device("meta"):
+        model = Transformer(config, chosen.backend)
+    tensors = {
+        name: torch.empty(shape, dtype=bench.dtype, device=bench.device).normal_(0.0, 0.02)
+        for name, shape in config.parameter_shapes().items()
+    }
+    model.load_state_dict(tensors, strict=True, assign=True)
+    model = model.to(bench.device).eval().requires_grad_(False)
+    fuse_for_gpu(model)
+    return model
+
+
+def decode_inputs(batch: int, context: int, num_rows: int) -> ModelInputs:
+    """A step of `batch` sequences of one length, padded to `num_rows`."""
+    blocks_each = -(-context // BLOCK_SIZE)
+    tables_BN = torch.arange(num_rows * blocks_each).view(num_rows, blocks_each)
+    last = context - 1
+    return ModelInputs(
+        token_ids_T=torch.zeros(num_rows, dtype=torch.int64),
+        metadata=AttentionMetadata(
+            query_lengths=(1,) * num_rows,
+            context_lengths=(context,) * num_rows,
+            positions_T=torch.full((num_rows,), last),
+            logit_rows_R=torch.arange(num_rows),
+            slot_mapping_T=tables_BN[:, last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE,
+            block_tables_BN=tables_BN,
+        ),
+        params=(_GREEDY,) * batch,
+        positions=(context,) * batch,
+        forbidden=((),) * batch,
+        rules=(None,) * batch,
+        prompt_rows=(),
+    )
+
+
+def decode(bench: Bench) -> dict[str, Any]:
+    """Whole decode steps of the large model, recorded and not, beside what the memory allows.
+
+    A step here begins with integers on the host and ends with token ids on the host.
+    """
+    chosen = choose(bench.place())
+    model = random_model(bench.shape, bench, chosen)
+    machine = bench.probe()
+    weight_type = str(bench.dtype).removeprefix("torch.")
+    formula = WorkFormula(config=bench.shape, weight_type=weight_type, kv_value_bytes=bench.dtype.itemsize)
+    most = max(4, *bench.batches)
+    blocks = most * -(-bench.context // BLOCK_SIZE)
+    plain, recorded = (
+        ModelRunner(model, num_blocks=blocks, block_size=BLOCK_SIZE, vocab_size=bench.shape.vocab_size)
+        for _ in range(2)
+    )
+    began = time.perf_counter()
+    shapes = recorded.record(bench.capture(), max_rows=most, max_context_length=bench.context)
+    bench.wait()
+    record_seconds = time.perf_counter() - began
+    rows = []
+    for batch in bench.batches:
+        inputs = decode_inputs(batch, bench.context, max(4, batch))
+        bound = formula.decode(batch_size=batch, context_length=bench.context).bound_seconds(machine)
+        replayed = bench.seconds(lambda inputs=inputs: recorded.run(inputs), 10)
+        stepwise = bench.seconds(lambda inputs=inputs: plain.run(inputs), 3)
+        same = recorded.run(inputs).token_ids == plain.run(inputs).token_ids
+        rows.append(
+            {
+                "batch": batch,
+                "context": bench.context,
+                "ms": 1e3 * replayed.median,
+                "ms_values": [1e3 * value for value in replayed.values],
+                "ms_without_graphs": 1e3 * stepwise.median,
+                "bound_ms": 1e3 * bound,
+                "of_the_bound": bound / replayed.median,
+                "tokens_per_second": batch / replayed.median,
+                "same_tokens": same,
+            }
+        )
+    return {
+        "attention": str(chosen),
+        "parameters": bench.shape.num_parameters,
+        "bytes_per_second": machine.bytes_per_second,
+        "record_seconds": record_seconds,
+        "recorded": [[bucket.rows, bucket.width] for bucket in shapes],
+        "rows": rows,
+        "kernels": [kernels(bench, recorded, batch) for batch in (bench.batches[0], bench.batches[-1])],
+    }
+
+
+def kernels(bench: Bench, runner: ModelRunner, batch: int, *, count: int = 20) -> dict[str, Any]:
+    """Where a step's time goes on the device: the kernels that take most."""
+    inputs = decode_inputs(batch, bench.context, max(4, batch))
+    on_gpu = bench.device.type == "cuda"
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity], acc_events=True) as profile:
+        for _ in range(3):
+            runner.run(inputs)
+        bench.wait()
+    key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    taken = sorted(profile.key_averages(), key=lambda average: -getattr(average, key))
+    told = [{"name": a.key[:80], "us_a_step": getattr(a, key) / 3, "calls_a_step": a.count / 3} for a in taken[:count]]
+    return {"batch": batch, "us_a_step": sum(getattr(a, key) for a in taken) / 3, "most": told}
+
+
+def large_engine(bench: Bench) -> Engine:
+    """The whole engine around the large model, its decode steps recorded."""
+    chosen = choose(bench.place())
+    model = random_model(bench.shape, bench, chosen)
+    num_blocks = bench.streams * -(-(bench.prompt + bench.output) // BLOCK_SIZE) + 8
+    tokenizer = shape_tokenizer(bench.shape.vocab_size)
+    config = EngineConfig(
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+        max_num_running=bench.streams,
+        max_batched_tokens=max(bench.streams, 8 * bench.prompt),
+        enable_prefix_cache=False,
+    )
+    runner = ModelRunner(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, vocab_size=tokenizer.vocab_size)
+    runner.record(bench.capture(), max_rows=bench.streams, max_context_length=bench.prompt + bench.output)
+    return Engine(model, tokenizer, config, runner=runner)
+
+
+def prompts(bench: Bench, count: int, seed: int) -> list[list[int]]:
+    """Random ids, no two prompts alike."""
+    rng = random.Random(seed)
+    return [[rng.randrange(min(bench.shape.vocab_size, 50_000) - 1) for _ in range(bench.prompt)] for _ in range(count)]
+
+
+def tokens_per_second(engine: Engine, texts: Sequence[Sequence[int]], output: int, *, prefix: str) -> float:
+    """All of them at once, greedy, `output` tokens each: tokens generated over the whole time, prompts included."""
+    submits = [
+        Submit(
+            uid=f"{prefix}-{number}",
+            attempt=0,
+            prompt_token_ids=tuple(text),
+            prior_token_ids=(),
+            params=SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True),
+            arrival_seconds=time.monotonic(),
+            deadline_seconds=None,
+        )
+        for number, text in enumerate(texts)
+    ]
+    return run_closed(engine, submits, num_streams=len(submits)).tokens_per_second

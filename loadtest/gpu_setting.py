@@ -1,0 +1,79 @@
+"""Where `loadtest.bench_gpu` measures, and how much: the same code on a card, and small on a CPU. Imports torch."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from loadtest.spread import Spread
+from loadtest.step_work import Machine
+from model.attention.ways import Place
+from model.config import ModelConfig
+from service.engine.graphs import Capture, CudaCapture, call_again
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bench:
+    """Where and how much is measured.
+
+    shape: of the large model. batches, context: of its decode steps. probe_bytes, probe_side: of the machine's probe.
+    prompt, output: tokens of a request to a whole engine. streams: how many at once there.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    shape: ModelConfig
+    batches: tuple[int, ...]
+    context: int
+    attention: tuple[tuple[int, int, int], ...]
+    attention_contexts: tuple[int, ...]
+    probe_bytes: int
+    probe_side: int
+    prompt: int
+    output: int
+    streams: int
+    repeats: int = 5
+
+    def place(self, config: ModelConfig | None = None) -> Place:
+        """Where attention is computed."""
+        return Place(
+            config=self.shape if config is None else config,
+            device=self.device,
+            dtype=self.dtype,
+            block_size=BLOCK_SIZE,
+        )
+
+    @torch.inference_mode()
+    def probe(self) -> Machine:
+        """What the machine can do at most, measured now: reading an array far larger than any cache, and a product of
+        square matrices. The best of several tries."""
+        array = torch.ones(self.probe_bytes // 4, dtype=torch.float32, device=self.device)
+        x_MK, weight_NK = torch.randn((2, self.probe_side, self.probe_side), device=self.device).to(self.dtype)
+        read = min(self.seconds(array.sum, 5).values)
+        multiply = min(self.seconds(lambda: torch.nn.functional.linear(x_MK, weight_NK), 5).values)
+        return Machine(array.nbytes / read, 2 * self.probe_side**3 / multiply)
+
+    def capture(self) -> Capture:
+        """What records a computation: CUDA graphs, or elsewhere nothing but the function."""
+        return CudaCapture() if self.device.type == "cuda" else call_again
+
+    def wait(self) -> None:
+        """Until the device has done all it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def seconds(self, work: Callable[[], object], times: int) -> Spread:
+        """One call's time, of several calls in a row, again and again."""
+        work()
+        values = []
+        for _ in range(self.repeats):
+            self.wait()
+            began = time.perf_counter()
+            for _ in range(times):
+                work()
+            self.wait()
+            values.append((time.perf_counter() - began) / times)
+        return Spread(tuple(values))

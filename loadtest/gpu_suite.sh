@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Every GPU test and benchmark in under nine minutes, as one JSON: for a card that is borrowed for ten.
+#
+#     loadtest/gpu_suite.sh OUT.json [WHEELS]
+#
+# OUT.json is written anew after every part. A part that fails or takes too long is recorded, and the next one runs.
+# WHEELS is a folder of wheels of what the machine lacks; nothing is downloaded. Where there is no CUDA device, every
+# part is reported as absent. PYTHON names the interpreter (python3), BUDGET the seconds for all (530), CHECKPOINT the
+# model that is served (checkpoints/kvasir-9m).
+set -u
+if [ $# -lt 1 ] || [ $# -gt 2 ]; then
+    sed -n 2,9p "$0" | sed 's/^# \{0,1\}//' >&2
+    exit 2
+fi
+out=$(realpath -m "$1")
+wheels=${2:+$(realpath -m "$2")}
+cd "$(dirname "$0")/.." || exit 2
+python=${PYTHON:-python3}
+budget=${BUDGET:-530}
+checkpoint=${CHECKPOINT:-checkpoints/kvasir-9m}
+work=$(mktemp -d) || exit 2
+trap 'rm -rf "$work"' EXIT
+rm -f "$out"
+export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+
+# part NAME SECONDS COMMAND...: at most so long, and never past the budget.
+part() {
+    local name=$1 limit=$2 code began=$SECONDS
+    shift 2
+    local left=$((budget - SECONDS))
+    if [ "$left" -lt "$limit" ]; then limit=$left; fi
+    if [ "$limit" -lt 5 ]; then
+        echo "no time was left" >"$work/$name.log"
+        code=124
+    else
+        timeout --kill-after=5 "$limit" "$@" >"$work/$name.log" 2>&1
+        code=$?
+    fi
+    "$python" -m loadtest.gpu_report --out "$out" --part "$name" --code "$code" --seconds "$((SECONDS - began))" \
+        --log "$work/$name.log" --result "$work/$name.json"
+}
+
+# tests NAME SECONDS FILE...: what pytest says of them; absent where there is no device.
+tests() {
+    local name=$1 limit=$2
+    shift 2
+    if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>"$work/torch.log"; then
+        # Without our settings: they name plugins that the machine may not have.
+        part "$name" "$limit" "$python" -m pytest -q -c /dev/null --rootdir . -p no:cacheprovider -m gpu "$@"
+    else
+        echo '{"absent": "no CUDA device"}' >"$work/$name.json"
+        part "$name" "$limit" true
+    fi
+}
+
+if [ -n "$wheels" ]; then
+    part wheels 60 "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --upgrade \
+        --target "$work/site" "$wheels"/*.whl
+    export PYTHONPATH="$work/site${PYTHONPATH:+:$PYTHONPATH}"
+fi
+bench="$python -m loadtest.bench_gpu"
+# The most telling first: whatever stops the suite, what came before is there.
+part card 60 $bench card --out "$work/card.json"
+tests paged 150 tests/gpu/test_paged.py tests/gpu/test_fused.py
+part decode 120 $bench decode --out "$work/decode.json"
+part engine 90 $bench engine --checkpoint "$checkpoint" --out "$work/engine.json"
+tests engine_tests 100 tests/gpu/test_engine.py
+part attention 60 $bench attention --out "$work/attention.json"
+part peers 100 "$python" -m loadtest.gpu_peers --out "$work/peers.json"
+tests mechanisms 100 tests/gpu/test_cuda.py
+tests training 100 tests/gpu/test_cuda_training.py
+echo "$out after $SECONDS s"

@@ -1,0 +1,86 @@
+"""PyTorch's attention of sequences of any length (torch.nn.attention.varlen), whichever arguments its version has.
+
+The function's arguments change between versions of PyTorch, so that they are looked up in its signature: `arguments`
+is a pure function of their names.
+
+Legend: C chunks, X packed tokens of chunks, S packed positions of contexts, H query heads, K key/value heads, D head
+dimension.
+"""
+
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.attention.form import AttentionForm
+from model.attention.ragged import RaggedView
+from model.kv_cache import KVCache
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # before PyTorch 2.10
+    varlen_attn = None  # type: ignore[assignment]
+
+
+class VarlenError(ValueError):
+    """This version of PyTorch's function cannot attend so; says why."""
+
+
+def arguments(names: Collection[str], *, scale: float, window: int | None, grouped: bool) -> dict[str, Any]:
+    """What to give a function of these arguments for causal attention, beside tensors and lengths.
+
+    The kernel counts a window by the positions before a token, we with the token. One split of the keys each, where
+    that can be asked for: the order of additions then does not depend on who shares the batch.
+
+    Raises:
+        VarlenError: it cannot be told of the scale, the window, or that attention is causal.
+    """
+    if "scale" not in names:
+        raise VarlenError("varlen_attn takes no scale")
+    given: dict[str, Any] = {"scale": scale}
+    if "window_size" in names:
+        given["window_size"] = (-1 if window is None else window - 1, 0)
+    elif window is not None or "is_causal" not in names:
+        raise VarlenError("varlen_attn takes no window")
+    else:
+        given["is_causal"] = True
+    if grouped and "enable_gqa" in names:
+        given["enable_gqa"] = True
+    if "num_splits" in names:
+        given["num_splits"] = 1
+    return given
+
+
+class VarlenChunks:
+    """A `model.attention.paged.ChunkWay`: keys of the chunks' contexts are copied end to end, all attended in one call.
+
+    Raises:
+        VarlenError: this PyTorch has no such function.
+    """
+
+    def __init__(self, function: Callable[..., Any] | None = varlen_attn) -> None:
+        if function is None:
+            raise VarlenError(f"PyTorch {torch.__version__} has no varlen_attn")
+        self._function = function
+        self._names = frozenset(inspect.signature(function).parameters)
+
+    def __call__(self, q_XHD: Tensor, form: AttentionForm, view: RaggedView, kv_cache: KVCache) -> Tensor:
+        """XHD."""
+        k_SKD, v_SKD = (
+            pool_LNPKD[form.layer].flatten(0, 1).index_select(0, view.slots_S)
+            for pool_LNPKD in (kv_cache.keys_LNPKD, kv_cache.values_LNPKD)
+        )
+        grouped = q_XHD.shape[1] != k_SKD.shape[1]
+        out_XHD: Tensor = self._function(
+            q_XHD,
+            k_SKD,
+            v_SKD,
+            view.query_starts,
+            view.context_starts,
+            max(view.query_lengths),
+            max(view.context_lengths),
+            **arguments(self._names, scale=form.scale, window=form.window, grouped=grouped),
+        )
+        return out_XHD

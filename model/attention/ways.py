@@ -1,0 +1,226 @@
+"""The ways to attend over a paged cache, best first, and which of them hold here.
+
+A way is taken if what it needs is there and a small random case, computed on the device, equals the oracle's. One that
+fails or differs is left out, with the reason, and the next is tried: kernels are compiled for a card that we may never
+have seen.
+
+Legend: B sequences, X packed tokens of chunks, H query heads, K key/value heads, D head dimension, S context.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from model.attention.biases import SCORE_BIASES
+from model.attention.eager import EagerAttention
+from model.attention.form import AttentionForm, visible
+from model.attention.metadata import AttentionMetadata
+from model.attention.paged import ChunkWay, DecodeWay, PagedAttention
+from model.attention.ragged import RaggedView
+from model.attention.sdpa import causal
+from model.attention.varlen import VarlenChunks, VarlenError
+from model.config import ModelConfig
+from model.kv_cache import KVCache
+
+try:
+    from model.attention import paged_kernel
+except ImportError:  # no triton: it comes with PyTorch for CUDA
+    paged_kernel = None  # type: ignore[assignment]
+
+# Of the largest number in the oracle's outputs, by dtype: sums in another order, and weights rounded to the dtype.
+_TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4, torch.float64: 1e-10}
+# Contexts of a check, this step's tokens included, and how many of them are this step's.
+_CONTEXTS = (1, 5, 16, 17, 133, 401, 700)
+_QUERIES = (1, 1, 7, 17, 1, 120, 3)
+
+Way = TypeVar("Way", DecodeWay, ChunkWay)
+
+
+class Unavailable(Exception):
+    """A way that cannot be taken here; says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where attention is computed, and of what shapes."""
+
+    config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    block_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A backend, what it is made of, and why nothing before that. `reads_in_place`: decoding copies no keys."""
+
+    backend: PagedAttention
+    decode: str
+    chunks: str
+    left_out: tuple[str, ...]
+
+    @property
+    def reads_in_place(self) -> bool:
+        return self.decode == "triton"
+
+    def __str__(self) -> str:
+        return f"paged (decode: {self.decode}, prompts: {self.chunks})"
+
+
+def fits(config: ModelConfig) -> bool:
+    """Whether any way here attends such a model's layers; those with biases and average attention are others'."""
+    return config.key_dim > 0 and config.position not in SCORE_BIASES
+
+
+def gathered(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: Tensor, kv_cache: KVCache) -> Tensor:
+    """A `DecodeWay` on any device: PyTorch's fused kernel over copies of all blocks of the tables."""
+    k_BSKD, v_BSKD = kv_cache.gather(form.layer, tables_BN)
+    distances_BS = positions_B[:, None] - torch.arange(k_BSKD.shape[1], device=q_BHD.device)
+    mask_BXXS = visible(distances_BS, form.window)[:, None, None]
+    # The G query heads of a group stand where query tokens would: they see the same keys.
+    q_BKGD = torch.unflatten(q_BHD, 1, (k_BSKD.shape[2], -1))
+    k_BKSD, v_BKSD = k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2)
+    return scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD, attn_mask=mask_BXXS, scale=form.scale).flatten(1, 2)
+
+
+def one_by_one(q_XHD: Tensor, form: AttentionForm, view: RaggedView, kv_cache: KVCache) -> Tensor:
+    """A `ChunkWay` on any device: PyTorch's fused kernel, one chunk after the other."""
+    k_SKD, v_SKD = (
+        pool_LNPKD[form.layer].flatten(0, 1).index_select(0, view.slots_S)
+        for pool_LNPKD in (kv_cache.keys_LNPKD, kv_cache.values_LNPKD)
+    )
+    contexts = view.context_lengths
+    parts = zip(q_XHD.split(view.query_lengths), k_SKD.split(contexts), v_SKD.split(contexts), strict=True)
+    return torch.cat([causal(q_QHD, k_SKD, v_SKD, form) for q_QHD, k_SKD, v_SKD in parts])
+
+
+def _triton(place: Place) -> DecodeWay:
+    if paged_kernel is None:
+        raise Unavailable("triton is not installed")
+    if place.device.type != "cuda":
+        raise Unavailable("needs a CUDA device")
+    if not paged_kernel.supports(place.dtype, place.config.head_dim):
+        raise Unavailable(f"is not written for {place.dtype} and heads of {place.config.head_dim}")
+    return paged_kernel.attend
+
+
+def _varlen(place: Place) -> ChunkWay:
+    if place.device.type != "cuda":
+        raise Unavailable("needs a CUDA device")
+    if place.dtype not in (torch.bfloat16, torch.float16):
+        raise Unavailable(f"flash attention is not written for {place.dtype}")
+    try:
+        return VarlenChunks()
+    except VarlenError as error:
+        raise Unavailable(str(error)) from error
+
+
+DECODE_WAYS: Mapping[str, Callable[[Place], DecodeWay]] = {"triton": _triton, "gathered": lambda place: gathered}
+CHUNK_WAYS: Mapping[str, Callable[[Place], ChunkWay]] = {"varlen": _varlen, "one by one": lambda place: one_by_one}
+
+
+def choose(
+    place: Place,
+    decode_ways: Mapping[str, Callable[[Place], DecodeWay]] = DECODE_WAYS,
+    chunk_ways: Mapping[str, Callable[[Place], ChunkWay]] = CHUNK_WAYS,
+) -> Chosen:
+    """The first way of each table that holds.
+
+    Raises:
+        RuntimeError: none does; names what is wrong with each.
+    """
+    left_out: list[str] = []
+
+    def decoding(way: DecodeWay) -> PagedAttention:
+        return PagedAttention(way, one_by_one)
+
+    def chunking(way: ChunkWay) -> PagedAttention:
+        return PagedAttention(gathered, way)
+
+    decode_name, decode = _first(decode_ways, place, decoding, queries=(1,) * len(_CONTEXTS), left_out=left_out)
+    chunk_name, chunks = _first(chunk_ways, place, chunking, queries=_QUERIES, left_out=left_out)
+    return Chosen(
+        backend=PagedAttention(decode, chunks), decode=decode_name, chunks=chunk_name, left_out=tuple(left_out)
+    )
+
+
+def _first(
+    ways: Mapping[str, Callable[[Place], Way]],
+    place: Place,
+    whole: Callable[[Way], PagedAttention],
+    *,
+    queries: tuple[int, ...],
+    left_out: list[str],
+) -> tuple[str, Way]:
+    for name, make in ways.items():
+        try:
+            way = make(place)
+            check(whole(way), place, queries)
+        except Exception as error:  # a compiler, a driver or a kernel of somebody else's may raise anything
+            left_out.append(f"{name}: {_line(error)}")
+        else:
+            return name, way
+    raise RuntimeError(f"no way to attend: {'; '.join(left_out)}")
+
+
+def _line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+@torch.inference_mode()
+def check(backend: PagedAttention, place: Place, queries: tuple[int, ...] = _QUERIES) -> None:
+    """A random case of the model's heads on the device, against the oracle, for each window that layers have.
+
+    Raises:
+        Unavailable: a number differs by more than the dtype's rounding explains.
+    """
+    config = place.config
+    for window in {config.window(layer) for layer in range(config.num_layers)}:
+        form = AttentionForm(layer=0, scale=config.effective_score_scale, window=window, bias=None)
+        found, expected = _both(backend, form, place, queries)
+        if not torch.isfinite(found).all():
+            raise Unavailable("gives numbers that are not finite")
+        error = ((found - expected).abs().max() / expected.abs().max()).item()
+        if error > _TOLERANCES[place.dtype]:
+            raise Unavailable(f"differs from the oracle by {error:.1e} of its largest number (window {window})")
+
+
+def _both(
+    backend: PagedAttention, form: AttentionForm, place: Place, queries: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """The backend's and the oracle's outputs, float32 on the CPU, over scattered blocks."""
+    size, config = place.block_size, place.config
+    generator = torch.Generator().manual_seed(len(queries))
+    needs = [-(-context // size) for context in _CONTEXTS]
+    blocks = torch.randperm(sum(needs) + 1, generator=generator)
+    spare, owned = int(blocks[-1]), blocks[:-1].split(needs)
+    tables_BN = torch.full((len(needs), max(needs)), spare)
+    for row, its_blocks in enumerate(owned):
+        tables_BN[row, : len(its_blocks)] = its_blocks
+    pairs = list(zip(queries, _CONTEXTS, strict=True))
+    positions_T = torch.cat([torch.arange(context - query, context) for query, context in pairs])
+    row_of_T = torch.arange(len(pairs)).repeat_interleave(torch.tensor(queries))
+    metadata = AttentionMetadata(
+        query_lengths=queries,
+        context_lengths=_CONTEXTS,
+        positions_T=positions_T,
+        slot_mapping_T=tables_BN[row_of_T, positions_T // size] * size + positions_T % size,
+        block_tables_BN=tables_BN,
+    ).to(place.device)
+    pool_shape = (len(blocks), size, config.num_kv_heads, config.head_dim)
+    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    shapes = [(len(positions_T), n, config.head_dim) for n in heads]
+    drawn = [torch.randn(shape, generator=generator) for shape in (pool_shape, pool_shape, *shapes)]
+    keys, values, q_THD, k_TKD, v_TKD = (x.to(place.device, place.dtype) for x in drawn)
+    outputs = []
+    for attention in (backend, EagerAttention()):
+        cache = KVCache(config, num_blocks=len(blocks), block_size=size, dtype=place.dtype, device=place.device)
+        cache.keys_LNPKD[0], cache.values_LNPKD[0] = keys, values
+        out_THD = attention.attend(q_THD, k_TKD, v_TKD, form=form, metadata=metadata, kv_cache=cache)
+        outputs.append(out_THD.float().cpu())
+    return outputs[0], outputs[1]

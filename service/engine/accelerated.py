@@ -1,0 +1,94 @@
+"""What an engine takes of a GPU: attention over the paged cache, memory for it, and recorded decode steps.
+
+Each is tried when the engine is built, and what does not hold on this card is left out with a warning: the engine then
+computes the same, slower.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from model.attention.interface import ATTENTION_BACKENDS, AttentionBackend
+from model.attention.ways import Chosen, Place, choose, fits
+from model.fused import fuse
+from model.transformer import Transformer
+from service.engine.config import EngineConfig
+from service.engine.graphs import Capture, CudaCapture
+from service.engine.memory import LargestStep, measure
+from service.engine.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attending:
+    """A backend for a model, its name in words, and whether decode steps that take it can be recorded."""
+
+    backend: AttentionBackend
+    name: str
+    recordable: bool
+
+
+def attention_for(wanted: str, place: Place) -> Attending:
+    """The backend of an --attention setting: auto is native on a CPU, paged on a GPU, where the model's layers fit it,
+    else sdpa.
+
+    Raises:
+        ValueError: paged was asked for, and the model's layers do not fit it; native, and the device is no CPU.
+        RuntimeError: no way of attention holds on this device.
+    """
+    fitting = fits(place.config)
+    if wanted == "auto":
+        wanted = "native" if place.device.type == "cpu" else "paged" if fitting else "sdpa"
+    if wanted == "native" and place.device.type != "cpu":
+        raise ValueError("--attention native: only on the CPU; leave it out, or give --device cpu")
+    if wanted != "paged":
+        return Attending(backend=ATTENTION_BACKENDS[wanted], name=wanted, recordable=False)
+    if not fitting:
+        raise ValueError("--attention paged: not for a model with biases in its scores; give --attention sdpa")
+    chosen: Chosen = choose(place)
+    for reason in chosen.left_out:
+        level = logging.WARNING if place.device.type == "cuda" else logging.INFO
+        logger.log(level, "attention: left out %s", reason)
+    return Attending(backend=chosen.backend, name=str(chosen), recordable=True)
+
+
+def fuse_for_gpu(model: Transformer) -> None:
+    """On a GPU, fewer kernels between matrix products, each kind if it holds there."""
+    if model.token_embedding.weight.device.type == "cuda":
+        for reason in fuse(model):
+            logger.warning("left out %s", reason)
+
+
+def capture_for(device: torch.device) -> Capture | None:
+    """What records decode steps on this device; None where they are computed one by one."""
+    return CudaCapture() if device.type == "cuda" else None
+
+
+def cache_bytes(model: Transformer, largest: LargestStep, share: float) -> int | None:
+    """What the KV-cache may take of a GPU's memory, of which we use at most this share; None on a CPU, where half of
+    what is free is the rule.
+
+    Raises:
+        torch.OutOfMemoryError: the device does not hold the largest step.
+    """
+    if model.token_embedding.weight.device.type != "cuda":
+        return None
+    memory = measure(model, largest)
+    logger.info("the largest step tried: %s", memory)
+    return memory.for_cache(share)
+
+
+def recorded_runner(model: Transformer, config: EngineConfig, vocab_size: int, capture: Capture) -> ModelRunner:
+    """A runner whose decode steps are recorded; the plain one, with a warning, where that fails."""
+    runner = ModelRunner(model, num_blocks=config.num_blocks, block_size=config.block_size, vocab_size=vocab_size)
+    most = model.config.max_context_length
+    length = most if config.max_context_length is None else min(most, config.max_context_length)
+    try:
+        shapes = runner.record(capture, max_rows=config.max_num_running, max_context_length=length)
+    except Exception as error:  # the driver, the allocator or a kernel of somebody else's may raise anything
+        logger.warning("decode steps are not recorded: %s", error)
+    else:
+        logger.info("decode steps of up to %d sequences are recorded, in %d shapes", shapes[0].rows, len(shapes))
+    return runner

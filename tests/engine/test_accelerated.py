@@ -1,0 +1,143 @@
+"""What an engine takes of a GPU, as far as a CPU can tell: arithmetic, choices, and what is left out."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.attention.eager import EagerAttention
+from model.attention.native import NativeAttention
+from model.attention.paged import PagedAttention
+from model.attention.sdpa import SdpaAttention
+from model.attention.ways import Place
+from model.manifest import read_manifest
+from service import engine_builder
+from service.engine import accelerated
+from service.engine.accelerated import attention_for, cache_bytes, capture_for, recorded_runner
+from service.engine.config import EngineConfig
+from service.engine.graphs import call_again
+from service.engine.memory import DeviceMemory, LargestStep
+from service.engine_builder import build_engine
+from service.settings import ModelSettings
+from tests.engine.fakes import make_submit
+from tests.model.configs import VARIANTS, build
+
+GIB = 2**30
+CPU = Place(config=VARIANTS["rotary-gqa"], device=torch.device("cpu"), dtype=torch.float32, block_size=4)
+CUDA = replace(CPU, device=torch.device("cuda"))
+
+
+def test_the_cache_takes_what_the_largest_step_and_others_leave_of_the_share() -> None:
+    memory = DeviceMemory(total=100 * GIB, free=60 * GIB, reserved=30 * GIB, peak=25 * GIB)
+    # 10 GiB are others'; what the allocator holds beyond the peak is ours to take again.
+    assert memory.for_cache(0.9) == 55 * GIB
+    assert memory.for_cache(1.0) == 65 * GIB
+    assert replace(memory, peak=40 * GIB).for_cache(0.9) == 40 * GIB
+    assert replace(memory, free=40 * GIB).for_cache(0.9) == 35 * GIB
+    assert replace(memory, reserved=50 * GIB, free=40 * GIB).for_cache(0.9) == 55 * GIB
+    assert memory.for_cache(0.3) == 0
+
+
+def test_the_largest_step_is_prompts_as_long_as_they_may_be() -> None:
+    step = LargestStep(block_size=16, num_tokens=512, num_draws=64, max_context_length=2048)
+    assert step.lengths == (512,)
+    assert replace(step, max_context_length=200).lengths == (200, 200, 112)
+    assert replace(step, max_context_length=256).lengths == (256, 256)
+
+
+def test_on_a_cpu_half_of_free_memory_is_the_rule_and_nothing_is_recorded() -> None:
+    step = LargestStep(block_size=4, num_tokens=8, num_draws=2, max_context_length=64)
+    assert cache_bytes(build(VARIANTS["rotary-gqa"]), step, 0.9) is None
+    assert capture_for(torch.device("cpu")) is None
+
+
+def test_auto_is_paged_where_a_gpu_and_the_model_allow_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Place] = []
+    chosen = accelerated.choose(CPU)
+    monkeypatch.setattr(accelerated, "choose", lambda place: asked.append(place) or chosen)
+    attending = attention_for("auto", CUDA)
+    assert (attending.backend, attending.recordable, asked) == (chosen.backend, True, [CUDA])
+    assert attending.name == "paged (decode: gathered, prompts: one by one)"
+    for wanted, place in (("auto", replace(CUDA, config=VARIANTS["alibi"])), ("sdpa", CUDA)):
+        attending = attention_for(wanted, place)
+        assert isinstance(attending.backend, SdpaAttention)
+        assert (attending.name, attending.recordable) == ("sdpa", False)
+    assert isinstance(attention_for("eager", CUDA).backend, EagerAttention)
+    assert isinstance(attention_for("auto", CPU).backend, NativeAttention)
+    with pytest.raises(ValueError, match="--attention native: only on the CPU; leave it out, or give --device cpu"):
+        attention_for("native", CUDA)
+    assert len(asked) == 1
+    with pytest.raises(ValueError, match=r"--attention paged: not for a model with biases .*give --attention sdpa"):
+        attention_for("paged", replace(CPU, config=VARIANTS["alibi"]))
+
+
+def test_what_is_left_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "service.engine.accelerated")
+    assert isinstance(attention_for("paged", CPU).backend, PagedAttention)
+    assert "attention: left out varlen: needs a CUDA device" in caplog.text
+
+
+def test_a_recording_that_fails_leaves_the_plain_runner(caplog: pytest.LogCaptureFixture) -> None:
+    def capture(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    model = build(VARIANTS["rotary-gqa"])
+    for layer in model.layers:
+        layer.attention.backend = attention_for("paged", CPU).backend
+    config = EngineConfig(block_size=4, num_blocks=20, max_num_running=4, max_batched_tokens=16)
+    runner = recorded_runner(model, config, 257, capture)
+    assert runner._graphs is None
+    assert "decode steps are not recorded: operation not permitted when stream is capturing" in caplog.text
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_the_service_records_where_it_is_told_to(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, graphs: bool
+) -> None:
+    """With the CPU's stand-in for graphs; the engine then answers as any other does."""
+    caplog.set_level(logging.INFO, "service.engine.accelerated")
+    monkeypatch.setattr(engine_builder, "capture_for", lambda device: call_again)
+    answers = []
+    threads = torch.get_num_threads()
+    for attention in ("paged", "sdpa"):
+        settings = ModelSettings(
+            checkpoint=tiny_checkpoint, device="cpu", threads=threads, attention=attention, max_num_running=3,
+            cuda_graphs=graphs,
+        )  # fmt: skip
+        engine, facts = build_engine(settings, read_manifest(tiny_checkpoint))
+        assert facts.attention.partition(" ")[0] == attention
+        assert facts.found()["attention"] == facts.attention
+        engine.warm_up()
+        engine.submit(make_submit("a", [1, 2, 3], max_tokens=12, temperature=0.0, ignore_eos=True))
+        tokens: list[int] = []
+        while engine.has_work:
+            tokens += [token for event in engine.step().events for token in event.token_ids]
+        answers.append(tokens)
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 12
+    assert ("decode steps of up to 4 sequences are recorded, in 1 shapes" in caplog.text) == graphs
+
+
+def test_a_gpus_share_bounds_the_cache(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without half being kept: the largest step has been counted already. 256 bytes a token, contexts of 256."""
+    shares: list[float] = []
+
+    def usable(model: object, largest: LargestStep, share: float) -> int:
+        shares.append(share)
+        assert (largest.num_tokens, largest.num_draws, largest.max_context_length) == (512, 64, 256)
+        return round(10 * share * 256 * 256)
+
+    monkeypatch.setattr(engine_builder, "cache_bytes", usable)
+    settings = ModelSettings(checkpoint=tiny_checkpoint, device="cpu", threads=torch.get_num_threads())
+    for share, contexts in ((0.9, 9), (0.5, 5)):
+        changed = settings.model_copy(update={"gpu_memory_share": share})
+        _, facts = build_engine(changed, read_manifest(tiny_checkpoint))
+        assert facts.num_blocks == contexts * 16
+    assert shares == [0.9, 0.5]
+    too_small = settings.model_copy(update={"gpu_memory_share": 0.05})
+    with pytest.raises(ValueError, match="serve --max-context-length 128"):
+        build_engine(too_small, read_manifest(tiny_checkpoint))

@@ -1,0 +1,216 @@
+"""Decode steps that are recorded and replayed: shapes, padding, and the same tokens as without, on a CPU."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.attention.metadata import AttentionMetadata
+from model.attention.paged import PagedAttention
+from model.attention.ways import gathered, one_by_one
+from model.generate import generate
+from service.engine.config import EngineConfig
+from service.engine.engine import Engine
+from service.engine.graphs import Bucket, DecodeGraphs, StaticInputs, buckets, call_again, smallest
+from service.engine.inputs import ModelInputs
+from service.engine.runner import ModelRunner
+from service.messages import Submit
+from tests.engine.fakes import make_submit
+from tests.engine.test_parity import EOS, TOKENIZER, submissions
+from tests.model.configs import VARIANTS, build
+
+CPU = torch.device("cpu")
+
+
+def test_buckets_are_powers_of_two_and_ever_narrower_the_biggest_first() -> None:
+    assert buckets(3, 8) == (Bucket(4, 8),)
+    assert buckets(9, 100) == (Bucket(16, 100), Bucket(8, 100), Bucket(4, 100))
+    assert {b.rows for b in buckets(64, 8)} == {4, 8, 16, 32, 64}
+    assert {b.rows for b in buckets(4096, 8)} == {4, 8, 16, 32, 64, 128, 256, 512}
+    assert [b.width for b in buckets(1, 128)] == [128, 32]
+    assert [b.width for b in buckets(1, 8192)] == [8192, 2048, 512]
+    assert list(buckets(64, 8192)) == sorted(buckets(64, 8192), reverse=True)
+
+
+def test_a_step_takes_the_fewest_rows_then_the_narrowest_table() -> None:
+    shapes = buckets(16, 512)
+    assert smallest(shapes, 1, 1) == Bucket(4, 32)
+    assert smallest(shapes, 4, 33) == Bucket(4, 128)
+    assert smallest(shapes, 5, 128) == Bucket(8, 128)
+    assert smallest(shapes, 16, 512) == Bucket(16, 512)
+    assert smallest(shapes, 17, 1) is None
+    assert smallest(shapes, 1, 513) is None
+
+
+def step(ids: list[int], positions: list[int], slots: list[int], tables: list[list[int]]) -> ModelInputs:
+    return ModelInputs(
+        token_ids_T=torch.tensor(ids),
+        metadata=AttentionMetadata(
+            query_lengths=(1,) * len(ids),
+            context_lengths=tuple(position + 1 for position in positions),
+            positions_T=torch.tensor(positions),
+            logit_rows_R=torch.arange(len(ids)),
+            slot_mapping_T=torch.tensor(slots),
+            block_tables_BN=torch.tensor(tables),
+        ),
+        params=(),
+        positions=(),
+        forbidden=(),
+        rules=(),
+        prompt_rows=(),
+    )
+
+
+def test_static_inputs_hold_the_step_and_padding_that_touches_the_scratch_block_alone() -> None:
+    static = StaticInputs(Bucket(4, 5), CPU)
+    for bucket in (Bucket(4, 5), Bucket(4, 3)):  # what a wider step left does not show in a narrower one
+        static.fill(bucket, step([7, 8], [5, 2], [21, 33], [[2, 5], [8, 9]]), scratch_slot=40, scratch_block=10)
+        ids, positions, slots, tables = static.views(bucket)
+        assert ids.tolist() == [7, 8, 0, 0]
+        assert positions.tolist() == [5, 2, 0, 0]
+        assert slots.tolist() == [21, 33, 40, 40]
+        padding = [10] * (bucket.width - 2)
+        assert tables.tolist() == [[2, 5, *padding], [8, 9, *padding], [10] * bucket.width, [10] * bucket.width]
+
+
+class Recorder:
+    """A `Capture` that counts, and checks that a computation's inputs stay where they were."""
+
+    def __init__(self) -> None:
+        self.recorded: list[torch.Size] = []
+        self.replays: list[int] = []
+
+    def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        replay, number = call_again(compute), len(self.recorded)
+        result = replay()
+        self.recorded.append(result.shape)
+
+        def counted() -> Tensor:
+            self.replays.append(number)
+            found = replay()
+            assert found.data_ptr() == result.data_ptr()
+            return found
+
+        return counted
+
+
+def test_recordings_are_made_once_of_padding_and_replayed_for_steps_that_fit() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def hidden(ids_T: Tensor, metadata: AttentionMetadata) -> Tensor:
+        assert metadata.block_tables_BN is not None
+        assert metadata.is_decode
+        seen.append((ids_T.data_ptr(), metadata.block_tables_BN.data_ptr(), *metadata.block_tables_BN.shape))
+        return torch.stack((ids_T, metadata.positions_T), dim=1).float()
+
+    recorder = Recorder()
+    graphs = DecodeGraphs(hidden, capture=recorder, shapes=buckets(8, 128), scratch_block=9, block_size=4, device=CPU)
+    assert [shape[0] for shape in recorder.recorded] == [8, 8, 4, 4]
+    assert graphs.shapes == (Bucket(8, 128), Bucket(8, 32), Bucket(4, 128), Bucket(4, 32))
+    assert recorder.replays == [0, 1, 2, 3]  # each was compared with what it recorded
+    recorder.replays.clear()
+    places = set(seen)
+    found = graphs.hidden(step([5], [3], [15], [[3]]))
+    assert found is not None
+    assert found.tolist() == [[5.0, 3.0]]
+    assert graphs.hidden(step([5] * 5, [200] * 5, [1] * 5, [[3] * 51] * 5)) is not None
+    assert recorder.replays == [3, 0]
+    assert set(seen) == places
+    assert graphs.hidden(step([5] * 9, [3] * 9, [1] * 9, [[3]] * 9)) is None
+    prompt = AttentionMetadata(
+        query_lengths=(2,), context_lengths=(2,), positions_T=torch.arange(2),
+        slot_mapping_T=torch.arange(2), block_tables_BN=torch.tensor([[0]]),
+    )  # fmt: skip
+    ids = torch.tensor([1, 2])
+    inputs = ModelInputs(
+        token_ids_T=ids, metadata=prompt, params=(), positions=(), forbidden=(), rules=(), prompt_rows=()
+    )
+    assert graphs.hidden(inputs) is None
+
+
+def test_a_replay_that_gives_other_numbers_is_refused() -> None:
+    def capture(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return lambda: compute() + 1.0
+
+    with pytest.raises(RuntimeError, match="a replayed step of 4 rows differs from the step that was recorded"):
+        DecodeGraphs(
+            lambda ids_T, metadata: torch.ones(len(ids_T), 3),
+            capture=capture, shapes=[Bucket(4, 2)], scratch_block=1, block_size=4, device=CPU,
+        )  # fmt: skip
+
+
+def engine(variant: str, recorder: Recorder | None, **config: Any) -> Engine:
+    model = build(VARIANTS[variant])
+    for layer in model.layers:
+        layer.attention.backend = PagedAttention(gathered, one_by_one)
+    values = {"block_size": 4, "num_blocks": 200, "max_num_running": 16, "max_batched_tokens": 64, **config}
+    runner = ModelRunner(
+        model, num_blocks=values["num_blocks"], block_size=values["block_size"], vocab_size=TOKENIZER.vocab_size
+    )
+    if recorder is not None:
+        runner.record(recorder, max_rows=8, max_context_length=64)
+        recorder.replays.clear()
+    return Engine(model, TOKENIZER, EngineConfig(**values), runner=runner)
+
+
+def answers(engine: Engine, submits: list[Submit], every: int) -> dict[str, list[Any]]:
+    waiting, number = list(submits), 0
+    told: dict[str, list[Any]] = {}
+    while waiting or engine.has_work:
+        if waiting and number % every == 0:
+            engine.submit(waiting.pop(0))
+        for delta in engine.step().events:
+            told.setdefault(delta.uid, []).append(delta)
+        number += 1
+    engine.check_integrity()
+    return told
+
+
+@pytest.mark.parametrize("variant", ["rotary-gqa", "gpt2", "window-one-layer", "alibi"])
+def test_tokens_are_those_of_the_slow_twin(variant: str) -> None:
+    """Steps of up to 8 rows are replayed, larger ones and prompts are not; a pool too small preempts in between.
+
+    Layers with a bias go to a backend that wants lengths of contexts, so that nothing may be recorded of them.
+    """
+    recorder = Recorder()
+    submits = submissions(18, seed=3, max_prompt=24)
+    built = engine(variant, None if variant == "alibi" else recorder, num_blocks=40)
+    told = answers(built, submits, every=2)
+    for submit in submits:
+        found = [token_id for delta in told[submit.uid] for token_id in delta.token_ids]
+        expected = generate(build(VARIANTS[variant]), submit.prompt_token_ids, submit.params, eos_token_ids=(EOS,))
+        assert found == expected
+    # 16 blocks of 4 hold a context of 64: one width, and recordings of 8 and of 4 rows.
+    assert set(recorder.replays) == (set() if variant == "alibi" else {0, 1})
+
+
+def test_what_a_step_wants_beside_tokens_is_the_same() -> None:
+    """Log-probabilities of tokens and prompts, penalties, drafts and embeddings, replayed and not."""
+    rng = random.Random(2)
+    texts = [[rng.randrange(EOS) for _ in range(rng.randint(1, 12))] for _ in range(5)]
+    repeating = [1, 2, 3, 4] * 4
+    submits = [
+        make_submit("plain", texts[0], max_tokens=20, temperature=0.0, ignore_eos=True, logprobs=3),
+        make_submit("scored", texts[1], max_tokens=9, seed=4, prompt_logprobs=2, logprobs=0, ignore_eos=True),
+        make_submit("penalised", texts[2], max_tokens=30, temperature=0.0, frequency_penalty=1.5, ignore_eos=True),
+        make_submit("drafted", repeating, max_tokens=30, temperature=0.0, ignore_eos=True),
+    ]
+    recorder = Recorder()
+    with_graphs = answers(engine("rotary-gqa", recorder, max_draft_tokens=3), submits, every=1)
+    without = answers(engine("rotary-gqa", None, max_draft_tokens=3), submits, every=1)
+    assert len(recorder.replays) > 20
+    for uid, deltas in without.items():  # how many tokens a draft brings at once depends on how long steps take
+        found = with_graphs[uid]
+        assert joined(found, "token_ids") == joined(deltas, "token_ids")
+        assert "".join(delta.text for delta in found) == "".join(delta.text for delta in deltas)
+        for name in ("logprobs", "prompt_logprobs"):
+            for ours, theirs in zip(joined(found, name), joined(deltas, name), strict=True):
+                assert ours.token_id == theirs.token_id
+                assert ours.logprob == (theirs.logprob and pytest.approx(theirs.logprob, abs=1e-5))
+
+
+def joined(deltas: list[Any], name: str) -> list[Any]:
+    return [item for delta in deltas for item in getattr(delta, name) or ()]

@@ -1,0 +1,120 @@
+"""On a CUDA device the whole engine: recorded steps, memory, and the answers of the slow twin."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.attention.ways import Place, choose, fits
+from model.generate import generate
+from model.manifest import read_manifest
+from service.engine.accelerated import recorded_runner
+from service.engine.config import EngineConfig
+from service.engine.engine import Engine
+from service.engine.graphs import CudaCapture
+from service.engine.memory import LargestStep, measure
+from service.engine.runner import ModelRunner
+from service.engine_builder import build_engine
+from service.messages import Submit
+from service.settings import ModelSettings
+from tests.engine.test_graphs import step
+from tests.engine.test_parity import EOS, TOKENIZER, submissions
+from tests.model.configs import VARIANTS, build
+
+pytestmark = pytest.mark.gpu
+
+FITTING = [name for name, config in VARIANTS.items() if fits(config)]
+CONFIG = EngineConfig(block_size=4, num_blocks=120, max_num_running=16, max_batched_tokens=64, max_context_length=64)
+
+
+@pytest.fixture(autouse=True)
+def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 products in float32, not in TensorFloat-32."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+def accelerated(variant: str, dtype: torch.dtype) -> tuple[Engine, ModelRunner]:
+    model = build(VARIANTS[variant]).to("cuda", dtype)
+    place = Place(config=model.config, device=torch.device("cuda"), dtype=dtype, block_size=CONFIG.block_size)
+    backend = choose(place).backend
+    for layer in model.layers:
+        layer.attention.backend = backend
+    runner = recorded_runner(model, CONFIG, TOKENIZER.vocab_size, CudaCapture())
+    return Engine(model, TOKENIZER, CONFIG, runner=runner), runner
+
+
+def answers(engine: Engine, submits: list[Submit]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {submit.uid: [] for submit in submits}
+    for submit in submits:
+        engine.submit(submit)
+    while engine.has_work:
+        for delta in engine.step().events:
+            found[delta.uid].extend(delta.token_ids)
+    engine.check_integrity()
+    return found
+
+
+@pytest.mark.parametrize("variant", FITTING)
+def test_recorded_steps_give_the_tokens_of_the_slow_twin(variant: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "service.engine.accelerated")
+    engine, _ = accelerated(variant, torch.float32)
+    assert "decode steps of up to 16 sequences are recorded, in 3 shapes" in caplog.text
+    submits = submissions(20, seed=4)
+    found = answers(engine, submits)
+    twin = build(VARIANTS[variant])
+    for submit in submits:
+        assert found[submit.uid] == generate(twin, submit.prompt_token_ids, submit.params, eos_token_ids=(EOS,))
+
+
+def test_a_recorded_step_has_the_bits_of_a_plain_one_of_as_many_rows() -> None:
+    _, recorded = accelerated("rotary-gqa", torch.bfloat16)
+    plain = ModelRunner(
+        recorded._model, num_blocks=CONFIG.num_blocks, block_size=CONFIG.block_size, vocab_size=TOKENIZER.vocab_size
+    )
+    assert recorded._graphs is not None
+    for position in range(9):
+        block, offset = divmod(position, CONFIG.block_size)
+        rows = [row * 4 + block for row in range(8)]
+        inputs = step(
+            [7] * 8,
+            [position] * 8,
+            [row * 4 + offset for row in rows],
+            [[r - block + n for n in range(4)] for r in rows],
+        )
+        with torch.inference_mode():
+            found = recorded._graphs.hidden(inputs)
+            expected = plain._model.hidden(
+                inputs.token_ids_T.cuda(), inputs.metadata.to(torch.device("cuda")), plain._cache
+            )
+        assert found is not None
+        assert torch.equal(found, expected)
+
+
+def test_recordings_share_their_memory() -> None:
+    torch.cuda.empty_cache()
+    model = build(VARIANTS["rotary-gqa"]).to("cuda")
+    before = torch.cuda.memory_reserved()
+    recorded_runner(model, CONFIG, TOKENIZER.vocab_size, CudaCapture())
+    assert torch.cuda.memory_reserved() - before < 256 * 2**20
+
+
+def test_the_memory_of_the_largest_step_is_measured() -> None:
+    model = build(VARIANTS["rotary-gqa"]).to("cuda")
+    small, large = (
+        measure(model, LargestStep(block_size=4, num_tokens=tokens, num_draws=8, max_context_length=64))
+        for tokens in (64, 16_384)
+    )
+    assert large.peak > small.peak + 16_384 * 300 * 4  # the logits alone
+    assert 0 < large.for_cache(0.9) < small.for_cache(0.9) < small.for_cache(0.95) < small.total
+
+
+def test_the_service_takes_it_all_on_a_gpu(tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "service.engine.accelerated")
+    settings = ModelSettings(checkpoint=tiny_checkpoint, max_num_running=4)
+    engine, facts = build_engine(settings, read_manifest(tiny_checkpoint))
+    assert (facts.device, facts.dtype) == ("cuda", "bfloat16")
+    assert facts.attention == "paged (decode: triton, prompts: varlen)"
+    assert "are recorded" in caplog.text
+    engine.warm_up()
+    assert not engine.has_work

@@ -1,0 +1,55 @@
+"""On a CUDA device fused kernels compute what PyTorch does, for any sizes, and models with them what they did."""
+
+import pytest
+import torch
+
+from model import fused
+from model.attention.metadata import AttentionMetadata
+from model.fused import FusedRMSNorm, compare, fuse, silu_product
+from model.layers import RMSNorm
+from model.positions import RotaryPositions, rotate_each
+from tests.model.configs import VARIANTS, build
+
+pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])]
+
+
+@pytest.mark.parametrize("size", [1, 48, 128, 384, 1536, 8192])
+@pytest.mark.parametrize("unit_offset", [False, True])
+def test_norms(dtype: torch.dtype, size: int, unit_offset: bool) -> None:
+    norm = RMSNorm(size, 1e-6, unit_offset=unit_offset).to("cuda", dtype).requires_grad_(False)
+    norm.weight.normal_()
+    x = torch.randn((7, 3, 2 * size), device="cuda").to(dtype)[..., :size]
+    compare(lambda x: fused.fused_kernels.rms_norm(x, norm.weight, norm.eps, unit_offset), norm, x)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "rotated"), [(12, 2, 128, 128), (4, 4, 20, 8), (3, 1, 80, 32), (8, 8, 64, 64)]
+)
+def test_rotation_of_views_of_one_matrix(
+    dtype: torch.dtype, heads: int, kv_heads: int, size: int, rotated: int
+) -> None:
+    rotation = RotaryPositions(rotated, 1e4, None).to("cuda")(torch.arange(100, 170, device="cuda"))
+    sizes = [heads * size, kv_heads * size, kv_heads * size]
+    q, k, _ = torch.randn((70, sum(sizes)), device="cuda").to(dtype).split(sizes, dim=-1)
+    q, k = q.unflatten(-1, (heads, size)), k.unflatten(-1, (kv_heads, size))
+    found, expected = fused.fused_kernels.rotate_pair(q, k, rotation), rotate_each(q, k, rotation)
+    for ours, theirs in zip(found, expected, strict=True):
+        compare(lambda x: x, lambda x, theirs=theirs: theirs, ours)
+
+
+@pytest.mark.parametrize("size", [1, 48, 1024, 1500, 8960])
+def test_products_of_gated_mlps(dtype: torch.dtype, size: int) -> None:
+    compare(fused.fused_kernels.silu_product, silu_product, torch.randn((9, 2 * size), device="cuda").to(dtype))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_is_left_out_and_models_compute_the_same(dtype: torch.dtype, variant: str) -> None:
+    model = build(VARIANTS[variant]).to("cuda", dtype)
+    ids, metadata = torch.arange(40, device="cuda"), AttentionMetadata.uncached((40,), "cuda")
+    expected = model(ids, metadata, None)
+    assert fuse(model) == ()
+    assert any(isinstance(module, FusedRMSNorm) for module in model.modules()) == (
+        variant not in ("gpt2", "neox", "gpt2-no-bias")
+    )
+    tolerance = 5e-2 if dtype is torch.bfloat16 else 1e-5
+    assert (model(ids, metadata, None) - expected).abs().max() <= tolerance * expected.abs().max()
