@@ -11,7 +11,7 @@ INSTALLED := .venv/.installed
 CLIENTS := .venv-clients
 CLIENTS_INSTALLED := $(patsubst tests/clients/requirements/%.txt,$(CLIENTS)/%/.installed,$(wildcard tests/clients/requirements/*.txt))
 
-.PHONY: help install serve test test-clients check format bench performance attention loadtest fuzz test-faults audit check-monitoring clean
+.PHONY: help install serve test test-clients check format bench performance peers attention loadtest fuzz test-faults audit check-monitoring clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -77,6 +77,10 @@ performance: bench ## measure engine and service, write docs/performance.md; CHE
 	$(BIN)/python -m loadtest.bench_frontend --checkpoint $(CHECKPOINT) --out docs/results/frontend.json
 	$(BIN)/python -m loadtest.performance_page
 
+peers: install ## measure other engines beside ours, each in an environment of its own (5 GB, ten minutes of compiling, once; may be interrupted)
+	$(BIN)/python -m loadtest.bench_peers --out docs/results/peers.json
+	$(BIN)/python -m loadtest.performance_page
+
 attention: install ## train and measure every mechanism of docs/attention.md (hours; may be interrupted; needs the corpora of docs/training.md)
 	$(BIN)/python -m loadtest.bench_attention train --seeds 1 2
 	$(BIN)/python -m loadtest.bench_attention speed
@@ -99,4 +103,4 @@ check-monitoring: ## promtool and a real Prometheus against a running service (n
 	monitoring/check.sh http://$(HOST):$(PORT)
 
 clean: ## remove what the targets made
-	rm -rf .venv .venv-clients .venv-audit build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-clients .venv-peers .venv-audit build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,6 +20,13 @@ step_work         bytes and FLOPs of a step by closed formula; with the next, th
 roofline          bytes and FLOPs a second that this machine can do, by a short probe
 shape_names       the shapes S and M, to measure without a checkpoint
 shapes            models of random weights of these shapes
+foreign_work      how much of the machine others take meanwhile
+peers             a package: drivers that run other engines in their own environments
+bench_peers       other engines and servers beside ours, turn about, in one run
+bench_peers_table  who they are, and how each is started
+bench_peers_cells  what is measured of them, what has been, and the ratios
+bench_peers_install  their environments, builds and model files
+bench_peers_processes  engines and servers as child processes, asked alike
 service_process   `kvasir serve` as a child process, and what /proc says about it
 bench_service     the running service against the engine, start time, idle cost, footprint
 bench_overload    four times the rate at saturation: what becomes of those who are admitted, and of the others
@@ -30,6 +37,10 @@ bench_speculation  drafts by prompt lookup: what they save, and cost
 bench_frontend    that service: what HTTP, JSON and queues cost a token
 bench_recovery    how long streams pause when the worker is killed
 performance_page  docs/performance.md from docs/results/*.json
+page_engine       its part on the engine in-process
+page_peers        its part on other engines
+page_text         how it writes medians and tables
+performance_plot  its pictures
 attention_rows    the mechanisms of attention: a recipe each, and what it changes
 attention_training  each of them trained by `kvasir train`
 attention_speed   each of them timed, trained and served, in turn

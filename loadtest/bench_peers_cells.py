@@ -6,7 +6,7 @@ there, so that an interrupted comparison goes on where it stopped. Torch-free.
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -134,6 +134,11 @@ def summarize(cells: Iterable[Cell], pairs: Sequence[Pair]) -> Iterator[dict[str
                 "other_work_cores": [pair.other_work_cores for pair in best],
             }
         yield {**asdict(cell), "context_length": cell.context_length, "peers": peers}
+
+
+def is_sound(figure: Mapping[str, Any]) -> bool:
+    """Whether a row's figures of a peer are there, and nobody disturbed any of their pairs."""
+    return "ratio" in figure and max(figure["other_work_cores"]) <= QUIET_CORES
 
 
 def _least_disturbed(pairs: Sequence[Pair]) -> list[Pair]:

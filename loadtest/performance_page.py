@@ -7,14 +7,23 @@ python -m loadtest.performance_page --check    exit code 1 when the page is not 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+from loadtest import page_engine, page_peers, performance_plot
+from loadtest.page_text import command, model, spread, table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 PAGE = ROOT / "docs" / "performance.md"
+NAMES: Final = ("engine", "service", "frontend", "peers")
+# Of a result, the file of its picture beside the page, and who draws it.
+PICTURES: Final = {
+    "engine": ("performance-engine.png", performance_plot.draw_engine),
+    "peers": ("performance-peers.png", performance_plot.draw_peers),
+}
 
 # What the service promises. An idle process still looks up once a second whether its parent lives.
 MIN_HTTP_RATIO = 0.9
@@ -44,17 +53,22 @@ class Promise:
     kept: bool
 
 
-def render(engine: dict[str, Any], service: dict[str, Any], frontend: dict[str, Any]) -> str:
-    """The page.
+def render(results: Mapping[str, dict[str, Any]]) -> str:
+    """The page, of the results named in `NAMES`.
 
     Raises:
         KeyError: a result lacks what the page needs; it was written by another version of the bench.
     """
-    kept = [*promises(service), *frontend_promises(frontend)]
-    results = {"engine": engine, "service": service, "frontend": frontend}
-    return "\n".join(
-        [_HEAD, _promises_table(kept), _engine(engine), _service(service), _frontend(frontend), _machines(results)]
-    )
+    parts = [
+        _HEAD,
+        _promises_table([*promises(results["service"]), *frontend_promises(results["frontend"])]),
+        page_peers.section(results["peers"], PICTURES["peers"][0]),
+        page_engine.section(results["engine"], PICTURES["engine"][0]),
+        _service(results["service"]),
+        _frontend(results["frontend"]),
+        _machines(results),
+    ]
+    return "\n".join(parts)
 
 
 def frontend_promises(frontend: dict[str, Any]) -> list[Promise]:
@@ -63,7 +77,7 @@ def frontend_promises(frontend: dict[str, Any]) -> list[Promise]:
         Promise(
             f"Tokens/s to {FRONTEND_STREAMS} streams by one core, were the engine instant",
             f"at least {MIN_FRONTEND_TOKENS_PER_SECOND:,.0f}",
-            _spread(level["tokens_per_second_on_one_core"], ",.0f"),
+            spread(level["tokens_per_second_on_one_core"], ",.0f"),
             level["tokens_per_second_on_one_core"]["median"] >= MIN_FRONTEND_TOKENS_PER_SECOND,
         )
         for level in frontend["levels"]
@@ -81,13 +95,13 @@ def promises(service: dict[str, Any]) -> list[Promise]:
         Promise(
             "From start to the first token",
             f"under {MAX_START_SECONDS:g} s",
-            f"{_spread(start, '.2f')} s",
+            f"{spread(start, '.2f')} s",
             start["median"] < MAX_START_SECONDS,
         ),
         Promise(
             "CPU of an idle worker",
             "0 % of a core",
-            f"{_spread(idle, '.2f')} %",
+            f"{spread(idle, '.2f')} %",
             idle["median"] < MAX_IDLE_CPU_PERCENT,
         ),
         Promise(
@@ -103,52 +117,22 @@ def promises(service: dict[str, Any]) -> list[Promise]:
             ratio = level["ratio"]
             figure = f"HTTP throughput at {PROMISED_STREAMS} streams, of the engine's"
             kept = ratio["median"] >= MIN_HTTP_RATIO
-            made.append(Promise(figure, f"at least {MIN_HTTP_RATIO:.2f}", _spread(ratio, ".2f"), kept))
+            made.append(Promise(figure, f"at least {MIN_HTTP_RATIO:.2f}", spread(ratio, ".2f"), kept))
     return made
 
 
 def _promises_table(kept: Sequence[Promise]) -> str:
     rows = [[p.figure, p.promised, p.measured, "yes" if p.kept else "**no**"] for p in kept]
-    return _table(["", "promised", "measured", "kept"], rows)
-
-
-def _engine(result: dict[str, Any]) -> str:
-    rows = [
-        [
-            str(point["batch_size"]),
-            str(point["prompt_tokens"]),
-            _spread(point["tokens_per_second"], ".0f"),
-            _spread(point["prefill_tokens_per_second"], ".0f"),
-            _spread(point["decode_tokens_per_second"], ".0f"),
-            _spread(point["decode_ratio"], ".2f"),
-            _spread(point["ttft_ms"], ".1f"),
-        ]
-        for point in result["points"]
-    ]
-    output = result["points"][0]["output_tokens"]
-    head = ["sequences", "prompt tokens", "tokens/s", "prefill tokens/s", "decode tokens/s"]
-    head += ["decode, of the bare model's", "TTFT ms"]
-    return f"""## The engine, in-process
-
-{_command(result)}
-
-{_model(result)}
-
-Each sequence generates {output} tokens, greedily; all are submitted at once. tokens/s counts
-completion tokens over the whole wave, prefill included; decode counts from the moment the last sequence had its first
-token. The bare model is the same network decoding a batch of that size at that context: no scheduler, no text, inputs
-made once.
-
-{_table(head, rows)}"""
+    return table(["", "promised", "measured", "kept"], rows)
 
 
 def _service(result: dict[str, Any]) -> str:
     rows = [
         [
             str(level["streams"]),
-            _spread(level["http_tokens_per_second"], ".0f"),
-            _spread(level["engine_tokens_per_second"], ".0f"),
-            _spread(level["ratio"], ".2f"),
+            spread(level["http_tokens_per_second"], ".0f"),
+            spread(level["engine_tokens_per_second"], ".0f"),
+            spread(level["ratio"], ".2f"),
             _latencies(level["http_ttft_ms"]),
             _latencies(level["http_itl_ms"]),
             f"{100 * level['client_cpu_share']['median']:.0f} %",
@@ -165,19 +149,19 @@ def _service(result: dict[str, Any]) -> str:
     prompt = result["levels"][0]["prompt_tokens"]["median"]
     return f"""## The service, over HTTP
 
-{_command(result)}
+{command(result)}
 
-{_model(result)}
+{model(result)}
 
 Clients stream in a closed loop: each sends its next request when its last has ended. Prompts have
 about {prompt:.0f} tokens and share no prefix, answers have {workload["output_tokens"]} tokens. The engine's figure is
 taken in turn with the HTTP one, in the client's process, with the same prompts and settings. The client runs on the
 same machine and takes its CPU from the service.
 
-{_table(head, rows)}
-The processes after that load; all of them together, idle, use {_spread(idle, ".2f")} % of a core.
+{table(head, rows)}
+The processes after that load; all of them together, idle, use {spread(idle, ".2f")} % of a core.
 
-{_table(["process", "resident MB", "threads", "torch"], processes)}"""
+{table(["process", "resident MB", "threads", "torch"], processes)}"""
 
 
 def _frontend(result: dict[str, Any]) -> str:
@@ -185,23 +169,23 @@ def _frontend(result: dict[str, Any]) -> str:
         [
             f"{level['step_ms']:g}" if level["step_ms"] else "instant",
             str(level["num_streams"]),
-            _spread(level["cpu_us_per_token"], ".0f"),
-            _spread(level["tokens_per_second_on_one_core"], ",.0f"),
+            spread(level["cpu_us_per_token"], ".0f"),
+            spread(level["tokens_per_second_on_one_core"], ",.0f"),
         ]
         for level in result["levels"]
     ]
     head = ["steps every ms", "streams", "CPU of the API process, µs a token", "tokens/s by one core"]
     return f"""## The way to the client
 
-{_command(result)}
+{command(result)}
 
 The service over an engine that computes nothing: what queues, JSON, events and sockets cost. An instant engine is ahead
 of them, and a stream's tokens leave several at a time, each an event of its own; at a pace, each is written alone.
 
-{_table(head, rows)}"""
+{table(head, rows)}"""
 
 
-def _machines(results: dict[str, dict[str, Any]]) -> str:
+def _machines(results: Mapping[str, dict[str, Any]]) -> str:
     rows = []
     for name, result in results.items():
         machine, versions = result["machine"], result["versions"]
@@ -217,61 +201,46 @@ def _machines(results: dict[str, dict[str, Any]]) -> str:
             ]
         )
     head = ["", "measured", "commit", "machine", "other work just before", "took", "versions"]
-    return f"## Where and when\n\n{_table(head, rows)}"
-
-
-def _command(result: dict[str, Any]) -> str:
-    return f"```\n{result['command']}\n```"
-
-
-def _model(result: dict[str, Any]) -> str:
-    model = result["model"]
-    size = f"{model['parameters'] / 1e6:.1f} million parameters"
-    threads = ""
-    if model["device"] == "cpu":
-        threads = f", {model['threads']} thread{'' if model['threads'] == 1 else 's'}"
-    return f"Model `{model['name']}`, {size}, {model['dtype']} on {model['device']}{threads}."
-
-
-def _spread(figure: dict[str, Any], form: str) -> str:
-    return f"{figure['median']:{form}} ({figure['min']:{form}}–{figure['max']:{form}})"
+    return f"## Where and when\n\n{table(head, rows)}"
 
 
 def _latencies(milliseconds: dict[str, float | None]) -> str:
     return " / ".join("–" if milliseconds[name] is None else f"{milliseconds[name]:.1f}" for name in ("p50", "p95"))
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Write or check the page. Returns the exit code: 0, 1 for a page that differs, 2 for results missing."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.performance_page", description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--results", type=Path, default=RESULTS, metavar="DIR", help="has engine.json, service.json, frontend.json"
+        "--results",
+        type=Path,
+        default=RESULTS,
+        metavar="DIR",
+        help="has " + ", ".join(f"{name}.json" for name in NAMES),
     )
     parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="default: docs/performance.md")
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 when the page differs")
     arguments = parser.parse_args(argv)
     try:
-        engine, service, frontend = (
-            json.loads((arguments.results / f"{name}.json").read_text(encoding="utf-8"))
-            for name in ("engine", "service", "frontend")
-        )
+        results = {name: json.loads((arguments.results / f"{name}.json").read_text(encoding="utf-8")) for name in NAMES}
     except OSError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    page = render(engine, service, frontend)
+    page, directory = render(results), arguments.page.parent
+    pictures = {name: directory / file for name, (file, _) in PICTURES.items()}
     if not arguments.check:
         arguments.page.write_text(page, encoding="utf-8")
         print(arguments.page)
+        for name, path in pictures.items():
+            PICTURES[name][1](path, results[name])
+            print(path)
         return 0
-    if arguments.page.is_file() and arguments.page.read_text(encoding="utf-8") == page:
-        return 0
-    print(f"{arguments.page} is not what {arguments.results} says: run {parser.prog}", file=sys.stderr)
-    return 1
+    stale = [path for name, path in pictures.items() if not performance_plot.shows(path, results[name])]
+    if not arguments.page.is_file() or arguments.page.read_text(encoding="utf-8") != page:
+        stale.insert(0, arguments.page)
+    for path in stale:
+        print(f"{path} is not what {arguments.results} says: run {parser.prog}", file=sys.stderr)
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

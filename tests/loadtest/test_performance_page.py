@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loadtest import performance_page
+from loadtest import page_peers, performance_page
 
 
 def spread(median: float) -> dict[str, Any]:
@@ -26,16 +26,33 @@ FACTS: dict[str, Any] = {
 ENGINE = FACTS | {
     "kind": "engine",
     "command": "kvasir bench --checkpoint checkpoints/tiny",
-    "points": [
+    "settings": {"steps": 32},
+    "roofline": {
+        "weights": "float32",
+        "gb_per_second": spread(33.0),
+        "gflops": spread(200.0),
+        "formulas": {"decode_bytes": "W w", "decode_flops": "2 W"},
+    },
+    "decode": [
         {
-            "batch_size": 16,
-            "prompt_tokens": 64,
-            "output_tokens": 32,
-            "tokens_per_second": spread(1234.0),
-            "prefill_tokens_per_second": spread(5000.0),
-            "decode_tokens_per_second": spread(1500.0),
-            "decode_ratio": spread(0.8),
-            "ttft_ms": spread(12.0),
+            "batch_size": batch,
+            "context_length": 128,
+            "bytes": 56_000_000,
+            "flops": 1_234_000_000,
+            "step_ms": spread(8.0),
+            "tokens_per_second": spread(125.0 * batch),
+            "of_the_roofline": spread(0.5),
+        }
+        for batch in (4, 16)
+    ],
+    "prompts": [
+        {
+            "prompt_tokens": 256,
+            "bytes": 1,
+            "flops": 5_000_000_000,
+            "ttft_ms": spread(50.0),
+            "tokens_per_second": spread(5120.0),
+            "of_the_roofline": spread(0.25),
         }
     ],
 }
@@ -80,10 +97,58 @@ FRONTEND = FACTS | {
 }
 
 
+def peer_cell(kind: str, streams: int, **peers: float) -> dict[str, Any]:
+    """A cell in which ours makes 1000 tokens/s, and each peer so many."""
+    further = {"ttft_p50_ms": spread(20.0), "ttft_p99_ms": spread(30.0), "client_cpu_share": spread(0.05)}
+    figures: dict[str, Any] = {
+        name: {
+            "ours": {"tokens_per_second": spread(1000.0)} | (further if kind == "http" else {}),
+            "theirs": {"tokens_per_second": spread(rate)} | (further if kind == "http" else {}),
+            "ratio": spread(1000.0 / rate),
+            "other_work_cores": [0.1, 0.3 if name == "late" else 0.0],
+        }
+        for name, rate in peers.items()
+    }
+    return {
+        "shape": "S",
+        "precision": "bfloat16",
+        "kind": kind,
+        "streams": streams,
+        "prompt_tokens": 64,
+        "output_tokens": 128,
+        "context_length": 128,
+        "peers": figures | {"gone": {"error": "no | compiler"}},
+    }
+
+
+SIZES = {"num_layers": 8, "hidden_size": 512, "num_heads": 8, "num_kv_heads": 4, "mlp_size": 1408, "vocab_size": 8192}
+PEERS = FACTS | {
+    "kind": "peers",
+    "command": "python -m loadtest.bench_peers",
+    "settings": {"threads": 2, "rounds": 3},
+    "shapes": {"S": SIZES},
+    "peers": {
+        "fast": {"note": "in batches", "pins": ["fast==1.0"], "unavailable": None},
+        "slow": {"note": "alone", "pins": ["slow==2.0"], "unavailable": None},
+        "gone": {"note": "?", "pins": [], "unavailable": "no | compiler"},
+    },
+    "cells": [
+        peer_cell("decode", 4, fast=800.0, slow=100.0),
+        peer_cell("decode", 16, fast=800.0),
+        peer_cell("http", 16, slow=500.0),
+        peer_cell("decode", 64),
+    ],
+}
+RESULTS: dict[str, Any] = {"engine": ENGINE, "service": SERVICE, "frontend": FRONTEND, "peers": PEERS}
+
+
 def test_every_figure_stands_beside_its_command() -> None:
-    page = performance_page.render(ENGINE, SERVICE, FRONTEND)
-    engine, service = page.index(ENGINE["command"]), page.index(SERVICE["command"])
-    assert engine < page.index("| 16 | 64 | 1234 (1111–1357) | 5000 (4500–5500) |") < service
+    page = performance_page.render(RESULTS)
+    peers, engine, service = (page.index(result["command"]) for result in (PEERS, ENGINE, SERVICE))
+    assert peers < page.index("8 layers, width 512, 8/4 heads, MLP 1408, vocabulary 8,192") < engine
+    row = "| 16 | 128 | 8.00 (7.20–8.80) | 2000 (1800–2200) | 56 | 1.23 | 0.50 (0.45–0.55) |"
+    assert engine < page.index(row) < service
+    assert engine < page.index("| 256 | 50.0 (45.0–55.0) | 5120 (4608–5632) | 5.00 | 0.25 (0.23–0.28) |") < service
     row = "| 16 | 950 (855–1045) | 1000 (900–1100) | 0.90 (0.81–0.99) | 20.0 / 40.0 | – / – | 5 % |"
     assert service < page.index(row)
     assert "Model `tiny`, 6.6 million parameters, float32 on cpu, 2 threads." in page
@@ -94,13 +159,51 @@ def test_every_figure_stands_beside_its_command() -> None:
     assert frontend < page.index("| 4 | 64 | 50 (45–55) | 20,000 (18,000–22,000) |")
 
 
+def test_peers_are_compared_by_the_hardest_of_them() -> None:
+    part = page_peers.section(PEERS, "picture.png")
+    assert "| S | bfloat16 | decoding | 4 | 128 | fast | 1.25 (1.12–1.38) | 1.2 | yes |" in part
+    assert "| S | bfloat16 | decoding | 16 | 128 | fast | 1.25 (1.12–1.38) | 1.5 | **no** |" in part
+    assert "| S | bfloat16 | HTTP, streaming | 16 | 128 | slow | 2.00 (1.80–2.20) | 1.5 | yes |" in part
+    assert "| S | bfloat16 | 16 | 128 | 1000 (1000–1000) | 800; 1.25 (1.12–1.38) |  |  |" in part
+    assert "| S | bfloat16 | 16 | slow | 20 / 30 | 20 / 30 | 1.00 | 5 % |" in part
+
+
+def test_a_disturbed_figure_is_not_told_and_leaves_an_aim_open() -> None:
+    cells = [peer_cell("decode", 4, fast=800.0, late=5.0), peer_cell("decode", 64, fast=800.0, late=5.0)]
+    part = page_peers.section(PEERS | {"cells": [*cells, peer_cell("decode", 1, late=5.0)]}, "picture.png")
+    assert "| 4 | 128 | fast | 1.25 (1.12–1.38) | 1.2 | open: late † |" in part
+    assert "| 64 | 128 | fast | 1.25 (1.12–1.38) | 1.5 | **no** |" in part
+    assert "| S | bfloat16 | 4 | 128 | 1000 (1000–1000) | 800; 1.25 (1.12–1.38) | † |" in part
+    assert "| S | bfloat16 | decoding | 1 |" not in part
+
+
+def test_a_peer_that_cannot_be_had_is_named_with_the_reason() -> None:
+    part = page_peers.section(PEERS, "picture.png")
+    assert "| gone |  | **could not be had here:** no \\| compiler |" in part
+    assert "| gone | 4 | no \\| compiler |" in part
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "streams", "aim"),
+    [
+        ("decode", "bfloat16", 64, 1.5),
+        ("decode", "int8", 64, 1.3),
+        ("decode", "float32", 64, 1.0),
+        ("prompt", "int8", 1, 1.0),
+        ("http", "int8", 64, 1.5),
+        ("http", "int8", 1, None),
+    ],
+)
+def test_what_is_aimed_at(kind: str, precision: str, streams: int, aim: float | None) -> None:
+    assert page_peers.aim({"kind": kind, "precision": precision, "streams": streams}) == aim
+
+
 def test_all_promises_kept() -> None:
     made = performance_page.promises(SERVICE)
     assert len(made) == 5
     assert all(promise.kept for promise in made)
     (carried,) = performance_page.frontend_promises(FRONTEND)
     assert carried.kept
-    assert "**no**" not in performance_page.render(ENGINE, SERVICE, FRONTEND)
 
 
 def test_a_way_to_the_client_that_is_too_narrow_is_shown() -> None:
@@ -108,7 +211,17 @@ def test_a_way_to_the_client_that_is_too_narrow_is_shown() -> None:
     broken["levels"][0]["tokens_per_second_on_one_core"] = spread(24_999.0)
     (carried,) = performance_page.frontend_promises(broken)
     assert not carried.kept
-    assert performance_page.render(ENGINE, SERVICE, broken).count("**no**") == 1
+    assert unkept(RESULTS | {"frontend": broken}) == 1
+
+
+def unkept(results: dict[str, Any]) -> int:
+    """Promises that the page says are not kept; aims at peers are no promises."""
+    page = performance_page.render(results)
+    return page[: page.index("## ")].count("**no**")
+
+
+def test_a_kept_promise_is_no_broken_one() -> None:
+    assert unkept(RESULTS) == 0
 
 
 @pytest.mark.parametrize(
@@ -128,20 +241,27 @@ def test_a_broken_promise_is_shown(path: tuple[str | int, ...], value: object, f
         place = place[key]
     place[path[-1]] = value
     assert [figure in promise.figure for promise in performance_page.promises(broken) if not promise.kept] == [True]
-    assert performance_page.render(ENGINE, broken, FRONTEND).count("**no**") == 1
+    assert unkept(RESULTS | {"service": broken}) == 1
 
 
 def test_writing_and_checking(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--results", str(tmp_path), "--page", str(tmp_path / "page.md")]
     assert performance_page.main(given) == 2
     assert "engine.json" in capsys.readouterr().err
-    for name, result in (("engine", ENGINE), ("service", SERVICE), ("frontend", FRONTEND)):
+    for name, result in RESULTS.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
     assert performance_page.main([*given, "--check"]) == 1
     assert performance_page.main(given) == 0
     assert performance_page.main([*given, "--check"]) == 0
     (tmp_path / "page.md").write_text("16 streams: a million tokens/s")
     assert performance_page.main([*given, "--check"]) == 1
+    assert performance_page.main(given) == 0
+    (tmp_path / "peers.json").write_text(json.dumps(PEERS | {"date": "another day"}))
+    capsys.readouterr()
+    assert performance_page.main([*given, "--check"]) == 1
+    told = capsys.readouterr().err
+    assert "performance-peers.png is not what" in told
+    assert "performance-engine.png" not in told
 
 
 def test_the_repository_s_page_is_what_its_results_say() -> None:

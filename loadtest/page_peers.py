@@ -1,0 +1,191 @@
+"""The part of docs/performance.md on other engines: what we aim at, and all that was measured, lost cells included."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from loadtest.bench_peers_cells import QUIET_CORES, is_sound
+from loadtest.page_text import command, spread, table
+from loadtest.spread import Spread
+
+# Ours to the best peer of the same precision, by streams.
+_AIMS = {
+    "bfloat16": {1: 1.0, 4: 1.2, 16: 1.5, 64: 1.5},
+    "int8": {1: 1.0, 4: 1.1, 16: 1.1, 64: 1.3},
+    "float32": {1: 1.0, 4: 1.0, 16: 1.0, 64: 1.0},
+}
+_PROMPT_AIM = 1.0
+_HTTP_AIM, _HTTP_AIM_STREAMS = 1.5, (16, 64)
+_AIMS_HEAD = ("shape", "precision", "what", "streams", "context", "best peer", "ours to it", "aim", "reached")
+_WHAT = {"decode": "decoding", "prompt": "prompt", "http": "HTTP, streaming"}
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The peer that is hardest to beat in a cell: the smallest of the medians of ratios."""
+
+    peer: str
+    ratio: dict[str, Any]
+
+
+def best(cell: Mapping[str, Any]) -> Best | None:
+    """The hardest peer of a cell; None where none has a sound figure."""
+    measured = _sound(cell)
+    if not measured:
+        return None
+    name = min(measured, key=lambda name: measured[name]["ratio"]["median"])
+    return Best(name, measured[name]["ratio"])
+
+
+def _sound(cell: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: figure for name, figure in cell["peers"].items() if is_sound(figure)}
+
+
+def _reached(cell: Mapping[str, Any], ratio: float, wanted: float | None) -> str:
+    """Whether the aim is reached; of that nobody can be sure where a further peer was disturbed."""
+    if wanted is None:
+        return ""
+    if ratio < wanted:
+        return "**no**"
+    disturbed = [name for name, figure in cell["peers"].items() if "ratio" in figure and not is_sound(figure)]
+    return f"open: {', '.join(disturbed)} †" if disturbed else "yes"
+
+
+def aim(cell: Mapping[str, Any]) -> float | None:
+    """What our ratio to the best peer ought to be; None where nothing is aimed at."""
+    if cell["kind"] == "prompt":
+        return _PROMPT_AIM
+    if cell["kind"] == "http":
+        return _HTTP_AIM if cell["streams"] in _HTTP_AIM_STREAMS else None
+    aims: float = _AIMS[cell["precision"]][cell["streams"]]
+    return aims
+
+
+def section(result: dict[str, Any], picture: str) -> str:
+    """The peers' section, with its picture's name."""
+    settings = result["settings"]
+    sizes = "; ".join(f"{name}: {_shape(sizes)}" for name, sizes in result["shapes"].items())
+    return f"""## Beside other engines
+
+{command(result)}
+
+The same random weights (Llama's architecture, tied embeddings; {sizes}), exported to each engine's format, on
+{settings["threads"]} threads each. Prompts are random tokens, answers greedy, ends of text ignored. Figures come in
+pairs, ours and a peer's one right after the other with the same prompts; a ratio is ours to theirs within a pair, its
+median over up to {settings["rounds"]} pairs. Decoding counts tokens after the last sequence had its first one, at the
+context in the middle of the answer; a prompt counts its own tokens until the first new one; over HTTP all tokens of
+answers count, from the first request to the last end. What is empty was not measured. A dagger stands for a figure that
+is not told: others kept more than {QUIET_CORES} of a core busy during a pair, however often it was taken again.
+
+{table(("", "versions", "as"), list(_peers(result)))}
+Ours to the best of them in the same precision:
+
+{table(_AIMS_HEAD, _aims(result))}
+![tokens/s over streams, of each engine]({picture})
+
+{_details(result)}"""
+
+
+def _shape(sizes: Mapping[str, int]) -> str:
+    heads = f"{sizes['num_heads']}/{sizes['num_kv_heads']} heads"
+    return (
+        f"{sizes['num_layers']} layers, width {sizes['hidden_size']}, {heads}, MLP {sizes['mlp_size']}, "
+        f"vocabulary {sizes['vocab_size']:,}"
+    )
+
+
+def _peers(result: Mapping[str, Any]) -> Iterator[list[str]]:
+    for name, peer in result["peers"].items():
+        note = peer["note"] if peer["unavailable"] is None else f"**could not be had here:** {peer['unavailable']}"
+        yield [name, ", ".join(peer["pins"]), _in_a_cell(note)]
+
+
+def _aims(result: Mapping[str, Any]) -> list[list[str]]:
+    rows = []
+    for cell in result["cells"]:
+        found, wanted = best(cell), aim(cell)
+        if found is not None:
+            reached = _reached(cell, found.ratio["median"], wanted)
+            told = "" if wanted is None else f"{wanted:.1f}"
+            rows.append([*_cell(cell), found.peer, spread(found.ratio, ".2f"), told, reached])
+    return rows
+
+
+def _cell(cell: Mapping[str, Any]) -> list[str]:
+    return [
+        cell["shape"],
+        cell["precision"],
+        _WHAT[cell["kind"]],
+        str(cell["streams"]),
+        str(cell["context_length"] if cell["kind"] != "prompt" else cell["prompt_tokens"]),
+    ]
+
+
+def _details(result: Mapping[str, Any]) -> str:
+    """A table for each kind of cell, every peer a column."""
+    parts = []
+    for kind, title in _WHAT.items():
+        cells = [cell for cell in result["cells"] if cell["kind"] == kind and best(cell) is not None]
+        if not cells:
+            continue
+        names = list(dict.fromkeys(name for cell in cells for name in cell["peers"]))
+        head = ["shape", "precision", "streams", "context", "ours, tokens/s"]
+        head += [f"{name}, tokens/s; ratio" for name in names]
+        rows = [
+            [*_without_kind(_cell(cell)), _ours(cell), *(_figure(cell["peers"].get(name)) for name in names)]
+            for cell in cells
+        ]
+        parts.append(f"### {title[0].upper()}{title[1:]}\n\n{table(head, rows)}")
+        if kind == "http":
+            parts.append(_latencies(cells))
+    failed = list(_failures(result))
+    if failed:
+        parts.append(f"What failed:\n\n{table(('peer', 'cells', 'why'), failed)}")
+    return "\n".join(parts)
+
+
+def _without_kind(columns: Sequence[str]) -> list[str]:
+    return [columns[0], columns[1], *columns[3:]]
+
+
+def _ours(cell: Mapping[str, Any]) -> str:
+    values = [value for figure in _sound(cell).values() for value in figure["ours"]["tokens_per_second"]["values"]]
+    return spread({"median": statistics.median(values), "min": min(values), "max": max(values)}, ".0f")
+
+
+def _figure(figure: Mapping[str, Any] | None) -> str:
+    if figure is None or not is_sound(figure):
+        return "†" if figure is not None and "ratio" in figure else ""
+    return f"{figure['theirs']['tokens_per_second']['median']:.0f}; {spread(figure['ratio'], '.2f')}"
+
+
+def _latencies(cells: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for cell in cells:
+        for name, figure in _sound(cell).items():
+            ours, theirs = (
+                " / ".join(f"{figure[side][f'ttft_{p}_ms']['median']:.0f}" for p in ("p50", "p99"))
+                for side in ("ours", "theirs")
+            )
+            shares = Spread.of_ratios(*(figure[side]["ttft_p99_ms"]["values"] for side in ("ours", "theirs")))
+            cpu = f"{100 * figure['ours']['client_cpu_share']['median']:.0f} %"
+            rows.append([cell["shape"], cell["precision"], str(cell["streams"]), name, ours, theirs])
+            rows[-1] += [f"{shares.median:.2f}", cpu]
+    head = ("shape", "precision", "streams", "peer", "our TTFT p50 / p99 ms", "theirs", "p99, ours of theirs")
+    head += ("client CPU, of a core",)
+    return table(head, rows)
+
+
+def _failures(result: Mapping[str, Any]) -> Iterator[list[str]]:
+    reasons: dict[tuple[str, str], int] = {}
+    for cell in result["cells"]:
+        for name, figure in cell["peers"].items():
+            if "error" in figure:
+                reasons[name, figure["error"]] = reasons.get((name, figure["error"]), 0) + 1
+    for (name, reason), count in reasons.items():
+        yield [name, str(count), _in_a_cell(reason)]
+
+
+def _in_a_cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
