@@ -11,6 +11,8 @@ from model.tokenizer.vocabulary import Vocabulary
 
 # NFC is the only normalizer here. It leaves a quarter at least: U+0390 has 2 bytes, or 7 when spelled out.
 NFC_SHRINKS = 4
+# Ten times the largest vocabularies. A file may name any number, and a list of so many places is made.
+MAX_IDS = 2**22
 
 
 class ByteLevelTokenizer(Vocabulary):
@@ -26,7 +28,7 @@ class ByteLevelTokenizer(Vocabulary):
         preparation: what is done to a text before it is split; None for nothing.
 
     Raises:
-        TokenizerError: an id stands for two tokens, a byte has no token, or a mark does not exist.
+        TokenizerError: an id stands for two tokens or is absurdly large, a byte has no token, or a mark does not exist.
     """
 
     def __init__(
@@ -99,5 +101,7 @@ class ByteLevelTokenizer(Vocabulary):
         for token_id, token in itertools.chain(of_ranks, others.items(), of_marks):
             if token_id < 0 or token_id in table:
                 raise TokenizerError(f"token ids must be 0 or more, each for one token alone; {token_id} is not")
+            if token_id >= MAX_IDS:  # each id below the largest takes a place
+                raise TokenizerError(f"token ids must be under {MAX_IDS:,}; {str(token_id)[:20]} is not")
             table[token_id] = token
         return [table.get(token_id, b"") for token_id in range(max(table) + 1)]

@@ -19,6 +19,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "no vocabulary": (lambda v: v["model"].update(vocab={}), "its vocabulary is empty"),
     "ids that are no numbers": (lambda v: v["model"]["vocab"].update(a="x"), "ids that are no numbers"),
     "an id for two tokens": (lambda v: v["model"]["vocab"].update(a=70), "each for one token alone; 70 is not"),
+    "an id of a billion": (lambda v: v["model"]["vocab"].update(a=10**9), "under 4,194,304; 1000000000 is not"),
     "merges that are none": (lambda v: v["model"].update(merges=["a b c"]), "malformed: ValueError"),
     "a merge of what is no token": (
         lambda v: v.update(normalizer={"type": "Lowercase"}) or v["model"].update(merges=[["xx", "yy"]]),
