@@ -64,8 +64,8 @@ def _parser() -> _Parser:
     for name, form in _LISTS.items():
         told = " ".join(map(str, form.usual))
         add(_flag(name), type=_positive, nargs="+", metavar="N", help=f"{form.text} (default: {told})")
-    for name, form in _COUNTS.items():
-        add(_flag(name), type=_positive, metavar="N", help=f"{form.text} (default: {form.usual})")
+    for name, count in _COUNTS.items():
+        add(_flag(name), type=_positive, metavar="N", help=f"{count.text} (default: {count.usual})")
     return parser
 
 

@@ -4,7 +4,7 @@ Training, conversion and the GPU keep `nn.Linear`. `replace_linears` makes a loa
 one after the other, so that no more than one of them is held twice.
 
 Rows are independent in each kind, and from two rows on a row's bits do not depend on how many there are: oneDNN sums
-over inputs in one order then (measured from 1 to 1,024 rows, on one and on two threads). A single row may take another
+over inputs in one order then (measured from 1 to 1,024 rows, on one thread). A single row may take another
 order where there are many inputs; the engine never computes one alone, see `service.engine.plan.MIN_ROWS`.
 
 Legend: T packed tokens, E inputs, F outputs.
