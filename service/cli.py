@@ -25,6 +25,18 @@ from service.command_settings import (
 )
 from service.settings import GenerateSettings, ServeSettings, SettingsError, read_settings
 
+# What torch's libraries read from the environment, unless it says otherwise.
+_LIBRARIES = {
+    # OpenMP's threads are to sleep while they wait for each other. By default they spin, and then one busy neighbour,
+    # such as our own API process, makes a step of two threads on two cores a hundred times slower (measured: 540 ms
+    # instead of 6).
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # oneDNN, and PyTorch's bridge to it, keep kernels of 1,024 shapes each, and every number of rows is another one:
+    # 300 of them took 715 MB (five matrices of a model of 9.3 million parameters, float32), and so they take 77.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    "LRU_CACHE_CAPACITY": "64",
+}
+
 
 class Command(NamedTuple):
     """What one word does.
@@ -86,10 +98,8 @@ def _no_look(word: str) -> int:
 
 
 def _run(name: str, command: Command, argv: list[str]) -> int:
-    # Before torch is loaded, here or in a worker that inherits it: OpenMP's threads are to sleep while they wait for
-    # each other. By default they spin, and then one busy neighbour, such as our own API process, makes a step of two
-    # threads on two cores a hundred times slower (measured: 540 ms instead of 6).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for variable, value in _LIBRARIES.items():  # before torch is loaded, here or in a worker that inherits them
+        os.environ.setdefault(variable, value)
     try:
         given: object = argv
         if command.settings is not None:

@@ -19,7 +19,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -72,8 +71,8 @@ def build(level: Level, directory: Path) -> Path:
         raise BuildError(f"no C++ compiler ({', '.join(_COMPILERS)}) is installed")
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _remove_abandoned(directory)
         with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=directory) as scratch:
+            _remove_abandoned(directory, made_seconds=Path(scratch).stat().st_mtime)
             made = Path(scratch) / "kernels.so"
             _compile(compiler, level, made)
             contents = made.read_bytes()
@@ -105,11 +104,11 @@ def _compile(compiler: str, level: Level, made: Path) -> None:
         raise BuildError(f"{compiler} ended with {child.returncode}: {first}")
 
 
-def _remove_abandoned(directory: Path) -> None:
-    """What is left of builders that were killed."""
+def _remove_abandoned(directory: Path, *, made_seconds: float) -> None:
+    """What is left of builders that were killed long before something was made there, by the file system's clock."""
     for path in directory.glob(f"{_UNFINISHED}*"):
         with suppress(OSError):  # another one was faster
-            if time.time() - path.stat().st_mtime > 2 * _COMPILE_SECONDS:
+            if made_seconds - path.stat().st_mtime > 2 * _COMPILE_SECONDS:
                 shutil.rmtree(path)
 
 

@@ -109,15 +109,19 @@ def test_tokenize_refuses_bytes_that_are_no_text(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_waiting_threads_sleep_unless_told_otherwise(
-    tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "usual"),
+    [("OMP_WAIT_POLICY", "PASSIVE"), ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"), ("LRU_CACHE_CAPACITY", "64")],
+)
+def test_what_torchs_libraries_read_is_set_unless_it_is_already(
+    name: str, usual: str, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for given, wanted in ((None, "PASSIVE"), ("ACTIVE", "ACTIVE")):
-        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    for given, wanted in ((None, usual), ("1000", "1000")):
+        monkeypatch.delenv(name, raising=False)
         if given is not None:
-            monkeypatch.setenv("OMP_WAIT_POLICY", given)
+            monkeypatch.setenv(name, given)
         assert main(["tokenize", "--checkpoint", str(tiny_checkpoint), "--text", "a"]) == 0
-        assert os.environ["OMP_WAIT_POLICY"] == wanted
+        assert os.environ[name] == wanted
 
 
 @pytest.mark.parametrize(
