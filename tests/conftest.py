@@ -1,5 +1,7 @@
 """Fixtures that every part of the tests may use."""
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if needing:
         config.hook.pytest_deselected(items=needing)
         items[:] = [item for item in items if item not in needing]
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """Commands that run in this process set up logging as a process of the service does."""
+    yield
+    for name in ("service", "model"):
+        ours = logging.getLogger(name)
+        ours.handlers.clear()
+        ours.setLevel(logging.NOTSET)
+        ours.propagate = True
 
 
 @pytest.fixture(scope="session")

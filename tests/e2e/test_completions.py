@@ -10,40 +10,16 @@ import openai
 import pytest
 import torch
 
-from model.attention.interface import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
-from model.checkpoint import load_model
-from model.generate import generate
-from model.manifest import read_manifest
-from model.sampling_params import SamplingParams
-from model.tokenizer.files import load_tokenizer
-from model.tokenizer.stream import StreamDecoder
 from service.plan import sample_seed
 from tests.e2e.process import Service
+from tests.e2e.slow_twin import Oracle
 from tests.service import streams
 from tests.service.bad_requests import BAD_REQUESTS
 
 pytestmark = pytest.mark.slow
 
 PROMPT = "once upon a time"
-
-
-class Oracle:
-    """The text that the model itself gives."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        self.tokenizer = load_tokenizer(checkpoint)
-        manifest = read_manifest(checkpoint)
-        backend = ATTENTION_BACKENDS["sdpa"]
-        self.model = load_model(manifest, device="cpu", dtype=torch.float32, attention=backend)
-
-    def ids(self, prompt: str, **params: Any) -> list[int]:
-        eos = self.tokenizer.eos_token_ids
-        return generate(self.model, self.tokenizer.encode(prompt), SamplingParams(**params), eos_token_ids=eos)
-
-    def text(self, prompt: str, **params: Any) -> str:
-        decoder = StreamDecoder(self.tokenizer)
-        return decoder.push(self.ids(prompt, **params)) + decoder.flush()
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """What becomes of requests when their worker dies, and who is suspected of it."""
 
-import logging
-
 import msgspec
 import pytest
 
@@ -91,10 +89,8 @@ def test_deaths_after_a_token_are_nobodys_fault() -> None:
 
 
 def test_a_request_that_kills_three_workers_fails_alone_and_is_not_to_be_repeated(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("service"), "propagate", True)
-
     async def test() -> None:
         desk = Desk()
         poison = make_request(make_choice("p"))

@@ -1,0 +1,32 @@
+"""What a real service's answers are held to: the text that the model itself gives, without engine or cache."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model.attention.interface import ATTENTION_BACKENDS
+from model.checkpoint import load_model
+from model.generate import generate
+from model.manifest import read_manifest
+from model.sampling_params import SamplingParams
+from model.tokenizer.files import load_tokenizer
+from model.tokenizer.stream import StreamDecoder
+
+
+class Oracle:
+    """The text that the model itself gives."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.tokenizer = load_tokenizer(checkpoint)
+        manifest = read_manifest(checkpoint)
+        backend = ATTENTION_BACKENDS["sdpa"]
+        self.model = load_model(manifest, device="cpu", dtype=torch.float32, attention=backend)
+
+    def ids(self, prompt: str, **params: Any) -> list[int]:
+        eos = self.tokenizer.eos_token_ids
+        return generate(self.model, self.tokenizer.encode(prompt), SamplingParams(**params), eos_token_ids=eos)
+
+    def text(self, prompt: str, **params: Any) -> str:
+        decoder = StreamDecoder(self.tokenizer)
+        return decoder.push(self.ids(prompt, **params)) + decoder.flush()
