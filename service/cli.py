@@ -30,7 +30,7 @@ _LIBRARIES = {
     # OpenMP's threads are to sleep while they wait for each other. By default they spin, and then one busy neighbour,
     # such as our own API process, makes a step of two threads on two cores a hundred times slower (measured: 540 ms
     # instead of 6). But not at once: what follows within a step follows in microseconds, and so long a spin is 1.8
-    # times the tokens on two quiet cores, 0.4 to 0.7 of them beside a process that never rests (docs/performance-log.md).
+    # times the tokens on two quiet cores, and 0.4 to 0.7 beside a process that never rests (docs/performance-log.md).
     "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": "3000",
     # oneDNN, and PyTorch's bridge to it, keep kernels of 1,024 shapes each, and every number of rows is another one:

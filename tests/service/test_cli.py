@@ -111,7 +111,12 @@ def test_tokenize_refuses_bytes_that_are_no_text(
 
 @pytest.mark.parametrize(
     ("name", "usual"),
-    [("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "3000"), ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"), ("LRU_CACHE_CAPACITY", "64")],
+    [
+        ("OMP_WAIT_POLICY", "PASSIVE"),
+        ("GOMP_SPINCOUNT", "3000"),
+        ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"),
+        ("LRU_CACHE_CAPACITY", "64"),
+    ],
 )
 def test_what_torchs_libraries_read_is_set_unless_it_is_already(
     name: str, usual: str, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
