@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -197,6 +197,7 @@ class CompletionStream(Delivery):
     def _events(self, arrived: list[tuple[Choice, TokenDelta]]) -> bytes:
         """The events of these deltas, and the stream's end after the last choice's."""
         events: list[bytes] = []
+        times: Timings | UnsetType = UNSET
         for choice, delta in arrived:
             before = self._usage() if self._wants.running_usage else UNSET
             if (piece := self._piece(choice, delta)) is None:
@@ -208,12 +209,12 @@ class CompletionStream(Delivery):
             if self._wants.running_usage:
                 event.usage = self._usage()
             if not self._num_unfinished:
-                event.timings = timings(self._request)
+                times = event.timings = timings(self._request)
             events.append(encode_event(event))
         if not self._num_unfinished:
             if self._wants.usage:
                 summary = self._dialect.summary()
-                summary.usage, summary.timings = self._usage(), timings(self._request)
+                summary.usage, summary.timings = self._usage(), times
                 events.append(encode_event(summary))
             events.append(DONE)
         return b"".join(events)

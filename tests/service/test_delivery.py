@@ -151,6 +151,17 @@ def test_a_stream_has_one_event_a_delta_then_usage_then_done(tools: Any) -> None
     run(test)
 
 
+def test_an_answer_that_comes_all_at_once_has_one_set_of_timings(tools: Any) -> None:
+    async def test() -> None:
+        exchange = Exchange(CompletionStream, make_request(make_choice()), tools, usage=True)
+        exchange.push(ids=(97, 98), text="ab", finish=make_finish())
+        await exchange.task
+        whole, summary = exchange.client.chunks
+        assert summary["timings"] == whole["timings"]
+
+    run(test)
+
+
 def test_held_back_text_makes_no_event_and_choices_interleave(tools: Any) -> None:
     async def test() -> None:
         exchange = Exchange(CompletionStream, make_request(make_choice("a"), make_choice("b", index=1)), tools)
