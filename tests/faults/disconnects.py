@@ -66,7 +66,7 @@ async def depart(
     await asyncio.gather(*map(one, range(number)))
     await idle(service)
     if kind is Kind.KEYED:
-        await asyncio.sleep(RESUME_SECONDS + 2.0)
+        await asyncio.sleep(RESUME_SECONDS + 2.0)  # what is kept for nobody has to outlive its time
     after = await idle(service)
     change = {name: int(after[name] - before.get(name, 0)) for name in after}
     departures.num_generated = change["generation_tokens_total"]
