@@ -30,7 +30,7 @@ from model.attention.metadata import AttentionMetadata
 from model.attention.native import NativeAttention
 from model.attention.sdpa import SdpaAttention
 from model.kernels.build import CACHE
-from model.kernels.library import KERNELS
+from model.kernels.loading import KERNELS
 from model.kv_cache import KVCache
 
 PROGRAM = "python -m loadtest.bench_kernels"
@@ -106,7 +106,7 @@ class Layers:
 
 def memory_probe(threads: int) -> Callable[[], float]:
     """What reads a large array once, and says how many bytes a second that were."""
-    library = KERNELS.library
+    library = KERNELS.loaded
     assert library is not None
     words = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
     read = library.function("kvasir_read", ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, result=ctypes.c_uint64)
@@ -172,13 +172,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     KERNELS.prepare(CACHE, wait=True)
-    if KERNELS.library is None:
+    if KERNELS.loaded is None:
         print(f"{PROGRAM}: {KERNELS.trouble}", file=sys.stderr)
         return 1
     busy = quiet_or_warned(PROGRAM)
     probe = memory_probe(arguments.threads)
     probe()
-    print(f"level {KERNELS.library.level}, {arguments.threads} threads\n")
+    print(f"level {KERNELS.loaded.level}, {arguments.threads} threads\n")
     print("| case | native µs a layer | GB/s | memory GB/s | share | sdpa µs | times sdpa |")
     print("|---|---|---|---|---|---|---|")
     rows = []
@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if arguments.out is not None:
         given = sys.argv[1:] if argv is None else argv
-        facts = {"level": KERNELS.library.level, "threads": arguments.threads, "busy_cores_before": busy}
+        facts = {"level": KERNELS.loaded.level, "threads": arguments.threads, "busy_cores_before": busy}
         tell({"provenance": provenance(PROGRAM, given)} | facts | {"rows": rows}, arguments.out)
     return 0
 

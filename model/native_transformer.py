@@ -21,7 +21,7 @@ from torch.nn import functional
 from model.attention.metadata import AttentionMetadata
 from model.attention.native import KERNEL_NAMES, AttentionCall, NativeAttention, is_known
 from model.config import ModelConfig
-from model.kernels.library import KernelLibrary, Kernels
+from model.kernels.loading import KernelLibrary, Kernels
 from model.kinds import AttentionKind, MlpKind, NormKind, NormPlacement, PositionKind, QkNormScope
 from model.kv_cache import KVCache
 from model.layers import GatedMlp, LayerNorm, RMSNorm
@@ -178,7 +178,7 @@ class NativeTransformer:
             self._calls = self._make_calls(kv_cache)
         backend = self._calls.backend
         step = None if backend is None else backend.step_of(metadata, kv_cache)
-        if step is None or step.library is not self._library:
+        if step is None or step.loaded is not self._library:
             return False
         for call in self._calls.layers:
             call.threads = step.threads

@@ -9,7 +9,7 @@ import torch
 
 from model.attention.ways import Place
 from model.checkpoint import load_model
-from model.kernels.library import KERNELS
+from model.kernels.loading import KERNELS
 from model.linear import can_pack, replace_linears
 from model.manifest import Manifest
 from model.native_transformer import kernels_for
@@ -187,7 +187,7 @@ def prepare_matrices(model: Transformer, quantize: str) -> str:
     weight = model.token_embedding.weight
     kind = "int8" if quantize == "int8" else "packed" if can_pack(weight.device, weight.dtype) else "plain"
     kernels = kernels_for(model)
-    if kind == "int8" or (kind == "packed" and (kernels is None or kernels.library is None)):
+    if kind == "int8" or (kind == "packed" and (kernels is None or kernels.loaded is None)):
         replace_linears(model, kind)
     return kind
 

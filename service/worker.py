@@ -24,7 +24,7 @@ from litserve.loops import LitLoop
 from litserve.specs.base import LitSpec
 from litserve.utils import LitAPIStatus, LoopResponseType
 
-from model.kernels.library import KERNELS, Kernels
+from model.kernels.loading import KERNELS, Kernels
 from model.manifest import Manifest
 from service import logs
 from service.checkpoint_stamp import check_unchanged, stamps_of

@@ -23,7 +23,7 @@ from model.attention.biases import AlibiBias, RelativeBias
 from model.attention.form import AttentionForm
 from model.attention.metadata import AttentionMetadata
 from model.attention.sdpa import SdpaAttention
-from model.kernels.library import KERNELS, KernelLibrary, Kernels
+from model.kernels.loading import KERNELS, KernelLibrary, Kernels
 from model.kv_cache import KVCache
 
 KERNEL_NAMES = {torch.float32: "kvasir_attention_float32", torch.bfloat16: "kvasir_attention_bfloat16"}
@@ -56,13 +56,13 @@ class AttentionCall(ctypes.Structure):
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """What all layers of a step share. `library` is None where it goes the other way; `held` is what `batch` points to.
+    """What all layers of a step share. `loaded` is None where it goes the other way; `held` is what `batch` points to.
 
     longest: the longest context (tokens).
     """
 
     metadata: AttentionMetadata
-    library: KernelLibrary | None
+    loaded: KernelLibrary | None
     batch: Any
     held: tuple[Tensor, ...]
     longest: int
@@ -104,7 +104,7 @@ class NativeAttention:
         """
         if kv_cache is not None and is_known(q_THD, v_TKD, form, kv_cache):
             step = self.step_of(metadata, kv_cache)
-            if step.library is not None:
+            if step.loaded is not None:
                 return _attend(q_THD, k_TKD, v_TKD, form, step, kv_cache)
         return self._otherwise.attend(q_THD, k_TKD, v_TKD, form=form, metadata=metadata, kv_cache=kv_cache)
 
@@ -112,7 +112,7 @@ class NativeAttention:
         """What all layers of this step share. Raises ValueError: a slot or a block that the cache does not have."""
         step = self._latest.step
         if step is None or step.metadata is not metadata:
-            step = self._latest.step = _make_step(metadata, kv_cache, self.kernels.library)
+            step = self._latest.step = _make_step(metadata, kv_cache, self.kernels.loaded)
         return step
 
 
@@ -150,7 +150,7 @@ def _make_step(metadata: AttentionMetadata, kv_cache: KVCache, library: KernelLi
     )
     return _Step(
         metadata=metadata,
-        library=library,
+        loaded=library,
         batch=batch,
         held=held,
         longest=max(metadata.context_lengths),
@@ -183,8 +183,8 @@ def _attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, form: AttentionForm, st
         None if bias_HX is None else bias_HX.data_ptr(),
         form.scale,
     )
-    assert step.library is not None
-    kernel = step.library.function(KERNEL_NAMES[q_THD.dtype], _POINTER, _POINTER)
+    assert step.loaded is not None
+    kernel = step.loaded.function(KERNEL_NAMES[q_THD.dtype], _POINTER, _POINTER)
     kernel(ctypes.byref(step.batch), ctypes.byref(layer))
     return out_THD
 

@@ -2,7 +2,7 @@
 
 levels     which instructions a machine has: the levels that every kernel is compiled for
 build      from the *.cpp files here to one library a level; `python -m model.kernels.build`
-library    that library in this process: loaded at once where it is built, else built in a thread; KERNELS
+loading    that library in this process: loaded at once where it is built, else built in a thread; KERNELS
 
 attention.cpp, attention_tile.h   attention over the paged cache
 linear.h, linear.cpp              rows times a packed matrix: float32, bfloat16, eight bits
@@ -16,14 +16,14 @@ flags a library, so that a file may say `#if defined(__AVX512BF16__)` and no cod
         parallel_for(count, threads, [&](int64_t index, int thread) { x[index] *= factor; });
     }
 
-    library = KERNELS.library  # None: not built (yet), or no compiler: go PyTorch's way, which must answer the same
+    library = KERNELS.loaded  # None: not built (yet), or no compiler: go PyTorch's way, which must answer the same
     if library is not None:
         scale = library.function("kvasir_scale", c_void_p, c_int64, c_float, c_int64)
         scale(x.data_ptr(), x.numel(), 2.0, torch.get_num_threads())
 
 `function` is a look in a dictionary after the first time. ctypes lets go of the interpreter's lock while a kernel runs.
 `kernel.h` has `parallel_for`, which runs on the threads that PyTorch's own operators run on, so that there is one pool;
-`lanes.h` has 16 floats as one value on every level. Look at `KERNELS.library` once a step, not once a layer, so that
+`lanes.h` has 16 floats as one value on every level. Look at `KERNELS.loaded` once a step, not once a layer, so that
 the kernels take over between two steps. Sums must have one order, whatever the number of threads and of rows: the same
 bits alone and in any batch.
 """

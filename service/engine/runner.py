@@ -125,9 +125,9 @@ class ModelRunner:
         return 1 if isinstance(self._model, NativeTransformer) else MIN_ROWS
 
     def _take_kernels(self) -> None:
-        if self._kernels is not None and self._kernels.library is not None:
+        if self._kernels is not None and self._kernels.loaded is not None:
             assert isinstance(self._model, Transformer)
-            self._model, self._kernels = NativeTransformer(self._model, self._kernels.library), None
+            self._model, self._kernels = NativeTransformer(self._model, self._kernels.loaded), None
 
     def _pool(self, x_TE: Tensor, pooled_rows: Sequence[PooledRows]) -> dict[str, NDArray[np.float32]]:
         """Sums of hidden states after the final norm; they go to the host in one copy."""

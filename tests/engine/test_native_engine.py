@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from model.attention.native import NativeAttention
-from model.kernels.library import Kernels
+from model.kernels.loading import Kernels
 from model.linear import replace_linears
 from model.native_transformer import NativeTransformer
 from model.training.bpe import train_bpe
@@ -48,7 +48,7 @@ def native_model(
 
 def loaded(level: str) -> Kernels:
     kernels = Kernels()
-    kernels.library = library_of(level)
+    kernels.loaded = library_of(level)
     return kernels
 
 
@@ -120,7 +120,7 @@ def test_kernels_take_over_between_two_steps(level: str) -> None:
         engine.submit(submit)
     deltas = [delta for _ in range(5) for delta in engine.step().events]
     assert hasattr(model.layers[0], "mlp"), "PyTorch computes"
-    kernels.library = library_of(level)
+    kernels.loaded = library_of(level)
     while engine.has_work:
         deltas += engine.step().events
     assert not hasattr(model.layers[0], "mlp"), "its matrices have been packed"
@@ -140,7 +140,7 @@ def test_one_stream_is_not_padded(level: str, monkeypatch: pytest.MonkeyPatch) -
     engine.submit(make_submit("a", [1, 2, 3, 4, 5], max_tokens=6, ignore_eos=True))
     for _ in range(3):
         engine.step()
-    kernels.library = library_of(level)
+    kernels.loaded = library_of(level)
     while engine.has_work:
         engine.step()
     assert rows == [5, MIN_ROWS, MIN_ROWS, MIN_ROWS, 1, 1]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from model.attention.native import NativeAttention
-from model.kernels.library import Kernels
+from model.kernels.loading import Kernels
 from model.linear import replace_linears
 from model.training.bpe import train_bpe
 from model.transformer import Transformer
@@ -51,7 +51,7 @@ class Answers:
 
 def model_of(level: str, numbers: str) -> Transformer:
     kernels = Kernels()
-    kernels.library = library_of(level)
+    kernels.loaded = library_of(level)
     model, backend = build(VARIANTS["rotary-gqa"]), NativeAttention(kernels)
     for block in model.layers:
         block.attention.backend = backend  # type: ignore[union-attr]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from loadtest import bench_kernels
-from model.kernels.library import Kernels
+from model.kernels.loading import Kernels
 from tests.model.kernel_libraries import BUILDABLE, library_of
 
 ASKED = ["--shape", "S", "--batch", "2", "--context", "48", "--repeats", "2", "--threads", "1"]
@@ -27,7 +27,7 @@ def _small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_both_ways_are_timed_on_the_same_layers(
     level: str, flag: str | None, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bench_kernels.KERNELS.library = library_of(level)
+    bench_kernels.KERNELS.loaded = library_of(level)
     out = tmp_path / "kernels.json"
     asked = [*ASKED, *([flag] if flag else []), "--out", str(out)]
     assert bench_kernels.main(asked) == 0

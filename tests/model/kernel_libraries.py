@@ -6,7 +6,7 @@ import shutil
 from model.kernels import build as build_module
 from model.kernels.build import SHIPPED, build, find_built
 from model.kernels.levels import levels_here
-from model.kernels.library import KernelLibrary
+from model.kernels.loading import KernelLibrary
 
 CACHE = build_module.CACHE.expanduser()
 # Empty on a machine without a compiler: PyTorch's way is all there is, and all that is tested.

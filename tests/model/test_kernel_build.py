@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from model.kernels import build as build_module
-from model.kernels import library as library_module
+from model.kernels import loading as loading_module
 from model.kernels.build import build, find_built, library_name
 from model.kernels.levels import LEVELS, Level, levels_here
-from model.kernels.library import Kernels
+from model.kernels.loading import Kernels
 
 LEVEL = LEVELS[-1]
 COMPILES = """#!/bin/sh
@@ -25,7 +25,7 @@ echo "a library" > "$made"
 
 @pytest.fixture(autouse=True)
 def _nothing_is_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(library_module, "SHIPPED", tmp_path / "nothing")
+    monkeypatch.setattr(loading_module, "SHIPPED", tmp_path / "nothing")
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def trouble_of(cache: Path, caplog: pytest.LogCaptureFixture) -> str:
     kernels = Kernels()
     with caplog.at_level(logging.WARNING):
         kernels.prepare(cache, wait=True)
-    assert kernels.library is None
+    assert kernels.loaded is None
     assert kernels.trouble is not None
     (record,) = caplog.records
     assert record.getMessage() == f"no kernels of our own, PyTorch's serve: {kernels.trouble}"
@@ -163,7 +163,7 @@ def trouble_of(cache: Path, caplog: pytest.LogCaptureFixture) -> str:
 def test_a_library_that_is_none_of_ours(compilations: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kernels = Kernels()
     kernels.prepare(tmp_path, wait=True)
-    assert kernels.library is None
+    assert kernels.loaded is None
     assert f"{tmp_path / library_name(levels_here()[0])} cannot be loaded" in (kernels.trouble or "")
 
 
@@ -185,7 +185,7 @@ def test_requests_do_not_wait_for_the_compiler(tmp_path: Path, monkeypatch: pyte
     kernels = Kernels()
     kernels.prepare(tmp_path, wait=False)
     kernels.when_loaded(told.set)
-    assert kernels.library is None
+    assert kernels.loaded is None
     assert kernels.trouble is None, "it is still at work"
     go_on.touch()
     kernels.prepare(tmp_path, wait=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.kernels import library as library_module
+from model.kernels import loading as loading_module
 from model.kernels.build import SHIPPED, find_built
-from model.kernels.library import Kernels, _parallel_of_this_process
+from model.kernels.loading import Kernels, _parallel_of_this_process
 from tests.model.kernel_libraries import BUILDABLE, CACHE, library_of
 
 
@@ -45,8 +45,8 @@ def test_who_waits_for_kernels_is_told(level: str, tmp_path: Path, monkeypatch: 
     library_of(level)
     path = find_built(BUILDABLE[level], (SHIPPED, CACHE))
     assert path is not None
-    monkeypatch.setattr(library_module, "find_built", lambda *_: None)
-    monkeypatch.setattr(library_module, "build", lambda *_: path)
+    monkeypatch.setattr(loading_module, "find_built", lambda *_: None)
+    monkeypatch.setattr(loading_module, "build", lambda *_: path)
     kernels, told = Kernels(), [0, 0]
 
     def tell(which: int) -> None:
@@ -54,8 +54,8 @@ def test_who_waits_for_kernels_is_told(level: str, tmp_path: Path, monkeypatch: 
 
     kernels.when_loaded(partial(tell, 0))
     kernels.prepare(tmp_path, wait=True)
-    assert kernels.library is not None
-    assert kernels.library.level == level
+    assert kernels.loaded is not None
+    assert kernels.loaded.level == level
     assert told == [1, 0]
     kernels.when_loaded(partial(tell, 1))
     kernels.prepare(tmp_path, wait=True)

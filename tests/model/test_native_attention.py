@@ -14,7 +14,7 @@ from model.attention.form import AttentionForm, ScoreBias
 from model.attention.metadata import AttentionMetadata
 from model.attention.native import NativeAttention
 from model.attention.sdpa import SdpaAttention
-from model.kernels.library import Kernels
+from model.kernels.loading import Kernels
 from model.kv_cache import KVCache
 from tests.model.configs import VARIANTS
 from tests.model.kernel_libraries import BUILDABLE, library_of
@@ -32,7 +32,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 def native(way: str) -> NativeAttention:
     kernels = Kernels()
-    kernels.library = None if way == "none" else library_of(way)
+    kernels.loaded = None if way == "none" else library_of(way)
     return NativeAttention(kernels)
 
 
@@ -215,11 +215,11 @@ def test_kernels_take_over_between_two_steps(way: str) -> None:
         q, k, v = torch.ones(1, 4, 8), torch.ones(1, 2, 8), torch.ones(1, 2, 8)
         backend.attend(q, k, v, form=FORM, metadata=metadata, kv_cache=cache)
         latest = backend._latest.step
-        return latest is not None and latest.library is not None
+        return latest is not None and latest.loaded is not None
 
     first = step()
     assert not attend(first)
-    kernels.library = library_of(way)
+    kernels.loaded = library_of(way)
     assert not attend(first)
     assert attend(step())
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from model.kernels.library import Kernels
+from model.kernels.loading import Kernels
 from service.metrics import Metrics
 from service.worker import observe_attention
 from tests.ops.observations import scrape

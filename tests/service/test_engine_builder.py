@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from model.kernels.build import CACHE
-from model.kernels.library import Kernels
+from model.kernels.loading import Kernels
 from model.manifest import Manifest, read_manifest
 from service import engine_builder
 from service import settings as settings_module

@@ -53,13 +53,13 @@ class KernelLibrary:
 
 
 class Kernels:
-    """What a process has of them. `library` is None until they are loaded; every thread may read it at any time.
+    """What a process has of them. `loaded` is None until they are loaded; every thread may read it at any time.
 
     `trouble` says in a line why there are none and will be none.
     """
 
     def __init__(self) -> None:
-        self.library: KernelLibrary | None = None
+        self.loaded: KernelLibrary | None = None
         self.trouble: str | None = None
         self._lock = threading.Lock()
         self._builder: threading.Thread | None = None
@@ -74,12 +74,12 @@ class Kernels:
         Nothing is raised: who finds no library goes PyTorch's way, and one line of the log says why.
         """
         with self._lock:
-            if self.library is None and self._builder is None:
+            if self.loaded is None and self._builder is None:
                 level, cache = levels_here()[0], Path(os.path.expanduser(cache))
                 built = find_built(level, (SHIPPED, cache))
                 if built is not None:
                     self._load(built, level)
-                if self.library is None:
+                if self.loaded is None:
                     logger.info("no kernels are built for %s: compiling them in %s", level.name, cache)
                     self._builder = threading.Thread(
                         target=self._build, args=(level, cache), name="kernels", daemon=True
@@ -92,7 +92,7 @@ class Kernels:
     def when_loaded(self, told: Callable[[], None]) -> None:
         """Call this once the library is there: now, or from the thread that has compiled it; never where it fails."""
         with self._lock:
-            if self.library is None:
+            if self.loaded is None:
                 self._told.append(told)
                 return
         told()
@@ -106,13 +106,13 @@ class Kernels:
             return
         with self._lock:
             self._load(path, level)
-            told = self._told if self.library is not None else []
+            told = self._told if self.loaded is not None else []
         for each in told:
             each()
 
     def _load(self, path: Path, level: Level) -> None:
         try:
-            self.library = KernelLibrary(path, level)
+            self.loaded = KernelLibrary(path, level)
         except OSError as error:
             self.trouble = f"{path} cannot be loaded: {error}"
             logger.warning("%s", self.trouble)
