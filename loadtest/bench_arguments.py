@@ -89,10 +89,9 @@ def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, ModelSettin
     Raises:
         SystemExit: with code 2 and one line for what cannot be used, with 0 where `--help` was asked for.
     """
-    given = list(argv)
-    split = given.index("--") if "--" in given else len(given)
+    own, engine_flags = split_at_dashes(argv)
     parser = _parser()
-    arguments, unknown = parser.parse_known_args(given[:split])
+    arguments, unknown = parser.parse_known_args(own)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; see {PROGRAM} --help")
     forms = _LISTS | _COUNTS
@@ -103,10 +102,17 @@ def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, ModelSettin
         parser.error("--steps must be at least 2")
     try:
         checkpoint = arguments.checkpoint or f"shape-{arguments.shape}"
-        engine = ["--checkpoint", checkpoint, *given[split + 1 :]]
+        engine = ["--checkpoint", checkpoint, *engine_flags]
         return arguments, read_settings(ModelSettings, engine, command="bench", summary="")
     except SettingsError as error:
         parser.error(str(error))
+
+
+def split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What stands before `--`, and what behind it: a bench's own arguments, and settings of the engine or service."""
+    given = list(argv)
+    split = given.index("--") if "--" in given else len(given)
+    return given[:split], given[split + 1 :]
 
 
 def refuse(message: str) -> NoReturn:

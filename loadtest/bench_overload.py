@@ -35,6 +35,7 @@ import psutil
 from rich.console import Console
 from rich.progress import Progress
 
+from loadtest.bench_arguments import split_at_dashes
 from loadtest.discovery import discover
 from loadtest.overload_load import (
     Load,
@@ -306,10 +307,9 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write JSON. Returns the exit code: 0, 1 when the service failed."""
     given = list(sys.argv[1:] if argv is None else argv)
-    split = given.index("--") if "--" in given else len(given)
+    own, serve = split_at_dashes(given)
     parser = _parser()
-    arguments = parser.parse_args(given[:split])
-    serve = given[split + 1 :]
+    arguments = parser.parse_args(own)
     try:
         flags = ["--checkpoint", str(arguments.checkpoint), *serve]
         settings = read_settings(ServeSettings, flags, command="serve", summary="")

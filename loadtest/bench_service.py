@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from loadtest import bench_http
+from loadtest.bench_arguments import split_at_dashes
 from loadtest.closed_loop import EngineRun, run_closed
 from loadtest.discovery import discover, fetch_json
 from loadtest.in_process import InProcess
@@ -257,14 +258,14 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write JSON. Returns the exit code: 0, 1 when the service failed, 2 for unusable arguments."""
     given = list(sys.argv[1:] if argv is None else argv)
-    split = given.index("--") if "--" in given else len(given)
+    own, serve = split_at_dashes(given)
     parser = _parser()
-    arguments = parser.parse_args(given[:split])
+    arguments = parser.parse_args(own)
     facts = provenance(parser.prog, given) | {"other_work_cores": quiet_or_warned(parser.prog)}
     try:
         with Progress(console=Console(stderr=True), transient=True) as progress:
             began = time.perf_counter()
-            result = measure(arguments, given[split + 1 :], progress)
+            result = measure(arguments, serve, progress)
             result["took_seconds"] = round(time.perf_counter() - began, 1)
     except (SettingsError, ValueError) as error:
         parser.error(str(error))

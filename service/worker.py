@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 EXIT_TOLD = 3
 # How torch says that the CPU has no more memory, in an error that can be of anything.
 _CPU_MEMORY = "can't allocate memory"
-# What lies between messages to an API process, at least: each wakes a thread and the event loop there.
+# What lies between messages to an API process, at least: each wakes its event loop.
 _MESSAGE_SECONDS = 0.0005
 
 
@@ -194,9 +194,9 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
             driver.turn()
 
     def _carry(self, outbox: SimpleQueue[tuple[int, list[Event]]], transport: Any) -> NoReturn:
-        """Bring events to LitServe's queue, a trip to another process, while the next step computes.
+        """Send events to the API process while the next step computes, and wait for it where it is behind.
 
-        What has gathered since one trip goes together in the next: steps may be shorter than what a message costs.
+        What has gathered since one message goes together in the next: steps may be shorter than what one costs.
         """
         while True:
             messages = gathered(outbox)
@@ -209,7 +209,7 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
         message = encode_events(events)
         try:
             self.put_response(transport, api_id, BUS, message, LitAPIStatus.OK, LoopResponseType.STREAMING)
-        except (EOFError, OSError):  # the queue process is gone; main ends the service
+        except OSError:  # the channel is closed; main ends the service
             os._exit(1)
 
     def _pump(self, request_queue: Any, inbox: SimpleQueue[Parcel], lifecycle: Lifecycle) -> None:

@@ -1,4 +1,4 @@
-"""One forward pass and one sample. Owns the model and the KV tensors; the engine's only file that says `device`."""
+"""One forward pass and one sample. Owns the model and the KV tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
