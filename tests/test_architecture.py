@@ -192,6 +192,12 @@ def test_the_api_process_imports_no_torch(module: str) -> None:
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
+def test_a_worker_imports_no_compiler_of_pytorch() -> None:
+    """torch._dynamo and what it imports take as long as all else that a worker imports, and 70 MB."""
+    code = "import sys, service.engine_builder; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
 def test_only_the_worker_side_imports_torch() -> None:
     for path in SOURCES:
         name = name_of(path)

@@ -7,6 +7,7 @@ Legend: C chunks, X packed tokens of chunks, S packed positions of contexts, H q
 dimension.
 """
 
+import importlib
 import inspect
 from collections.abc import Callable, Collection
 from typing import Any
@@ -18,14 +19,25 @@ from model.attention.form import AttentionForm
 from model.attention.ragged import RaggedView
 from model.kv_cache import KVCache
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # before PyTorch 2.10
-    varlen_attn = None  # type: ignore[assignment]
+MODULE = "torch.nn.attention.varlen"
 
 
 class VarlenError(ValueError):
     """This version of PyTorch's function cannot attend so; says why."""
+
+
+def varlen_attn(module: str = MODULE) -> Callable[..., Any]:
+    """PyTorch's function, by name: its module imports torch._dynamo, as much as all else that a worker imports, which
+    only a GPU has a use for.
+
+    Raises:
+        VarlenError: this PyTorch has none; it came with 2.10.
+    """
+    try:
+        function: Callable[..., Any] = importlib.import_module(module).varlen_attn
+    except ImportError:
+        raise VarlenError(f"PyTorch {torch.__version__} has no varlen_attn") from None
+    return function
 
 
 def arguments(names: Collection[str], *, scale: float, window: int | None, grouped: bool) -> dict[str, Any]:
@@ -56,13 +68,11 @@ def arguments(names: Collection[str], *, scale: float, window: int | None, group
 class VarlenChunks:
     """A `model.attention.paged.ChunkWay`: keys of the chunks' contexts are copied end to end, all attended in one call.
 
-    Raises:
-        VarlenError: this PyTorch has no such function.
+    Args:
+        function: `varlen_attn`, of any version.
     """
 
-    def __init__(self, function: Callable[..., Any] | None = varlen_attn) -> None:
-        if function is None:
-            raise VarlenError(f"PyTorch {torch.__version__} has no varlen_attn")
+    def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._names = frozenset(inspect.signature(function).parameters)
 

@@ -22,7 +22,7 @@ from model.attention.metadata import AttentionMetadata
 from model.attention.paged import ChunkWay, DecodeWay, PagedAttention
 from model.attention.ragged import RaggedView
 from model.attention.sdpa import causal
-from model.attention.varlen import VarlenChunks, VarlenError
+from model.attention.varlen import VarlenChunks, VarlenError, varlen_attn
 from model.config import ModelConfig
 from model.kv_cache import KVCache
 
@@ -114,7 +114,7 @@ def _varlen(place: Place) -> ChunkWay:
     if place.dtype not in (torch.bfloat16, torch.float16):
         raise Unavailable(f"flash attention is not written for {place.dtype}")
     try:
-        return VarlenChunks()
+        return VarlenChunks(varlen_attn())
     except VarlenError as error:
         raise Unavailable(str(error)) from error
 

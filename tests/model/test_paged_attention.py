@@ -14,7 +14,7 @@ from model.attention.form import AttentionForm
 from model.attention.metadata import AttentionMetadata
 from model.attention.paged import PagedAttention
 from model.attention.ragged import ragged_view
-from model.attention.varlen import VarlenChunks, VarlenError, arguments
+from model.attention.varlen import VarlenChunks, VarlenError, arguments, varlen_attn
 from model.attention.ways import CHUNK_WAYS, DECODE_WAYS, Place, Unavailable, check, choose, fits, gathered, one_by_one
 from model.kv_cache import KVCache
 from model.transformer import Transformer
@@ -131,8 +131,11 @@ def test_arguments_are_those_that_a_version_has() -> None:
         arguments(("scale",), scale=0.5, window=None, grouped=False)
     with pytest.raises(VarlenError, match="takes no scale"):
         arguments(("window_size",), scale=0.5, window=None, grouped=False)
+
+
+def test_a_version_without_the_function_is_told() -> None:
     with pytest.raises(VarlenError, match="has no varlen_attn"):
-        VarlenChunks(None)
+        varlen_attn("torch.nn.attention.of_no_version")
 
 
 def test_without_a_gpu_the_plain_ways_are_taken_and_the_reasons_told() -> None:
