@@ -32,7 +32,7 @@ SHIPPED = SOURCES / "built"
 CACHE = Path("~/.cache/kvasir")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
-    *("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"),
+    *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
     *("-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"),
     "-ffp-contract=off",  # a * b + c is what is written on every level: the same bits wherever a function is inlined
 )

@@ -234,6 +234,7 @@ KVASIR_KERNEL void kvasir_layers(const kvasir::Shape* shape, const kvasir::Rows*
                                  const kvasir::LayerWeights* layers, int64_t count,
                                  void (*attend)(const void* batch, const void* call), const void* batch,
                                  const char* calls, int64_t call_size, const void* mixed) {
+    const kvasir::Busy busy;
     for (int64_t layer = 0; layer <= count; ++layer) {
         kvasir_between_attentions(shape, rows, layer > 0 ? layers + layer - 1 : nullptr, mixed,
                                   layer < count ? layers + layer : nullptr);

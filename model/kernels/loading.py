@@ -13,10 +13,8 @@ from model.kernels.levels import Level, levels_here
 
 logger = logging.getLogger(__name__)
 
-# Whose threads PyTorch's operators run on, by the names under which it is loaded: GNU's, LLVM's and Intel's runtimes
-# of OpenMP, which all export GOMP_parallel.
-_RUNTIMES = ("libgomp", "libomp", "libiomp5")
-_MAPS = Path("/proc/self/maps")
+# What every library of ours has.
+_MARK = "kvasir_inputs_side_by_side"
 
 
 class KernelLibrary:
@@ -30,13 +28,8 @@ class KernelLibrary:
         self.level = level.name
         self._library = ctypes.CDLL(str(path))
         self._functions: dict[str, Any] = {}
-        try:
-            use_threads_of = self._library.kvasir_use_threads_of
-        except AttributeError:
-            raise OSError(f"{path} has no kvasir_use_threads_of") from None
-        use_threads_of.argtypes = (ctypes.c_void_p,)
-        use_threads_of.restype = None
-        use_threads_of(_parallel_of_this_process())
+        if not hasattr(self._library, _MARK):
+            raise OSError(f"{path} has no {_MARK}")
 
     def function(self, name: str, *argument_types: Any, result: Any = None) -> Any:
         """A kernel by its name in C. Argument and result types are those of the first call for it.
@@ -121,18 +114,3 @@ class Kernels:
 
 
 KERNELS = Kernels()
-
-
-def _parallel_of_this_process() -> int | None:
-    """The address of the GOMP_parallel that PyTorch calls, or None: then kernels run in the thread that calls them."""
-    try:
-        mapped = {line.split()[-1] for line in _MAPS.read_text().splitlines() if "/" in line}
-    except OSError:
-        return None
-    for path in sorted(mapped):
-        if Path(path).name.startswith(_RUNTIMES):
-            try:
-                return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, ctypes.c_void_p).value
-            except (OSError, AttributeError):
-                continue
-    return None

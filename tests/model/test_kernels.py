@@ -3,6 +3,9 @@
 import ctypes
 import functools
 import operator
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -10,14 +13,18 @@ import pytest
 import torch
 
 from model.kernels import loading as loading_module
-from model.kernels.build import SHIPPED, find_built
-from model.kernels.loading import Kernels, _parallel_of_this_process
+from model.kernels.build import SHIPPED, build, find_built
+from model.kernels.loading import Kernels
 from tests.model.kernel_libraries import BUILDABLE, CACHE, library_of
 
 
-def test_the_threads_are_pytorchs() -> None:
-    """It has loaded one runtime of OpenMP, which has the function."""
-    assert _parallel_of_this_process()
+def read_words(level: str, words: torch.Tensor, threads: int) -> int:
+    """All words folded into one."""
+    read = library_of(level).function(
+        "kvasir_read", ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, result=ctypes.c_uint64
+    )
+    folded: int = read(words.data_ptr(), len(words), threads)
+    return folded
 
 
 @pytest.mark.parametrize("level", BUILDABLE)
@@ -26,11 +33,37 @@ def test_the_threads_are_pytorchs() -> None:
 def test_work_is_done_once_by_any_number_of_threads(level: str, threads: int, count: int) -> None:
     """Words read twice would fold away."""
     words = torch.arange(1, count + 1)
-    read = library_of(level).function(
-        "kvasir_read", ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, result=ctypes.c_uint64
-    )
-    expected = functools.reduce(operator.xor, words.tolist(), 0)
-    assert read(words.data_ptr(), count, threads) == expected
+    assert read_words(level, words, threads) == functools.reduce(operator.xor, words.tolist(), 0)
+
+
+@pytest.mark.parametrize("level", list(BUILDABLE)[:1])
+def test_who_finds_the_threads_taken_works_alone(level: str) -> None:
+    """Three callers at once, over and over, each with an array of its own."""
+    words = [torch.arange(start, start + 400_000) for start in (1, 2, 3)]
+    expected = [functools.reduce(operator.xor, each.tolist(), 0) for each in words]
+
+    def read_all(which: int) -> set[int]:
+        return {read_words(level, words[which], threads=3) for _ in range(50)}
+
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        assert list(pool.map(read_all, range(3))) == [{folded} for folded in expected]
+
+
+@pytest.mark.parametrize("level", list(BUILDABLE)[:1])
+def test_threads_are_made_anew_in_a_fork(level: str) -> None:
+    """Else a child would wait for ever for threads that its parent has."""
+    path = find_built(BUILDABLE[level], (SHIPPED, CACHE)) or build(BUILDABLE[level], CACHE)
+    script = f"""
+import ctypes, os
+read = ctypes.CDLL({str(path)!r}).kvasir_read
+words = (ctypes.c_int64 * 400_000)(*range(400_000))
+here = read(words, 400_000, 3)
+child = os.fork()
+if child == 0:
+    os._exit(0 if read(words, 400_000, 3) == here else 1)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize("level", BUILDABLE)
