@@ -11,12 +11,11 @@ from loadtest.bench_peers_cells import PROMPT_TOKENS, Cell
 from loadtest.bench_peers_install import Place, openvino_weights
 from loadtest.bench_peers_processes import Driver, Server
 from loadtest.shape_names import SHAPE_SIZES
+from service.cli import LIBRARY_ENVIRONMENT
 
 _MIB = 2**20
 _SLOT_TOKENS = 256  # of one of llama-server's 64 slots: prompt and answer fit
 _MOST_STREAMS = 64
-# The environment that `kvasir` gives itself: threads sleep while they wait for each other.
-_OUR_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +57,7 @@ class Peer:
 def our_engine(setting: Setting) -> Driver:
     """Ours, as the worker builds it."""
     command = [sys.executable, "-m", "loadtest.peers.ours_engine", *_our_settings(setting)]
-    return Driver(command, _OUR_ENVIRONMENT)
+    return Driver(command, LIBRARY_ENVIRONMENT)
 
 
 def our_server(setting: Setting) -> Server:

@@ -26,11 +26,12 @@ from service.command_settings import (
 from service.settings import GenerateSettings, ServeSettings, SettingsError, read_settings
 
 # What torch's libraries read from the environment, unless it says otherwise.
-_LIBRARIES = {
-    # OpenMP's threads are to sleep while they wait for each other. By default they spin, and then one busy neighbour,
-    # such as our own API process, makes a step of two threads on two cores a hundred times slower (measured: 540 ms
-    # instead of 6). But not at once: what follows within a step follows in microseconds, and so long a spin is 1.8
-    # times the tokens on two quiet cores, and 0.4 to 0.7 beside a process that never rests (docs/performance-log.md).
+LIBRARY_ENVIRONMENT = {
+    # OpenMP's threads, on which PyTorch's own operators run (not our kernels), are to sleep while they wait for each
+    # other. By default they spin, and then one busy neighbour, such as our own API process, makes a step of two
+    # threads on two cores a hundred times slower (measured: 540 ms instead of 6). But not at once: what follows within
+    # a step follows in microseconds, and so long a spin is 1.8 times the tokens on two quiet cores, and 0.4 to 0.7
+    # beside a process that never rests (docs/performance-log.md).
     "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": "3000",
     # oneDNN, and PyTorch's bridge to it, keep kernels of 1,024 shapes each, and every number of rows is another one:
@@ -100,7 +101,8 @@ def _no_look(word: str) -> int:
 
 
 def _run(name: str, command: Command, argv: list[str]) -> int:
-    for variable, value in _LIBRARIES.items():  # before torch is loaded, here or in a worker that inherits them
+    # Before torch is loaded, here or in a worker that inherits them.
+    for variable, value in LIBRARY_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     try:
         given: object = argv
