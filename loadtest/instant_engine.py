@@ -113,6 +113,7 @@ class InstantAPI(EngineAPI):
         facts = EngineFacts(
             device="none",
             attention="none",
+            takes_kernels=False,
             dtype="none",
             matrices="none",
             threads=1,

@@ -55,6 +55,8 @@ tokenizer_routes  the tokenizer and the chat template for those who count or com
 inspection       what a prompt's tokens attend to: its routes, and the looks under way
 frontend         LitSpec: routes, tokenization, admission, SSE, cancel, replay
 lifecycle        what the processes must know of each other, in shared memory
+readiness        whether a request would be served now, and if not, why and how long
+serving_path     by which path tokens are computed: whose kernels, how, in which numbers
 batch_completion many completions by the engine, without a server
 engine_builder   from settings and a checkpoint to an engine; what "auto" means here
 event_channel    the way of events from the worker to the API process: a Unix socket

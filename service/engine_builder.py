@@ -42,10 +42,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineFacts:
-    """What "auto" came to. `matrices`: plain, packed or int8, see `model.linear`."""
+    """What "auto" came to. `matrices`: plain, packed or int8, see `model.linear`.
+
+    takes_kernels: kernels of our own compute every step whole, once they are loaded.
+    """
 
     device: str
     attention: str
+    takes_kernels: bool
     dtype: str
     matrices: str
     threads: int
@@ -124,6 +128,7 @@ def build_engine(
     facts = EngineFacts(
         device=device,
         attention=attending.name,
+        takes_kernels=kernels_for(model) is not None,
         dtype=dtype_name,
         matrices=matrices,
         threads=threads,

@@ -29,11 +29,12 @@ from service.errors import ApiError, Draining, Overloaded
 from service.inspection import Inspection
 from service.intake import Intake
 from service.journal import Journal, LiveRequest
-from service.lifecycle import Lifecycle, Phase
+from service.lifecycle import Lifecycle
 from service.messages import API_PATH, BUS, Cancel, Command, Hello, decode_events, encode_command
 from service.metrics import EngineState, Metrics, render
 from service.plan import Planner
 from service.queue_terms import queue_limits
+from service.readiness import readiness_of
 from service.recordings import Recordings
 from service.requests import json_response
 from service.serving import Serving
@@ -43,8 +44,6 @@ from service.tokenizer_routes import TokenizerRoutes
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 15.0
-# An engine that has work and says nothing for so long makes no progress.
-STALL_SECONDS = 60.0
 _PLAYGROUND = Path(__file__).parent / "playground" / "index.html"
 
 
@@ -216,35 +215,18 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             events = decode_events(message)
             self._journal.receive(events)
             self._inspection.receive(events)
+            self._metrics.flush()
         except Exception:
             logger.exception("a worker's message could not be read")
             self._journal.fail_all(ApiError("internal error"))
 
     def readiness(self) -> responses.Readiness:
         """Whether a request would be served now, and if not, why and how long."""
-        lifecycle, now = self._lifecycle, time.monotonic()
-        if lifecycle.phase.value >= Phase.DRAINING:
-            elapsed = now - lifecycle.phase_seconds.value
-            return responses.Readiness(
-                state="draining",
-                phase="finishing running requests",
-                elapsed_s=round(elapsed, 3),
-                eta_s=round(max(0.0, self._settings.drain_seconds - elapsed), 3),
-            )
-        if self._hello is None or self._hello.epoch < lifecycle.epoch.value:
-            elapsed = now - lifecycle.epoch_seconds.value
-            usual = None if self._hello is None else round(max(0.0, self._hello.startup_seconds - elapsed), 3)
-            return responses.Readiness(
-                state="loading", phase="starting a worker", elapsed_s=round(elapsed, 3), eta_s=usual
-            )
-        silence = now - self._journal.last_event_seconds
-        if self._journal.num_choices and silence > STALL_SECONDS:
-            return responses.Readiness(state="stalled", phase="no progress", elapsed_s=round(silence, 3), eta_s=None)
-        return responses.Readiness(
-            state="ready",
-            phase="serving",
-            elapsed_s=round(now - lifecycle.epoch_seconds.value, 3),
-            eta_s=0.0,
+        return readiness_of(
+            self._lifecycle,
+            self._hello,
+            silent_seconds=time.monotonic() - self._journal.last_event_seconds if self._journal.num_choices else 0.0,
+            drain_seconds=self._settings.drain_seconds,
         )
 
     def _engine_state(self) -> EngineState:

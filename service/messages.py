@@ -139,12 +139,17 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """A worker is up and empty: whatever is unfinished must be submitted to it again."""
+    """A worker is up and empty: whatever is unfinished must be submitted to it again.
+
+    device, dtype, attention, matrices: as `service.engine_builder.EngineFacts` has them.
+    """
 
     worker_id: int
     epoch: int
     device: str
     dtype: str
+    attention: str
+    matrices: str
     num_blocks: int
     block_size: int
     startup_seconds: float

@@ -172,9 +172,10 @@ _FAMILIES = (
            ("by",), (("event_id",), ("key",))),
     Family("api_requests", _G, "requests", "Requests that the API process has taken in and not answered to the end."),
     Family("api_tasks", _G, "tasks", "asyncio tasks of the API process, this scrape's among them."),
-    Family("attention_path", _G, "1",
-           "1 for how attention is computed, 0 for the others. native follows sdpa where kernels had to be compiled "
-           "first.", ("path",), (("native",), ("paged",), ("sdpa",), ("eager",))),
+    Family("serving_path", _G, "1",
+           "1 for how tokens are computed, 0 for how they were before. kernels: own follow pytorch where they had to "
+           "be compiled first; level: the instructions of our own.",
+           ("kernels", "level", "attention", "matrices", "dtype", "device"), ()),
     Family("build_info", _G, "1", "Versions, in labels.",
            ("version", "python", "torch", "litserve"), ()),
 )

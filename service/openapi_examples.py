@@ -11,6 +11,7 @@ import msgspec
 from pydantic import BaseModel
 
 from service import chat_responses, chat_schemas, embedding_schemas, errors, inspection, responses, schemas
+from service.serving_path import ServingPath
 
 _MODEL = "demo"
 _CREATED = 1767225600  # 2026-01-01
@@ -103,7 +104,15 @@ _ANSWERS: Final[Sequence[msgspec.Struct]] = (
     responses.Tokenized(count=2, max_model_len=512, tokens=[389, 581], token_strs=["The", " dog"]),
     responses.Detokenized(prompt="The dog"),
     responses.TokenizerInfo(eos_token="<|endoftext|>", bos_token=None, pad_token=None, chat_template=None),
-    responses.Readiness(state="ready", phase="serving", elapsed_s=12.3, eta_s=0.0),
+    responses.Readiness(
+        state="ready",
+        phase="serving",
+        elapsed_s=12.3,
+        eta_s=0.0,
+        path=ServingPath(
+            kernels="own", level="avx512bf16", attention="native", matrices="packed", dtype="float32", device="cpu"
+        ),
+    ),
     responses.Health(),
     responses.Version(version="0.1.0"),
     inspection.Attention(

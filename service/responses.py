@@ -6,6 +6,8 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from service.serving_path import ServingPath
+
 
 class Logprobs(msgspec.Struct, kw_only=True):
     """Four lists of equal length, one entry a token.
@@ -131,12 +133,13 @@ class Detokenized(msgspec.Struct, kw_only=True):
 
 
 class Readiness(msgspec.Struct, kw_only=True):
-    """`state` is ready, loading, draining or stalled; `eta_s` is null where nobody knows."""
+    """`state` is ready, loading, draining or stalled; `eta_s` is null where nobody knows, `path` where none serves."""
 
     state: Literal["ready", "loading", "draining", "stalled"]
     phase: str
     elapsed_s: float
     eta_s: float | None
+    path: ServingPath | None = None
 
 
 class Health(msgspec.Struct, kw_only=True):
@@ -177,10 +180,15 @@ def encode_event(value: Any) -> bytes:
     JSON has no line breaks, but three characters that Unicode counts among them, and so do clients that split with
     Python's `str.splitlines` (httpx's `iter_lines`): those are escaped.
     """
+    return b"data: " + encode_text(value) + b"\n\n"
+
+
+def encode_text(value: Any) -> bytes:
+    """JSON as it stands in an event."""
     data = _ENCODER.encode(value)
     for raw, escaped in _LINE_BREAKS:
         data = data.replace(raw, escaped)
-    return b"data: " + data + b"\n\n"
+    return data
 
 
 KEEP_ALIVE = b": keep-alive\n\n"

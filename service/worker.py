@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from types import FrameType
@@ -24,7 +23,7 @@ from litserve.loops import LitLoop
 from litserve.specs.base import LitSpec
 from litserve.utils import LitAPIStatus, LoopResponseType
 
-from model.kernels.loading import KERNELS, Kernels
+from model.kernels.loading import KERNELS, KernelLibrary, Kernels
 from model.manifest import Manifest
 from service import logs
 from service.checkpoint_stamp import check_unchanged, stamps_of
@@ -38,6 +37,7 @@ from service.messages import (
     encode_events,
 )
 from service.metrics import WORKER, Metrics
+from service.serving_path import path_of
 from service.settings import ServeSettings, effective_values
 from service.standby import wait_for_word
 
@@ -173,12 +173,14 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
             epoch=lit_api.lifecycle.epoch.value,
             device=facts.device,
             dtype=facts.dtype,
+            attention=facts.attention,
+            matrices=facts.matrices,
             num_blocks=facts.num_blocks,
             block_size=facts.block_size,
             startup_seconds=time.monotonic() - lit_api.started_seconds,
         )
         metrics.observe_worker_start(hello)
-        observe_attention(metrics, facts.attention, KERNELS)
+        tell_path(hello, KERNELS if facts.takes_kernels else None, lifecycle=lit_api.lifecycle, metrics=metrics)
         logger.info("%s, ready after %.1f s", facts, hello.startup_seconds)
         send(0, [hello])
         lit_api.lifecycle.ready_epoch.value = hello.epoch
@@ -224,12 +226,18 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
                 inbox.put((api_id, payload))
 
 
-def observe_attention(metrics: Metrics, attention: str, kernels: Kernels) -> None:
-    """Tell the path that serves. `attention` as `EngineFacts` has it; native serves when its kernels are loaded."""
-    path = attention.split()[0]
-    metrics.observe_attention("sdpa" if path == "native" else path)
-    if path == "native":
-        kernels.when_loaded(partial(metrics.observe_attention, "native"))
+def tell_path(hello: Hello, kernels: Kernels | None, *, lifecycle: Lifecycle, metrics: Metrics) -> None:
+    """Tell the path that serves; where `kernels` take over every step once they are loaded, it is told again then."""
+
+    def tell(library: KernelLibrary | None) -> None:
+        level = None if library is None else library.level
+        lifecycle.compute_by(level)
+        metrics.observe_path(path_of(hello, level))
+
+    loaded = None if kernels is None else kernels.loaded
+    tell(loaded)
+    if kernels is not None and loaded is None:
+        kernels.when_loaded(lambda: tell(kernels.loaded))
 
 
 def _empty(request_queue: Any) -> None:

@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from service.messages import Finish, FinishReason, Hello, StepStats
 from service.metrics import EngineState, Metrics, render
+from service.serving_path import path_of
 
 MODEL = "tales"
 
@@ -15,6 +16,8 @@ HELLO = Hello(
     epoch=0,
     device="cpu",
     dtype="float32",
+    attention="native",
+    matrices="packed",
     num_blocks=64,
     block_size=16,
     startup_seconds=1.5,
@@ -129,9 +132,12 @@ OBSERVATIONS = (
         },
     ),
     Observation(
-        name="attention",
-        make=lambda metrics: metrics.observe_attention("sdpa"),
-        changes={'attention_path{path="sdpa"}': 1},
+        name="path",
+        make=lambda metrics: metrics.observe_path(path_of(HELLO, "avx2")),
+        changes={
+            'serving_path{attention="native",device="cpu",dtype="float32",'
+            'kernels="own",level="avx2",matrices="packed"}': 1,
+        },
     ),
     Observation(name="step", make=lambda metrics: metrics.observe_step(STEP), changes=_STEPPED),
     Observation(

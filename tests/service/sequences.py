@@ -49,7 +49,15 @@ def make_delta(uid: str = "a", *, index: int = 0, ids: tuple[int, ...] = (), tex
 
 def make_hello(epoch: int) -> Hello:
     return Hello(
-        worker_id=0, epoch=epoch, device="cpu", dtype="float32", num_blocks=8, block_size=4, startup_seconds=1.0
+        worker_id=0,
+        epoch=epoch,
+        device="cpu",
+        dtype="float32",
+        attention="native",
+        matrices="packed",
+        num_blocks=8,
+        block_size=4,
+        startup_seconds=1.0,
     )
 
 

@@ -3,15 +3,17 @@
 import asyncio
 import json
 import time
+from typing import Any
 
 import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from service.frontend import STALL_SECONDS, Frontend, Sink
+from service.frontend import Frontend, Sink
 from service.lifecycle import Lifecycle, Phase
 from service.messages import Hello, encode_events
 from service.metrics import render
+from service.readiness import STALL_SECONDS
 from tests.service.bad_requests import BAD_REQUESTS
 from tests.service.echo import EchoQueue
 from tests.service.sequences import make_choice, make_hello, make_request
@@ -164,6 +166,21 @@ def test_readiness_follows_worker_and_phase(
     assert ready() == (503, "stalled")
     lifecycle.enter(Phase.DRAINING)
     assert ready() == (503, "draining")
+
+
+def test_ready_tells_the_path_that_serves(client: TestClient, frontend: Frontend, lifecycle: Lifecycle) -> None:
+    def path() -> dict[str, Any] | None:
+        told: dict[str, Any] | None = client.get("/ready").json()["path"]
+        return told
+
+    assert path() is None, "nobody serves"
+    say(frontend, make_hello(0))
+    shared = {"matrices": "packed", "dtype": "float32", "device": "cpu"}
+    assert path() == {"kernels": "pytorch", "level": None, "attention": "sdpa", **shared}
+    lifecycle.compute_by("avx512")
+    assert path() == {"kernels": "own", "level": "avx512", "attention": "native", **shared}
+    lifecycle.epoch.value = 1
+    assert path() is None, "the next worker may serve by another"
 
 
 def test_a_message_that_cannot_be_read_ends_requests_and_not_the_process(

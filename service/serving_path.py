@@ -1,0 +1,48 @@
+"""By which path tokens are computed, as `GET /ready` and a metric tell it: PyTorch's kernels, then our own in their
+place once they are loaded, between two steps.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from service.messages import Hello
+
+
+class ServingPath(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose kernels compute, how, in which numbers, where.
+
+    kernels: own where our own compute every step whole, by the instructions of `level`; pytorch where PyTorch's do,
+        which choose their instructions themselves: `level` is null.
+    attention: native, paged, sdpa or eager.
+    matrices: packed, int8 or plain.
+    """
+
+    kernels: Literal["own", "pytorch"]
+    level: str | None
+    attention: str
+    matrices: str
+    dtype: str
+    device: str
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Of the metric, in the order of the fields; what is null is empty."""
+        return tuple("" if value is None else str(value) for value in msgspec.structs.astuple(self))
+
+
+def path_of(hello: Hello, level: str | None) -> ServingPath:
+    """The path of a worker by whose hello attention is `native` where our own kernels are wanted.
+
+    Args:
+        level: of our own kernels, None while there are none: then PyTorch's fused ones attend.
+    """
+    attention = hello.attention.partition(" ")[0]  # paged has its parts behind it
+    return ServingPath(
+        kernels="pytorch" if level is None else "own",
+        level=level,
+        attention="sdpa" if attention == "native" and level is None else attention,
+        matrices=hello.matrices,
+        dtype=hello.dtype,
+        device=hello.device,
+    )
