@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from model.attention.metadata import AttentionMetadata
-from model.attention.native import KERNEL_NAMES, AttentionCall, NativeAttention, is_known
+from model.attention.native import KERNEL_NAMES, AttentionCall, NativeAttention, are_under, is_known
 from model.config import ModelConfig
+from model.huge_pages import HugePages
 from model.kernels.loading import KernelLibrary, Kernels
 from model.kinds import AttentionKind, MlpKind, NormKind, NormPlacement, PositionKind, QkNormScope
 from model.kv_cache import KVCache
@@ -71,7 +72,7 @@ class _Rows(ctypes.Structure):
     _fields_ = (
         *((name, _INT) for name in ("count", "threads")),
         *((name, _POINTER) for name in ("x", "added", "qkv", "wide", "narrow", "scales")),
-        *((name, _POINTER) for name in ("cosines", "sines", "positions")),
+        *((name, _POINTER) for name in ("cosines", "sines", "positions", "embedding", "tokens")),
     )
 
 
@@ -126,12 +127,13 @@ class NativeTransformer:
         self._logits = library.function("kvasir_logits", *[_POINTER] * 6)
         self._side_by_side = library.function("kvasir_inputs_side_by_side", _INT, result=_INT)
         self._kept: list[Tensor] = []  # what pointers lead to
+        self._huge_pages = HugePages()
         self._shape = _shape_of(model.config, self._dtype)
         self._head = self._matrix(model.token_embedding if model.lm_head is None else model.lm_head)
         model.lm_head = None
         self._head_norm = self._norm(model.final_norm)
         self._layers = (_Layer * len(model.layers))(*(self._layer(cast(Block, block)) for block in model.layers))
-        self._rows = _Rows()
+        self._rows = _Rows(embedding=self._embedding())
         self._buffers: dict[str, Tensor] = {}
         self._capacity = 0
         self._calls: _Calls | None = None
@@ -147,9 +149,11 @@ class NativeTransformer:
         count = len(token_ids_T)
         self._hold(count)
         x_TE = self._buffers["x"][:count, : self.config.hidden_size]
-        x_TE.copy_(self._model.embed(token_ids_T, metadata.positions_T))
-        positions_T = metadata.positions_T.contiguous()
+        token_ids_T, positions_T = token_ids_T.contiguous(), metadata.positions_T.contiguous()
         rows = self._rows
+        if rows.embedding is None or not are_under(token_ids_T, self.config.vocab_size, self._library):
+            x_TE.copy_(self._model.embed(token_ids_T, positions_T))
+        rows.tokens = token_ids_T.data_ptr()
         rows.count, rows.threads, rows.x = count, torch.get_num_threads(), self._buffers["x"].data_ptr()
         rows.cosines, rows.sines = (table.data_ptr() for table in self._rotations_of(max(metadata.context_lengths)))
         rows.positions = positions_T.data_ptr()
@@ -257,6 +261,12 @@ class NativeTransformer:
                 setattr(self._rows, name, buffer.data_ptr())
         self._capacity, self._calls = count, None
 
+    def _embedding(self) -> int | None:
+        """A pointer to the tokens' embeddings, where these alone are what the first layer gets."""
+        model, weight_VE = self._model, self.token_embedding.weight
+        is_all = self.config.embedding_scale == 1.0 and model.position_embedding is None and weight_VE.is_contiguous()
+        return weight_VE.data_ptr() if is_all else None
+
     def _layer(self, block: Block) -> _Layer:
         """One layer's pointers; its matrices leave the model."""
         attention, mlp = block.attention, block.mlp
@@ -276,8 +286,9 @@ class NativeTransformer:
 
     def _matrix(self, module: nn.Module, *, gated: bool = False) -> _Matrix:
         packed = pack(module, self._side_by_side, gated=gated)
-        self._kept += [tensor for tensor in packed.tensors if tensor is not None]
-        pointers = (None if tensor is None else tensor.data_ptr() for tensor in packed.tensors)
+        tensors = (self._huge_pages.keep(packed.weight), *packed.tensors[1:])
+        self._kept += [tensor for tensor in tensors if tensor is not None]
+        pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         return _Matrix(*pointers, packed.inputs, packed.outputs, _NUMBERS[packed.weight.dtype])
 
     def _norm(self, norm: RMSNorm | LayerNorm | None) -> tuple[int | None, int | None]:

@@ -13,6 +13,7 @@ Legend: T packed tokens, B sequences, N blocks of a table, H query heads, K key/
 
 import ctypes
 import threading
+from array import array
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +65,7 @@ class _Step:
     metadata: AttentionMetadata
     loaded: KernelLibrary | None
     batch: Any
-    held: tuple[Tensor, ...]
+    held: tuple[object, ...]
     longest: int
     threads: int
 
@@ -134,31 +135,42 @@ def _make_step(metadata: AttentionMetadata, kv_cache: KVCache, library: KernelLi
     assert slots_T is not None
     assert tables_BN is not None
     slots_T, tables_BN = slots_T.contiguous(), tables_BN.contiguous()
-    widest = -(-max(metadata.context_lengths) // kv_cache.block_size)
-    _check_range("slots", slots_T, kv_cache.num_blocks * kv_cache.block_size)
-    _check_range("blocks", tables_BN, kv_cache.num_blocks)
-    if tables_BN.shape[1] < widest:
+    longest = max(metadata.context_lengths)
+    _check_range("slots", slots_T, kv_cache.num_blocks * kv_cache.block_size, library)
+    _check_range("blocks", tables_BN, kv_cache.num_blocks, library)
+    if tables_BN.shape[1] < -(-longest // kv_cache.block_size):
+        widest = -(-longest // kv_cache.block_size)
         raise ValueError(f"tables of {tables_BN.shape[1]} blocks; the longest context has {widest}")
-    starts, lengths = torch.tensor(metadata.query_starts), torch.tensor(metadata.context_lengths)
-    held = (starts, lengths, tables_BN, slots_T)
+    starts, lengths = array("q", metadata.query_starts), array("q", metadata.context_lengths)
     batch = _Batch(
         len(metadata.query_lengths),
         len(slots_T),
         kv_cache.block_size,
         tables_BN.shape[1],
-        *(x.data_ptr() for x in held),
+        starts.buffer_info()[0],
+        lengths.buffer_info()[0],
+        tables_BN.data_ptr(),
+        slots_T.data_ptr(),
     )
     return _Step(
         metadata=metadata,
         loaded=library,
         batch=batch,
-        held=held,
-        longest=max(metadata.context_lengths),
+        held=(starts, lengths, tables_BN, slots_T),
+        longest=longest,
         threads=torch.get_num_threads(),
     )
 
 
-def _check_range(name: str, numbers: Tensor, count: int) -> None:
+def are_under(numbers: Tensor, limit: int, library: KernelLibrary) -> bool:
+    """Whether all of these, int64 in one piece, are from 0 up to below a limit."""
+    function = library.function("kvasir_are_under", _POINTER, _INT, _INT, result=ctypes.c_bool)
+    return bool(function(numbers.data_ptr(), numbers.numel(), limit))
+
+
+def _check_range(name: str, numbers: Tensor, count: int, library: KernelLibrary | None) -> None:
+    if library is not None and are_under(numbers, count, library):
+        return
     lowest, highest = (int(x) for x in torch.aminmax(numbers))
     if lowest < 0 or highest >= count:
         raise ValueError(f"{name} {lowest} to {highest}, of a cache that has {count}")

@@ -33,12 +33,24 @@ struct Rows {
     float* scales;    // of rows of eight bits
     const float *cosines, *sines;  // of every position: rotated / 2
     const int64_t* positions;      // of every row
+    const void* embedding;         // of every token: `hidden` numbers of the model; null where x is given
+    const int64_t* tokens;         // of every row
 };
 
 template <typename Number>
 class Step {
    public:
     Step(const Shape& shape, const Rows& rows) : shape(shape), rows(rows), stride(padded(shape.hidden)) {}
+
+    // x becomes the tokens' embeddings.
+    void embed() const {
+        const auto* table = static_cast<const Number*>(rows.embedding);
+        for (int64_t row = 0; row < rows.count; ++row) {
+            const Number* from = table + rows.tokens[row] * shape.hidden;
+            float* to = rows.x + row * stride;
+            for (int64_t at = 0; at < shape.hidden; ++at) to[at] = to_float(from[at]);
+        }
+    }
 
     // x += out(mixed), x += mlp(norm(x)), or one of the other arrangements of `model.transformer.Block`.
     void finish(const LayerWeights& layer, const void* mixed) const {
@@ -210,13 +222,14 @@ template <typename Number>
 void between(const Shape& shape, const Rows& rows, const LayerWeights* done, const void* mixed,
              const LayerWeights* next) {
     const Step<Number> step(shape, rows);
+    if (done == nullptr && rows.embedding != nullptr) step.embed();
     if (done != nullptr) step.finish(*done, mixed);
     if (next != nullptr) step.begin(*next);
 }
 
 }  // namespace kvasir
 
-// Ends layer `done`, whose attention gave `mixed` (rows of heads * head_dim, or null for no layer), and begins layer
+// Ends layer `done`, whose attention gave `mixed` (rows of heads * head_dim; no layer: x is embedded), and begins layer
 // `next`: its queries, keys and values, or null for none.
 KVASIR_KERNEL void kvasir_between_attentions(const kvasir::Shape* shape, const kvasir::Rows* rows,
                                              const kvasir::LayerWeights* done, const void* mixed,
@@ -255,4 +268,11 @@ KVASIR_KERNEL void kvasir_logits(const kvasir::Shape* shape, const kvasir::Rows*
 // How many inputs of an output lie side by side in a packed matrix.
 KVASIR_KERNEL int64_t kvasir_inputs_side_by_side(int64_t numbers) {
     return kvasir::side_by_side(static_cast<kvasir::Numbers>(numbers));
+}
+
+// Whether every number is from 0 up to below the limit.
+KVASIR_KERNEL bool kvasir_are_under(const int64_t* numbers, int64_t count, int64_t limit) {
+    bool all = true;
+    for (int64_t at = 0; at < count; ++at) all &= static_cast<uint64_t>(numbers[at]) < static_cast<uint64_t>(limit);
+    return all;
 }

@@ -1,0 +1,60 @@
+"""Tensors in pages of 2 MiB, where the system has such pages.
+
+A step reads all weights once, and with pages of 4 KiB looks up every one of them anew: a table of a processor's has
+some thousand entries, a model of 50 MB 12,000 pages. What runs between two steps finds that table full of weights too.
+"""
+
+import math
+import mmap
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+PAGE = 2 * 2**20
+_CHUNK = 16 * PAGE
+_ALIGNMENT = 64  # bytes: a cache line, and the widest register
+
+
+class HugePages:
+    """Memory that is only ever added to; it lives as long as this, or a tensor in it, does."""
+
+    def __init__(self) -> None:
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor of the CPU, in one piece.
+
+        Raises:
+            torch.OutOfMemoryError: the system gives no more.
+        """
+        size = tensor.nbytes
+        if self._used + size > len(self._chunk):
+            self._chunk, self._used = _pages(max(size, _CHUNK)), 0
+        place = self._chunk[self._used : self._used + size].view(tensor.dtype).view(tensor.shape)
+        self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return place.copy_(tensor)
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """As `torch.zeros` on the CPU. What is never written takes no memory, up to whole pages.
+
+    Raises:
+        torch.OutOfMemoryError: the system does not give so much.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    return torch.zeros(shape, dtype=dtype) if size < PAGE else _pages(size)[:size].view(dtype).view(shape)
+
+
+def _pages(size: int) -> Tensor:
+    """Zeros, uint8, in whole pages of at least so many bytes. Raises torch.OutOfMemoryError."""
+    try:
+        memory = mmap.mmap(-1, -(-size // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise torch.OutOfMemoryError(f"the system does not give {size:,} bytes: {error}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a system without them: small ones do
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,0 +1,46 @@
+"""What lies in pages of 2 MiB is what was put there."""
+
+import gc
+
+import pytest
+import torch
+
+from model.huge_pages import PAGE, HugePages, zeros
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("size", [1, 1_000, 3 * PAGE, 40 * PAGE])
+def test_what_is_kept_is_a_copy_in_one_piece(dtype: torch.dtype, size: int) -> None:
+    original = (torch.arange(size) % 100).to(dtype).view(-1, 1).t()
+    kept = HugePages().keep(original)
+    assert torch.equal(kept, original)
+    assert kept.dtype == dtype
+    assert kept.is_contiguous()
+    assert kept.data_ptr() % 64 == 0
+    original.zero_()
+    assert kept[0, -1] == (size - 1) % 100
+
+
+def test_tensors_lie_side_by_side_and_outlive_who_placed_them() -> None:
+    pages = HugePages()
+    kept = [pages.keep(torch.full((300_001,), float(number))) for number in range(40)]
+    del pages
+    gc.collect()
+    assert [set(each.tolist()) for each in kept] == [{float(number)} for number in range(40)]
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 7), (PAGE // 4, 1), (PAGE, 3)])
+def test_zeros_are_of_the_shape_that_was_asked_for(shape: tuple[int, ...]) -> None:
+    tensor = zeros(shape, torch.float32)
+    assert tensor.shape == shape
+    assert tensor.is_contiguous()
+    assert not tensor.any()
+    tensor += 1  # it may be written
+    assert tensor.all()
+
+
+@pytest.mark.parametrize("length", [2**60, 2**63])
+def test_more_than_there_is(length: int) -> None:
+    """In the words that torch's own tensors have for it."""
+    with pytest.raises(torch.OutOfMemoryError, match="the system does not give"):
+        zeros((length,), torch.float32)
