@@ -22,6 +22,7 @@ access           who may ask, and from which pages: the middleware around the ro
 http_protocol    HTTP itself, with bounds on a request's head, on waiting for clients, and on connections
 checkpoint_stamp whether the weights are still those that were checked at the start
 machine          what the service needs of the machine, found out before it starts
+open_body        a way past ASGI's send for a body that is under way
 open_files       how many connections the limit of open files leaves room for
 requests         ids, body limits and error bodies around every request; pure ASGI
 serving          what is served: a checkpoint's facts, and what the settings make of them
@@ -45,6 +46,7 @@ early_refusal    what has no chance is refused before it is read; pure ASGI
 comebacks        what refused clients were told, who comes back, and whether it was right
 rates            how fast the service has worked of late
 backlog          what is kept of an answer until its client takes it, bounded
+live_request     a request between admission and its end: its completions, and what has arrived of them
 journal          every unfinished request: what was submitted, what came back, who waits
 suspects         who may have killed a worker
 best_of          of each prompt's completions, those that are told
@@ -69,6 +71,7 @@ server           the composition root: start and end, supervision and drain
 logs             one line each, the process named
 leftovers        directories that a killed service has left
 metric_families  every metric once: name, unit, help, labels, buckets
+tally            observations of one histogram, gathered
 metrics          observes, and exposes what all processes have observed
 engine/          single-threaded and synchronous: scheduler, blocks, runner
 playground/      the page people open first

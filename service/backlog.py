@@ -12,6 +12,8 @@ _DELTA_BYTES, _SCORE_BYTES, _ALTERNATIVE_BYTES, _CHARACTER_BYTES = 600, 150, 120
 
 def kept_bytes(delta: TokenDelta) -> int:
     """Memory that a delta takes, roughly. What comes with a prompt's scores is large, and counted whole."""
+    if not (delta.logprobs or delta.prompt_logprobs):
+        return _DELTA_BYTES + _CHARACTER_BYTES * len(delta.text)
     scores = (*(delta.logprobs or ()), *(delta.prompt_logprobs or ()))
     num_alternatives = sum(len(score.top) for score in scores)
     return (

@@ -13,7 +13,7 @@ from service.chat_schemas import ChatCompletionRequest
 from service.delivery import CompletionBody, CompletionStream
 from service.dialects import Answer, Chat, Dialect, Text, Wants
 from service.intake import Intake
-from service.journal import Choice, LiveRequest
+from service.live_request import Choice, LiveRequest
 from service.plan import LONG_TEXT, Planner
 from service.queue_terms import queue_limits
 from service.requests import read_body

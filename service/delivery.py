@@ -16,9 +16,10 @@ from starlette.types import Receive, Scope, Send
 from service.best_of import best
 from service.dialects import Dialect, Piece
 from service.errors import ApiError, ClientGone
-from service.journal import Choice, LiveRequest
+from service.live_request import Choice, LiveRequest, News
 from service.messages import Finish, FinishReason, TokenDelta
 from service.metrics import Metrics
+from service.open_body import OpenBody, open_body
 from service.responses import DONE, KEEP_ALIVE, PromptTokensDetails, Timings, Usage, encode, encode_event
 
 # Tokens whose log-probabilities take about as long to write as a step takes: 20 µs each, with 20 alternatives.
@@ -50,6 +51,8 @@ class Delivery(Response, ABC):
         self._wants = wants = dialect.answer.wants
         # The best is known by all its tokens, though nobody is told them.
         self._shows_tokens = wants.token_ids or wants.logprobs is not None or wants.num_best is not None
+        # Between a choice's first event and its last there is but text to tell.
+        self._is_plain = not (self._shows_tokens or wants.running_usage)
         self._metrics = metrics
         self._close = close
         self._unbegun = {choice.index for choice in request.choices}
@@ -66,7 +69,7 @@ class Delivery(Response, ABC):
         """
         watcher = asyncio.create_task(_watch(receive, self._request))
         try:
-            await self._deliver(send)
+            await self._deliver(send, open_body(scope))
         except ClientGone:
             has_started = any(choice.has_started for choice in self._request.choices)
             self._metrics.count_cancellation("running" if has_started else "waiting")
@@ -79,7 +82,7 @@ class Delivery(Response, ABC):
             self._close(self._request)
 
     @abstractmethod
-    async def _deliver(self, send: Send) -> None: ...
+    async def _deliver(self, send: Send, body: OpenBody | None) -> None: ...
 
     @abstractmethod
     def _num_undelivered(self) -> int: ...
@@ -120,7 +123,7 @@ class Delivery(Response, ABC):
             told.prompt_tokens_details = PromptTokensDetails(cached_tokens=cached)
         return told
 
-    def _observe(self, arrived: list[tuple[Choice, TokenDelta]]) -> None:
+    def _observe(self, arrived: News) -> None:
         """Count tokens as they leave."""
         now, arrival = time.monotonic(), self._request.arrival_seconds
         for choice, delta in arrived:
@@ -137,6 +140,7 @@ class Delivery(Response, ABC):
 
     def _observe_finish(self, choice: Choice, finish: Finish) -> None:
         first, arrival = choice.first_token_seconds, self._request.arrival_seconds
+        self._metrics.flush()
         self._metrics.observe_finish(
             finish,
             e2e_seconds=time.monotonic() - arrival,
@@ -164,19 +168,20 @@ class CompletionStream(Delivery):
         # X-Accel-Buffering: nginx would otherwise collect events.
         super().init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
-    async def _deliver(self, send: Send) -> None:
+    async def _deliver(self, send: Send, body: OpenBody | None) -> None:
         self._request.last_sent_seconds = time.monotonic()
         is_started = False
+        at_once = None if body is None else partial(self._write_at_once, body)
         try:
             while self._num_unfinished:
-                arrived = await self._request.next_deltas()
+                arrived = await self._request.next_deltas(at_once)
                 num_scores = self._num_prompt_scores(arrived) if self._unbegun else 0
-                body = await _written(partial(self._events, arrived), num_scores) if arrived else KEEP_ALIVE
-                if body and not is_started:
+                events = await _written(partial(self._events, arrived), num_scores) if arrived else KEEP_ALIVE
+                if events and not is_started:
                     is_started = True
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                if body:
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                if events:
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
                     self._request.last_sent_seconds = time.monotonic()
                 self._observe(arrived)
         except ClientGone:
@@ -189,16 +194,32 @@ class CompletionStream(Delivery):
             await send({"type": "http.response.body", "body": encode_event(error.body()), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _num_prompt_scores(self, arrived: list[tuple[Choice, TokenDelta]]) -> int:
+    def _write_at_once(self, body: OpenBody, arrived: News) -> Callable[[], None] | None:
+        """The events of a step, to be sent in the turn in which they came. None for the stream's first and last ones,
+        which the task sends, and where the client is behind."""
+        if self._unbegun or not body.is_writable or any(delta.finish for _, delta in arrived):
+            return None
+        events = self._events(arrived)
+        self._observe(arrived)
+        if not events:
+            return _nothing
+        self._request.last_sent_seconds = time.monotonic()
+        return partial(body.write, events)
+
+    def _num_prompt_scores(self, arrived: News) -> int:
         """What is the prompt's comes with a choice's first event."""
         begin = self._unbegun.intersection([choice.index for choice, _ in arrived])
         return sum(len(self._request.choices[index].prompt_logprobs) for index in begin)
 
-    def _events(self, arrived: list[tuple[Choice, TokenDelta]]) -> bytes:
+    def _events(self, arrived: News) -> bytes:
         """The events of these deltas, and the stream's end after the last choice's."""
         events: list[bytes] = []
         times: Timings | UnsetType = UNSET
         for choice, delta in arrived:
+            if self._is_plain and delta.text and delta.finish is None and choice.index not in self._unbegun:
+                self._num_completion_tokens += len(delta.token_ids)
+                events.append(self._dialect.plain_event(choice, delta.text))
+                continue
             before = self._usage() if self._wants.running_usage else UNSET
             if (piece := self._piece(choice, delta)) is None:
                 continue
@@ -228,7 +249,7 @@ class CompletionBody(Delivery):
 
     media_type = "application/json"
 
-    async def _deliver(self, send: Send) -> None:
+    async def _deliver(self, send: Send, body: OpenBody | None) -> None:
         self._request.last_sent_seconds = float("inf")  # no sign of life is possible before the body
         pieces: list[list[Piece]] = [[] for _ in self._request.choices]
         while self._num_unfinished:
@@ -242,10 +263,10 @@ class CompletionBody(Delivery):
             wholes = best(wholes, self._wants.num_best)
         num_scores = sum(len(piece.choice.prompt_logprobs) + len(piece.logprobs) for piece in wholes)
         usage, times = self._usage(), timings(self._request)
-        body = await _written(lambda: encode(self._dialect.body(wholes, usage, times)), num_scores)
-        headers = [*self.raw_headers, (b"content-length", b"%d" % len(body))]
+        whole = await _written(lambda: encode(self._dialect.body(wholes, usage, times)), num_scores)
+        headers = [*self.raw_headers, (b"content-length", b"%d" % len(whole))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        await send({"type": "http.response.body", "body": whole, "more_body": False})
 
     def _num_undelivered(self) -> int:
         return self._num_received()
@@ -254,6 +275,10 @@ class CompletionBody(Delivery):
 async def _written(write: Callable[[], bytes], num_scores: int) -> bytes:
     """What `write` gives. Of many scores it is done beside the event loop, where everybody's streams are."""
     return await asyncio.to_thread(write) if num_scores > MANY_SCORES else write()
+
+
+def _nothing() -> None:
+    """Half a character has come: nothing is to be sent yet."""
 
 
 async def _watch(receive: Receive, request: LiveRequest) -> None:

@@ -19,10 +19,19 @@ from service.chat_responses import (
     ChatLogprobs,
     ChatMessage,
 )
-from service.journal import Choice
+from service.live_request import Choice
 from service.logprobs import LogprobWriter, Wording, chat_logprobs, prompt_logprobs
 from service.messages import Finish, FinishReason, TokenLogprob
-from service.responses import Completion, CompletionChoice, Logprobs, PromptLogprobs, Timings, Usage
+from service.responses import (
+    Completion,
+    CompletionChoice,
+    Logprobs,
+    PromptLogprobs,
+    Timings,
+    Usage,
+    encode_event,
+    encode_text,
+)
 from service.schemas import GenerationRequest
 
 Event: TypeAlias = Completion | ChatCompletionChunk
@@ -31,6 +40,8 @@ _FINISH_REASONS: dict[FinishReason, Literal["stop", "length"]] = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
 }
+# Where the text is in an event.
+_ANY_TEXT = "\0text\0"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +125,7 @@ class Dialect(ABC):
         self._wants = wants = answer.wants
         self._wording = Wording(tokenizer=tokenizer, num_top=wants.logprobs or 0, names_are_ids=wants.names_are_ids)
         self._prompt_wording = Wording(tokenizer=tokenizer, num_top=wants.prompt_logprobs or 0)
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
 
     @abstractmethod
     def body(self, pieces: Sequence[Piece], usage: Usage, timings: Timings) -> Body:
@@ -130,6 +142,15 @@ class Dialect(ABC):
     @abstractmethod
     def summary(self) -> Event:
         """An event without choices."""
+
+    def plain_event(self, choice: Choice, text: str) -> bytes:
+        """The bytes of the event of a piece that is text and nothing else, as most are: the rest is always the same."""
+        if choice.index not in self._frames:
+            piece = Piece(choice=choice, is_first=False, text=_ANY_TEXT, token_ids=(), logprobs=(), finish=None)
+            before, _, after = encode_event(self.event(piece)).rpartition(encode_text(_ANY_TEXT))
+            self._frames[choice.index] = before, after
+        before, after = self._frames[choice.index]
+        return before + encode_text(text) + after
 
 
 class Text(Dialect):

@@ -20,7 +20,7 @@ from model.sampling_params import SamplingParams
 from service.embedding_schemas import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage, write_vectors
 from service.errors import ApiError, ClientGone, ContextLengthExceeded, InvalidRequest, Overloaded
 from service.intake import Intake
-from service.journal import Choice, LiveRequest
+from service.live_request import Choice, LiveRequest
 from service.messages import FinishReason, Pooling, Submit
 from service.plan import LONG_TEXT, Planner
 from service.queue_terms import QueueTerms, queue_limits

@@ -20,7 +20,7 @@ _PACKET_BYTES = 2**16
 _MAX_BUFFER_BYTES = 2**22
 # The first byte of a packet.
 _BEGINS, _ENDS = 1, 2
-# How many packets the event loop takes before it looks at its clients again.
+# How many packets of one message the event loop takes before it looks at its clients again.
 _MAX_PACKETS_A_TURN = 16
 
 
@@ -47,6 +47,7 @@ class EventChannel(MessageTransport):  # type: ignore[misc]  # litserve has no t
 
     def _prepare(self) -> None:
         self._sending = threading.Lock()
+        self._packet = memoryview(bytearray(1 + _PACKET_BYTES))
         self._gathered = bytearray()
         self._is_gathering = False
         self._received: deque[bytes] = deque()
@@ -84,21 +85,23 @@ class EventChannel(MessageTransport):  # type: ignore[misc]  # litserve has no t
         self._writer.close()
 
     def _read(self) -> None:
-        """Take what packets are there. A message whose end never came, of a worker that died, is dropped."""
+        """Take a message. One whose end never came, of a worker that died, is dropped. For the next, and the rest of a
+        long one, the event loop calls again."""
         for _ in range(_MAX_PACKETS_A_TURN):
             try:
-                packet = self._reader.recv(1 + _PACKET_BYTES)
+                num_bytes = self._reader.recv_into(self._packet)
             except BlockingIOError:
                 break
-            mark = packet[0]
+            mark = self._packet[0]
             if mark & _BEGINS:
                 self._gathered.clear()
                 self._is_gathering = True
             if not self._is_gathering:
                 continue
-            self._gathered += memoryview(packet)[1:]
+            self._gathered += self._packet[1:num_bytes]
             if mark & _ENDS:
                 self._is_gathering = False
                 self._received.append(bytes(self._gathered))
+                break
         if self._received and self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)

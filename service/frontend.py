@@ -5,6 +5,7 @@ one worker serve all routes. What comes back arrives on a reserved uid, one mess
 """
 
 import asyncio
+import gc
 import importlib.metadata
 import logging
 import math
@@ -28,8 +29,9 @@ from service.embeddings import Embeddings
 from service.errors import ApiError, Draining, Overloaded
 from service.inspection import Inspection
 from service.intake import Intake
-from service.journal import Journal, LiveRequest
+from service.journal import Journal
 from service.lifecycle import Lifecycle
+from service.live_request import LiveRequest
 from service.messages import API_PATH, BUS, Cancel, Command, Hello, decode_events, encode_command
 from service.metrics import EngineState, Metrics, render
 from service.plan import Planner
@@ -178,6 +180,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         """`GET /metrics`. Reads files of every process that ever ran, hence the thread."""
         num_tasks = len(asyncio.all_tasks())
         self._metrics.set_engine_state(self._engine_state())
+        self._metrics.flush()
         self._metrics.observe_api(num_requests=self._lifecycle.num_active.value, num_tasks=num_tasks)
         body, content_type = await asyncio.to_thread(render)
         return Response(body, headers={"content-type": content_type})
@@ -190,6 +193,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
 
     async def tend(self) -> None:
         """Run beside the routes: signs of life for silent streams, and an end if main is gone."""
+        gc.freeze()  # what is here stays; to look through it for garbage would hold up every stream
         while True:
             self._lifecycle.beat_api()
             await asyncio.sleep(1.0)

@@ -22,6 +22,7 @@ from service.errors import (
     TooManyConnections,
     UnsupportedEncoding,
 )
+from service.open_body import ChunkedBody, extension
 from service.queue_terms import TIMEOUT_HEADER
 from service.responses import encode
 
@@ -178,6 +179,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.parser.get_http_version() != "1.1":
             _speak_http_1_0(self.cycle)
+        self.scope["extensions"] = extension(ChunkedBody(self.cycle))
         self._cycles.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from service.journal import LiveRequest
+from service.live_request import LiveRequest
 from service.metrics import Metrics
 from service.recordings import Recordings
 

@@ -4,18 +4,16 @@ The journal is what survives a worker: a worker that says hello is empty, and ge
 the tokens its clients already have. Nothing here may raise into LitServe's reader task, which would stop for good.
 """
 
-import asyncio
 import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
 from service.admission import Admission
-from service.backlog import MAX_BACKLOG_BYTES, kept_bytes
-from service.errors import ApiError, ClientGone, EngineFailed, InvalidRequest, QueueTimeout
+from service.errors import ApiError, EngineFailed, InvalidRequest, QueueTimeout
+from service.live_request import Choice, LiveRequest
 from service.messages import (
     Cancel,
     Command,
@@ -26,111 +24,12 @@ from service.messages import (
     Started,
     Submit,
     TokenDelta,
-    TokenLogprob,
 )
-from service.queue_terms import QueueTerms
 from service.suspects import GUILTY, Suspects
 
 logger = logging.getLogger(__name__)
 
 _FAILURES = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.REFUSED)
-
-# What an answer of no asked length counts as while it waits. It may fill the context, but where that is 131,072 tokens
-# two such requests would be a full queue.
-UNASKED_TOKENS = 1024
-
-
-@dataclass(slots=True, eq=False)
-class Choice:
-    """One completion of a request. `index` is its place in the answer, `prompt_index` its prompt's.
-
-    prompt_logprobs: the prompt's scores, one list for all its samples: the first of them brings these, no later than
-        another brings its first token, for the engine serves equals in the order in which they came.
-    has_asked_length: the client said how long it may get; else `max_tokens` is what the context leaves.
-    grammar_param: the field of the request that its grammar is from.
-    """
-
-    index: int
-    prompt_index: int
-    prompt_text: str
-    submit: Submit
-    has_asked_length: bool = True
-    grammar_param: str | None = None
-    token_ids: list[int] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish: Finish | None = None
-    has_started: bool = False
-    first_token_seconds: float | None = None
-    last_token_seconds: float | None = None
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.submit.prompt_token_ids)
-
-    @property
-    def num_counted_tokens(self) -> int:
-        """What admission counts: the most this sequence can come to, or is likely to where nobody asked for more."""
-        max_tokens = self.submit.params.max_tokens
-        return self.num_prompt_tokens + (max_tokens if self.has_asked_length else min(max_tokens, UNASKED_TOKENS))
-
-    @property
-    def num_remaining_tokens(self) -> int:
-        return max(0, self.submit.params.max_tokens - len(self.token_ids))
-
-
-@dataclass(slots=True, eq=False)
-class LiveRequest:
-    """A request between admission and the end of its response."""
-
-    choices: list[Choice]
-    arrival_seconds: float
-    terms: QueueTerms = field(default_factory=QueueTerms)
-    last_sent_seconds: float = 0.0
-    _arrived: list[tuple[Choice, TokenDelta]] = field(default_factory=list)
-    _num_kept_bytes: int = 0  # of what has arrived and was not taken
-    _failure: ApiError | None = None
-    _wake: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def next_deltas(self) -> list[tuple[Choice, TokenDelta]]:
-        """Wait for news and return all of it. Empty when `poke` ended the wait.
-
-        Raises:
-            ApiError: the request has failed, or its client has gone; what came before was returned first.
-        """
-        await self._wake.wait()
-        self._wake.clear()
-        if self._failure is not None and (not self._arrived or isinstance(self._failure, ClientGone)):
-            raise self._failure
-        arrived, self._arrived, self._num_kept_bytes = self._arrived, [], 0
-        if self._failure is not None:
-            self._wake.set()
-        return arrived
-
-    def push(self, choice: Choice, delta: TokenDelta) -> bool:
-        """Hand over news. False where nobody takes it: the client is too far behind, and given up."""
-        if self._num_kept_bytes > MAX_BACKLOG_BYTES:
-            self._arrived.clear()
-            self.fail(ClientGone("the client reads too slowly"))
-            return False
-        self._num_kept_bytes += kept_bytes(delta)
-        self._arrived.append((choice, delta))
-        self._wake.set()
-        return True
-
-    def fail(self, error: ApiError) -> None:
-        """End the request. The first failure counts."""
-        if self._failure is None:
-            self._failure = error
-            self._wake.set()
-
-    def poke(self) -> None:
-        """End a silent wait, for a sign of life to the client."""
-        self._wake.set()
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether it ends with an error, told or not yet."""
-        return self._failure is not None
 
 
 class Journal:
@@ -202,15 +101,21 @@ class Journal:
     def receive(self, events: Sequence[Event]) -> None:
         """Distribute one message of a worker."""
         self.last_event_seconds = time.monotonic()
+        touched: dict[LiveRequest, None] = {}
         for event in events:
-            if isinstance(event, Hello):
+            if isinstance(event, TokenDelta):
+                if (request := self._receive_delta(event)) is not None:
+                    touched[request] = None
+            elif isinstance(event, Hello):
                 self._replay(event)
-            elif isinstance(event, TokenDelta):
-                self._receive_delta(event)
             elif isinstance(event, Started) and (
                 (entry := self._choices.get(event.uid)) is not None and event.attempt == entry[1].submit.attempt
             ):
                 self._suspects.start(event.uid)
+        # What the kernel does follows all that Python does: so each finds its code in the caches.
+        for send in [request.tell() for request in touched]:
+            if send is not None:
+                send()
         self._admission.stepped([len(event.token_ids) for event in events if isinstance(event, TokenDelta)])
 
     def fail_all(self, error: ApiError) -> None:
@@ -224,20 +129,21 @@ class Journal:
             if request.last_sent_seconds < since_seconds:
                 request.poke()
 
-    def _receive_delta(self, delta: TokenDelta) -> None:
+    def _receive_delta(self, delta: TokenDelta) -> LiveRequest | None:
+        """Returns the request that got news of it."""
         entry = self._choices.get(delta.uid)
         if entry is None:
             self._on_late(len(delta.token_ids))  # computed before its cancellation was read
-            return
+            return None
         request, choice = entry
         if delta.attempt != choice.submit.attempt:
-            return  # from a worker that died
+            return None  # from a worker that died
         has_failed = delta.finish is not None and delta.finish.reason in _FAILURES
         # A step that failed may have drawn tokens that nobody was told.
         if delta.index != len(choice.token_ids) and not has_failed:
             logger.error("%s: event at token %d, %d expected", delta.uid, delta.index, len(choice.token_ids))
             request.fail(EngineFailed("the engine's answer came out of order", retry=True))
-            return
+            return None
         if not choice.has_started:
             choice.has_started = True
             self._admission.started(choice.num_counted_tokens, choice.submit.owner, choice)
@@ -250,9 +156,10 @@ class Journal:
             self._forget(choice)
             if has_failed:
                 request.fail(self._failure(request, choice, delta.finish))
-                return
+                return None
         if not request.push(choice, delta):
             self.close(request)
+        return request
 
     def _replay(self, hello: Hello) -> None:
         """A worker is up and empty. At the first start (epoch 0) nothing can have been lost."""
@@ -289,6 +196,8 @@ class Journal:
 
     def _clear(self, uid: str) -> None:
         """Nobody need suspect this choice any more."""
+        if self._suspects.are_none:
+            return
         self._suspects.clear(uid)
         self._release()
 

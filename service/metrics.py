@@ -37,6 +37,7 @@ from service.messages import Finish, FinishReason, Hello, StepStats
 from service.metric_families import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Family, Kind
 from service.metric_families import EngineState as EngineState
 from service.serving_path import ServingPath
+from service.tally import Tally
 
 WORKER: Final = "worker"  # the process that computes, and whoever takes its place
 _DIRECTORY_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's name
@@ -79,7 +80,7 @@ class Metrics:
 
         # Children are looked up once: `labels()` costs more than the observation.
         self._ttft = self._histogram("time_to_first_token_seconds")
-        self._gap = self._histogram("inter_token_latency_seconds")
+        self._gaps = Tally(self._histogram("inter_token_latency_seconds"))
         self._tpot = self._histogram("request_time_per_output_token_seconds")
         self._e2e = self._histogram("e2e_request_latency_seconds")
         self._retry_after_error = self._histogram("retry_after_error_seconds")
@@ -171,9 +172,12 @@ class Metrics:
         self._ttft.observe(seconds)
 
     def observe_inter_token(self, seconds: float, count: int = 1) -> None:
-        """`count` tokens of a choice left the server, `seconds` apart."""
-        for _ in range(count):
-            self._gap.observe(seconds)
+        """`count` tokens of a choice left the server, `seconds` apart. Seen after `flush`."""
+        self._gaps.add(seconds, count)
+
+    def flush(self) -> None:
+        """Have all that was observed be seen."""
+        self._gaps.flush()
 
     def observe_finish(
         self, finish: Finish, *, e2e_seconds: float, ttft_seconds: float | None, max_tokens: int

@@ -12,7 +12,7 @@ from model.sampling_params import SamplingParams
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from service.chat_schemas import ChatCompletionRequest
 from service.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from service.journal import Choice
+from service.live_request import Choice
 from service.logprobs import prompt_text
 from service.messages import Submit, TokenLogprob
 from service.schemas import MAX_PROMPTS, CompletionRequest, GenerationRequest

@@ -180,10 +180,15 @@ def encode_event(value: Any) -> bytes:
     JSON has no line breaks, but three characters that Unicode counts among them, and so do clients that split with
     Python's `str.splitlines` (httpx's `iter_lines`): those are escaped.
     """
+    return b"data: " + encode_text(value) + b"\n\n"
+
+
+def encode_text(value: Any) -> bytes:
+    """JSON as it stands in an event."""
     data = _ENCODER.encode(value)
     for raw, escaped in _LINE_BREAKS:
         data = data.replace(raw, escaped)
-    return b"data: " + data + b"\n\n"
+    return data
 
 
 KEEP_ALIVE = b": keep-alive\n\n"

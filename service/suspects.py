@@ -23,6 +23,11 @@ class Suspects:
         self._tried: str | None = None  # the one that was let back last
         self._held: dict[str, None] = {}  # what has not begun, in order of arrival
 
+    @property
+    def are_none(self) -> bool:
+        """Whether there is nobody to clear, and nobody waits."""
+        return not (self._started or self._strikes or self._held or self._apart or self._tried)
+
     def start(self, uid: str) -> None:
         """The worker begins with it."""
         self._started[uid] = None

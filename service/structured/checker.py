@@ -18,7 +18,7 @@ import msgspec
 from model.tokenizer.interface import Tokenizer
 from service.bounded_process import BoundedProcess, ProcessEnded
 from service.errors import EngineFailed, InvalidRequest
-from service.journal import Choice
+from service.live_request import Choice
 from service.structured.formats import Wanted
 from service.turns import Turns
 

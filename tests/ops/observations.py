@@ -228,3 +228,4 @@ def observe_everything(metrics: Metrics) -> None:
     """Every observation, once."""
     for observation in OBSERVATIONS:
         observation.make(metrics)
+        metrics.flush()

@@ -66,6 +66,7 @@ def changes(before: dict[str, float]) -> dict[str, float]:
 def test_an_observation_changes_its_samples_and_no_other(metrics: Metrics, observation: Observation) -> None:
     before = scrape()
     observation.make(metrics)
+    metrics.flush()
     assert changes(before) == pytest.approx(observation.changes)
 
 
@@ -222,6 +223,7 @@ def test_engines_are_told_apart(metrics: Metrics) -> None:
     other = Metrics(MODEL, engine="1")
     metrics.observe_first_token(0.25)
     other.observe_inter_token(0.125)
+    other.flush()
     assert scrape(engine="0")["time_to_first_token_seconds_count"] == 1
     assert scrape(engine="1")["time_to_first_token_seconds_count"] == 0
     assert scrape(engine="1")["inter_token_latency_seconds_count"] == 1

@@ -5,7 +5,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from service.admission import Admission
-from service.journal import Choice, Journal, LiveRequest
+from service.journal import Journal
+from service.live_request import Choice, LiveRequest
 from service.messages import Command, Hello, Submit
 from tests.service.sequences import make_request
 

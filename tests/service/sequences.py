@@ -3,7 +3,7 @@
 from typing import Any
 
 from model.sampling_params import SamplingParams
-from service.journal import Choice, LiveRequest
+from service.live_request import Choice, LiveRequest
 from service.messages import Finish, FinishReason, Hello, StepStats, Submit, TokenDelta
 
 

@@ -14,7 +14,8 @@ from service.admission import Admission
 from service.delivery import CompletionBody, CompletionStream, Delivery
 from service.dialects import Answer, Chat, Dialect, Text, Wants
 from service.engine.detokenizer import Detokenizer
-from service.journal import Choice, Journal
+from service.journal import Journal
+from service.live_request import Choice
 from service.messages import Command, FinishReason, Submit, TokenDelta, TokenLogprob
 from tests.service.sequences import make_choice, make_delta, make_finish, make_hello, make_request
 from tests.service.streams import events, joined
@@ -24,7 +25,14 @@ TOKENIZER = tiny_tokenizer()
 PROMPTS = ((97, 0xF0, 98), (99,))
 SILENT: Any = SimpleNamespace(
     **dict.fromkeys(
-        ("observe_first_token", "observe_inter_token", "observe_finish", "count_cancellation", "count_wasted_tokens"),
+        (
+            "observe_first_token",
+            "observe_inter_token",
+            "observe_finish",
+            "flush",
+            "count_cancellation",
+            "count_wasted_tokens",
+        ),
         lambda *args, **more: None,
     )
 )

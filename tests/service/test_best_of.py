@@ -9,7 +9,7 @@ import pytest
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from service.delivery import CompletionBody
 from service.errors import InvalidRequest
-from service.journal import Choice
+from service.live_request import Choice
 from service.messages import TokenLogprob
 from service.metrics import Metrics
 from service.plan import Planner, sample_seed

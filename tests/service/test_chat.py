@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from service.chat_schemas import ChatCompletionRequest
 from service.frontend import Frontend
-from service.journal import UNASKED_TOKENS
+from service.live_request import UNASKED_TOKENS
 from service.settings import ServeSettings
 from tests.model.chat_templates import CHATML
 from tests.service.echo import EchoQueue

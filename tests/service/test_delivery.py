@@ -7,13 +7,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from starlette.types import Scope
 
 from model.tokenizer.interface import Tokenizer
 from service import metrics as exposition
 from service.delivery import CompletionBody, CompletionStream
 from service.dialects import Answer, Dialect, Text, Wants
 from service.errors import Draining, EngineFailed
-from service.journal import LiveRequest
+from service.live_request import LiveRequest
 from service.messages import FinishReason, TokenLogprob
 from service.metrics import Metrics
 from service.responses import Completion, encode_event
@@ -65,6 +66,7 @@ class Exchange:
         request: LiveRequest,
         tools: Any,
         dialect: type[Dialect] = Text,
+        scope: Scope | None = None,
         **wants: Any,
     ) -> None:
         tokenizer, metrics = tools
@@ -73,7 +75,7 @@ class Exchange:
         self.closed: list[LiveRequest] = []
         self.client = Client()
         response = kind(request, dialect(answer, tokenizer), metrics=metrics, close=self.closed.append)
-        self.task = asyncio.create_task(response({}, self.client.receive, self.client.send))
+        self.task = asyncio.create_task(response(scope or {}, self.client.receive, self.client.send))
 
     def push(self, index: int = 0, **delta: Any) -> None:
         """What the journal does with an event."""
@@ -84,6 +86,8 @@ class Exchange:
         choice.has_started = True
         choice.finish = event.finish
         self.request.push(choice, event)
+        if (send := self.request.tell()) is not None:
+            send()
 
     async def settle(self) -> None:
         """Let the delivery do what it can."""

@@ -10,7 +10,7 @@ import pytest
 from model.tokenizer.interface import Tokenizer
 from service.delivery import MANY_SCORES, CompletionBody, CompletionStream
 from service.dialects import Chat, Piece, Text, Wants
-from service.journal import LiveRequest
+from service.live_request import LiveRequest
 from service.messages import FinishReason, TokenLogprob
 from service.metrics import Metrics
 from service.responses import CompletionChoice

@@ -18,8 +18,8 @@ from service.embeddings import EmbeddingBody, grouped
 from service.errors import Overloaded
 from service.frontend import Frontend
 from service.intake import Intake
-from service.journal import LiveRequest
 from service.lifecycle import Lifecycle, Phase
+from service.live_request import LiveRequest
 from service.messages import Pooling, encode_events
 from service.metrics import Metrics, render
 from service.settings import ServeSettings

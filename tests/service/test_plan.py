@@ -8,7 +8,7 @@ import pytest
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.interface import TokenizerError
 from service.errors import ApiError, ContextLengthExceeded, InvalidRequest, ModelNotFound
-from service.journal import Choice
+from service.live_request import Choice
 from service.plan import Planner, sample_seed
 from service.schemas import CompletionRequest
 from service.serving import Defaults
