@@ -149,9 +149,11 @@ def decode_inputs(batch: int, context: int, num_rows: int) -> ModelInputs:
             block_tables_BN=tables_BN,
         ),
         params=(_GREEDY,) * batch,
+        all_greedy=True,
+        wants_logprobs=False,
         positions=(context,) * batch,
-        forbidden=((),) * batch,
-        rules=(None,) * batch,
+        forbidden=(),
+        rules=(),
         prompt_rows=(),
     )
 

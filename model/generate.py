@@ -39,7 +39,7 @@ def generate(
         rules = TokenRules.of(params, prompt_token_ids, completion)
         if rules is not None:
             forbidden += rules.forbidden
-        next_id = int(sample(logits_TV[-1:], [params], [len(token_ids)], forbidden=[forbidden], rules=[rules]))
+        (next_id,) = sample(logits_TV[-1:], [params], [len(token_ids)], forbidden=[forbidden], rules=[rules])
         if next_id == NO_TOKEN:
             break
         token_ids.append(next_id)

@@ -6,6 +6,7 @@ Legend: T packed tokens, B sequences, N blocks of the longest block table, P slo
 import dataclasses
 import functools
 import itertools
+import operator
 from dataclasses import dataclass
 from typing import Self
 
@@ -55,8 +56,7 @@ class AttentionMetadata:
     def __post_init__(self) -> None:
         if len(self.query_lengths) != len(self.context_lengths):
             raise ValueError(f"{len(self.query_lengths)} query lengths, {len(self.context_lengths)} context lengths")
-        pairs = zip(self.query_lengths, self.context_lengths, strict=True)
-        if any(not 1 <= query <= context for query, context in pairs):
+        if min(self.query_lengths, default=1) < 1 or any(map(operator.gt, self.query_lengths, self.context_lengths)):
             raise ValueError("every query length must be between 1 and its context length")
         if sum(self.query_lengths) != self.positions_T.shape[0]:
             raise ValueError(f"{sum(self.query_lengths)} query tokens, {self.positions_T.shape[0]} positions")

@@ -14,13 +14,24 @@ class StreamDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self._token_bytes = tokenizer.token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._holds = False
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that is certain once these ids are known. Special tokens have none."""
-        return self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, token_ids)))
+        return "".join(map(self.push_one, token_ids))
+
+    def push_one(self, token_id: int) -> str:
+        """See `push`. ASCII, which is most of most texts, takes the short way where no bytes wait."""
+        added = self._token_bytes(token_id)
+        if added.isascii() and not self._holds:
+            return added.decode("ascii")
+        text = self._decoder.decode(added)
+        self._holds = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         """What was held back: U+FFFD for an unfinished character, or nothing."""
+        self._holds = False
         return self._decoder.decode(b"", final=True)

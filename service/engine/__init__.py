@@ -12,6 +12,7 @@ fair_queue    who waits, and whose turn it is: owners by what they were served, 
 plan          what one step computes: a frozen value
 scheduler     who computes how much in the next step; pure Python
 inputs        a plan's integers become the runner's tensors
+decode_inputs the same of steps that only decode, moved on from the step before
 pooling       hidden states become an embedding
 runner        owns the model and the KV tensors
 graphs        decode steps recorded once and replayed: buckets of shapes, static inputs, CUDA graphs

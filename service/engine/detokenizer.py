@@ -5,15 +5,14 @@ several stop strings the one that is complete first counts, and of those that en
 text is shown only where a stop string would be.
 """
 
-from dataclasses import dataclass
+import msgspec
 
 from model.sampling_params import SamplingParams
 from model.tokenizer.interface import Tokenizer
 from model.tokenizer.stream import StreamDecoder
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """Text that may be shown now, and the stop string that ended the text, if one did."""
 
     text: str
@@ -35,10 +34,8 @@ class Detokenizer:
     def push(self, token_id: int) -> TextDelta:
         """One more token. A stop string that is complete before `min_tokens` is text like any other."""
         self._num_tokens += 1
-        text = "" if token_id in self._hidden_ids else self._decoder.push([token_id])
-        if not self._stops:
-            return TextDelta(text, None)
-        if self._num_tokens < self._min_tokens:
+        text = "" if token_id in self._hidden_ids else self._decoder.push_one(token_id)
+        if not self._stops or self._num_tokens < self._min_tokens:
             return TextDelta(text, None)
         self._held += text
         found = _first_complete(self._held, self._stops)

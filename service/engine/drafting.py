@@ -32,6 +32,8 @@ class Drafting:
 
     def begin(self, num_running: int) -> None:
         """A step of so many sequences is going to be planned."""
+        if not self._config.max_draft_tokens:
+            return
         self._num_running = num_running
         self._budget = (self._config.max_batched_tokens - num_running) // _SHARE
         self._price = _MARGIN * self._cost.of_one_more(num_running)
@@ -51,5 +53,7 @@ class Drafting:
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """A planned step took so long. Steps that computed prompts say nothing of drafts."""
+        if not self._config.max_draft_tokens:
+            return
         if plan.chunks and all(chunk.draws and chunk.num_tokens == 1 + len(chunk.draft) for chunk in plan.chunks):
             self._cost.observe(plan.num_rows, seconds)

@@ -35,6 +35,8 @@ class Endings:
         """
         sequence = chunk.sequence
         ends = self._take(sequence, token_ids[0], now)
+        if not chunk.draft:
+            return ends
         for guessed, before, token_id in zip(chunk.draft, token_ids, token_ids[1:], strict=False):
             if ends or guessed != before:
                 break
@@ -55,20 +57,17 @@ class Endings:
         return self.ends(sequence)
 
     def ends(self, sequence: Sequence) -> bool:
-        """Whether its last token ends a sequence; it then knows why."""
-        ending = self._of(sequence)
-        if ending is not None:
-            sequence.finish_reason, sequence.stop_reason = ending
-        return ending is not None
-
-    def _of(self, sequence: Sequence) -> tuple[FinishReason, int | None] | None:
-        """Why the last token ends its sequence, and the stop token that it is, if any; None where it does not."""
-        params, token_id = sequence.params, sequence.token_ids[-1]
-        may_stop = sequence.num_completion_tokens > params.min_tokens
-        if may_stop and token_id in self._eos_token_ids and not params.ignore_eos:
-            return FinishReason.STOP, None
-        if may_stop and token_id in params.stop_token_ids:
-            return FinishReason.STOP, token_id
-        if len(sequence.token_ids) >= sequence.max_length:
-            return FinishReason.LENGTH, None
-        return None
+        """Whether its last token ends a sequence; it then knows why, and by which stop token, if by one."""
+        params, token_id, length = sequence.params, sequence.token_ids[-1], len(sequence.token_ids)
+        reason, stop_token_id = None, None
+        if length - sequence.num_prompt_tokens > params.min_tokens:
+            if token_id in self._eos_token_ids and not params.ignore_eos:
+                reason = FinishReason.STOP
+            elif token_id in params.stop_token_ids:
+                reason, stop_token_id = FinishReason.STOP, token_id
+        if reason is None and length >= sequence.max_length:
+            reason = FinishReason.LENGTH
+        if reason is None:
+            return False
+        sequence.finish_reason, sequence.stop_reason = reason, stop_token_id
+        return True

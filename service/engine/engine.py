@@ -11,10 +11,10 @@ from model.sampling_params import SamplingParams
 from model.tokenizer.interface import Tokenizer
 from model.transformer import Transformer
 from service.engine.config import EngineConfig
+from service.engine.decode_inputs import DecodeInputs
 from service.engine.deltas import ending, finish_of, no_token
 from service.engine.detokenizer import Detokenizer
 from service.engine.grammars import Grammars
-from service.engine.inputs import build_inputs
 from service.engine.plan import Chunk, StepPlan
 from service.engine.pooling import Pool
 from service.engine.runner import ModelRunner, Runner, StepOutputs
@@ -78,6 +78,7 @@ class Engine:
                 vocab_size=tokenizer.vocab_size,
             )
         self._runner = runner
+        self._inputs = DecodeInputs(self._scheduler, block_size=config.block_size, scratch_block=config.num_blocks)
         self._grammars = Grammars(tokenizer)
         self._texts: dict[str, _Text] = {}  # of every sequence whose ending has not been told
         self._refusals: list[TokenDelta] = []
@@ -173,15 +174,7 @@ class Engine:
         masks = self._grammars.masks(plan)
         outputs = _NO_OUTPUTS
         if plan.chunks:
-            inputs = build_inputs(
-                plan,
-                self._scheduler,
-                block_size=self._config.block_size,
-                scratch_block=self._config.num_blocks,
-                min_rows=self._runner.min_rows,
-                masks=masks,
-            )
-            outputs = self._runner.run(inputs)
+            outputs = self._runner.run(self._inputs.build(plan, min_rows=self._runner.min_rows, masks=masks))
         self._scheduler.commit(plan, outputs.token_ids)
         for sequence in self._grammars.advance(plan, outputs.token_ids):
             self._scheduler.finish(sequence, FinishReason.STOP)
@@ -245,10 +238,9 @@ class Engine:
         for chunk in plan.chunks if outputs.pooled else ():
             if (sum_E := outputs.pooled.get(chunk.sequence.uid)) is not None:
                 self._texts[chunk.sequence.uid].pool.add(chunk, sum_E)
-        rows = iter(plan.drawn_rows())
-        for chunk in plan.chunks:
-            if chunk.draws:
-                events.append(self._told_tokens(chunk, next(rows)[1], outputs))
+        for chunk, rows in zip(plan.chunks, plan.drawn_rows, strict=True):
+            if rows:
+                events.append(self._told_tokens(chunk, rows, outputs))
             elif chunk.sequence.finish_reason is not None:  # only a prompt to be computed
                 told, finish = self._texts[chunk.sequence.uid], finish_of(chunk.sequence)
                 embedding = None if chunk.sequence.pooling is None else told.pool.embedding()
@@ -266,7 +258,8 @@ class Engine:
         """The event of what a sequence drew: a token, and those of its draft that were right. Ends the sequence where a
         stop string does, and takes back what came after."""
         sequence = chunk.sequence
-        told = sequence.token_ids[chunk.num_known_tokens :]
+        num_known = chunk.num_known_tokens
+        told = sequence.token_ids[num_known:]
         if not told:
             reason = self._grammars.complaint(sequence.uid) or no_token(sequence)
             return ending(sequence, finish=finish_of(sequence, reason))
@@ -276,35 +269,43 @@ class Engine:
             pushed = text.detokenizer.push(token_id)
             shown, stop = shown + pushed.text, pushed.stop
             if stop is not None:
-                del told[number:], sequence.token_ids[chunk.num_known_tokens + number :]
+                del told[number:], sequence.token_ids[num_known + number :]
                 break
         if stop is None and sequence.finish_reason is not None:
             flushed = text.detokenizer.flush()
             shown, stop = shown + flushed.text, flushed.stop
         if stop is not None:
             self._scheduler.finish(sequence, FinishReason.STOP, stop)
-        index = sequence.num_completion_tokens - len(told)
-        first = index == sequence.num_prior_tokens
-        logprobs = [entry for row in rows[: len(told)] if (entry := outputs.logprobs[row]) is not None]
+        index = num_known - sequence.num_prompt_tokens
+        prompt_logprobs = None
+        if text.prompt_logprobs is not None and index == sequence.num_prior_tokens:
+            prompt_logprobs = tuple(text.prompt_logprobs)
+        logprobs: tuple[TokenLogprob, ...] | None = None
+        if outputs.logprobs:
+            entries = (outputs.logprobs[row] for row in rows[: len(told)])
+            logprobs = tuple(entry for entry in entries if entry is not None) or None
         return TokenDelta(
             uid=sequence.uid,
             attempt=sequence.attempt,
             index=index,
             token_ids=tuple(told),
             text=shown,
-            logprobs=tuple(logprobs) or None,
-            prompt_logprobs=None if text.prompt_logprobs is None or not first else tuple(text.prompt_logprobs),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             finish=None if sequence.finish_reason is None else finish_of(sequence),
         )
 
     def _stats(self, plan: StepPlan, events: list[TokenDelta], seconds: float) -> StepStats:
         num_blocks, num_free = self._config.num_blocks, self._scheduler.num_free_blocks
-        prompt_tokens = (
-            max(0, min(chunk.start + chunk.num_tokens, chunk.sequence.num_prompt_tokens) - chunk.start)
-            for chunk in plan.chunks
-        )
-        num_drawn = sum(len(event.token_ids) for event in events)
-        drafted = [len(chunk.draft) for chunk in plan.chunks if chunk.draft]
+        num_prompt_tokens = num_drafts = num_draft_tokens = num_drawn = num_first = 0
+        for chunk in plan.chunks:
+            if chunk.start < chunk.sequence.num_prompt_tokens:
+                num_prompt_tokens += min(chunk.num_tokens, chunk.sequence.num_prompt_tokens - chunk.start)
+            if chunk.draft:
+                num_drafts, num_draft_tokens = num_drafts + 1, num_draft_tokens + len(chunk.draft)
+        for event in events:
+            if event.token_ids:
+                num_drawn, num_first = num_drawn + len(event.token_ids), num_first + 1
         return StepStats(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting + self._grammars.num_held,
@@ -312,14 +313,14 @@ class Engine:
             num_free_blocks=num_free,
             kv_usage=1 - num_free / num_blocks,
             batch_size=len(plan.chunks),
-            num_prompt_tokens=sum(prompt_tokens),
+            num_prompt_tokens=num_prompt_tokens,
             num_completion_tokens=num_drawn,
             num_cached_prompt_tokens=plan.num_cached_prompt_tokens,
             num_prefix_queries=plan.num_prefix_queries,
             num_prefix_hits=plan.num_prefix_hits,
             num_preemptions=plan.num_preemptions,
-            num_drafts=len(drafted),
-            num_draft_tokens=sum(drafted),
-            num_accepted_tokens=num_drawn - sum(bool(event.token_ids) for event in events),
+            num_drafts=num_drafts,
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_tokens=num_drawn - num_first,
             step_seconds=seconds,
         )

@@ -91,7 +91,9 @@ class Grammars:
 
     def take_compiled(self, *, may_wait: bool) -> list[Submit]:
         """The held submissions that may begin. Waits a moment for one if there is nothing else to do."""
-        if self._held and may_wait:
+        if not self._held:
+            return []
+        if may_wait:
             wait([self._asked[uid] for uid in self._held], _PATIENCE_SECONDS, return_when=FIRST_COMPLETED)
         compiled = {future for uid in self._held if (future := self._asked[uid]).done()}
         return [self._held.pop(uid) for uid in list(self._held) if self._asked[uid] in compiled]
@@ -123,6 +125,8 @@ class Grammars:
 
     def masks(self, plan: StepPlan) -> Masks | None:
         """Begin to compute the masks of a step, in a thread; None if nobody needs one."""
+        if not self._matchers:
+            return None
         draws = (chunk.sequence for chunk in plan.chunks if chunk.draws)
         asked = [(row, sequence) for row, sequence in enumerate(draws) if sequence.uid in self._matchers]
         if not asked:
@@ -133,7 +137,7 @@ class Grammars:
     def advance(self, plan: StepPlan, token_ids: Ordered[int | None]) -> Iterator[Sequence]:
         """Take up what a committed step drew: a token for each chunk that draws. Gives those that are now complete."""
         drawn = iter(token_ids)
-        for chunk in plan.chunks:
+        for chunk in plan.chunks if self._matchers else ():
             token_id, sequence = next(drawn) if chunk.draws else None, chunk.sequence
             matcher = self._matchers.get(sequence.uid)
             if token_id is None or matcher is None or sequence.finish_reason is FinishReason.STOP:

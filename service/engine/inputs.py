@@ -1,10 +1,13 @@
 """A plan's integers become the tensors of one forward pass. Pure functions.
 
+Most steps only decode, and are the last one moved on by a position: `service.engine.decode_inputs` keeps their tensors.
+
 Legend: T packed tokens, B sequences, N blocks of the longest table, R rows whose logits are wanted.
 """
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -31,16 +34,18 @@ class PromptRows:
     num_top: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInputs:
+class ModelInputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One forward pass. Its first `len(params)` logit rows are to be drawn from, in the order of `drawn_rows`.
 
-    `rules` are the sequences' own, as they stand until the step is committed. `masks` may still be being computed.
+    `forbidden` and `rules` are empty where nobody has any. `rules` are the sequences' own, as they stand until the step
+    is committed. `masks` may still be being computed. `all_greedy` and `wants_logprobs` are what `params` say.
     """
 
     token_ids_T: Tensor
     metadata: AttentionMetadata
     params: tuple[SamplingParams, ...]
+    all_greedy: bool
+    wants_logprobs: bool
     positions: tuple[int, ...]
     forbidden: tuple[tuple[int, ...], ...]
     rules: tuple[TokenRules | None, ...]
@@ -66,8 +71,7 @@ def build_inputs(
     """
     chunks = plan.chunks
     num_padding = max(0, min_rows - plan.num_tokens)
-    lengths = [n for chunk in chunks for n in (chunk.num_tokens - len(chunk.draft), *[1] * len(chunk.draft))]
-    contexts = [chunk.num_known_tokens + number for chunk in chunks for number in range(1 + len(chunk.draft))]
+    lengths, contexts = _lengths(chunks)
     lengths += [1] * num_padding
     contexts += [1] * num_padding
     token_ids: list[int] = []
@@ -76,46 +80,78 @@ def build_inputs(
         token_ids += chunk.draft
     token_ids += [0] * num_padding
     tables_BN = _block_tables(chunks, contexts, block_size, scratch_block)
-    positions_T = np.concatenate([np.arange(c - n, c) for n, c in zip(lengths, contexts, strict=True)])
-    sequence_of_T = np.repeat(np.arange(len(lengths)), lengths)
+    if len(lengths) == len(token_ids):
+        sequence_of_T = np.arange(len(token_ids))
+        positions_T = np.array(contexts) - 1
+    else:
+        sequence_of_T = np.repeat(np.arange(len(lengths)), lengths)
+        positions_T = np.concatenate([np.arange(c - n, c) for n, c in zip(lengths, contexts, strict=True)])
     slots_T = tables_BN[sequence_of_T, positions_T // block_size] * block_size + positions_T % block_size
     draws = _draws(plan)
+    params = tuple([sequence.params for sequence, _ in draws])
     logit_rows, prompt_rows = _logit_rows(chunks)
     logit_rows += [0] * max(0, min_rows - len(logit_rows))
+    rules = tuple(sequence.rules for sequence, _ in draws)
     return ModelInputs(
-        token_ids_T=torch.tensor(token_ids),
+        token_ids_T=torch.from_numpy(np.array(token_ids, dtype=np.int64)),
         metadata=AttentionMetadata(
             query_lengths=tuple(lengths),
             context_lengths=tuple(contexts),
             positions_T=torch.from_numpy(positions_T),
-            logit_rows_R=torch.tensor(logit_rows),
+            logit_rows_R=None if plan.is_decode else torch.from_numpy(np.array(logit_rows, dtype=np.int64)),
             slot_mapping_T=torch.from_numpy(slots_T),
             block_tables_BN=torch.from_numpy(tables_BN),
         ),
-        params=tuple(sequence.params for sequence, _ in draws),
+        params=params,
+        all_greedy=all(param.greedy for param in params),
+        wants_logprobs=any(param.logprobs is not None for param in params),
         positions=tuple(len(sequence.token_ids) + number for sequence, number in draws),
-        forbidden=tuple(scheduler.forbidden_token_ids(sequence) for sequence, _ in draws),
-        rules=tuple(sequence.rules for sequence, _ in draws),
+        forbidden=forbidden_ids(scheduler, [sequence for sequence, _ in draws]),
+        rules=rules if any(its is not None for its in rules) else (),
         prompt_rows=prompt_rows,
         masks=masks,
         pooled_rows=pooled_rows(chunks),
     )
 
 
+def forbidden_ids(scheduler: Scheduler, sequences: list[Sequence]) -> tuple[tuple[int, ...], ...]:
+    """What each of these draws must avoid; empty where none has to avoid anything."""
+    forbidden = tuple([scheduler.forbidden_token_ids(sequence) for sequence in sequences])
+    return forbidden if any(forbidden) else ()
+
+
+def _lengths(chunks: tuple[Chunk, ...]) -> tuple[list[int], list[int]]:
+    """Tokens that are computed, and those that are there then: of each chunk, and of each token of its draft."""
+    lengths: list[int] = []
+    contexts: list[int] = []
+    for chunk in chunks:
+        known = chunk.num_known_tokens
+        lengths.append(known - chunk.start)
+        contexts.append(known)
+        if chunk.draft:
+            lengths += [1] * len(chunk.draft)
+            contexts += range(known + 1, known + 1 + len(chunk.draft))
+    return lengths, contexts
+
+
 def _block_tables(chunks: tuple[Chunk, ...], contexts: list[int], size: int, scratch_block: int) -> NDArray[np.int64]:
     """BN int64: the blocks each sequence reads, once for each token of its draft too, padded with the scratch block."""
     width = -(-max(contexts) // size)
     padding = [scratch_block] * width
-    tables = [
-        table for chunk in chunks for table in [(chunk.sequence.block_table + padding)[:width]] * (1 + len(chunk.draft))
-    ]
-    return np.array(tables + [padding] * (len(contexts) - len(tables)), dtype=np.int64)
+    flat: list[int] = []
+    for chunk in chunks:
+        row = chunk.sequence.block_table[:width]
+        row += padding[len(row) :]
+        flat += row * (1 + len(chunk.draft))
+    flat += padding * (len(contexts) - len(flat) // width)
+    return np.array(flat, dtype=np.int64).reshape(-1, width)
 
 
 def _draws(plan: StepPlan) -> list[tuple[Sequence, int]]:
     """Whose token is drawn in each row, and how many drafted tokens stand before it."""
-    rows = [(row, chunk.sequence, number) for chunk, of in plan.drawn_rows() for number, row in enumerate(of)]
-    return [(sequence, number) for _, sequence, number in sorted(rows, key=lambda drawn: drawn[0])]
+    draws = [chunk for chunk in plan.chunks if chunk.draws]
+    of_drafts = [(chunk.sequence, number) for chunk in draws for number in range(1, 1 + len(chunk.draft))]
+    return [(chunk.sequence, 0) for chunk in draws] + of_drafts
 
 
 def _logit_rows(chunks: tuple[Chunk, ...]) -> tuple[list[int], tuple[PromptRows, ...]]:

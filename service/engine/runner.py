@@ -1,7 +1,6 @@
 """One forward pass and one sample. Owns the model and the KV tensors."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -13,7 +12,7 @@ from torch import Tensor
 from model.attention.weights import weights_of_layer
 from model.kv_cache import KVCache
 from model.native_transformer import NativeTransformer, kernels_for
-from model.sampling import NO_TOKEN, sample, top_logprobs
+from model.sampling import NO_TOKEN, most_likely, sample, top_logprobs
 from model.sampling_params import SamplingParams
 from model.token_masks import only_allowed
 from model.transformer import Transformer
@@ -24,12 +23,12 @@ from service.engine.pooling import PooledRows
 from service.messages import TokenLogprob
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutputs:
+class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What one forward pass gave: a token for each row of `ModelInputs.params`, and log-probabilities where asked.
 
     token_ids: None for a sequence whose request leaves no token that may come next.
-    logprobs: one entry a token; None for a sequence that asked for none, and where there is no token.
+    logprobs: one entry a token; None for a sequence that asked for none, and where there is no token. Empty where
+        nobody asked.
     prompt_logprobs: uid -> the scored successors of this chunk.
     pooled: uid -> the sum of the hidden states that `ModelInputs.pooled_rows` names, E float32.
     """
@@ -37,7 +36,7 @@ class StepOutputs:
     token_ids: Sequence[int | None]
     logprobs: list[TokenLogprob | None]
     prompt_logprobs: dict[str, list[TokenLogprob]]
-    pooled: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    pooled: dict[str, NDArray[np.float32]] = {}
 
 
 class Runner(Protocol):
@@ -73,6 +72,7 @@ class ModelRunner:
         self._vocab_size = vocab_size
         weight = model.token_embedding.weight
         self._device = weight.device
+        self._is_elsewhere = weight.device.type != "cpu"
         self._cache = KVCache(
             model.config, num_blocks=num_blocks + 1, block_size=block_size, dtype=weight.dtype, device=weight.device
         )
@@ -95,28 +95,37 @@ class ModelRunner:
         )
         return self._graphs.shapes
 
-    @torch.inference_mode()
     def run(self, inputs: ModelInputs) -> StepOutputs:
         """Compute a step: the ids go to the host in one copy."""
         self._take_kernels()
-        assert inputs.metadata.logit_rows_R is not None
-        logit_rows_R = inputs.metadata.logit_rows_R.to(self._device, non_blocking=True)
+        if isinstance(self._model, NativeTransformer):
+            return self._run(inputs)  # nothing here has gradients, and to say so costs as much as to draw
+        with torch.inference_mode():
+            return self._run(inputs)
+
+    def _run(self, inputs: ModelInputs) -> StepOutputs:
         x_TE = None if self._graphs is None else self._graphs.hidden(inputs)
         if x_TE is None:
-            token_ids_T = inputs.token_ids_T.to(self._device, non_blocking=True)
-            x_TE = self._model.hidden(token_ids_T, inputs.metadata.to(self._device), self._cache)
-        logits_RV = self._model.logits(x_TE[logit_rows_R])[:, : self._vocab_size]
-        token_ids = _draw(logits_RV[: len(inputs.params)], inputs) if inputs.params else []
+            token_ids_T, metadata = inputs.token_ids_T, inputs.metadata
+            if self._is_elsewhere:
+                token_ids_T, metadata = token_ids_T.to(self._device, non_blocking=True), metadata.to(self._device)
+            x_TE = self._model.hidden(token_ids_T, metadata, self._cache)
+        rows_R = inputs.metadata.logit_rows_R
+        x_RE = x_TE if rows_R is None else x_TE[rows_R.to(self._device, non_blocking=True)]
+        logits_RV = self._model.logits(x_RE)
+        if logits_RV.shape[1] > self._vocab_size:
+            logits_RV = logits_RV[:, : self._vocab_size]
+        token_ids = _draw(logits_RV, inputs) if inputs.params else []
         return StepOutputs(
             token_ids=token_ids,
-            logprobs=_drawn_logprobs(logits_RV, token_ids, inputs.params),
+            logprobs=_drawn_logprobs(logits_RV, token_ids, inputs.params) if inputs.wants_logprobs else [],
             prompt_logprobs={
                 rows.uid: _token_logprobs(
                     logits_RV[rows.first_row : rows.first_row + len(rows.targets)], rows.targets, rows.num_top
                 )
                 for rows in inputs.prompt_rows
             },
-            pooled=self._pool(x_TE, inputs.pooled_rows),
+            pooled=self._pool(x_TE, inputs.pooled_rows) if inputs.pooled_rows else {},
         )
 
     @property
@@ -127,12 +136,11 @@ class ModelRunner:
     def _take_kernels(self) -> None:
         if self._kernels is not None and self._kernels.loaded is not None:
             assert isinstance(self._model, Transformer)
+            self._model.requires_grad_(False)
             self._model, self._kernels = NativeTransformer(self._model, self._kernels.loaded), None
 
     def _pool(self, x_TE: Tensor, pooled_rows: Sequence[PooledRows]) -> dict[str, NDArray[np.float32]]:
         """Sums of hidden states after the final norm; they go to the host in one copy."""
-        if not pooled_rows:
-            return {}
         chunks = (x_TE[rows.first_row : rows.first_row + rows.num_rows] for rows in pooled_rows)
         sums_BE = torch.stack([self._model.final_norm(chunk_XE).float().sum(dim=0) for chunk_XE in chunks])
         return dict(zip((rows.uid for rows in pooled_rows), sums_BE.cpu().numpy(), strict=True))
@@ -148,15 +156,19 @@ class ModelRunner:
         return weights_HTT[:, rows, columns].numpy().tobytes()
 
 
-def _draw(logits_BV: Tensor, inputs: ModelInputs) -> list[int | None]:
-    """A token a row; None where the request leaves none."""
+def _draw(logits_RV: Tensor, inputs: ModelInputs) -> list[int | None]:
+    """A token for each of the first rows that are drawn from; None where the request leaves none."""
+    count = len(inputs.params)
+    logits_BV = logits_RV if len(logits_RV) == count else logits_RV[:count]
+    if inputs.all_greedy and not inputs.forbidden and not inputs.rules and inputs.masks is None:
+        return list(most_likely(logits_BV))
     without_token: list[int] = []
     if inputs.masks is not None:
         rows, allowed_RV = inputs.masks.rows, torch.from_numpy(inputs.masks.allowed())
         logits_BV = only_allowed(logits_BV, rows, allowed_RV)
         without_token = [row for row, some in zip(rows, allowed_RV.any(dim=1).tolist(), strict=True) if not some]
-    ids_B = sample(logits_BV, inputs.params, inputs.positions, forbidden=inputs.forbidden, rules=inputs.rules)
-    drawn = [None if token_id == NO_TOKEN else token_id for token_id in ids_B.tolist()]
+    ids = sample(logits_BV, inputs.params, inputs.positions, forbidden=inputs.forbidden, rules=inputs.rules)
+    drawn = [None if token_id == NO_TOKEN else token_id for token_id in ids]
     for row in without_token:
         drawn[row] = None
     return drawn
@@ -166,16 +178,13 @@ def _drawn_logprobs(
     logits_RV: Tensor, token_ids: Sequence[int | None], params: Sequence[SamplingParams]
 ) -> list[TokenLogprob | None]:
     """Log-probabilities of the drawn tokens whose sequences asked for them."""
+    asked = {row: token_ids[row] for row, param in enumerate(params) if param.logprobs is not None}
     entries: list[TokenLogprob | None] = [None] * len(params)
-    asked = {
-        row: token_id
-        for row, (token_id, param) in enumerate(zip(token_ids, params, strict=True))
-        if token_id is not None and param.logprobs is not None
-    }
-    if asked:
-        num_top = max(params[row].logprobs or 0 for row in asked)
-        found = _token_logprobs(logits_RV[list(asked)], list(asked.values()), num_top)
-        for row, entry in zip(asked, found, strict=True):
+    known = {row: token_id for row, token_id in asked.items() if token_id is not None}
+    if known:
+        num_top = max(params[row].logprobs or 0 for row in known)
+        found = _token_logprobs(logits_RV[list(known)], list(known.values()), num_top)
+        for row, entry in zip(known, found, strict=True):
             wanted = params[row].logprobs or 0
             entries[row] = msgspec.structs.replace(entry, top=entry.top[:wanted])
     return entries

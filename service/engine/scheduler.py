@@ -21,7 +21,7 @@ from service.engine.config import EngineConfig
 from service.engine.drafting import Drafting
 from service.engine.endings import Endings
 from service.engine.fair_queue import FairQueue
-from service.engine.plan import Chunk, StepPlan
+from service.engine.plan import Chunk, StepPlan, drawn_rows, is_decode
 from service.engine.prefix_cache import PrefixCache
 from service.engine.sequence import Sequence, SequenceStatus
 from service.messages import FinishReason
@@ -120,22 +120,30 @@ class Scheduler:
         self._num_preemptions = 0
         self._scheduled_seconds = self._clock()
         ended = self._take_ended()
-        budget = self._config.max_batched_tokens
+        budget, size = self._config.max_batched_tokens, self._config.block_size
         self._drafting.begin(len(self._running))
         chunks: list[Chunk] = []
-        for is_decode in (True, False):
-            # A copy: whoever is served may preempt from the end of the list.
-            for sequence in tuple(self._running):
-                remaining = sequence.num_remaining_tokens
-                if (remaining == 1) is not is_decode or sequence.status is not SequenceStatus.RUNNING:
-                    continue
-                wanted = min(remaining, budget)
-                if wanted == 0:
-                    break
-                if self._reserve(sequence, sequence.num_computed_tokens + wanted):
-                    draft = self._drafting.draft(sequence) if is_decode else ()
-                    chunks.append(self._plan(sequence, wanted, draft))
-                    budget -= wanted + len(draft)
+        behind: list[Sequence] = []
+        # Copies: whoever is served may preempt from the end of the list.
+        for sequence in tuple(self._running):
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue
+            end = len(sequence.token_ids)
+            if end - sequence.num_computed_tokens != 1:
+                behind.append(sequence)
+            elif budget and (end <= len(sequence.block_table) * size or self._reserve(sequence, end)):
+                draft = self._drafting.draft(sequence) if sequence.lookup is not None else ()
+                chunks.append(self._plan(sequence, 1, draft))
+                budget -= 1 + len(draft)
+        for sequence in behind:
+            wanted = min(sequence.num_remaining_tokens, budget)
+            if wanted == 0:
+                break
+            end = sequence.num_computed_tokens + wanted
+            if sequence.status is SequenceStatus.RUNNING and self._reserve(sequence, end):
+                chunks.append(self._plan(sequence, wanted))
+                budget -= wanted
+        num_before = len(chunks)
         queries = hits = cached = 0
         while budget and self._waiting and len(self._running) < self._config.max_num_running:
             if self._num_preemptions or (admitted := self._admit()) is None:
@@ -147,9 +155,11 @@ class Scheduler:
             wanted = min(sequence.num_remaining_tokens, budget)
             chunks.append(self._plan(sequence, wanted))
             budget -= wanted
-        self._stamp(chunks)
+        self._stamp(chunks[num_before:])
         return StepPlan(
             chunks=tuple(chunks),
+            drawn_rows=drawn_rows(chunks),
+            is_decode=is_decode(chunks),
             ended=ended,
             num_cached_prompt_tokens=cached,
             num_prefix_queries=queries,
@@ -158,23 +168,22 @@ class Scheduler:
         )
 
     def commit(self, plan: StepPlan, token_ids: Iterable[int | None]) -> list[Sequence]:
-        """Take up what a step computed: the drawn tokens, as `StepPlan.drawn_rows` says whose.
+        """Take up what a step computed: the drawn tokens, as `StepPlan.drawn_rows` say whose.
 
         None is drawn where no token may come next. Returns the sequences that ended, their blocks already free.
         """
         drawn = list(token_ids)
-        rows = iter(plan.drawn_rows())
         now = self._clock()
         self._drafting.observe(plan, now - self._scheduled_seconds)
         finished: list[Sequence] = []
-        for chunk in plan.chunks:
+        for chunk, rows in zip(plan.chunks, plan.drawn_rows, strict=True):
             sequence = chunk.sequence
             sequence.num_computed_tokens += chunk.num_tokens - len(chunk.draft)
-            sequence.num_scored_tokens = max(
-                sequence.num_scored_tokens, min(sequence.num_computed_tokens, sequence.num_prompt_tokens - 1)
-            )
-            if chunk.draws:
-                ends = self._endings.take(chunk, [drawn[row] for row in next(rows)[1]], now)
+            if sequence.num_scored_tokens < sequence.num_prompt_tokens - 1:
+                scored = min(sequence.num_computed_tokens, sequence.num_prompt_tokens - 1)
+                sequence.num_scored_tokens = max(sequence.num_scored_tokens, scored)
+            if rows:
+                ends = self._endings.take(chunk, [drawn[row] for row in rows], now)
             else:
                 ends = not sequence.num_remaining_tokens
                 if ends:
@@ -244,16 +253,13 @@ class Scheduler:
 
     def _plan(self, sequence: Sequence, num_tokens: int, draft: tuple[int, ...] = ()) -> Chunk:
         """Have this step compute the next tokens of a sequence. What is planned is not preempted any more."""
-        end = sequence.num_computed_tokens + num_tokens
-        self._prefix_cache.register(sequence, end)
+        start = sequence.num_computed_tokens
+        end = start + num_tokens
+        if end // self._config.block_size > sequence.num_registered_blocks:
+            self._prefix_cache.register(sequence, end)
         self._waiting.charge(sequence.owner, num_tokens)
-        return Chunk(
-            sequence=sequence,
-            start=sequence.num_computed_tokens,
-            num_tokens=num_tokens + len(draft),
-            draws=end == len(sequence.token_ids) < sequence.max_length,
-            draft=draft,
-        )
+        draws = end == len(sequence.token_ids) < sequence.max_length
+        return Chunk(sequence, start, num_tokens + len(draft), draws, draft)
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Grow a block table to hold `num_tokens`, at the expense of sequences that rank later if need be.
@@ -322,9 +328,10 @@ class Scheduler:
         del self._sequences[sequence.uid]
         self._num_with_deadline -= sequence.deadline_seconds is not None
 
-    def _stamp(self, chunks: Iterable[Chunk]) -> None:
+    def _stamp(self, admitted: Iterable[Chunk]) -> None:
+        """What has been admitted begins now, unless it was preempted in between."""
         now = self._clock()
-        for chunk in chunks:
+        for chunk in admitted:
             if chunk.sequence.first_scheduled_seconds is None:
                 chunk.sequence.first_scheduled_seconds = now
 

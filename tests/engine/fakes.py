@@ -58,7 +58,6 @@ class FakeRunner:
         self._seconds += self.step_seconds + self.row_seconds * len(inputs.token_ids_T)
         assert metadata.slot_mapping_T is not None
         assert metadata.block_tables_BN is not None
-        assert metadata.logit_rows_R is not None
         self.batches.append(metadata.query_lengths)
         if self.fail_at == len(self.batches):
             raise RuntimeError("the runner was told to fail")
@@ -67,13 +66,14 @@ class FakeRunner:
             assert 0 <= slot < self.num_slots
             self.slots[slot] = (position, token_id)
         row_of_token = [row for row, length in enumerate(metadata.query_lengths) for _ in range(length)]
+        logit_rows = list(range(len(ids))) if metadata.logit_rows_R is None else metadata.logit_rows_R.tolist()
         token_ids = []
         for index, (param, position) in enumerate(zip(inputs.params, inputs.positions, strict=True)):
-            drawn_after = metadata.logit_rows_R.tolist()[index]
+            drawn_after = logit_rows[index]
             assert metadata.positions_T[drawn_after] == position - 1
             row = row_of_token[drawn_after]
             history = self._history(metadata.block_tables_BN[row].tolist(), position)
-            token_ids.append(next_token(history, param.seed, inputs.forbidden[index]))
+            token_ids.append(next_token(history, param.seed, inputs.forbidden[index] if inputs.forbidden else ()))
         scores = {
             rows.uid: [TokenLogprob(token_id=target, logprob=0.0, rank=1, top=()) for target in rows.targets]
             for rows in inputs.prompt_rows

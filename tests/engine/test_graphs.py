@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -57,6 +58,8 @@ def step(ids: list[int], positions: list[int], slots: list[int], tables: list[li
             block_tables_BN=torch.tensor(tables),
         ),
         params=(),
+        all_greedy=True,
+        wants_logprobs=False,
         positions=(),
         forbidden=(),
         rules=(),
@@ -124,11 +127,8 @@ def test_recordings_are_made_once_of_padding_and_replayed_for_steps_that_fit() -
         query_lengths=(2,), context_lengths=(2,), positions_T=torch.arange(2),
         slot_mapping_T=torch.arange(2), block_tables_BN=torch.tensor([[0]]),
     )  # fmt: skip
-    ids = torch.tensor([1, 2])
-    inputs = ModelInputs(
-        token_ids_T=ids, metadata=prompt, params=(), positions=(), forbidden=(), rules=(), prompt_rows=()
-    )
-    assert graphs.hidden(inputs) is None
+    inputs = step([1, 2], [0, 1], [0, 1], [[0], [0]])
+    assert graphs.hidden(msgspec.structs.replace(inputs, metadata=prompt)) is None
 
 
 def test_a_replay_that_gives_other_numbers_is_refused() -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.sampling import sample, top_logprobs, uniform
+from model.sampling import most_likely, sample, top_logprobs, uniform
 from model.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -60,12 +60,12 @@ sampling_params = st.builds(
 @given(st.lists(st.tuples(sampling_params, st.integers(0, 10**6)), min_size=1, max_size=6), st.integers(0, 1000))
 def test_equals_the_naive_twin_in_any_batch(rows: list[tuple[SamplingParams, int]], logits_seed: int) -> None:
     logits = 3 * torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(logits_seed))
-    drawn = sample(logits, [params for params, _ in rows], [position for _, position in rows]).tolist()
+    drawn = sample(logits, [params for params, _ in rows], [position for _, position in rows])
     expected = [
         naive_sample(row, params, position) for row, (params, position) in zip(logits.tolist(), rows, strict=True)
     ]
     assert drawn == expected
-    alone = [int(sample(logits[i : i + 1], [params], [position])) for i, (params, position) in enumerate(rows)]
+    alone = [sample(logits[i : i + 1], [params], [position])[0] for i, (params, position) in enumerate(rows)]
     assert drawn == alone
 
 
@@ -73,7 +73,7 @@ def test_a_nucleus_wider_than_the_candidates_is_sorted_whole() -> None:
     logits = torch.zeros(1, 5000)
     logits[0, :4000] += torch.linspace(0.5, 0.0, 4000)
     params = SamplingParams(max_tokens=1, top_p=0.9, seed=5)
-    drawn = [int(sample(logits, [params], [position])) for position in range(12)]
+    drawn = [sample(logits, [params], [position])[0] for position in range(12)]
     assert drawn == [naive_sample(logits[0].tolist(), params, position) for position in range(12)]
 
 
@@ -87,7 +87,7 @@ def test_draws_follow_the_distribution(change: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=1, seed=11, **change)
     count = 20_000
     drawn = sample(logits.expand(count, -1), [params] * count, list(range(count)))
-    observed = torch.bincount(drawn, minlength=VOCAB).tolist()
+    observed = torch.bincount(torch.tensor(drawn), minlength=VOCAB).tolist()
     expected = [count * p for p in naive_distribution(logits.tolist(), params)]
     assert all(seen == 0 for seen, wanted in zip(observed, expected, strict=True) if wanted == 0)
     cells = [(seen, wanted) for seen, wanted in zip(observed, expected, strict=True) if wanted >= 5]
@@ -111,7 +111,17 @@ def test_uniform_is_a_function_of_seed_and_position() -> None:
 def test_tiny_temperatures_take_the_most_likely_token(temperature: float) -> None:
     logits = 10 * torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
     params = SamplingParams(max_tokens=1, temperature=temperature, top_p=0.9, seed=3)
-    assert sample(logits, [params] * 3, [0, 1, 2]).tolist() == logits.argmax(-1).tolist()
+    assert sample(logits, [params] * 3, [0, 1, 2]) == logits.argmax(-1).tolist()
+
+
+@given(st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan]), min_size=1, max_size=40))
+def test_the_most_likely_token_is_pytorchs(row: list[float]) -> None:
+    """Also of equals, infinities and NaN; and of rows that do not lie side by side."""
+    logits = torch.tensor([row, row[::-1], row])
+    expected = logits.argmax(dim=-1).tolist()
+    assert most_likely(logits) == expected
+    assert most_likely(logits.T.contiguous().T) == expected
+    assert most_likely(logits.clone().requires_grad_()) == expected
 
 
 def test_rows_that_are_no_distribution_still_name_a_token() -> None:
@@ -119,7 +129,7 @@ def test_rows_that_are_no_distribution_still_name_a_token() -> None:
     logits = torch.full((2, VOCAB), torch.nan)
     for temperature in (0.0, 1.0):
         params = SamplingParams(max_tokens=1, temperature=temperature)
-        assert all(0 <= token < VOCAB for token in sample(logits, [params] * 2, [0, 1]).tolist())
+        assert all(0 <= token < VOCAB for token in sample(logits, [params] * 2, [0, 1]))
 
 
 def test_forbidden_tokens_are_never_drawn() -> None:
@@ -127,7 +137,7 @@ def test_forbidden_tokens_are_never_drawn() -> None:
     greedy, random = SamplingParams(max_tokens=1, temperature=0.0), SamplingParams(max_tokens=1, seed=1)
     before = logits.clone()
     for position in range(200):
-        ids = sample(logits, [greedy, random], [position] * 2, forbidden=[[0], [0, 1]]).tolist()
+        ids = sample(logits, [greedy, random], [position] * 2, forbidden=[[0], [0, 1]])
         assert ids == [1, 2]
     assert torch.equal(logits, before)
 

@@ -123,7 +123,7 @@ def test_each_rule_changes_what_is_drawn_greedily_and_surely(change: dict[str, A
         params = SamplingParams(max_tokens=1, temperature=temperature, **change)
         rules = TokenRules.of(params, [1], [0, 0])
         forbidden = [() if rules is None else rules.forbidden]
-        assert sample(logits, [params], [3], forbidden=forbidden, rules=[rules]).tolist() == [drawn]
+        assert sample(logits, [params], [3], forbidden=forbidden, rules=[rules]) == [drawn]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -134,7 +134,7 @@ def test_a_row_that_is_left_no_token_draws_none_and_the_others_draw(temperature:
     walled = SamplingParams(max_tokens=1, temperature=temperature, top_p=0.9, allowed_token_ids=(1, 2))
     rules = [TokenRules.of(params, [0]) for params in (free, walled, walled, walled)]
     forbidden = [tuple(range(VOCAB)), (2, 1), (1,), (1,)]
-    ids = sample(logits, [free, walled, walled, walled], [0] * 4, forbidden=forbidden, rules=rules).tolist()
+    ids = sample(logits, [free, walled, walled, walled], [0] * 4, forbidden=forbidden, rules=rules)
     assert ids[:3] == [NO_TOKEN, NO_TOKEN, 2]
     assert 0 <= ids[3] < VOCAB
 
@@ -143,7 +143,7 @@ def test_log_probabilities_stay_the_models_own() -> None:
     logits = torch.randn(1, VOCAB)
     own = top_logprobs(logits, [3], 2)
     params = SamplingParams(max_tokens=1, logit_bias=((3, 50.0),), presence_penalty=2.0)
-    assert sample(logits, [params], [0], rules=[TokenRules.of(params, [0], [1])]).tolist() == [3]
+    assert sample(logits, [params], [0], rules=[TokenRules.of(params, [0], [1])]) == [3]
     assert top_logprobs(logits, [3], 2) == own
 
 

@@ -1,0 +1,101 @@
+"""Inputs that are moved on from step to step are those that would be built anew, whatever happens in between."""
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+from torch import Tensor
+
+from model.attention.metadata import AttentionMetadata
+from service.engine import engine as composition
+from service.engine.decode_inputs import DecodeInputs
+from service.engine.inputs import ModelInputs, build_inputs
+from service.engine.plan import MIN_ROWS, StepPlan
+from tests.engine.fakes import make_engine, make_submit
+
+_TENSORS = ("positions_T", "logit_rows_R", "slot_mapping_T", "block_tables_BN")
+
+
+class Compared(DecodeInputs):
+    """Builds each step's inputs both ways, and counts those that were moved on."""
+
+    num_moved = num_steps = 0
+
+    def build(self, plan: StepPlan, *, min_rows: int, masks: Any = None) -> ModelInputs:
+        sizes = {"block_size": self._block_size, "scratch_block": self._scratch_block, "min_rows": min_rows}
+        expected = build_inputs(plan, self._scheduler, **sizes, masks=masks)
+        kept = self._kept
+        found = super().build(plan, min_rows=min_rows, masks=masks)
+        Compared.num_moved += kept is not None and self._kept is kept
+        Compared.num_steps += 1
+        assert plain(found) == plain(expected)
+        return found
+
+
+def plain(inputs: ModelInputs) -> dict[str, Any]:
+    """All there is of a step's inputs, tensors as lists."""
+    named = {name: getattr(inputs, name) for name in inputs.__struct_fields__}
+    metadata: AttentionMetadata = named.pop("metadata")
+    named |= {"query_lengths": metadata.query_lengths, "context_lengths": metadata.context_lengths}
+    named |= {name: getattr(metadata, name) for name in _TENSORS}
+    return {name: (v.dtype, v.tolist()) if isinstance(v, Tensor) else v for name, v in named.items()}
+
+
+@pytest.fixture(autouse=True)
+def compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Compared, "num_moved", 0)
+    monkeypatch.setattr(Compared, "num_steps", 0)
+    monkeypatch.setattr(composition, "DecodeInputs", Compared)
+
+
+def random_submit(uid: str, rng: random.Random) -> Any:
+    params: dict[str, Any] = {
+        "max_tokens": (max_tokens := rng.randint(0, 12)),
+        "min_tokens": min(max_tokens, rng.choice([0, 0, 3])),
+        "seed": rng.randint(0, 3),
+        "temperature": rng.choice([0.0, 1.0]),
+        "logprobs": rng.choice([None, None, 1]),
+        "prompt_logprobs": rng.choice([None, None, 0]),
+        "bad_word_ids": rng.choice([(), (), ((0, 1),)]),
+        "ignore_eos": True,
+    }
+    return make_submit(uid, [rng.randint(0, 3) for _ in range(rng.randint(1, 11))], **params)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("min_rows", [1, MIN_ROWS])
+def test_any_steps_have_the_inputs_that_would_be_built_anew(min_rows: int, drafts: int) -> None:
+    """Sequences arrive, are cancelled and submitted again, in a pool that is too small for them."""
+    num_preemptions = 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        engine, runner = make_engine(fakes_time=True, max_draft_tokens=drafts, block_size=rng.choice([1, 2, 5]))
+        runner.min_rows = min_rows
+        submits = [random_submit(f"s{number}", rng) for number in range(12)]
+        for submit in submits:
+            engine.submit(submit)
+            for _ in range(rng.choice([0, 1, 8])):
+                num_preemptions += engine.step().stats.num_preemptions
+            if rng.random() < 0.2:
+                engine.cancel(rng.choice(submits).uid)
+            if rng.random() < 0.2:
+                engine.submit(msgspec.structs.replace(submit, attempt=1))
+            if rng.random() < 0.1:
+                runner.min_rows = 5 - runner.min_rows  # kernels of our own take over: a step is not padded any more
+        while engine.has_work:
+            num_preemptions += engine.step().stats.num_preemptions
+        engine.check_integrity()
+    assert num_preemptions > 5
+    assert Compared.num_moved > Compared.num_steps / 10
+
+
+def test_a_sequence_alone_is_built_anew_where_its_table_grows() -> None:
+    """And where it begins: of 20 steps that decode, in blocks of 5, all others are moved on."""
+    engine, runner = make_engine(block_size=5)
+    engine.submit(make_submit("a", [1, 2, 3], max_tokens=20, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    num_tables = len({position // 5 for position, _ in runner.slots.values()})
+    assert Compared.num_steps == 20
+    assert Compared.num_moved == Compared.num_steps - 1 - num_tables
