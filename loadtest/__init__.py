@@ -39,6 +39,12 @@ bench_recovery    how long streams pause when the worker is killed
 performance_page  docs/performance.md from docs/results/*.json
 page_engine       its part on the engine in-process
 page_peers        its part on other engines
+page_scaling      its part on how the service scales
+bench_scaling     steps, KV memory, shared beginnings and starts over their sizes, with fitted exponents
+scaling_engine    what of it is the engine's
+scaling_start     what of it is a service's start, over its checkpoint's size
+scaling_fits      power laws and lines through measured points
+scaling_plot      its picture
 page_text         how it writes medians and tables
 performance_plot  its pictures
 attention_rows    the mechanisms of attention: a recipe each, and what it changes

@@ -1,0 +1,210 @@
+"""How the engine scales: a step over batch and context, the KV-cache's memory over tokens, a prompt's first token over
+what of it is shared. Imports torch.
+"""
+
+import itertools
+import random
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+
+from loadtest.bench_engine import Sweep, make_points
+from loadtest.closed_loop import run_closed
+from loadtest.engine_points import DecodePoint
+from loadtest.in_process import InProcess
+from loadtest.roofline import Roofline
+from loadtest.scaling_fits import fits
+from loadtest.spread import Spread
+from loadtest.step_work import WEIGHT_BYTES, WorkFormula
+from model.config import ModelConfig
+from model.kv_cache import KVCache
+from model.sampling_params import SamplingParams
+from service.messages import Submit
+
+_STEPS = 16  # of a batch that are timed at once
+_BLOCK = 16
+_TOKENS_A_WRITE = 4096
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class Steps:
+    """Decode steps over batch at one context, and over context at one batch."""
+
+    def __init__(self, contestant: InProcess, batches: Sequence[int], contexts: Sequence[int]) -> None:
+        facts = contestant.facts
+        self._formula = WorkFormula(
+            config=contestant.manifest.config,
+            weight_type=facts["weights"],
+            kv_value_bytes=WEIGHT_BYTES[facts["dtype"]],
+        )
+        self._contestant = contestant
+        self._sweep = Sweep(contestant, Roofline(facts["weights"], facts["device"]))
+        middle = batches[len(batches) // 2], contexts[len(contexts) // 2]
+        self._over_batch = self._points(batches, middle[1:])
+        self._over_context = self._points(middle[:1], contexts)
+
+    def _points(self, batches: Sequence[int], contexts: Sequence[int]) -> list[DecodePoint]:
+        arguments = Namespace(batch=batches, context=contexts, prompt_tokens=[], steps=_STEPS, usual=set())
+        points = make_points(arguments, self._contestant.settings, self._formula, self._contestant.max_context_tokens)
+        return [point for point in points if isinstance(point, DecodePoint)]
+
+    def warm_up(self) -> None:
+        """Compute the prompts once."""
+        self._sweep.warm_up([*self._over_batch, *self._over_context])
+
+    def round(self) -> Iterator[str]:
+        """One more repeat of every point; says which is next."""
+        self._sweep.probe()
+        for point in (*self._over_batch, *self._over_context):
+            yield point.label
+            self._sweep.measure(point)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: points and fits."""
+        return {
+            "over_batch": _fitted(self._over_batch, "batch_size"),
+            "over_context": _fitted(self._over_context, "context_length"),
+        }
+
+
+def _fitted(points: Sequence[DecodePoint], over: str) -> dict[str, Any]:
+    told = [point.to_dict() for point in points]
+    return {"points": told, "fits": fits([p[over] for p in told], [p["step_ms"]["median"] for p in told])}
+
+
+def kv_memory(config: ModelConfig, dtype_name: str, tokens: Sequence[int]) -> dict[str, Any]:
+    """Memory that becomes resident as tokens are written to a cache of the engine's kind, beside the closed formula.
+
+    What is not written takes none: pages come when they are touched.
+    """
+    dtype = _DTYPES[dtype_name]
+    blocks = -(-max(tokens) // _BLOCK)
+    cache = KVCache(config, num_blocks=blocks, block_size=_BLOCK, dtype=dtype, device="cpu")
+    keys = torch.ones(_TOKENS_A_WRITE, config.num_kv_heads, config.key_dim, dtype=dtype)
+    values = torch.ones(_TOKENS_A_WRITE, config.num_kv_heads, config.head_dim, dtype=dtype)
+    other = KVCache(config, num_blocks=1, block_size=_BLOCK, dtype=dtype, device="cpu")
+    other.write(0, torch.arange(_BLOCK), keys[:_BLOCK], values[:_BLOCK])  # what the first write needs beside
+    before, written, points = _resident_bytes(), 0, []
+    for wanted in sorted(tokens):
+        while written < wanted:
+            slots = torch.arange(written, min(wanted, written + _TOKENS_A_WRITE))
+            for layer in range(config.num_layers):
+                cache.write(layer, slots, keys[: len(slots)], values[: len(slots)])
+            written += len(slots)
+        formula = wanted * config.kv_bytes_per_token(dtype.itemsize)
+        resident = _resident_bytes() - before
+        points.append({"tokens": wanted, "bytes": resident, "formula": formula, "ratio": resident / formula})
+    return {
+        "bytes_per_token": config.kv_bytes_per_token(dtype.itemsize),
+        "points": points,
+        "fits": fits([p["tokens"] for p in points], [p["bytes"] for p in points]),
+    }
+
+
+def _resident_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+@dataclass(slots=True)
+class SharedPoint:
+    """A prompt that begins as an earlier one does, beside one that nobody had and that is as long as its rest.
+
+    shared_tokens: of the prompt's, those the earlier one has too. hits: of these, those found, by the engine's word.
+    """
+
+    shared_tokens: int
+    prompt_tokens: int
+    hits: int = 0
+    seconds: list[float] = field(default_factory=list)
+    rest_seconds: list[float] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "shared_tokens": self.shared_tokens,
+            "rest_tokens": self.prompt_tokens - self.shared_tokens,
+            "hits": self.hits,
+            "ttft_ms": Spread(tuple(1e3 * seconds for seconds in self.seconds)).to_dict(),
+            "rest_alone_ms": Spread(tuple(1e3 * seconds for seconds in self.rest_seconds)).to_dict(),
+            "ratio": Spread.of_ratios(self.seconds, self.rest_seconds).to_dict(),
+        }
+
+
+class Prefixes:
+    """Time to the first token over the length of a shared beginning."""
+
+    def __init__(self, contestant: InProcess, prompt_tokens: int, shared: Sequence[int]) -> None:
+        self._engine = contestant.engine
+        self._draw = random.Random(0)
+        self._vocab_size = contestant.manifest.config.vocab_size
+        self._points = [SharedPoint(count, prompt_tokens) for count in shared]
+        self._prompt_tokens = prompt_tokens
+        self._uids = (f"shared-{number}" for number in itertools.count())
+
+    def round(self) -> Iterator[str]:
+        """One more repeat of every point; says which is next."""
+        first = self._fresh(self._prompt_tokens)
+        self._ttft(first)
+        for point in self._points:
+            yield f"shared {point.shared_tokens}"
+            rest = self._fresh(point.prompt_tokens - point.shared_tokens)
+            alone = self._fresh(len(rest))
+            seconds, point.hits = self._ttft(first[: point.shared_tokens] + rest)
+            point.seconds.append(seconds)
+            point.rest_seconds.append(self._ttft(alone)[0])
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: points, and how the time grows with what is not shared."""
+        told = [point.to_dict() for point in self._points]
+        rests = [point["rest_tokens"] for point in told]
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "points": told,
+            "fits": fits(rests, [point["ttft_ms"]["median"] for point in told]),
+        }
+
+    def _fresh(self, num_tokens: int) -> tuple[int, ...]:
+        """A prompt that nobody had before."""
+        return tuple(self._draw.randrange(self._vocab_size) for _ in range(num_tokens))
+
+    def _ttft(self, token_ids: tuple[int, ...]) -> tuple[float, int]:
+        """Seconds to the first token, and tokens found in the cache, of one sequence alone."""
+        submit = Submit(
+            uid=next(self._uids),
+            attempt=0,
+            prompt_token_ids=token_ids,
+            prior_token_ids=(),
+            params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+            arrival_seconds=time.monotonic(),
+            deadline_seconds=None,
+        )
+        engine = _Watched(self._engine)
+        run = run_closed(engine, [submit], num_streams=1)
+        return run.ttft_seconds[0], engine.num_cached_tokens
+
+
+class _Watched:
+    """The engine, and how many tokens the last sequence found in the cache."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.num_cached_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._engine.has_work)
+
+    def submit(self, submit: Submit) -> None:
+        self._engine.submit(submit)
+
+    def step(self) -> Any:
+        result = self._engine.step()
+        for event in result.events:
+            if event.finish is not None:
+                self.num_cached_tokens = event.finish.num_cached_tokens
+        return result
