@@ -1,6 +1,6 @@
-"""Matrices in the order in which our kernels read them: blocks of 16 outputs, a few inputs side by side.
+"""Matrices in the order in which our kernels read them: panels of 64 outputs, a few inputs side by side.
 
-Legend: F outputs, I inputs of a matrix, N blocks, G groups of inputs, S inputs side by side.
+Legend: F outputs, I inputs of a matrix, N panels, G groups of inputs, S inputs side by side.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ def pack_floats(weight_FI: Tensor, bias_F: Tensor | None, side_by_side: int) -> 
     """A matrix in its own dtype; its bias in float32."""
     outputs, inputs = weight_FI.shape
     return Packed(
-        weight=_blocks(weight_FI, side_by_side),
+        weight=_panels(weight_FI, side_by_side),
         bias=None if bias_F is None else _longer(bias_F.float()),
         scale=None,
         shift=None,
@@ -56,7 +56,7 @@ def pack_int8(weight_FI: Tensor, scale_F: Tensor, bias_F: Tensor | None, side_by
     """A matrix of eight-bit integers with a scale an output."""
     outputs, inputs = weight_FI.shape
     return Packed(
-        weight=_blocks(weight_FI, side_by_side),
+        weight=_panels(weight_FI, side_by_side),
         bias=None if bias_F is None else _longer(bias_F.float()),
         scale=_longer(scale_F),
         shift=_longer(128 * weight_FI.sum(dim=1, dtype=torch.int32)),
@@ -77,13 +77,13 @@ def interleaved(rows: Tensor) -> Tensor:
     return torch.unflatten(halves, 1, (-1, BLOCK)).transpose(0, 1).flatten(0, 2)
 
 
-def _blocks(weight_FI: Tensor, side_by_side: int) -> Tensor:
-    """FI as N G 16 S."""
+def _panels(weight_FI: Tensor, side_by_side: int) -> Tensor:
+    """FI as N G 64 S."""
     outputs, inputs = weight_FI.shape
     groups = -(-inputs // side_by_side)
     weight_FI = functional.pad(weight_FI, (0, groups * side_by_side - inputs, 0, padded(outputs) - outputs))
-    blocks_NXGS = weight_FI.view(-1, BLOCK, groups, side_by_side)
-    return blocks_NXGS.transpose(1, 2).contiguous()
+    panels_NXGS = weight_FI.view(-1, _PANEL, groups, side_by_side)
+    return panels_NXGS.transpose(1, 2).contiguous()
 
 
 def _longer(vector_F: Tensor) -> Tensor:

@@ -121,14 +121,29 @@ inline Lanes finished(typename Kind::Sums sums, const Matrix& matrix, int64_t ou
     return matrix.bias == nullptr ? result : add(result, load(matrix.bias + output));
 }
 
-// ROWS rows of inputs times TILE_BLOCKS blocks of outputs; emitted row by row. `later` is a block of weights to fetch
-// meanwhile, for whoever comes next; null where these weights have yet to come themselves.
+// Where the weights of an output, the first of a block, begin.
+template <typename Kind>
+inline const typename Kind::Weight* weights_of(const Matrix& matrix, int64_t output) {
+    const int64_t groups = (matrix.inputs + Kind::GROUP - 1) / Kind::GROUP;
+    return static_cast<const typename Kind::Weight*>(matrix.weight) +
+           (output / PANEL * groups * PANEL + output % PANEL) * Kind::GROUP;
+}
+
+// Weights that this thread, most likely, reads next, and how many of their blocks a tile fetches meanwhile: 0 where its
+// own weights have yet to come. Then it fetches those ahead of itself, and at its end the first ones of `from`.
+template <typename Kind>
+struct Later {
+    const typename Kind::Weight* from;
+    int blocks;
+};
+
+// ROWS rows of inputs times TILE_BLOCKS blocks of outputs; emitted row by row.
 template <typename Kind, int ROWS>
 inline void tile(const Matrix& matrix, const typename Kind::Input* x, int64_t stride, const float* scales, int64_t row,
-                 int64_t output, const typename Kind::Weight* later, Emit emit, const void* work) {
+                 int64_t output, Later<Kind> later, Emit emit, const void* work) {
+    constexpr int64_t BLOCK = LANES * Kind::GROUP, STEP = PANEL * Kind::GROUP;
     const int64_t groups = (matrix.inputs + Kind::GROUP - 1) / Kind::GROUP;
-    const int64_t block_size = groups * Kind::GROUP * LANES;
-    const auto* weight = static_cast<const typename Kind::Weight*>(matrix.weight) + output / LANES * block_size;
+    const auto* weight = weights_of<Kind>(matrix, output);
     x += row * stride;
     typename Kind::Sums sums[ROWS][TILE_BLOCKS];
 #pragma GCC unroll 8
@@ -137,19 +152,20 @@ inline void tile(const Matrix& matrix, const typename Kind::Input* x, int64_t st
         for (int b = 0; b < TILE_BLOCKS; ++b) sums[r][b] = Kind::zero();
     }
     for (int64_t group = 0; group < groups; ++group) {
-        const int64_t at = group * Kind::GROUP * LANES;
+        const int64_t at = group * STEP;
         // What is read once a step is fetched past the caches, which then keep what the next step begins with.
-        if (later != nullptr) {
-            __builtin_prefetch(later + at, 0, 2);
+        if (later.blocks > 0) {
+            for (int b = 0; b < later.blocks; ++b) __builtin_prefetch(later.from + at + b * BLOCK, 0, 2);
         } else {
+            const auto* ahead = group + FETCH_AHEAD < groups ? weight : later.from - groups * STEP;
             for (int b = 0; b < TILE_BLOCKS; ++b) {
-                __builtin_prefetch(weight + b * block_size + at + FETCH_AHEAD * Kind::GROUP * LANES, 0, 0);
+                __builtin_prefetch(ahead + at + FETCH_AHEAD * STEP + b * BLOCK, 0, 0);
             }
         }
         decltype(Kind::weights(weight)) weights[TILE_BLOCKS];
 #pragma GCC unroll 4
         for (int b = 0; b < TILE_BLOCKS; ++b) {
-            weights[b] = Kind::weights(weight + b * block_size + at);
+            weights[b] = Kind::weights(weight + at + b * BLOCK);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) {
@@ -172,8 +188,7 @@ inline void tile(const Matrix& matrix, const typename Kind::Input* x, int64_t st
 
 template <typename Kind, int ROWS>
 inline void last_tile(int64_t left, const Matrix& matrix, const typename Kind::Input* x, int64_t stride,
-                      const float* scales, int64_t row, int64_t output, const typename Kind::Weight* later, Emit emit,
-                      const void* work) {
+                      const float* scales, int64_t row, int64_t output, Later<Kind> later, Emit emit, const void* work) {
     if constexpr (ROWS > 0) {
         if (left == ROWS) return tile<Kind, ROWS>(matrix, x, stride, scales, row, output, later, emit, work);
         last_tile<Kind, ROWS - 1>(left, matrix, x, stride, scales, row, output, later, emit, work);
@@ -184,24 +199,28 @@ template <typename Kind>
 void multiply_as(const Matrix& matrix, const void* x, int64_t stride, const float* scales, int64_t rows,
                  int64_t threads, Emit emit, const void* work) {
     const int64_t parts = (rows + TASK_ROWS - 1) / TASK_ROWS;
-    const int64_t block_size = (matrix.inputs + Kind::GROUP - 1) / Kind::GROUP * Kind::GROUP * LANES;
     const auto* inputs = static_cast<const typename Kind::Input*>(x);
-    const auto* weights = static_cast<const typename Kind::Weight*>(matrix.weight);
+    constexpr int64_t outputs = TILE_BLOCKS * LANES;
     parallel_for(matrix.outputs / PANEL * parts, threads, [&](int64_t task, int) {
         const int64_t panel = task / parts * PANEL, first = task % parts * TASK_ROWS;
         const int64_t end = first + TASK_ROWS < rows ? first + TASK_ROWS : rows;
-        for (int64_t output = panel; output < panel + PANEL; output += TILE_BLOCKS * LANES) {
-            const auto* following = weights + (output / LANES + TILE_BLOCKS) * block_size;
-            int64_t row = first;
-            int number = -1;  // of the block that the next tile fetches; the first tile waits for its own
-            auto next = [&]() {
-                const int block = number < TILE_BLOCKS ? number++ : number;
-                return block < 0 ? nullptr : following + (block < TILE_BLOCKS ? block : 0) * block_size;
+        // The first tile waits for its weights, the others share the fetching of the next ones.
+        const auto others = static_cast<int>((end - first + TILE_ROWS - 1) / TILE_ROWS - 1);
+        const int share = others > 0 ? (TILE_BLOCKS + others - 1) / others : 0;
+        for (int64_t output = panel; output < panel + PANEL; output += outputs) {
+            const bool is_last = output + outputs == panel + PANEL;
+            const auto* next = weights_of<Kind>(matrix, is_last ? panel + threads * PANEL : output + outputs);
+            int fetched = -share;
+            auto later = [&]() -> Later<Kind> {
+                const int block = fetched + share <= TILE_BLOCKS ? fetched : TILE_BLOCKS - share;
+                fetched += share;
+                return block < 0 ? Later<Kind>{next, 0} : Later<Kind>{next + block * LANES * Kind::GROUP, share};
             };
+            int64_t row = first;
             for (; row + TILE_ROWS <= end; row += TILE_ROWS) {
-                tile<Kind, TILE_ROWS>(matrix, inputs, stride, scales, row, output, next(), emit, work);
+                tile<Kind, TILE_ROWS>(matrix, inputs, stride, scales, row, output, later(), emit, work);
             }
-            last_tile<Kind, TILE_ROWS - 1>(end - row, matrix, inputs, stride, scales, row, output, next(), emit, work);
+            last_tile<Kind, TILE_ROWS - 1>(end - row, matrix, inputs, stride, scales, row, output, later(), emit, work);
         }
     });
 }

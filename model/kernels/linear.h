@@ -9,8 +9,8 @@ namespace kvasir {
 
 enum class Numbers : int64_t { float32 = 0, bfloat16 = 1, int8 = 2 };
 
-// A matrix as Python hands it over. Outputs lie in blocks of 16, padded with zeros to whole panels; in a block, `GROUP`
-// inputs of the first output, of the second and so on, then the next inputs.
+// A matrix as Python hands it over. Outputs lie in panels, the last padded with zeros; in a panel, `GROUP` inputs of the
+// first output, of the second and so on, then the next inputs: one stream of memory, from a matrix's begin to its end.
 struct Matrix {
     const void* weight;
     const float* bias;     // of every padded output, or null

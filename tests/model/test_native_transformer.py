@@ -130,17 +130,17 @@ def test_a_layer_can_be_looked_at(level: str) -> None:
 
 
 def test_a_packed_matrix_holds_every_weight_once() -> None:
-    """Blocks of 16 outputs, zeros behind the last one; gates and gated in turns."""
-    linear = torch.nn.Linear(6, 40)
+    """Panels of 64 outputs, zeros behind the last one; gates and gated in turns of 16."""
+    linear = torch.nn.Linear(6, 90)
     packed = pack(linear, lambda _: 4)
-    assert packed.outputs == padded(40) == 64
-    assert packed.weight.shape == (64 // BLOCK, 2, BLOCK, 4)
-    assert packed.weight[1, 0, 3, 2] == linear.weight[BLOCK + 3, 2]
-    assert packed.weight[1, 1, 3].tolist() == [*linear.weight[BLOCK + 3, 4:].tolist(), 0.0, 0.0]
+    assert packed.outputs == padded(90) == 128
+    assert packed.weight.shape == (2, 2, 64, 4)
+    assert packed.weight[1, 0, 3, 2] == linear.weight[64 + 3, 2]
+    assert packed.weight[1, 1, 3].tolist() == [*linear.weight[64 + 3, 4:].tolist(), 0.0, 0.0]
     assert packed.weight.count_nonzero() == linear.weight.count_nonzero()
     gated = pack(linear, lambda _: 1, gated=True)
     assert gated.weight[0, :, 3, 0].tolist() == linear.weight[3].tolist()
-    assert gated.weight[1, :, 3, 0].tolist() == linear.weight[20 + 3].tolist()
-    assert gated.weight[2, :, 3, 0].tolist() == linear.weight[BLOCK + 3].tolist()
+    assert gated.weight[0, :, BLOCK + 3, 0].tolist() == linear.weight[45 + 3].tolist()
+    assert gated.weight[0, :, 2 * BLOCK + 3, 0].tolist() == linear.weight[BLOCK + 3].tolist()
     assert gated.bias is not None
-    assert gated.bias[BLOCK + 3] == linear.bias[20 + 3]
+    assert gated.bias[BLOCK + 3] == linear.bias[45 + 3]
