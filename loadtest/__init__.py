@@ -35,6 +35,10 @@ sdk_caller        a user of OpenAI's Python SDK beside it: what its code sees
 instant_engine    an engine that computes nothing, in the worker of a real service
 bench_speculation  drafts by prompt lookup: what they save, and cost
 bench_frontend    that service: what HTTP, JSON and queues cost a token
+bench_latency     who waits for whom: a short prompt for those who stream, and they for a long one
+steady_streams    streams that go on meanwhile: when each of their tokens came
+interruption      what an arrival does to these: steps and gaps between times
+latency_plot      its picture: the token budget's trade-off
 bench_recovery    how long streams pause when the worker is killed
 performance_page  docs/performance.md from docs/results/*.json
 page_engine       its part on the engine in-process
@@ -45,6 +49,7 @@ scaling_engine    what of it is the engine's
 scaling_start     what of it is a service's start, over its checkpoint's size
 scaling_fits      power laws and lines through measured points
 scaling_plot      its picture
+page_latency      its part on who waits for whom
 page_text         how it writes medians and tables
 performance_plot  its pictures
 attention_rows    the mechanisms of attention: a recipe each, and what it changes

@@ -4,6 +4,7 @@ Both are of Llama's architecture with tied embeddings. Tokens are bytes, then pa
 characters, so that what such a model says is text. Imports torch.
 """
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -51,9 +52,16 @@ def shape_tokenizer(vocab_size: int) -> ByteLevelTokenizer:
     )
 
 
-def write_random_checkpoint(directory: Path, name: str, *, seed: int = 0) -> Path:
-    """A complete checkpoint of this shape, float32, the same for the same seed. Returns the directory."""
+def write_random_checkpoint(
+    directory: Path, name: str, *, seed: int = 0, max_context_length: int | None = None
+) -> Path:
+    """A complete checkpoint of this shape, float32, the same for the same seed. Returns the directory.
+
+    max_context_length: where it is to be another than the shape's.
+    """
     config = shape_config(name)
+    if max_context_length is not None:
+        config = dataclasses.replace(config, max_context_length=max_context_length)
     model = Transformer(config, ATTENTION_BACKENDS["sdpa"])
     model.initialize(seed)
     tokenizer = shape_tokenizer(config.vocab_size)

@@ -121,6 +121,7 @@ def build_engine(
         max_num_running=settings.max_num_running,
         max_batched_tokens=settings.max_batched_tokens,
         max_draft_tokens=settings.speculative_tokens,
+        prompt_slowdown=settings.prompt_slowdown,
         enable_prefix_cache=settings.enable_prefix_cache,
         max_context_length=max_context_length,
     )

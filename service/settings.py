@@ -71,6 +71,12 @@ class ModelSettings(BaseSettings):
     )
     max_num_running: int = option("engine", "sequences that compute in one step", 64, ge=1, le=4096)
     max_batched_tokens: int = option("engine", "tokens computed in one step", 512, ge=1)
+    prompt_slowdown: float = option(
+        "engine",
+        "how many times as long one prompt may make a step in which others get tokens, about; inf: any number",
+        1.75,
+        ge=1,
+    )
     speculative_tokens: int = option(
         "engine", "most tokens to guess ahead where a text repeats itself (prompt lookup); 0: none", 0, ge=0, le=64
     )

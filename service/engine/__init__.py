@@ -8,6 +8,7 @@ endings       drawn tokens join their sequence; when one ends it, and what may n
 prompt_lookup drafts of what may follow, from what followed before
 step_cost     what one row more costs a step, measured
 drafting      whose next tokens a step guesses, and how many: where their chance is worth their price
+prompt_pace   how many of a prompt's tokens a step computes beside others' next ones
 fair_queue    who waits, and whose turn it is: owners by what they were served, their sequences by rank
 plan          what one step computes: a frozen value
 scheduler     who computes how much in the next step; pure Python

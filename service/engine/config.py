@@ -1,5 +1,6 @@
 """How much the engine holds and how much it does in a step: one frozen value."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -14,6 +15,7 @@ class EngineConfig:
     enable_prefix_cache: share the blocks of equal prefixes.
     max_context_length: tokens at which every sequence ends; None for as many as the model has positions.
     max_draft_tokens: of a sequence in a step, see `prompt_lookup`; 0 for no drafts.
+    prompt_slowdown: see `prompt_pace`; infinite for prompts as long as the budget allows.
 
     Raises:
         ValueError: a size is not positive, or the budget cannot serve every running sequence.
@@ -26,6 +28,7 @@ class EngineConfig:
     enable_prefix_cache: bool = True
     max_context_length: int | None = None
     max_draft_tokens: int = 0
+    prompt_slowdown: float = math.inf
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "max_num_running", "max_batched_tokens", "max_context_length"):

@@ -2,8 +2,9 @@
 
 There are no phases. A sequence has `num_computed_tokens` and must catch up with its tokens; a step has one budget of
 `max_batched_tokens`, which serves sequences that are one token behind first (decode) and spends the rest on longer
-arrears (prompts), oldest first. Continuous batching, chunked prefill, prefix hits and going on after a preemption or a
-crash are all this one rule. (The idea is vLLM's; Kwon et al. 2023, Agrawal et al. 2023, arXiv 2308.16369.)
+arrears (prompts), oldest first, of each no more than `prompt_pace` allows. Continuous batching, chunked prefill, prefix
+hits and going on after a preemption or a crash are all this one rule. (The idea is vLLM's; Kwon et al. 2023, Agrawal et
+al. 2023, arXiv 2308.16369.)
 
 Why nothing starves: of those that run, what ranks first (by arrival, but for priorities: `service.engine.sequence`) is
 served first and may take blocks from whatever ranks later, and every sequence that is let in fits the pool alone. So
@@ -23,6 +24,7 @@ from service.engine.endings import Endings
 from service.engine.fair_queue import FairQueue
 from service.engine.plan import Chunk, StepPlan, drawn_rows, is_decode
 from service.engine.prefix_cache import PrefixCache
+from service.engine.prompt_pace import PromptPace
 from service.engine.sequence import Sequence, SequenceStatus
 from service.messages import FinishReason
 
@@ -51,6 +53,7 @@ class Scheduler:
         self._pool = BlockPool(config.num_blocks)
         self._prefix_cache = PrefixCache(self._pool, config)
         self._drafting = Drafting(config, self._pool)
+        self._pace = PromptPace(config.prompt_slowdown)
         self._scheduled_seconds = 0.0
         self._sequences: dict[str, Sequence] = {}
         self._waiting = FairQueue()
@@ -135,8 +138,9 @@ class Scheduler:
                 draft = self._drafting.draft(sequence) if sequence.lookup is not None else ()
                 chunks.append(self._plan(sequence, 1, draft))
                 budget -= 1 + len(draft)
+        most = self._pace.most_tokens(len(chunks))
         for sequence in behind:
-            wanted = min(sequence.num_remaining_tokens, budget)
+            wanted = min(sequence.num_remaining_tokens, budget, most)
             if wanted == 0:
                 break
             end = sequence.num_computed_tokens + wanted
@@ -152,7 +156,7 @@ class Scheduler:
             queries += num_queried
             hits += sequence.num_computed_tokens
             cached += sequence.num_cached_tokens if sequence.first_scheduled_seconds is None else 0
-            wanted = min(sequence.num_remaining_tokens, budget)
+            wanted = min(sequence.num_remaining_tokens, budget, most)
             chunks.append(self._plan(sequence, wanted))
             budget -= wanted
         self._stamp(chunks[num_before:])
@@ -175,6 +179,7 @@ class Scheduler:
         drawn = list(token_ids)
         now = self._clock()
         self._drafting.observe(plan, now - self._scheduled_seconds)
+        self._pace.observe(plan, now - self._scheduled_seconds)
         finished: list[Sequence] = []
         for chunk, rows in zip(plan.chunks, plan.drawn_rows, strict=True):
             sequence = chunk.sequence

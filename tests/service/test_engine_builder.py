@@ -153,6 +153,7 @@ def test_what_was_asked_for_is_what_is_built(
         dtype="bfloat16",
         max_num_running=3,
         max_batched_tokens=99,
+        prompt_slowdown=3.0,
         enable_prefix_cache=False,
         attention="eager",
     )
@@ -165,6 +166,7 @@ def test_what_was_asked_for_is_what_is_built(
             num_blocks=facts.num_blocks,
             max_num_running=3,
             max_batched_tokens=99,
+            prompt_slowdown=3.0,
             enable_prefix_cache=False,
             max_context_length=CONTEXT,
         )

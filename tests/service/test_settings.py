@@ -1,5 +1,6 @@
 """Flags, variables, defaults; one line for what cannot be used."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def test_every_flag_of_the_contract_is_read() -> None:
         *("--max-context-length", "99", "--chat-template", "plain", "--no-generation-config"),
         *("--max-waiting-tokens", "11", "--api-keys-file", "k", "--no-open-probes", "--no-open-metrics"),
         *("--cors-origins", "https://a.b", "--model-alias", "x:1", "--model-alias", "y,z", "--max-prompts", "7"),
-        *("--embedding-pooling", "last", "--speculative-tokens", "8"),
+        *("--embedding-pooling", "last", "--speculative-tokens", "8", "--prompt-slowdown", "inf"),
         *("--target-queue-seconds", "0.25", "--max-queue-seconds", "9.5", "--resume-seconds", "3"),
         *("--no-standby", "--hang-seconds", "9.5", "--quantize", "int8", "--cache-dir", "k/c"),
         *("--no-cuda-graphs", "--gpu-memory-share", "0.5"),
@@ -73,6 +74,7 @@ def test_every_flag_of_the_contract_is_read() -> None:
         "threads": 3,
         "max_num_running": 5,
         "max_batched_tokens": 77,
+        "prompt_slowdown": math.inf,
         "block_size": 32,
         "kv_cache_memory": 12,
         "enable_prefix_cache": False,

@@ -1,0 +1,201 @@
+"""Who waits for whom: a short prompt for those who stream, and those who stream for a long prompt. Over HTTP.
+
+    python -m loadtest.bench_latency --out docs/results/latency.json --plot docs/latency.png -- --dtype bfloat16
+
+A short prompt that arrives while others decode waits for the step under way and for its own: its time to first token
+is counted in steps, which are tokens that the others got meanwhile. A long prompt makes steps longer while it is
+computed, chunk by chunk: the others' gaps between tokens in that time are told beside their gaps right before, for each
+`--max-batched-tokens`, with how long the prompt itself took. Prompts are random tokens, no two alike. What follows `--`
+goes to `kvasir serve`.
+"""
+
+import argparse
+import asyncio
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from loadtest.bench_arguments import split_at_dashes
+from loadtest.interruption import gaps_within, percentile, steps_between
+from loadtest.latency_plot import draw
+from loadtest.provenance import provenance, quiet_or_warned, tell
+from loadtest.service_process import ServiceFailed, ServiceProcess
+from loadtest.shape_names import SHAPE_SIZES
+from loadtest.shapes import write_random_checkpoint
+from loadtest.spread import Spread
+from loadtest.sse_client import Target
+from loadtest.steady_streams import Stream, random_prompt
+from loadtest.workload import CompletionRequest
+
+_CONTEXT = 8192
+_SHORT_TOKENS = 16
+_FIRST_REQUEST = CompletionRequest(index=0, prompt="Once upon a time", max_tokens=1, temperature=0.0)
+# How long the others stream alone before each arrival.
+_QUIET_SECONDS = 0.5
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """What was seen of several arrivals, one after the other.
+
+    steps: of the engine until each one's first token. before, during: gaps of those who streamed, seconds.
+    """
+
+    ttft_seconds: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    before: list[list[float]] = field(default_factory=list)
+    during: list[list[float]] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: of each arrival a value, the gaps as their 99th percentiles."""
+        before = [1e3 * percentile(gaps, 0.99) for gaps in self.before]
+        during = [1e3 * percentile(gaps, 0.99) for gaps in self.during]
+        return {
+            "ttft_ms": Spread(tuple(1e3 * seconds for seconds in self.ttft_seconds)).to_dict(),
+            "steps": Spread(tuple(map(float, self.steps))).to_dict(),
+            "itl_p50_ms_before": 1e3 * statistics.median(gap for gaps in self.before for gap in gaps),
+            "itl_p99_ms_before": Spread(tuple(before)).to_dict(),
+            "itl_p99_ms_during": Spread(tuple(during)).to_dict(),
+            "itl_p99_ratio": Spread.of_ratios(during, before).to_dict(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """So many who stream, and prompts of so many tokens that arrive one after the other."""
+
+    num_streams: int
+    prompt_tokens: int
+    num_arrivals: int
+    seed: int
+
+
+async def measure(target: Target, load: Load, *, vocab_size: int) -> Arrivals:
+    """Let prompts arrive while others decode, at any moment of a step."""
+    draw_number, seen = random.Random(load.seed), Arrivals()
+
+    def stream(num_tokens: int, max_tokens: int) -> Stream:
+        prompt = random_prompt(draw_number, num_tokens, vocab_size)
+        return Stream(target, prompt, max_tokens, seed=draw_number.randrange(2**31))
+
+    others: list[Stream] = []
+    try:
+        for _ in range(load.num_streams):  # one by one: together they are more than may wait
+            others.append(stream(_SHORT_TOKENS, _CONTEXT - 2 * _SHORT_TOKENS))
+            await others[-1].begin()
+        for _ in range(load.num_arrivals):
+            began = time.perf_counter()
+            await asyncio.sleep(_QUIET_SECONDS * draw_number.uniform(1.0, 1.5))
+            arrival = stream(load.prompt_tokens, 1)
+            first = await arrival.begin()
+            await asyncio.sleep(_QUIET_SECONDS)  # the gaps that were open then end
+            await arrival.leave()
+            times = [other.seconds for other in others]
+            seen.ttft_seconds.append(first - arrival.sent_seconds)
+            seen.steps.append(steps_between(times, arrival.sent_seconds, first))
+            seen.before.append(gaps_within(times, began, arrival.sent_seconds))
+            seen.during.append(gaps_within(times, arrival.sent_seconds, first))
+    finally:
+        await asyncio.gather(*(other.leave() for other in others))
+    return seen
+
+
+def measure_all(arguments: argparse.Namespace, serve: Sequence[str], checkpoint: Path) -> dict[str, Any]:
+    """Short prompts by the settings as they are, then long ones for each budget."""
+    vocab_size = SHAPE_SIZES[arguments.shape]["vocab_size"]
+    short = Load(
+        num_streams=arguments.short_streams,
+        prompt_tokens=_SHORT_TOKENS,
+        num_arrivals=arguments.short_arrivals,
+        seed=arguments.seed,
+    )
+    long = Load(
+        num_streams=arguments.long_streams,
+        prompt_tokens=arguments.prompt_tokens,
+        num_arrivals=arguments.arrivals,
+        seed=arguments.seed,
+    )
+
+    def run(load: Load, flags: Sequence[str]) -> dict[str, Any]:
+        with ServiceProcess(checkpoint, [*serve, *flags]) as service:
+            service.wait_first_token(_FIRST_REQUEST)
+            # Once unseen: the first long prompt finds memory that nobody has touched yet.
+            warm = Load(num_streams=1, prompt_tokens=load.prompt_tokens, num_arrivals=1, seed=load.seed + 1)
+            asyncio.run(measure(service.target, warm, vocab_size=vocab_size))
+            return asyncio.run(measure(service.target, load, vocab_size=vocab_size)).to_dict()
+
+    budgets = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("short prompts", total=1 + len(arguments.budgets))
+        result = {"short": {"streams": short.num_streams, "prompt_tokens": short.prompt_tokens} | run(short, ())}
+        for budget in arguments.budgets:
+            progress.update(task, advance=1, description=f"budget {budget}")
+            flags = ["--max-batched-tokens", str(budget), "--max-num-running", str(min(budget, 64))]
+            budgets.append({"max_batched_tokens": budget} | run(long, flags))
+    facts = {"streams": long.num_streams, "prompt_tokens": long.prompt_tokens, "budgets": budgets}
+    return {"kind": "latency", "shape": arguments.shape, "serve": list(serve), **result, "long": facts}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.bench_latency",
+        description="Time to first token beside others, and what a long prompt does to them, for each token budget.",
+        epilog="What follows -- goes to `kvasir serve`, like -- --dtype bfloat16",
+    )
+    add = parser.add_argument
+    add("--shape", choices=sorted(SHAPE_SIZES), default="S", help="random weights (default: %(default)s)")
+    add("--out", type=Path, metavar="FILE", help="write the JSON there (default: standard output)")
+    add("--plot", type=Path, metavar="FILE", help="draw the budgets' trade-off there")
+    add("--short-streams", type=int, default=63, metavar="N", help="beside a short prompt (default: %(default)s)")
+    add("--short-arrivals", type=int, default=20, metavar="N", help="short prompts (default: %(default)s)")
+    add("--long-streams", type=int, default=16, metavar="N", help="beside a long prompt (default: %(default)s)")
+    add("--arrivals", type=int, default=5, metavar="N", help="long prompts for each budget (default: %(default)s)")
+    add("--prompt-tokens", type=int, default=4096, metavar="N", help="of a long prompt (default: %(default)s)")
+    add(
+        "--budgets",
+        type=int,
+        nargs="+",
+        default=[32, 64, 128, 256, 512, 1024],
+        metavar="N",
+        help="of --max-batched-tokens, each over --long-streams (default: 32 to 1024)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of prompts and moments (default: %(default)s)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, write JSON, draw. Returns the exit code: 0, 1 when the service failed, 2 for unusable arguments."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    own, serve = split_at_dashes(given)
+    parser = _parser()
+    arguments = parser.parse_args(own)
+    if min(arguments.budgets) <= arguments.long_streams:
+        parser.error("--budgets: each must be over --long-streams, or nothing is left for a prompt")
+    facts = provenance(parser.prog, given) | {"other_work_cores": quiet_or_warned(parser.prog)}
+    began = time.perf_counter()
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvasir-bench-") as directory:
+            checkpoint = write_random_checkpoint(Path(directory), arguments.shape, max_context_length=_CONTEXT)
+            result = measure_all(arguments, serve, checkpoint)
+    except ServiceFailed as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    result = facts | {"took_seconds": round(time.perf_counter() - began, 1)} | result
+    tell(result, arguments.out)
+    if arguments.plot is not None:
+        draw(arguments.plot, result)
+        print(arguments.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
