@@ -38,7 +38,7 @@ bench_frontend    that service: what HTTP, JSON and queues cost a token
 bench_latency     who waits for whom: a short prompt for those who stream, and they for a long one
 steady_streams    streams that go on meanwhile: when each of their tokens came
 interruption      what an arrival does to these: steps and gaps between times
-latency_plot      its picture: the token budget's trade-off
+latency_plot      its picture: what a long prompt costs others over how long it takes
 bench_recovery    how long streams pause when the worker is killed
 performance_page  docs/performance.md from docs/results/*.json
 page_engine       its part on the engine in-process

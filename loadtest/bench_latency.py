@@ -4,9 +4,9 @@
 
 A short prompt that arrives while others decode waits for the step under way and for its own: its time to first token
 is counted in steps, which are tokens that the others got meanwhile. A long prompt makes steps longer while it is
-computed, chunk by chunk: the others' gaps between tokens in that time are told beside their gaps right before, for each
-`--max-batched-tokens`, with how long the prompt itself took. Prompts are random tokens, no two alike. What follows `--`
-goes to `kvasir serve`.
+computed, chunk by chunk: the others' gaps between tokens in that time are told beside their gaps right before, with how
+long the prompt itself took, for each `--max-batched-tokens` as the only bound of a chunk, and for each
+`--prompt-slowdown`. Prompts are random tokens, no two alike. What follows `--` goes to `kvasir serve`.
 """
 
 import argparse
@@ -35,10 +35,13 @@ from loadtest.spread import Spread
 from loadtest.sse_client import Target
 from loadtest.steady_streams import Stream, random_prompt
 from loadtest.workload import CompletionRequest
+from service.settings import ModelSettings
 
 _CONTEXT = 8192
 _SHORT_TOKENS = 16
 _FIRST_REQUEST = CompletionRequest(index=0, prompt="Once upon a time", max_tokens=1, temperature=0.0)
+_DEFAULT_BUDGET: int = ModelSettings.model_fields["max_batched_tokens"].default
+_DEFAULT_SLOWDOWN: float = ModelSettings.model_fields["prompt_slowdown"].default
 # How long the others stream alone before each arrival.
 _QUIET_SECONDS = 0.5
 
@@ -110,7 +113,7 @@ async def measure(target: Target, load: Load, *, vocab_size: int) -> Arrivals:
 
 
 def measure_all(arguments: argparse.Namespace, serve: Sequence[str], checkpoint: Path) -> dict[str, Any]:
-    """Short prompts by the settings as they are, then long ones for each budget."""
+    """Short prompts by the settings as they are, then long ones for each bound."""
     vocab_size = SHAPE_SIZES[arguments.shape]["vocab_size"]
     short = Load(
         num_streams=arguments.short_streams,
@@ -133,40 +136,52 @@ def measure_all(arguments: argparse.Namespace, serve: Sequence[str], checkpoint:
             asyncio.run(measure(service.target, warm, vocab_size=vocab_size))
             return asyncio.run(measure(service.target, load, vocab_size=vocab_size)).to_dict()
 
-    budgets = []
+    # A slowdown that JSON has no number for is none.
+    bounds: list[tuple[int, float | None]] = [(budget, None) for budget in arguments.budgets]
+    bounds += [(_DEFAULT_BUDGET, slowdown) for slowdown in arguments.slowdowns]
+    points = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("short prompts", total=1 + len(arguments.budgets))
+        task = progress.add_task("short prompts", total=1 + len(bounds))
         result = {"short": {"streams": short.num_streams, "prompt_tokens": short.prompt_tokens} | run(short, ())}
-        for budget in arguments.budgets:
-            progress.update(task, advance=1, description=f"budget {budget}")
+        for budget, slowdown in bounds:
+            progress.update(task, advance=1, description=f"budget {budget}, slowdown {slowdown or 'inf'}")
             flags = ["--max-batched-tokens", str(budget), "--max-num-running", str(min(budget, 64))]
-            budgets.append({"max_batched_tokens": budget} | run(long, flags))
-    facts = {"streams": long.num_streams, "prompt_tokens": long.prompt_tokens, "budgets": budgets}
+            flags += ["--prompt-slowdown", str(slowdown or "inf")]
+            points.append({"max_batched_tokens": budget, "prompt_slowdown": slowdown} | run(long, flags))
+    facts = {"streams": long.num_streams, "prompt_tokens": long.prompt_tokens, "points": points}
     return {"kind": "latency", "shape": arguments.shape, "serve": list(serve), **result, "long": facts}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m loadtest.bench_latency",
-        description="Time to first token beside others, and what a long prompt does to them, for each token budget.",
+        description="Time to first token beside others, and what a long prompt does to them, by its bounds.",
         epilog="What follows -- goes to `kvasir serve`, like -- --dtype bfloat16",
     )
     add = parser.add_argument
     add("--shape", choices=sorted(SHAPE_SIZES), default="S", help="random weights (default: %(default)s)")
     add("--out", type=Path, metavar="FILE", help="write the JSON there (default: standard output)")
-    add("--plot", type=Path, metavar="FILE", help="draw the budgets' trade-off there")
+    add("--plot", type=Path, metavar="FILE", help="draw the trade-off there")
     add("--short-streams", type=int, default=63, metavar="N", help="beside a short prompt (default: %(default)s)")
-    add("--short-arrivals", type=int, default=20, metavar="N", help="short prompts (default: %(default)s)")
+    add("--short-arrivals", type=int, default=12, metavar="N", help="short prompts (default: %(default)s)")
     add("--long-streams", type=int, default=16, metavar="N", help="beside a long prompt (default: %(default)s)")
-    add("--arrivals", type=int, default=5, metavar="N", help="long prompts for each budget (default: %(default)s)")
+    add("--arrivals", type=int, default=3, metavar="N", help="long prompts for each bound (default: %(default)s)")
     add("--prompt-tokens", type=int, default=4096, metavar="N", help="of a long prompt (default: %(default)s)")
     add(
         "--budgets",
         type=int,
         nargs="+",
-        default=[32, 64, 128, 256, 512, 1024],
+        default=[64, 128, 256, 512, 1024],
         metavar="N",
-        help="of --max-batched-tokens, each over --long-streams (default: 32 to 1024)",
+        help="of --max-batched-tokens, each over --long-streams (default: 64 to 1024)",
+    )
+    add(
+        "--slowdowns",
+        type=float,
+        nargs="+",
+        default=[_DEFAULT_SLOWDOWN],
+        metavar="X",
+        help=f"of --prompt-slowdown, at --max-batched-tokens {_DEFAULT_BUDGET} (default: %(default)s)",
     )
     add("--seed", type=int, default=0, metavar="N", help="of prompts and moments (default: %(default)s)")
     return parser

@@ -1,9 +1,10 @@
-"""The picture of a token budget's trade-off: what a long prompt costs those who stream, and how long it takes."""
+"""The picture of a trade-off: what a long prompt costs those who stream, over how long it takes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from loadtest.performance_plot import digest
@@ -14,24 +15,31 @@ MOST_RATIO = 2.0
 
 
 def draw(path: Path, result: Mapping[str, Any]) -> None:
-    """Gaps of the others over the budget, as ratios to what they were, and the prompt's time to first token."""
-    budgets = result["long"]["budgets"]
-    sizes = [point["max_batched_tokens"] for point in budgets]
+    """The others' gaps, as ratios to what they were, over the prompt's time to first token: a point for each bound."""
     figure = Figure(figsize=(7, 4), layout="constrained")
-    left = figure.subplots()
-    right = left.twinx()
-    ratios = [point["itl_p99_ratio"] for point in budgets]
-    medians = [ratio["median"] for ratio in ratios]
-    bars = [[ratio["median"] - ratio["min"] for ratio in ratios], [ratio["max"] - ratio["median"] for ratio in ratios]]
-    left.errorbar(sizes, medians, bars, fmt="o-", color="C0", capsize=3, label="others' ITL p99, ratio to before")
-    left.axhline(MOST_RATIO, color="C0", linestyle=":")
-    right.plot(sizes, [p["ttft_ms"]["median"] for p in budgets], "s--", color="C1", label="TTFT of the prompt")
-    left.set_xscale("log", base=2)
-    left.set_xticks(sizes, [str(size) for size in sizes])
-    left.set_ylim(bottom=0)
-    right.set_ylim(bottom=0)
-    left.set_xlabel("--max-batched-tokens")
-    left.set_ylabel("others' ITL p99, ratio to before (dotted: 2)", color="C0")
-    right.set_ylabel(f"ms to the first token of {result['long']['prompt_tokens']:,} tokens", color="C1")
-    left.grid(visible=True, alpha=0.25)
+    axes = figure.subplots()
+    points = result["long"]["points"]
+    by_budget = [point for point in points if point["prompt_slowdown"] is None]
+    by_slowdown = [point for point in points if point["prompt_slowdown"] is not None]
+    _line(axes, by_budget, "max_batched_tokens", "--max-batched-tokens alone", "C0")
+    _line(axes, by_slowdown, "prompt_slowdown", "--prompt-slowdown", "C1")
+    axes.axhline(MOST_RATIO, color="black", linestyle=":", linewidth=1)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xlim(left=0)
+    axes.set_xlabel(f"ms to the first token of a prompt of {result['long']['prompt_tokens']:,}")
+    axes.set_ylabel(f"ITL p99 of {result['long']['streams']} others, ratio (dotted: {MOST_RATIO:g})")
+    axes.grid(visible=True, alpha=0.25)
+    axes.legend(fontsize=8)
     figure.savefig(path, dpi=_DPI, metadata={"Source": digest(result), "Software": None})
+
+
+def _line(axes: Axes, points: Sequence[Mapping[str, Any]], name: str, label: str, color: str) -> None:
+    """Medians with their spread, each with its bound beside it."""
+    times, ratios = ([point[figure] for point in points] for figure in ("ttft_ms", "itl_p99_ratio"))
+    x, y = ([each["median"] for each in figures] for figures in (times, ratios))
+    below = [each["median"] - each["min"] for each in ratios]
+    above = [each["max"] - each["median"] for each in ratios]
+    axes.errorbar(x, y, [below, above], fmt="o-", color=color, capsize=3, label=label)
+    for point, at in zip(points, zip(x, y, strict=True), strict=True):
+        axes.annotate(f"{point[name]:g}", at, xytext=(6, 4), textcoords="offset points", fontsize=8)

@@ -18,21 +18,30 @@ the engine (median; smallest and largest in brackets): the rest of the step unde
 {spread(short["ttft_ms"], ".1f")} ms, where the others' tokens were {short["itl_p50_ms_before"]:.1f} ms apart.
 
 **A long prompt**, of {long["prompt_tokens"]:,} tokens, that arrives while {long["streams"]} others decode is computed
-in chunks, beside their tokens. A larger `--max-batched-tokens` allows larger chunks: the prompt is done sooner, and the
-others' tokens are further apart meanwhile. The 99th percentile of their gaps, right before it came and until its first
-token:
+in chunks, beside their tokens. With larger chunks it is done sooner, and the others' tokens are further apart
+meanwhile. `--max-batched-tokens` bounds a step; `--prompt-slowdown` bounds a prompt's part of it by how long the others'
+would take alone, as was measured of late. The 99th percentile of the others' gaps, right before the prompt came and
+until its first token:
 
-{table(_HEAD, [_row(point) for point in long["budgets"]])}
-![what a long prompt costs the others, and how long it takes, over the budget]({picture})
+{table(_HEAD, [_row(point) for point in long["points"]])}
+![what a long prompt costs the others over how long it takes]({picture})
 """
 
 
-_HEAD = ("--max-batched-tokens", "others' ITL p99 before, ms", "during, ms", "ratio", "TTFT of the prompt, ms")
+_HEAD = (
+    "`--max-batched-tokens`",
+    "`--prompt-slowdown`",
+    "others' ITL p99 before, ms",
+    "during, ms",
+    "ratio",
+    "TTFT of the prompt, ms",
+)
 
 
 def _row(point: dict[str, Any]) -> list[str]:
     return [
         str(point["max_batched_tokens"]),
+        str(point["prompt_slowdown"] or "inf"),
         spread(point["itl_p99_ms_before"], ".1f"),
         spread(point["itl_p99_ms_during"], ".1f"),
         spread(point["itl_p99_ratio"], ".2f"),

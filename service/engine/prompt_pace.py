@@ -12,8 +12,8 @@ from service.engine.plan import StepPlan
 
 # A step takes as long as if it had so many rows more than it has: its fixed part.
 _FIXED_ROWS = 16
-# Fewer of a prompt's tokens are not worth a step of their own.
-_LEAST_TOKENS = 8
+# Fewer of a prompt's tokens take as long: each chunk reads the keys of all that came before it.
+_LEAST_TOKENS = 16
 # How much of what is known stays at each step that says something.
 _MEMORY = 0.8
 # A step that took so many times as long as expected says something of the machine.

@@ -50,13 +50,17 @@ def seen(slower: float) -> Arrivals:
 
 
 def result() -> dict[str, Any]:
-    budgets = [{"max_batched_tokens": size} | seen(slower).to_dict() for size, slower in ((64, 1.5), (512, 4.0))]
+    bounds = ((64, None, 1.5), (512, None, 4.0), (512, 1.75, 2.0))
+    points = [
+        {"max_batched_tokens": size, "prompt_slowdown": slowdown} | seen(slower).to_dict()
+        for size, slowdown, slower in bounds
+    ]
     return {
         "command": "python -m loadtest.bench_latency",
         "shape": "S",
         "serve": ["--dtype", "bfloat16"],
         "short": {"streams": 63, "prompt_tokens": 16} | seen(1.0).to_dict(),
-        "long": {"streams": 16, "prompt_tokens": 4096, "budgets": budgets},
+        "long": {"streams": 16, "prompt_tokens": 4096, "points": points},
     }
 
 
@@ -73,8 +77,9 @@ def test_arrivals_are_told_each_and_the_gaps_as_ratios_pair_by_pair() -> None:
 def test_the_page_tells_the_figures_of_the_result() -> None:
     page = page_latency.section(result(), "latency.png")
     assert "first token after 2 (1–2) steps" in page
-    assert "| 64 | 10.0 (10.0–20.0) | 15.0 (15.0–30.0) | 1.50 (1.50–1.50) | 30 (20–40) |" in page
-    assert "| 512 | 10.0 (10.0–20.0) | 40.0 (40.0–80.0) | 4.00 (4.00–4.00) | 30 (20–40) |" in page
+    assert "| 64 | inf | 10.0 (10.0–20.0) | 15.0 (15.0–30.0) | 1.50 (1.50–1.50) | 30 (20–40) |" in page
+    assert "| 512 | inf | 10.0 (10.0–20.0) | 40.0 (40.0–80.0) | 4.00 (4.00–4.00) | 30 (20–40) |" in page
+    assert "| 512 | 1.75 | 10.0 (10.0–20.0) | 20.0 (20.0–40.0) | 2.00 (2.00–2.00) | 30 (20–40) |" in page
     assert "](latency.png)" in page
 
 
