@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model import sampling
 from model.sampling import most_likely, sample, top_logprobs, uniform
 from model.sampling_params import SamplingParams
 
@@ -67,6 +68,17 @@ def test_equals_the_naive_twin_in_any_batch(rows: list[tuple[SamplingParams, int
     assert drawn == expected
     alone = [sample(logits[i : i + 1], [params], [position])[0] for i, (params, position) in enumerate(rows)]
     assert drawn == alone
+
+
+def test_rows_are_drawn_alike_all_at_once_and_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU works on as many as its caches hold; some of them are greedy."""
+    logits = 3 * torch.randn(11, VOCAB, generator=torch.Generator().manual_seed(5))
+    params = [SamplingParams(max_tokens=1, temperature=float(row % 3), top_p=0.9, seed=row) for row in range(11)]
+    drawn = sample(logits, params, range(11))
+    monkeypatch.setattr(sampling, "_AT_ONCE", 3 * VOCAB)
+    assert sample(logits, params, range(11)) == drawn
+    rows = zip(logits.tolist(), params, strict=True)
+    assert drawn == [naive_sample(row, param, position) for position, (row, param) in enumerate(rows)]
 
 
 def test_a_nucleus_wider_than_the_candidates_is_sorted_whole() -> None:
