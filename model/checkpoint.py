@@ -22,21 +22,33 @@ from model.transformer import Transformer
 from model.weights import read_weights
 
 MAX_SHARD_BYTES = 15 * 2**20
+# What every way to pack replaces.
+_MATRICES = tuple(f"{name}.weight" for name in ("qkv", "out", "gate_up", "up", "down", "lm_head"))
 
 
 def load_model(
-    manifest: Manifest, *, device: torch.device | str, dtype: torch.dtype, attention: AttentionBackend
+    manifest: Manifest,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    attention: AttentionBackend,
+    packs_next: bool = False,
 ) -> Transformer:
     """The model on its device, in `dtype`, ready to infer.
 
     Tensors are read, converted and moved slice by slice, so that there is never a second copy, see `model.weights`.
+
+    Args:
+        packs_next: the caller makes all matrices into others before anything else: they need not be copied before.
 
     Raises:
         CheckpointError: a tensor cannot be read, or the set of tensors is not the config's.
     """
     with torch.device("meta"), _NoInitialValues():
         model = Transformer(manifest.config, attention)
-    tensors = read_weights(manifest.place_tensors(), manifest.config, device=device, dtype=dtype)
+    placements = manifest.place_tensors()
+    matrices = {name for name in placements if packs_next and name.endswith(_MATRICES)}
+    tensors = read_weights(placements, manifest.config, device=device, dtype=dtype, packed_next=matrices)
     model.load_state_dict(tensors, strict=True, assign=True)
     # What is left are constants, such as rotary frequencies, which were made on the CPU.
     return model.to(device).eval().requires_grad_(False)

@@ -1,14 +1,16 @@
 """Tensors from safetensors files into their final place: mapped, a slice at a time, never a second copy of a tensor.
 
 A mapped page that was read counts as this process's memory until the file is unmapped. So a file is opened anew every
-few dozen MB, and a tensor is copied in slices, each converted to its final dtype on the way.
+few dozen MB, and a tensor is copied in slices, each converted to its final dtype on the way. A matrix that is packed
+next is copied then, and until then is the file's own pages, which go when it goes.
 
 Legend: H heads, D head dimension, E hidden size.
 """
 
 import math
+import mmap
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -22,21 +24,35 @@ from model.families.placement import Placement
 
 SLICE_BYTES = 2**24
 MAPPED_BYTES = 2**25
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def read_weights(
-    placements: Mapping[str, Placement], config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype
+    placements: Mapping[str, Placement],
+    config: ModelConfig,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    packed_next: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Every tensor of the model, on its device and in `dtype`.
 
     Peak memory: the tensors themselves, and at most MAPPED_BYTES + SLICE_BYTES of the files.
 
+    Args:
+        packed_next: tensors that the caller packs before anything else, and then lets go. Where a file has one as it
+            is wanted, in `dtype` and on the CPU, it is that file's pages: whoever writes to the file changes it.
+
     Raises:
         CheckpointError: a file cannot be read.
     """
-    tensors = {name: torch.empty(place.shape, dtype=dtype, device=device) for name, place in placements.items()}
+    tensors: dict[str, Tensor] = {}
     copies: dict[Path, list[tuple[str, Tensor]]] = {}
     for name, place in placements.items():
+        if name in packed_next and torch.device(device).type == "cpu" and _is_as_wanted(place, dtype):
+            tensors[name] = _pages_of(place, dtype)
+            continue
+        tensors[name] = torch.empty(place.shape, dtype=dtype, device=device)
         targets = part_views(tensors[name], place.layout, (header.shape[0] for header in place.parts), config)
         for header, target in zip(place.parts, targets, strict=True):
             copies.setdefault(header.path, []).append((header.name, target))
@@ -46,6 +62,30 @@ def read_weights(
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: {str(error).splitlines()[0]}; copy it again") from error
     return tensors
+
+
+def _is_as_wanted(place: Placement, dtype: torch.dtype) -> bool:
+    """Whether a file's bytes are the tensor."""
+    (header, *others) = place.parts
+    return not others and place.layout is Layout.AS_IS and _DTYPES.get(header.dtype) is dtype and header.begin % 4 == 0
+
+
+def _pages_of(place: Placement, dtype: torch.dtype) -> Tensor:
+    """A tensor that is a part of its file, unmapped when nobody has it any more. Writing to it changes no file.
+
+    Raises:
+        CheckpointError: the file cannot be mapped.
+    """
+    (header,) = place.parts
+    first = header.begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    try:
+        with header.path.open("rb") as file:
+            memory = mmap.mmap(file.fileno(), header.end - first, access=mmap.ACCESS_COPY, offset=first)
+            memory.madvise(mmap.MADV_WILLNEED)  # read ahead, while others are placed
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{header.path}: {error}; copy it again") from error
+    count = math.prod(place.shape)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=header.begin - first).view(place.shape)
 
 
 def part_views(tensor: Tensor, layout: Layout, rows: Iterable[int], config: ModelConfig) -> tuple[Tensor, ...]:

@@ -89,16 +89,17 @@ class Engine:
         """Whether `step` would do anything."""
         return self._scheduler.has_work or bool(self._refusals) or bool(self._grammars.num_held)
 
-    def warm_up(self) -> None:
-        """Compute a step as long as any, and a draw, for nobody.
+    def warm_up(self, max_tokens: int | None = None) -> None:
+        """Compute a step as long as any, or of `max_tokens` where that will do, and a draw, for nobody.
 
-        What is made at first use (a CUDA context, kernels, memory pools) is made now and not at the first request's
-        expense, and a device that cannot hold such a step says so now.
+        What is made at first use (a CUDA context, kernels, memory pools, packed matrices) is made now and not at the
+        first request's expense, and a device that cannot hold such a step says so now.
         """
         assert not self.has_work, "sequences are waiting"
         self._grammars.warm_up()
         capacity = self._config.num_blocks * self._config.block_size
-        num_tokens = max(1, min(self._config.max_batched_tokens, self._max_context_length - 2, capacity - 2))
+        longest = max(1, min(self._config.max_batched_tokens, self._max_context_length - 2, capacity - 2))
+        num_tokens = longest if max_tokens is None else min(max_tokens, longest)
         self.submit(
             Submit(
                 uid="warm-up",

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.attention.weights import weights_of_layer
+from model.freed_memory import give_back_freed_memory
 from model.kv_cache import KVCache
 from model.native_transformer import NativeTransformer, kernels_for
 from model.sampling import NO_TOKEN, most_likely, sample, top_logprobs
@@ -138,6 +139,7 @@ class ModelRunner:
             assert isinstance(self._model, Transformer)
             self._model.requires_grad_(False)
             self._model, self._kernels = NativeTransformer(self._model, self._kernels.loaded), None
+            give_back_freed_memory()  # the matrices that they were packed from
 
     def _pool(self, x_TE: Tensor, pooled_rows: Sequence[PooledRows]) -> dict[str, NDArray[np.float32]]:
         """Sums of hidden states after the final norm; they go to the host in one copy."""

@@ -201,6 +201,9 @@ def test_warming_up_computes_a_full_step_and_leaves_nothing() -> None:
     engine.submit(make_submit("zeros", [0] * 7, max_tokens=1))
     stats = engine.step().stats
     assert (stats.num_prefix_hits, stats.num_free_blocks) == (0, 14)
+    short, runner = make_engine()
+    short.warm_up(3)
+    assert runner.batches[0][0] == 3
     one_slot, runner = make_engine(num_blocks=1, block_size=1, max_num_running=1)
     one_slot.warm_up()
     assert not one_slot.has_work

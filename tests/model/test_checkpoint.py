@@ -75,6 +75,24 @@ def test_bfloat16_files_load_in_either_dtype(directory: Path) -> None:
             assert torch.equal(tensor, model.state_dict()[name].bfloat16().to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_that_are_packed_next_are_their_files_pages(directory: Path, dtype: torch.dtype) -> None:
+    shared = {"device": "cpu", "dtype": dtype, "attention": ATTENTION_BACKENDS["sdpa"]}
+    copied = load_model(read_manifest(directory), **shared).state_dict()
+    mapped = load_model(read_manifest(directory), packs_next=True, **shared).state_dict()
+    assert all(torch.equal(tensor, copied[name]) for name, tensor in mapped.items())
+    header = read_headers(directory / SHARD)["layers.0.attention.out.weight"]
+    with (directory / SHARD).open("r+b") as file:
+        file.seek(header.begin)
+        file.write(bytes(header.end - header.begin))
+    is_zero = {name: not tensor.any() for name, tensor in mapped.items() if name.endswith("attention.out.weight")}
+    assert is_zero["layers.0.attention.out.weight"] == (dtype is torch.float32), "in another dtype it was converted"
+    assert copied["layers.0.attention.out.weight"].any()
+    mapped["layers.0.mlp.down.weight"].zero_()
+    again = load_model(read_manifest(directory), **shared).state_dict()
+    assert torch.equal(again["layers.0.mlp.down.weight"], copied["layers.0.mlp.down.weight"]), "the file is as it was"
+
+
 def test_large_models_are_cut_into_shards(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("model.checkpoint.MAX_SHARD_BYTES", 20_000)
     model = build(CONFIG)
