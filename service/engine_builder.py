@@ -109,7 +109,8 @@ def build_engine(
     check_quantize(settings.quantize, device)
     place = Place(config=manifest.config, device=torch.device(device), dtype=dtype, block_size=settings.block_size)
     attending = _attend(settings, place, wait_for_kernels)
-    model = load_model(manifest, device=device, dtype=dtype, attention=attending.backend)
+    packs = _matrix_kind(settings.quantize, device, dtype) != "plain"
+    model = load_model(manifest, device=device, dtype=dtype, attention=attending.backend, packs_next=packs)
     matrices = prepare_matrices(model, settings.quantize)
     fuse_for_gpu(model)
     block_bytes = settings.block_size * manifest.config.kv_bytes_per_token(dtype.itemsize)
@@ -191,11 +192,16 @@ def prepare_matrices(model: Transformer, quantize: str) -> str:
     Kernels of our own that are loaded already pack them themselves, at the first step.
     """
     weight = model.token_embedding.weight
-    kind = "int8" if quantize == "int8" else "packed" if can_pack(weight.device, weight.dtype) else "plain"
+    kind = _matrix_kind(quantize, weight.device, weight.dtype)
     kernels = kernels_for(model)
     if kind == "int8" or (kind == "packed" and (kernels is None or kernels.loaded is None)):
         replace_linears(model, kind)
     return kind
+
+
+def _matrix_kind(quantize: str, device: torch.device | str, dtype: torch.dtype) -> str:
+    """What a loaded model's matrices become."""
+    return "int8" if quantize == "int8" else "packed" if can_pack(device, dtype) else "plain"
 
 
 def keep_freed_memory() -> None:

@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 EXIT_TOLD = 3
 # How torch says that the CPU has no more memory, in an error that can be of anything.
 _CPU_MEMORY = "can't allocate memory"
+# Of the step that a CPU computes before it is ready: a long one of a large model takes seconds, and finds out nothing.
+_CPU_WARM_UP_TOKENS = 16
 # What lies between messages to an API process, at least: each wakes its event loop.
 _MESSAGE_SECONDS = 0.0005
 
@@ -125,7 +127,7 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
         from service.engine_builder import build_engine
 
         engine, facts = build_engine(self.settings, self.manifest, wait_for_kernels=False)
-        engine.warm_up()
+        engine.warm_up(_CPU_WARM_UP_TOKENS if facts.device == "cpu" else None)
         return engine, facts
 
     def _tell(self, error: Exception, *, is_memory: bool) -> None:
