@@ -19,9 +19,9 @@ the engine (median; smallest and largest in brackets): the rest of the step unde
 
 **A long prompt**, of {long["prompt_tokens"]:,} tokens, that arrives while {long["streams"]} others decode is computed
 in chunks, beside their tokens. With larger chunks it is done sooner, and the others' tokens are further apart
-meanwhile. `--max-batched-tokens` bounds a step; `--prompt-slowdown` bounds a prompt's part of it by how long the others'
-would take alone, as was measured of late. The 99th percentile of the others' gaps, right before the prompt came and
-until its first token:
+meanwhile. `--max-batched-tokens` bounds a step; `--prompt-slowdown` bounds a prompt's part of it by how long the
+others' would take alone, as was measured of late. The 99th percentile of the others' gaps, right before the prompt
+came and until its first token:
 
 {table(_HEAD, [_row(point) for point in long["points"]])}
 ![what a long prompt costs the others over how long it takes]({picture})

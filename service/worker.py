@@ -5,6 +5,7 @@ them in an inbox that costs nothing to look at. The loop blocks on the inbox whe
 each step, and leaves the events of each step in an outbox, which a carrier thread empties.
 """
 
+import gc
 import logging
 import os
 import signal
@@ -194,6 +195,8 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
             metrics=metrics,
             beat=lit_api.lifecycle.beat,
         )
+        gc.collect()
+        gc.freeze()  # what is here stays; to look through it for garbage takes 100 ms, in which nobody gets a token
         while True:
             driver.turn()
 
