@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from model.attention.metadata import AttentionMetadata
-from model.attention.native import KERNEL_NAMES, AttentionCall, NativeAttention, are_under, is_known
+from model.attention.native import KERNEL_NAMES, AttentionCall, NativeAttention, is_known
 from model.config import ModelConfig
 from model.huge_pages import HugePages
 from model.kernels.loading import KernelLibrary, Kernels
@@ -125,6 +125,7 @@ class NativeTransformer:
         self._library = library
         self._attention = ctypes.cast(library.function(KERNEL_NAMES[self._dtype], _POINTER, _POINTER), _POINTER)
         self._logits = library.function("kvasir_logits", *[_POINTER] * 6)
+        self._are_tokens = library.function("kvasir_are_tokens", _POINTER, _INT, _INT, result=ctypes.c_bool)
         self._side_by_side = library.function("kvasir_inputs_side_by_side", _INT, result=_INT)
         self._kept: list[Tensor] = []  # what pointers lead to
         self._huge_pages = HugePages()
@@ -151,9 +152,9 @@ class NativeTransformer:
         x_TE = self._buffers["x"][:count, : self.config.hidden_size]
         token_ids_T, positions_T = token_ids_T.contiguous(), metadata.positions_T.contiguous()
         rows = self._rows
-        if rows.embedding is None or not are_under(token_ids_T, self.config.vocab_size, self._library):
-            x_TE.copy_(self._model.embed(token_ids_T, positions_T))
         rows.tokens = token_ids_T.data_ptr()
+        if rows.embedding is None or not self._are_tokens(rows.tokens, count, self.config.vocab_size):
+            x_TE.copy_(self._model.embed(token_ids_T, positions_T))
         rows.count, rows.threads, rows.x = count, torch.get_num_threads(), self._buffers["x"].data_ptr()
         rows.cosines, rows.sines = (table.data_ptr() for table in self._rotations_of(max(metadata.context_lengths)))
         rows.positions = positions_T.data_ptr()
@@ -184,8 +185,9 @@ class NativeTransformer:
         step = None if backend is None else backend.step_of(metadata, kv_cache)
         if step is None or step.loaded is not self._library:
             return False
-        for call in self._calls.layers:
-            call.threads = step.threads
+        if self._calls.layers[0].threads != step.threads:
+            for call in self._calls.layers:
+                call.threads = step.threads
         self._all_layers(
             *(ctypes.byref(self._shape), ctypes.byref(self._rows), self._layers, len(self._layers)),
             *(self._attention, ctypes.byref(step.batch), self._calls.layers, ctypes.sizeof(AttentionCall)),

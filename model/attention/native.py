@@ -28,6 +28,7 @@ from model.kernels.loading import KERNELS, KernelLibrary, Kernels
 from model.kv_cache import KVCache
 
 KERNEL_NAMES = {torch.float32: "kvasir_attention_float32", torch.bfloat16: "kvasir_attention_bfloat16"}
+_CHECK = "kvasir_is_within_cache"
 _LARGEST_HEAD = 256
 _LOG2_E = 1.4426950408889634  # the kernel's powers are of two
 _TILE = 64  # keys it takes at once: it may read so many biases behind the last
@@ -38,7 +39,7 @@ class _Batch(ctypes.Structure):
     """`Batch` in attention.cpp."""
 
     _fields_ = (
-        *((name, _INT) for name in ("num_sequences", "num_tokens", "block_size", "table_width")),
+        *((name, _INT) for name in ("num_sequences", "num_tokens", "block_size", "num_blocks", "table_width")),
         *((name, _POINTER) for name in ("query_starts", "context_lengths", "tables", "slots")),
     )
 
@@ -135,45 +136,40 @@ def _make_step(metadata: AttentionMetadata, kv_cache: KVCache, library: KernelLi
     assert slots_T is not None
     assert tables_BN is not None
     slots_T, tables_BN = slots_T.contiguous(), tables_BN.contiguous()
-    longest = max(metadata.context_lengths)
-    _check_range("slots", slots_T, kv_cache.num_blocks * kv_cache.block_size, library)
-    _check_range("blocks", tables_BN, kv_cache.num_blocks, library)
-    if tables_BN.shape[1] < -(-longest // kv_cache.block_size):
-        widest = -(-longest // kv_cache.block_size)
-        raise ValueError(f"tables of {tables_BN.shape[1]} blocks; the longest context has {widest}")
     starts, lengths = array("q", metadata.query_starts), array("q", metadata.context_lengths)
     batch = _Batch(
         len(metadata.query_lengths),
         len(slots_T),
         kv_cache.block_size,
+        kv_cache.num_blocks,
         tables_BN.shape[1],
         starts.buffer_info()[0],
         lengths.buffer_info()[0],
         tables_BN.data_ptr(),
         slots_T.data_ptr(),
     )
+    if library is None or not library.function(_CHECK, _POINTER, result=ctypes.c_bool)(ctypes.byref(batch)):
+        _check(slots_T, tables_BN, max(metadata.context_lengths), kv_cache)
     return _Step(
         metadata=metadata,
         loaded=library,
         batch=batch,
         held=(starts, lengths, tables_BN, slots_T),
-        longest=longest,
+        longest=max(metadata.context_lengths),
         threads=torch.get_num_threads(),
     )
 
 
-def are_under(numbers: Tensor, limit: int, library: KernelLibrary) -> bool:
-    """Whether all of these, int64 in one piece, are from 0 up to below a limit."""
-    function = library.function("kvasir_are_under", _POINTER, _INT, _INT, result=ctypes.c_bool)
-    return bool(function(numbers.data_ptr(), numbers.numel(), limit))
-
-
-def _check_range(name: str, numbers: Tensor, count: int, library: KernelLibrary | None) -> None:
-    if library is not None and are_under(numbers, count, library):
-        return
-    lowest, highest = (int(x) for x in torch.aminmax(numbers))
-    if lowest < 0 or highest >= count:
-        raise ValueError(f"{name} {lowest} to {highest}, of a cache that has {count}")
+def _check(slots_T: Tensor, tables_BN: Tensor, longest: int, kv_cache: KVCache) -> None:
+    """Say what is not in the cache. Raises ValueError."""
+    counts = {"slots": (slots_T, kv_cache.num_blocks * kv_cache.block_size), "blocks": (tables_BN, kv_cache.num_blocks)}
+    for name, (numbers, count) in counts.items():
+        lowest, highest = (int(x) for x in torch.aminmax(numbers))
+        if lowest < 0 or highest >= count:
+            raise ValueError(f"{name} {lowest} to {highest}, of a cache that has {count}")
+    widest = -(-longest // kv_cache.block_size)
+    if tables_BN.shape[1] < widest:
+        raise ValueError(f"tables of {tables_BN.shape[1]} blocks; the longest context has {widest}")
 
 
 def _attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, form: AttentionForm, step: _Step, kv_cache: KVCache) -> Tensor:

@@ -7,10 +7,10 @@
 
 namespace kvasir {
 
-// What all layers of a step share. Tables have table_width entries a sequence. slots: where each token's key and value
-// go, block * block_size + offset.
+// What all layers of a step share. Tables have table_width entries a sequence, of the cache's num_blocks. slots: where
+// each token's key and value go, block * block_size + offset.
 struct Batch {
-    int64_t num_sequences, num_tokens, block_size, table_width;
+    int64_t num_sequences, num_tokens, block_size, num_blocks, table_width;
     const int64_t *query_starts, *context_lengths, *tables, *slots;
 };
 

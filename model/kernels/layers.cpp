@@ -34,7 +34,7 @@ struct Rows {
     const float *cosines, *sines;  // of every position: rotated / 2
     const int64_t* positions;      // of every row
     const void* embedding;         // of every token: `hidden` numbers of the model; null where x is given
-    const int64_t* tokens;         // of every row
+    const int64_t* tokens;         // of every row, of those that have an embedding
 };
 
 template <typename Number>
@@ -255,6 +255,13 @@ KVASIR_KERNEL void kvasir_layers(const kvasir::Shape* shape, const kvasir::Rows*
     }
 }
 
+// Whether all of these tokens have an embedding.
+KVASIR_KERNEL bool kvasir_are_tokens(const int64_t* tokens, int64_t count, int64_t vocabulary) {
+    bool are = true;
+    for (int64_t at = 0; at < count; ++at) are &= static_cast<uint64_t>(tokens[at]) < static_cast<uint64_t>(vocabulary);
+    return are;
+}
+
 // Logits of rows.x, float32, head.outputs a row.
 KVASIR_KERNEL void kvasir_logits(const kvasir::Shape* shape, const kvasir::Rows* rows, const kvasir::Matrix* head,
                                  const float* norm, const float* bias, float* logits) {
@@ -268,11 +275,4 @@ KVASIR_KERNEL void kvasir_logits(const kvasir::Shape* shape, const kvasir::Rows*
 // How many inputs of an output lie side by side in a packed matrix.
 KVASIR_KERNEL int64_t kvasir_inputs_side_by_side(int64_t numbers) {
     return kvasir::side_by_side(static_cast<kvasir::Numbers>(numbers));
-}
-
-// Whether every number is from 0 up to below the limit.
-KVASIR_KERNEL bool kvasir_are_under(const int64_t* numbers, int64_t count, int64_t limit) {
-    bool all = true;
-    for (int64_t at = 0; at < count; ++at) all &= static_cast<uint64_t>(numbers[at]) < static_cast<uint64_t>(limit);
-    return all;
 }
