@@ -18,7 +18,7 @@ native_transformer  the transformer by our own kernels, on CPUs: one call betwee
 fused          on a GPU one kernel instead of several between matrix products
 fused_kernels  those kernels, in Triton
 kv_cache       the block pool's tensors: write, gather
-huge_pages     tensors of the CPU in pages of 2 MiB: packed weights, the pool
+huge_pages     packed weights of the CPU in pages of 2 MiB
 sampling       batched, position-seeded sampling
 token_rules    what a request says of single tokens, and what of that holds for the next one, torch-free
 ruled_logits   the same, applied to logits: bias, penalties, what may not come

@@ -2,11 +2,12 @@
 
 A step reads all weights once, and with pages of 4 KiB looks up every one of them anew: a table of a processor's has
 some thousand entries, a model of 50 MB 12,000 pages. What runs between two steps finds that table full of weights too.
+
+For what is touched while somebody waits they are not: a page of 2 MiB is made whole at its first touch, which takes
+milliseconds where a virtual machine has to ask its host for it. So the cache of keys and values has small ones.
 """
 
-import math
 import mmap
-from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -36,16 +37,6 @@ class HugePages:
         place = self._chunk[self._used : self._used + size].view(tensor.dtype).view(tensor.shape)
         self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
         return place.copy_(tensor)
-
-
-def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """As `torch.zeros` on the CPU. What is never written takes no memory, up to whole pages.
-
-    Raises:
-        torch.OutOfMemoryError: the system does not give so much.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    return torch.zeros(shape, dtype=dtype) if size < PAGE else _pages(size)[:size].view(dtype).view(shape)
 
 
 def _pages(size: int) -> Tensor:
