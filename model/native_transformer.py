@@ -110,11 +110,14 @@ def kernels_for(model: Transformer) -> Kernels | None:
 class NativeTransformer:
     """Takes the place of the `Transformer` it is made from, whose matrices are freed as they are packed.
 
+    Args:
+        keeps_matrices: the model goes on computing meanwhile, until `free_matrices`: both have them till then.
+
     Raises:
         ValueError: the model is none of those that `is_native` says.
     """
 
-    def __init__(self, model: Transformer, library: KernelLibrary) -> None:
+    def __init__(self, model: Transformer, library: KernelLibrary, *, keeps_matrices: bool = False) -> None:
         if not is_native(model):
             raise ValueError("these kernels do not compute such a model")
         self.config = model.config
@@ -131,14 +134,25 @@ class NativeTransformer:
         self._huge_pages = HugePages()
         self._shape = _shape_of(model.config, self._dtype)
         self._head = self._matrix(model.token_embedding if model.lm_head is None else model.lm_head)
-        model.lm_head = None
         self._head_norm = self._norm(model.final_norm)
-        self._layers = (_Layer * len(model.layers))(*(self._layer(cast(Block, block)) for block in model.layers))
+        self._layers = (_Layer * len(model.layers))()
+        for number, block in enumerate(model.layers):
+            self._layers[number] = self._layer(cast(Block, block))
+            if not keeps_matrices:
+                _free_matrices(cast(Block, block))
+        if not keeps_matrices:
+            self.free_matrices()
         self._rows = _Rows(embedding=self._embedding())
         self._buffers: dict[str, Tensor] = {}
         self._capacity = 0
         self._calls: _Calls | None = None
         self._rotations = (torch.empty(0), torch.empty(0))
+
+    def free_matrices(self) -> None:
+        """Free what the model still has of them: it computes no more."""
+        self._model.lm_head = None
+        for block in self.layers:
+            _free_matrices(cast(Block, block))
 
     def __call__(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
         """See `Transformer.forward`."""
@@ -283,7 +297,6 @@ class NativeTransformer:
         )
         layer.attention_norm, layer.attention_norm_bias = self._norm(block.attention_norm)
         layer.mlp_norm, layer.mlp_norm_bias = self._norm(block.mlp_norm)
-        del attention.qkv, attention.out, block.mlp
         return layer
 
     def _matrix(self, module: nn.Module, *, gated: bool = False) -> _Matrix:
@@ -302,6 +315,12 @@ class NativeTransformer:
         kept = [norm.weight.detach().float() + offset] + ([] if bias_E is None else [bias_E.detach().float()])
         self._kept += kept
         return kept[0].data_ptr(), None if bias_E is None else kept[1].data_ptr()
+
+
+def _free_matrices(block: Block) -> None:
+    for module, name in ((block.attention, "qkv"), (block.attention, "out"), (block, "mlp")):
+        if hasattr(module, name):
+            delattr(module, name)
 
 
 def pack(module: nn.Module, side_by_side: Callable[[int], int], *, gated: bool = False) -> Packed:

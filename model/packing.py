@@ -16,7 +16,7 @@ _HALF_PANEL = _PANEL // 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """A matrix of `inputs` by `outputs`, the latter padded with zeros; vectors are as long.
+    """A matrix of `inputs` by `outputs`, the latter padded with zeros; vectors are as long. `weight` may be a view.
 
     shift: of integers, 128 times the sum of each output's weights: the kernels add 128 to every input.
     """
@@ -78,12 +78,13 @@ def interleaved(rows: Tensor) -> Tensor:
 
 
 def _panels(weight_FI: Tensor, side_by_side: int) -> Tensor:
-    """FI as N G 64 S."""
+    """FI as N G 64 S: a view, but where there are zeros to add."""
     outputs, inputs = weight_FI.shape
     groups = -(-inputs // side_by_side)
-    weight_FI = functional.pad(weight_FI, (0, groups * side_by_side - inputs, 0, padded(outputs) - outputs))
-    panels_NXGS = weight_FI.view(-1, _PANEL, groups, side_by_side)
-    return panels_NXGS.transpose(1, 2).contiguous()
+    missing = groups * side_by_side - inputs, padded(outputs) - outputs
+    if any(missing):
+        weight_FI = functional.pad(weight_FI, (0, missing[0], 0, missing[1]))
+    return weight_FI.view(-1, _PANEL, groups, side_by_side).transpose(1, 2)
 
 
 def _longer(vector_F: Tensor) -> Tensor:

@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.attention.weights import weights_of_layer
-from model.freed_memory import give_back_freed_memory
 from model.kv_cache import KVCache
-from model.native_transformer import NativeTransformer, kernels_for
+from model.native_transformer import NativeTransformer
 from model.sampling import NO_TOKEN, most_likely, sample, top_logprobs
 from model.sampling_params import SamplingParams
 from model.token_masks import only_allowed
 from model.transformer import Transformer
 from service.engine.graphs import Bucket, Capture, DecodeGraphs, buckets
 from service.engine.inputs import ModelInputs
+from service.engine.kernel_swap import KernelSwap
 from service.engine.plan import MIN_ROWS
 from service.engine.pooling import PooledRows
 from service.messages import TokenLogprob
@@ -69,7 +69,7 @@ class ModelRunner:
 
     def __init__(self, model: Transformer, *, num_blocks: int, block_size: int, vocab_size: int) -> None:
         self._model: Transformer | NativeTransformer = model
-        self._kernels = kernels_for(model)
+        self._swap = KernelSwap(model)
         self._vocab_size = vocab_size
         weight = model.token_embedding.weight
         self._device = weight.device
@@ -135,11 +135,7 @@ class ModelRunner:
         return 1 if isinstance(self._model, NativeTransformer) else MIN_ROWS
 
     def _take_kernels(self) -> None:
-        if self._kernels is not None and self._kernels.loaded is not None:
-            assert isinstance(self._model, Transformer)
-            self._model.requires_grad_(False)
-            self._model, self._kernels = NativeTransformer(self._model, self._kernels.loaded), None
-            give_back_freed_memory()  # the matrices that they were packed from
+        self._model = self._swap.take() or self._model
 
     def _pool(self, x_TE: Tensor, pooled_rows: Sequence[PooledRows]) -> dict[str, NDArray[np.float32]]:
         """Sums of hidden states after the final norm; they go to the host in one copy."""

@@ -2,7 +2,9 @@
 
 import dataclasses
 import random
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from model.linear import replace_linears
 from model.native_transformer import NativeTransformer
 from model.training.bpe import train_bpe
 from model.transformer import Block, Transformer
+from service.engine import kernel_swap
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.plan import MIN_ROWS
@@ -108,9 +111,17 @@ def test_an_answer_has_the_same_bits_alone_and_in_a_crowd(level: str, dtype: tor
         assert answer(told[submit.uid]) == answer(crowd[submit.uid])
 
 
+@pytest.fixture
+def packing(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """What a thread would do now."""
+    waiting: list[Callable[[], None]] = []
+    monkeypatch.setattr(kernel_swap, "in_thread", waiting.append)
+    return waiting
+
+
 @pytest.mark.parametrize("level", BEST)
-def test_kernels_take_over_between_two_steps(level: str) -> None:
-    """The text goes on as it would have."""
+def test_kernels_take_over_between_two_steps(level: str, packing: list[Callable[[], None]]) -> None:
+    """The text goes on as it would have, also while matrices are packed."""
     submits = submissions(4)
     expected, _ = drive(Engine(build(VARIANTS["rotary-gqa"]), TOKENIZER, CONFIG), submits)
     kernels = Kernels()
@@ -121,6 +132,10 @@ def test_kernels_take_over_between_two_steps(level: str) -> None:
     deltas = [delta for _ in range(5) for delta in engine.step().events]
     assert hasattr(model.layers[0], "mlp"), "PyTorch computes"
     kernels.loaded = library_of(level)
+    deltas += [delta for _ in range(3) for delta in engine.step().events]
+    assert len(packing) == 1
+    packing[0]()
+    assert hasattr(model.layers[0], "mlp"), "until the step is over"
     while engine.has_work:
         deltas += engine.step().events
     assert not hasattr(model.layers[0], "mlp"), "its matrices have been packed"
@@ -130,7 +145,9 @@ def test_kernels_take_over_between_two_steps(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", BEST)
-def test_one_stream_is_not_padded(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_stream_is_not_padded(
+    level: str, monkeypatch: pytest.MonkeyPatch, packing: list[Callable[[], None]]
+) -> None:
     """A row alone has its bits, so no row is computed for nobody; PyTorch's kernels need some."""
     rows: list[int] = []
     monkeypatch.setattr(NativeTransformer, "hidden", counting(rows, NativeTransformer.hidden))
@@ -138,12 +155,48 @@ def test_one_stream_is_not_padded(level: str, monkeypatch: pytest.MonkeyPatch) -
     kernels = Kernels()
     engine = Engine(native_model("rotary-gqa", kernels), TOKENIZER, CONFIG)
     engine.submit(make_submit("a", [1, 2, 3, 4, 5], max_tokens=6, ignore_eos=True))
-    for _ in range(3):
+    for _ in range(2):
         engine.step()
     kernels.loaded = library_of(level)
+    engine.step()
+    packing[0]()
     while engine.has_work:
         engine.step()
     assert rows == [5, MIN_ROWS, MIN_ROWS, MIN_ROWS, 1, 1]
+
+
+@pytest.mark.parametrize("level", BEST)
+def test_a_model_that_cannot_be_packed_is_served_on(
+    level: str,
+    monkeypatch: pytest.MonkeyPatch,
+    packing: list[Callable[[], None]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("the system does not give 8 bytes")
+
+    monkeypatch.setattr(kernel_swap, "NativeTransformer", no_memory)
+    kernels = Kernels()
+    model = native_model("rotary-gqa", kernels)
+    engine = Engine(model, TOKENIZER, CONFIG)
+    engine.submit(make_submit("a", [1, 2, 3], max_tokens=6, ignore_eos=True))
+    engine.step()
+    kernels.loaded = library_of(level)
+    engine.step()
+    packing.pop()()
+    while engine.has_work:
+        engine.step()
+    assert hasattr(model.layers[0], "mlp")
+    assert [record.message for record in caplog.records if "packed" in record.message] == [
+        "matrices cannot be packed for our own kernels, PyTorch's serve on: the system does not give 8 bytes"
+    ]
+    assert packing == [], "once"
+
+
+def test_packing_is_done_in_a_thread_of_its_own() -> None:
+    done: Future[str] = Future()
+    kernel_swap.in_thread(lambda: done.set_result(threading.current_thread().name))
+    assert done.result(timeout=60) == "packing"
 
 
 @pytest.mark.parametrize("level", BEST)
