@@ -15,13 +15,16 @@ from torch import Tensor
 from loadtest.closed_loop import run_closed
 from loadtest.gpu_setting import BLOCK_SIZE, Bench
 from loadtest.shapes import shape_tokenizer
-from loadtest.step_work import WorkFormula
+from loadtest.step_work import Machine, WorkFormula
 from model.attention.form import AttentionForm
 from model.attention.metadata import AttentionMetadata
 from model.attention.paged import DecodeWay
 from model.attention.ways import DECODE_WAYS, Chosen, Unavailable, choose
 from model.config import ModelConfig
+from model.eight_bits import FORMATS, EightBitsError
+from model.eight_bits import choose as choose_eight_bits
 from model.kv_cache import KVCache
+from model.linear import replace_each
 from model.sampling_params import SamplingParams
 from model.transformer import Transformer
 from service.engine.accelerated import fuse_for_gpu
@@ -164,9 +167,40 @@ def decode(bench: Bench) -> dict[str, Any]:
     A step here begins with integers on the host and ends with token ids on the host.
     """
     chosen = choose(bench.place())
-    model = random_model(bench.shape, bench, chosen)
     machine = bench.probe()
     weight_type = str(bench.dtype).removeprefix("torch.")
+    recorded, told = timed_steps(bench, random_model(bench.shape, bench, chosen), weight_type, machine)
+    return {
+        "attention": str(chosen),
+        "parameters": bench.shape.num_parameters,
+        "bytes_per_second": machine.bytes_per_second,
+        **told,
+        "kernels": [kernels(bench, recorded, batch) for batch in (bench.batches[0], bench.batches[-1])],
+    }
+
+
+def quantized(bench: Bench) -> dict[str, Any]:
+    """The same with matrices in eight bits, of each format that holds on the device."""
+    chosen, machine = choose(bench.place()), bench.probe()
+    told: dict[str, Any] = {"bytes_per_second": machine.bytes_per_second}
+    for name in FORMATS:
+        try:
+            eight_bits = choose_eight_bits(name, bench.device, bench.dtype)
+        except EightBitsError as error:
+            told[name] = {"absent": str(error)}
+            continue
+        model = random_model(bench.shape, bench, chosen)
+        replace_each(model, eight_bits.make)
+        recorded, steps = timed_steps(bench, model, name, machine)
+        facts = {"matrices": str(eight_bits), "left_out": eight_bits.left_out}
+        told[name] = facts | steps | {"kernels": [kernels(bench, recorded, bench.batches[0])]}
+    return told
+
+
+def timed_steps(
+    bench: Bench, model: Transformer, weight_type: str, machine: Machine
+) -> tuple[ModelRunner, dict[str, Any]]:
+    """The runner of recorded steps, and what each of the bench's batches takes with it and without."""
     formula = WorkFormula(config=bench.shape, weight_type=weight_type, kv_value_bytes=bench.dtype.itemsize)
     most = max(4, *bench.batches)
     blocks = most * -(-bench.context // BLOCK_SIZE)
@@ -198,15 +232,8 @@ def decode(bench: Bench) -> dict[str, Any]:
                 "same_tokens": same,
             }
         )
-    return {
-        "attention": str(chosen),
-        "parameters": bench.shape.num_parameters,
-        "bytes_per_second": machine.bytes_per_second,
-        "record_seconds": record_seconds,
-        "recorded": [[bucket.rows, bucket.width] for bucket in shapes],
-        "rows": rows,
-        "kernels": [kernels(bench, recorded, batch) for batch in (bench.batches[0], bench.batches[-1])],
-    }
+    recordings = [[bucket.rows, bucket.width] for bucket in shapes]
+    return recorded, {"record_seconds": record_seconds, "recorded": recordings, "rows": rows}
 
 
 def kernels(bench: Bench, runner: ModelRunner, batch: int, *, count: int = 20) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class InProcess:
             "context": self.max_context_tokens,
             "device": self.built.device,
             "dtype": self.built.dtype,
-            "weights": "int8" if self.built.matrices == "int8" else self.built.dtype,
+            "weights": self.built.matrices if self.built.matrices in ("int8", "fp8") else self.built.dtype,
             "matrices": self.built.matrices,
             "attention": self.built.attention,
             "threads": self.built.threads,

@@ -21,7 +21,7 @@ class Roofline:
     """The probe's arrays, made once, and the probe.
 
     Args:
-        weight_type: float32, bfloat16, float64 or int8: the peak is that of this type.
+        weight_type: float32, bfloat16, float64, int8 or fp8: the peak is that of this type.
         device: cpu or cuda.
     """
 
@@ -58,6 +58,10 @@ def _products(weight_type: str, side: int, device: str) -> list[Callable[[], tor
     if weight_type == "int8":
         ints_MK, ints_NK = torch.randint(-127, 128, (2, side, side), device=device).to(torch.int8).unbind()
         return [lambda: torch._int_mm(ints_MK, ints_NK.t())]
+    if weight_type == "fp8":
+        x_MK, weight_NK = torch.randn(2, side, side, device=device).to(torch.float8_e4m3fn).unbind()
+        ones_M1, ones_1N = torch.ones(side, 1, device=device), torch.ones(1, side, device=device)
+        return [lambda: torch._scaled_mm(x_MK, weight_NK.t(), ones_M1, ones_1N, out_dtype=torch.bfloat16)]
     dtype: torch.dtype = getattr(torch, weight_type)
     x_MK, weight_NK = torch.randn(2, side, side, device=device).to(dtype).unbind()
     ways: list[Callable[[], torch.Tensor]] = [lambda: torch.nn.functional.linear(x_MK, weight_NK)]

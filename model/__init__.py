@@ -17,6 +17,8 @@ packing        matrices in the order in which our own kernels read them
 native_transformer  the transformer by our own kernels, on CPUs: one call between two layers' attentions
 fused          on a GPU one kernel instead of several between matrix products
 fused_kernels  those kernels, in Triton
+eight_bits     on a GPU matrices in int8 or fp8: PyTorch's products, and ours for few rows
+eight_bit_kernels  ours, in Triton
 kv_cache       the block pool's tensors: write, gather
 huge_pages     packed weights of the CPU in pages of 2 MiB
 sampling       batched, position-seeded sampling

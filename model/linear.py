@@ -1,7 +1,7 @@
 """How a matrix is multiplied while serving: as it was loaded, packed for the CPU's kernels, or in eight bits.
 
-Training, conversion and the GPU keep `nn.Linear`. `replace_linears` makes a loaded model's matrices into another kind,
-one after the other, so that no more than one of them is held twice.
+Training and conversion keep `nn.Linear`; so does a GPU, but for `model.eight_bits`. `replace_linears` makes a loaded
+model's matrices into another kind, one after the other, so that no more than one of them is held twice.
 
 Rows are independent in each kind, and from two rows on a row's bits do not depend on how many there are: oneDNN sums
 over inputs in one order then (measured from 1 to 1,024 rows, on one thread). A single row may take another
@@ -81,7 +81,11 @@ def replace_linears(model: Transformer, kind: str) -> None:
     Raises:
         KeyError: there is no such kind.
     """
-    make = LINEAR_KINDS[kind]
+    replace_each(model, LINEAR_KINDS[kind])
+
+
+def replace_each(model: Transformer, make: Callable[[Tensor, Tensor | None], nn.Module]) -> None:
+    """`replace_linears` by what makes a matrix of a weight FE and a bias F."""
     if model.lm_head is None:
         model.lm_head = make(model.token_embedding.weight, None)
     for module in list(model.modules()):

@@ -129,7 +129,7 @@ class EvalSettings(CheckpointSettings):
     export_tasks: Path | None = option("result", "write texts and pairs as tasks of lm-evaluation-harness here", None)
     device: Literal["auto", "cpu", "cuda"] = option("hardware", "auto takes CUDA where there is any", "auto")
     dtype: Literal["float32", "bfloat16"] = option("hardware", "of weights and arithmetic", "float32")
-    quantize: Literal["none", "int8"] = option("hardware", "int8: as kvasir serve --quantize int8", "none")
+    quantize: Literal["none", "int8", "fp8"] = option("hardware", "as kvasir serve --quantize", "none")
     threads: AutoOrCount = option("hardware", "CPU threads; auto: the CPUs we may use", "auto")
 
     @field_validator("texts")

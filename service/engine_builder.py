@@ -9,8 +9,9 @@ import torch
 
 from model.attention.ways import Place
 from model.checkpoint import load_model
+from model.eight_bits import EightBits
 from model.kernels.loading import KERNELS
-from model.linear import can_pack, replace_linears
+from model.linear import can_pack, replace_each, replace_linears
 from model.manifest import Manifest
 from model.native_transformer import kernels_for
 from model.tokenizer.files import load_tokenizer
@@ -21,6 +22,7 @@ from service.engine.accelerated import (
     attention_for,
     cache_bytes,
     capture_for,
+    eight_bits_for,
     fuse_for_gpu,
     recorded_runner,
 )
@@ -42,7 +44,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineFacts:
-    """What "auto" came to. `matrices`: plain, packed or int8, see `model.linear`.
+    """What "auto" came to. `matrices`: plain, packed, int8 or fp8, see `model.linear`, `model.eight_bits`.
 
     takes_kernels: kernels of our own compute every step whole, once they are loaded.
     """
@@ -95,7 +97,7 @@ def build_engine(
     Raises:
         CheckpointError: the tensors cannot be read.
         SettingsError: a longer context was asked for than the model has.
-        ValueError: the device is not there or has no eight-bit kernels, or the KV-cache is too small for one full
+        ValueError: the device is not there or has no such eight-bit products, or the KV-cache is too small for one full
             context.
         torch.OutOfMemoryError, RuntimeError: the device cannot hold it.
     """
@@ -106,12 +108,12 @@ def build_engine(
     device = find_device(settings.device)
     dtype_name = _find_dtype(settings.dtype, device)
     dtype = _DTYPES[dtype_name]
-    check_quantize(settings.quantize, device)
+    eight_bits = eight_bits_for(settings.quantize, torch.device(device), dtype)
     place = Place(config=manifest.config, device=torch.device(device), dtype=dtype, block_size=settings.block_size)
     attending = _attend(settings, place, wait_for_kernels)
-    packs = _matrix_kind(settings.quantize, device, dtype) != "plain"
+    packs = device == "cpu" and _matrix_kind(settings.quantize, device, dtype) != "plain"
     model = load_model(manifest, device=device, dtype=dtype, attention=attending.backend, packs_next=packs)
-    matrices = prepare_matrices(model, settings.quantize)
+    matrices = prepare_matrices(model, settings.quantize, eight_bits)
     fuse_for_gpu(model)
     block_bytes = settings.block_size * manifest.config.kv_bytes_per_token(dtype.itemsize)
     usable = cache_bytes(model, _largest_step(settings, max_context_length), settings.gpu_memory_share)
@@ -180,13 +182,7 @@ def _attend(settings: ModelSettings, place: Place, wait_for_kernels: bool) -> At
     return attending
 
 
-def check_quantize(quantize: str, device: str) -> None:
-    """Raises ValueError: the device has no kernels for --quantize."""
-    if quantize != "none" and device != "cpu":
-        raise ValueError(f"--quantize {quantize}: only on the CPU; leave it out, or give --device cpu")
-
-
-def prepare_matrices(model: Transformer, quantize: str) -> str:
+def prepare_matrices(model: Transformer, quantize: str, eight_bits: EightBits | None) -> str:
     """Make a loaded model's matrices what is fastest here, or what was asked for; which kind that is.
 
     Kernels of our own that are loaded already pack them themselves, at the first step.
@@ -194,14 +190,18 @@ def prepare_matrices(model: Transformer, quantize: str) -> str:
     weight = model.token_embedding.weight
     kind = _matrix_kind(quantize, weight.device, weight.dtype)
     kernels = kernels_for(model)
-    if kind == "int8" or (kind == "packed" and (kernels is None or kernels.loaded is None)):
+    if eight_bits is not None:
+        replace_each(model, eight_bits.make)
+    elif kind == "int8" or (kind == "packed" and (kernels is None or kernels.loaded is None)):
         replace_linears(model, kind)
     return kind
 
 
 def _matrix_kind(quantize: str, device: torch.device | str, dtype: torch.dtype) -> str:
     """What a loaded model's matrices become."""
-    return "int8" if quantize == "int8" else "packed" if can_pack(device, dtype) else "plain"
+    if quantize != "none":
+        return quantize
+    return "packed" if can_pack(device, dtype) else "plain"
 
 
 def keep_freed_memory() -> None:

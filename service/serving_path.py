@@ -15,7 +15,7 @@ class ServingPath(msgspec.Struct, frozen=True, kw_only=True):
     kernels: own where our own compute every step whole, by the instructions of `level`; pytorch where PyTorch's do,
         which choose their instructions themselves: `level` is null.
     attention: native, paged, sdpa or eager.
-    matrices: packed, int8 or plain.
+    matrices: packed, int8, fp8 or plain.
     """
 
     kernels: Literal["own", "pytorch"]

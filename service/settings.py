@@ -51,8 +51,10 @@ class ModelSettings(BaseSettings):
         "auto: float32 on CPU (neighbours in a batch change an answer hardly ever; float64: never), bfloat16 on CUDA",
         "auto",
     )
-    quantize: Literal["none", "int8"] = option(
-        "model", "int8: weights and inputs of matrices in eight bits, on the CPU; see docs/operations.md", "none"
+    quantize: Literal["none", "int8", "fp8"] = option(
+        "model",
+        "weights and inputs of matrices in eight bits: int8, or fp8 on a GPU that has it; see docs/operations.md",
+        "none",
     )
     attention: Literal["auto", "native", "sdpa", "eager", "paged"] = option(
         "model",

@@ -27,7 +27,8 @@ from model.training.data import check_sources, read_source
 from model.transformer import Transformer
 from service.batch_completion import complete_batch
 from service.command_settings import EvalSettings
-from service.engine_builder import check_quantize, find_device, prepare_matrices
+from service.engine.accelerated import eight_bits_for
+from service.engine_builder import find_device, prepare_matrices
 from service.settings import SettingsError, usable_cpus
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -126,10 +127,10 @@ def _evenly(texts: list[str], most: int | None) -> list[str]:
 def _load(settings: EvalSettings, manifest: Manifest) -> Transformer:
     torch.set_num_threads(usable_cpus() if settings.threads == "auto" else settings.threads)
     device, dtype = find_device(settings.device), _DTYPES[settings.dtype]
-    check_quantize(settings.quantize, device)
+    eight_bits = eight_bits_for(settings.quantize, torch.device(device), dtype)
     model = load_model(manifest, device=device, dtype=dtype, attention=ATTENTION_BACKENDS["sdpa"])
     if settings.quantize != "none":
-        prepare_matrices(model, settings.quantize)
+        prepare_matrices(model, settings.quantize, eight_bits)
     return model
 
 

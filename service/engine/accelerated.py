@@ -1,4 +1,5 @@
-"""What an engine takes of a GPU: attention over the paged cache, memory for it, and recorded decode steps.
+"""What an engine takes of a GPU: attention over the paged cache, memory for it, recorded decode steps, matrices in
+eight bits where they were asked for.
 
 Each is tried when the engine is built, and what does not hold on this card is left out with a warning: the engine then
 computes the same, slower.
@@ -11,6 +12,8 @@ import torch
 
 from model.attention.interface import ATTENTION_BACKENDS, AttentionBackend
 from model.attention.ways import Chosen, Place, choose, fits
+from model.eight_bits import EightBits
+from model.eight_bits import choose as choose_eight_bits
 from model.fused import fuse
 from model.transformer import Transformer
 from service.engine.config import EngineConfig
@@ -52,6 +55,25 @@ def attention_for(wanted: str, place: Place) -> Attending:
         level = logging.WARNING if place.device.type == "cuda" else logging.INFO
         logger.log(level, "attention: left out %s", reason)
     return Attending(backend=chosen.backend, name=str(chosen), recordable=True)
+
+
+def eight_bits_for(quantize: str, device: torch.device, dtype: torch.dtype) -> EightBits | None:
+    """How a --quantize setting makes matrices on a GPU, tried there; None on a CPU, and where nothing was asked for.
+
+    Raises:
+        ValueError: the device has no such products.
+    """
+    if quantize == "none":
+        return None
+    if device.type == "cpu":
+        if quantize == "fp8":
+            raise ValueError("--quantize fp8: only on a GPU; give --quantize int8, or leave it out")
+        return None
+    chosen = choose_eight_bits(quantize, device, dtype)
+    if chosen.left_out is not None:
+        logger.warning("left out kernels for matrices in eight bits: %s", chosen.left_out)
+    logger.info("%s", chosen)
+    return chosen
 
 
 def fuse_for_gpu(model: Transformer) -> None:

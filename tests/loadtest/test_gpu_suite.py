@@ -10,10 +10,21 @@ import pytest
 import torch
 
 from loadtest import bench_gpu, gpu_report
-from loadtest.gpu_parts import attention, card, decode, large_engine, prompts, tokens_per_second
+from loadtest.gpu_parts import attention, card, decode, large_engine, prompts, quantized, tokens_per_second
 
 SCRIPT = Path(__file__).parents[2] / "loadtest" / "gpu_suite.sh"
-PARTS = ["card", "paged", "decode", "engine", "engine_tests", "attention", "peers", "mechanisms", "training"]
+PARTS = [
+    "card",
+    "paged",
+    "decode",
+    "engine",
+    "quantized",
+    "engine_tests",
+    "attention",
+    "peers",
+    "mechanisms",
+    "training",
+]
 # A part that works, one that fails, one that is cut short, and one that leaves half of its JSON.
 STAND_IN = """#!/bin/sh
 out() {{ while [ "$1" != --out ]; do shift; done; echo "$2"; }}
@@ -132,6 +143,18 @@ def test_decode_steps_in_small() -> None:
         assert row["of_the_bound"] == pytest.approx(row["bound_ms"] / row["ms"])
         assert row["tokens_per_second"] == pytest.approx(1e3 * row["batch"] / row["ms"])
     assert told["kernels"][0]["most"][0]["us_a_step"] > 0
+
+
+def test_matrices_in_eight_bits_in_small() -> None:
+    told = quantized(BENCH)
+    assert told["int8"]["matrices"] == "int8 matrices by torch._int_mm"
+    assert told["int8"]["left_out"] == "triton is not installed"
+    whole = {row["batch"]: row["bound_ms"] for row in decode(BENCH)["rows"]}
+    assert {row["batch"] for row in told["int8"]["rows"]} == set(whole)
+    assert all(row["same_tokens"] for row in told["int8"]["rows"])
+    assert told["fp8"] == {
+        "absent": "--quantize fp8: its products are bfloat16; give --dtype bfloat16, or --quantize int8"
+    }
 
 
 def test_the_default_model_in_small(tiny_checkpoint: Path) -> None:

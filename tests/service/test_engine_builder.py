@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from model.eight_bits import FORMATS, PLAIN, EightBitLinear, EightBits
 from model.kernels.build import CACHE
 from model.kernels.loading import Kernels
 from model.manifest import Manifest, read_manifest
@@ -221,7 +223,26 @@ def test_matrices_are_packed_or_of_eight_bits(manifest: Manifest, tiny_checkpoin
     assert list(kinds.values()) == ["packed", "int8", "plain"]
 
 
-def test_eight_bits_are_of_the_cpu(manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eight_bits_that_the_device_does_not_have(
+    manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="--quantize fp8: only on a GPU; give --quantize int8, or leave it out"):
+        build_engine(settings(tiny_checkpoint, quantize="fp8"), manifest)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ValueError, match="--quantize int8: only on the CPU; leave it out, or give --device cpu"):
+    with pytest.raises(ValueError, match=r"int8: torch\._int_mm does not hold on this GPU \(.*\); leave it out"):
         build_engine(settings(tiny_checkpoint, device="auto", quantize="int8"), manifest)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_a_gpus_eight_bits_serve(
+    manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """With the CPU in the GPU's place."""
+    eight_bits = EightBits(form=FORMATS[name], kernels=PLAIN, left_out=None)
+    monkeypatch.setattr(engine_builder, "eight_bits_for", lambda *given: eight_bits)
+    flags = {"quantize": name, "dtype": "bfloat16", "attention": "sdpa"}
+    engine, facts = build_engine(settings(tiny_checkpoint, **flags), manifest)
+    assert facts.matrices == facts.found()["matrices"] == name
+    assert {type(m) for m in engine._runner._model.modules()} & {EightBitLinear, nn.Linear} == {EightBitLinear}
+    engine.warm_up()
+    assert not engine.has_work
