@@ -58,6 +58,24 @@ def sample(
 ) -> list[int]:
     """Draw one token a row: the ids, which come to the host in one copy; `NO_TOKEN` where the rules leave none.
 
+    See `sample_on_device`.
+    """
+    ids: list[int] = sample_on_device(logits_BV, params, positions, forbidden=forbidden, rules=rules).tolist()
+    return ids
+
+
+def sample_on_device(
+    logits_BV: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    *,
+    forbidden: Sequence[Sequence[int]] = (),
+    rules: Sequence[TokenRules | None] = (),
+) -> Tensor:
+    """Draw one token a row: int64 ids_B where the logits are; `NO_TOKEN` where the rules leave none.
+
+    The host waits for no result of a GPU, unless some row has rules or a `top_p` under 1.
+
     Args:
         logits_BV: float32, unscaled.
         params: each row's sampling parameters.
@@ -73,12 +91,11 @@ def sample(
     logits_BV, may_leave_none = obey(logits_BV, rules, forbidden)
     drawn = [row for row, param in enumerate(params) if not param.greedy]
     if not drawn and not may_leave_none:
-        return most_likely(logits_BV)
+        return torch.as_tensor(_most_likely(logits_BV))
     ids_B = _draw(logits_BV, params, positions, drawn)
     if may_leave_none:
         ids_B = ids_B.masked_fill(logits_BV.amax(dim=-1) == -torch.inf, NO_TOKEN)
-    ids: list[int] = ids_B.tolist()
-    return ids
+    return ids_B
 
 
 def most_likely(logits_BV: Tensor) -> list[int]:

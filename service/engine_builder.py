@@ -128,7 +128,7 @@ def build_engine(
         enable_prefix_cache=settings.enable_prefix_cache,
         max_context_length=max_context_length,
     )
-    engine = _make_engine(model, load_tokenizer(manifest.directory), config, attending, settings.cuda_graphs)
+    engine = _make_engine(model, load_tokenizer(manifest.directory), config, attending, settings)
     facts = EngineFacts(
         device=device,
         attention=attending.name,
@@ -155,15 +155,17 @@ def _largest_step(settings: ModelSettings, max_context_length: int) -> LargestSt
 
 
 def _make_engine(
-    model: Transformer, tokenizer: Tokenizer, config: EngineConfig, attending: Attending, cuda_graphs: bool
+    model: Transformer, tokenizer: Tokenizer, config: EngineConfig, attending: Attending, settings: ModelSettings
 ) -> Engine:
-    """The engine; on a GPU its decode steps are recorded, where its attention can be."""
+    """The engine; on a GPU its decode steps are recorded, where its attention can be, and launched ahead."""
+    looks_ahead = None if settings.lookahead else False
     capture = None
-    if cuda_graphs and attending.recordable:
+    if settings.cuda_graphs and attending.recordable:
         capture = capture_for(model.token_embedding.weight.device)
     if capture is None:
-        return Engine(model, tokenizer, config)
-    return Engine(model, tokenizer, config, runner=recorded_runner(model, config, tokenizer.vocab_size, capture))
+        return Engine(model, tokenizer, config, looks_ahead=looks_ahead)
+    runner = recorded_runner(model, config, tokenizer.vocab_size, capture)
+    return Engine(model, tokenizer, config, runner=runner, looks_ahead=looks_ahead)
 
 
 def _find_dtype(wanted: str, device: str) -> str:

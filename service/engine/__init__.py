@@ -1,4 +1,4 @@
-"""The engine: decide, execute, commit. Single-threaded, synchronous, and unaware of HTTP.
+"""The engine: decide, execute, commit. Single-threaded, and unaware of HTTP.
 
 config        EngineConfig: sizes and budgets
 sequence      one request inside the engine
@@ -23,5 +23,7 @@ accelerated   all that an engine takes of a GPU, or leaves out with a warning
 grammars      sequences that follow a grammar: compiled and masked in threads beside the engine's
 detokenizer   ids to safe text; stop strings
 deltas        what is told of a sequence at its end
+lookahead     the step after one whose tokens are not known yet, decided
+steps         steps computed one after the other, or launched ahead where a device computes beside the host
 engine        composition root and `step()`
 """

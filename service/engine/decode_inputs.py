@@ -59,7 +59,7 @@ class DecodeInputs:
         """See `build_inputs`."""
         kept, chunks = self._kept, plan.chunks
         if kept is not None and plan.is_decode and kept.min_rows == min_rows and self._goes_on(kept, chunks):
-            return self._moved_on(kept, masks)
+            return self._moved_on(kept, plan.after_rows, masks)
         inputs = build_inputs(
             plan,
             self._scheduler,
@@ -80,9 +80,9 @@ class DecodeInputs:
             and max(kept.contexts) < kept.tables_TN.shape[1] * self._block_size
         )
 
-    def _moved_on(self, kept: _Kept, masks: Masks | None) -> ModelInputs:
+    def _moved_on(self, kept: _Kept, after_rows: tuple[int, ...], masks: Masks | None) -> ModelInputs:
         size, sequences = self._block_size, kept.sequences
-        kept.ids_T[:] = [sequence.token_ids[-1] for sequence in sequences]
+        kept.ids_T[:] = 0 if after_rows else [sequence.token_ids[-1] for sequence in sequences]
         kept.positions_T += 1
         kept.slots_T += 1
         for row, position in enumerate(kept.contexts):
@@ -109,6 +109,7 @@ class DecodeInputs:
             rules=before.rules,
             prompt_rows=(),
             masks=masks,
+            after_rows=after_rows,
         )
         return kept.inputs
 

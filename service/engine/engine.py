@@ -11,7 +11,6 @@ from model.sampling_params import SamplingParams
 from model.tokenizer.interface import Tokenizer
 from model.transformer import Transformer
 from service.engine.config import EngineConfig
-from service.engine.decode_inputs import DecodeInputs
 from service.engine.deltas import ending, finish_of, no_token
 from service.engine.detokenizer import Detokenizer
 from service.engine.grammars import Grammars
@@ -20,9 +19,8 @@ from service.engine.pooling import Pool
 from service.engine.runner import ModelRunner, Runner, StepOutputs
 from service.engine.scheduler import Scheduler
 from service.engine.sequence import Sequence
+from service.engine.steps import Steps
 from service.messages import FinishReason, StepStats, Submit, TokenDelta, TokenLogprob
-
-_NO_OUTPUTS = StepOutputs(token_ids=[], logprobs=[], prompt_logprobs={})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +49,8 @@ class Engine:
         tokenizer: its tokenizer.
         config: sizes and budgets.
         runner: computes the steps; a `ModelRunner` of the model where none is given.
+        looks_ahead: launch steps before the last one's tokens are read, see `service.engine.lookahead`; None: where the
+            host is free while the runner computes.
         clock: seconds, by which sequences and steps are timed; `time.monotonic` but in tests.
     """
 
@@ -61,6 +61,7 @@ class Engine:
         config: EngineConfig,
         *,
         runner: Runner | None = None,
+        looks_ahead: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -78,7 +79,9 @@ class Engine:
                 vocab_size=tokenizer.vocab_size,
             )
         self._runner = runner
-        self._inputs = DecodeInputs(self._scheduler, block_size=config.block_size, scratch_block=config.num_blocks)
+        if looks_ahead is None:
+            looks_ahead = runner.is_asynchronous
+        self._steps = Steps(runner, self._scheduler, config, looks_ahead=looks_ahead)
         self._grammars = Grammars(tokenizer)
         self._texts: dict[str, _Text] = {}  # of every sequence whose ending has not been told
         self._refusals: list[TokenDelta] = []
@@ -165,17 +168,19 @@ class Engine:
             del self._texts[uid]
 
     def step(self, *, before: Callable[[list[str]], None] | None = None) -> StepResult:
-        """Compute one step of everything that is running. `before` is told whose, and that ahead of anything."""
+        """Compute one step of everything that is running. `before` is told whose, and that ahead of anything.
+
+        A step that was launched ahead is the next one; whose it is has been told of the step before it.
+        """
         began = time.perf_counter()
         for submit in self._grammars.take_compiled(may_wait=not (self._scheduler.has_work or self._refusals)):
             self._take_on(submit)
-        plan = self._scheduler.schedule()
-        if before is not None:
-            before([chunk.sequence.uid for chunk in plan.chunks])
-        masks = self._grammars.masks(plan)
-        outputs = _NO_OUTPUTS
-        if plan.chunks:
-            outputs = self._runner.run(self._inputs.build(plan, min_rows=self._runner.min_rows, masks=masks))
+        if not self._steps.is_under_way:
+            plan = self._scheduler.schedule()
+            if before is not None:
+                before([chunk.sequence.uid for chunk in plan.chunks])
+            self._steps.begin(plan, self._grammars.masks(plan))
+        plan, outputs = self._steps.finish()
         self._scheduler.commit(plan, outputs.token_ids)
         for sequence in self._grammars.advance(plan, outputs.token_ids):
             self._scheduler.finish(sequence, FinishReason.STOP)
@@ -195,6 +200,7 @@ class Engine:
 
         What had ended in that step is among it: nobody has been told.
         """
+        self._steps.forget()
         events = list(self._refusals)
         for text in self._texts.values():
             self._scheduler.finish(text.sequence, FinishReason.ERROR)

@@ -12,7 +12,7 @@ Nothing is remembered when nobody waits: what everybody gets at once need not be
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from service.engine.sequence import Sequence
+from service.engine.sequence import Sequence, by_rank
 
 # Owners that are remembered while others wait.
 _MAX_OWNERS = 4096
@@ -39,13 +39,13 @@ class FairQueue:
         owner = sequence.owner
         if owner not in self._lines:
             self._join(owner)
-        insort(self._lines[owner], sequence, key=_rank)
+        insort(self._lines[owner], sequence, key=by_rank)
         self._length += 1
 
     def remove(self, sequence: Sequence) -> None:
         """It waits no longer. It must be here."""
         line = self._lines[sequence.owner]
-        place = bisect_left(line, sequence.rank, key=_rank)
+        place = bisect_left(line, sequence.rank, key=by_rank)
         assert line[place] is sequence
         del line[place]
         self._length -= 1
@@ -57,6 +57,11 @@ class FairQueue:
         served, lines = self._num_served, self._lines
         owner = min(lines, key=lambda name: (served[name], lines[name][0].rank))
         return lines[owner][0]
+
+    def expired(self, now: float) -> list[Sequence]:
+        """Those whose deadline passed before they began."""
+        late = (s for s in self if s.deadline_seconds is not None and s.deadline_seconds < now)
+        return [sequence for sequence in late if sequence.first_scheduled_seconds is None]
 
     def charge(self, owner: str, num_tokens: int) -> None:
         """So many tokens are computed for this owner."""
@@ -74,7 +79,7 @@ class FairQueue:
         for owner, line in self._lines.items():
             assert line, f"{owner} has an empty line"
             assert all(sequence.owner == owner for sequence in line)
-            assert line == sorted(line, key=_rank), "sequences do not stand by rank"
+            assert line == sorted(line, key=by_rank), "sequences do not stand by rank"
 
     def _join(self, owner: str) -> None:
         """An owner that did not wait begins to."""
@@ -85,7 +90,3 @@ class FairQueue:
         least = min((self._num_served[name] for name in self._lines), default=0)
         self._num_served[owner] = max(least, self._num_served.get(owner, 0))
         self._lines[owner] = []
-
-
-def _rank(sequence: Sequence) -> tuple[float, int]:
-    return sequence.rank

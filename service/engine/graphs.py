@@ -215,8 +215,11 @@ class DecodeGraphs:
         """What has been recorded."""
         return tuple(self._replays)
 
-    def hidden(self, inputs: ModelInputs) -> Tensor | None:
-        """Hidden states TE of a step's rows, valid until the next; None for a step that no recording holds."""
+    def hidden(self, inputs: ModelInputs, drawn_B: Tensor | None = None) -> Tensor | None:
+        """Hidden states TE of a step's rows, valid until the next; None for a step that no recording holds.
+
+        drawn_B: on the device, the first token ids, where the host does not know them.
+        """
         metadata = inputs.metadata
         if not metadata.is_decode or metadata.block_tables_BN is None:
             return None
@@ -224,6 +227,8 @@ class DecodeGraphs:
         if bucket is None:
             return None
         self._inputs.fill(bucket, inputs, self._scratch_block * self._block_size, self._scratch_block)
+        if drawn_B is not None:
+            self._inputs.views(bucket)[0][: len(drawn_B)].copy_(drawn_B)
         return self._replays[bucket]()[: len(inputs.token_ids_T)]
 
 

@@ -39,6 +39,9 @@ class ModelInputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     `forbidden` and `rules` are empty where nobody has any. `rules` are the sequences' own, as they stand until the step
     is committed. `masks` may still be being computed. `all_greedy` and `wants_logprobs` are what `params` say.
+
+    `after_rows`: where it is not empty, the first token ids are those that were drawn in these rows of the step before,
+    which the device knows and the host does not; `token_ids_T` has 0 there.
     """
 
     token_ids_T: Tensor
@@ -52,6 +55,7 @@ class ModelInputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     prompt_rows: tuple[PromptRows, ...]
     masks: Masks | None = None
     pooled_rows: tuple[PooledRows, ...] = ()
+    after_rows: tuple[int, ...] = ()
 
 
 def build_inputs(
@@ -74,8 +78,8 @@ def build_inputs(
     lengths, contexts = _lengths(chunks)
     lengths += [1] * num_padding
     contexts += [1] * num_padding
-    token_ids: list[int] = []
-    for chunk in chunks:
+    token_ids = [0] * len(plan.after_rows)
+    for chunk in () if plan.after_rows else chunks:
         token_ids += chunk.sequence.token_ids[chunk.start : chunk.num_known_tokens]
         token_ids += chunk.draft
     token_ids += [0] * num_padding
@@ -88,10 +92,10 @@ def build_inputs(
         positions_T = np.concatenate([np.arange(c - n, c) for n, c in zip(lengths, contexts, strict=True)])
     slots_T = tables_BN[sequence_of_T, positions_T // block_size] * block_size + positions_T % block_size
     draws = _draws(plan)
-    params = tuple([sequence.params for sequence, _ in draws])
+    params = tuple([chunk.sequence.params for chunk, _ in draws])
     logit_rows, prompt_rows = _logit_rows(chunks)
     logit_rows += [0] * max(0, min_rows - len(logit_rows))
-    rules = tuple(sequence.rules for sequence, _ in draws)
+    rules = tuple(chunk.sequence.rules for chunk, _ in draws)
     return ModelInputs(
         token_ids_T=torch.from_numpy(np.array(token_ids, dtype=np.int64)),
         metadata=AttentionMetadata(
@@ -105,12 +109,13 @@ def build_inputs(
         params=params,
         all_greedy=all(param.greedy for param in params),
         wants_logprobs=any(param.logprobs is not None for param in params),
-        positions=tuple(len(sequence.token_ids) + number for sequence, number in draws),
-        forbidden=forbidden_ids(scheduler, [sequence for sequence, _ in draws]),
+        positions=tuple(chunk.num_known_tokens + number for chunk, number in draws),
+        forbidden=forbidden_ids(scheduler, [chunk.sequence for chunk, _ in draws]),
         rules=rules if any(its is not None for its in rules) else (),
         prompt_rows=prompt_rows,
         masks=masks,
         pooled_rows=pooled_rows(chunks),
+        after_rows=plan.after_rows,
     )
 
 
@@ -147,11 +152,11 @@ def _block_tables(chunks: tuple[Chunk, ...], contexts: list[int], size: int, scr
     return np.array(flat, dtype=np.int64).reshape(-1, width)
 
 
-def _draws(plan: StepPlan) -> list[tuple[Sequence, int]]:
+def _draws(plan: StepPlan) -> list[tuple[Chunk, int]]:
     """Whose token is drawn in each row, and how many drafted tokens stand before it."""
     draws = [chunk for chunk in plan.chunks if chunk.draws]
-    of_drafts = [(chunk.sequence, number) for chunk in draws for number in range(1, 1 + len(chunk.draft))]
-    return [(chunk.sequence, 0) for chunk in draws] + of_drafts
+    of_drafts = [(chunk, number) for chunk in draws for number in range(1, 1 + len(chunk.draft))]
+    return [(chunk, 0) for chunk in draws] + of_drafts
 
 
 def _logit_rows(chunks: tuple[Chunk, ...]) -> tuple[list[int], tuple[PromptRows, ...]]:

@@ -39,6 +39,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             after the sequences' own tokens, in the order of the chunks, then those after drafts.
         is_decode: every sequence computes one token, and draws the one after it: nothing is drafted, no prompt read.
         ended: finished without computing: a deadline passed, or nothing was left to do.
+        after_rows: of a step ahead (`service.engine.lookahead`): which draw of the step before is each chunk's token,
+            and not known yet. Empty in any other.
         num_cached_prompt_tokens: of sequences that begin.
         num_prefix_queries: in tokens, as vLLM counts them.
     """
@@ -51,6 +53,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     num_prefix_queries: int
     num_prefix_hits: int
     num_preemptions: int
+    after_rows: tuple[int, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -63,9 +66,29 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return max(MIN_ROWS, self.num_tokens)
 
 
-def is_decode(chunks: Iterable[Chunk]) -> bool:
-    """See `StepPlan`."""
-    return all(chunk.num_tokens == 1 and chunk.draws for chunk in chunks)
+def step_plan(
+    chunks: Iterable[Chunk],
+    *,
+    ended: tuple[Sequence, ...] = (),
+    num_cached_prompt_tokens: int = 0,
+    num_prefix_queries: int = 0,
+    num_prefix_hits: int = 0,
+    num_preemptions: int = 0,
+    after_rows: tuple[int, ...] = (),
+) -> StepPlan:
+    """A plan, with what follows from its chunks."""
+    chunks = tuple(chunks)
+    return StepPlan(
+        chunks=chunks,
+        drawn_rows=drawn_rows(chunks),
+        is_decode=all(chunk.num_tokens == 1 and chunk.draws for chunk in chunks),
+        ended=ended,
+        num_cached_prompt_tokens=num_cached_prompt_tokens,
+        num_prefix_queries=num_prefix_queries,
+        num_prefix_hits=num_prefix_hits,
+        num_preemptions=num_preemptions,
+        after_rows=after_rows,
+    )
 
 
 def drawn_rows(chunks: Iterable[Chunk]) -> list[tuple[int, ...]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from model.attention.weights import weights_of_layer
 from model.kv_cache import KVCache
 from model.native_transformer import NativeTransformer
-from model.sampling import NO_TOKEN, most_likely, sample, top_logprobs
+from model.sampling import NO_TOKEN, most_likely, sample, sample_on_device, top_logprobs
 from model.sampling_params import SamplingParams
 from model.token_masks import only_allowed
 from model.transformer import Transformer
@@ -40,6 +40,14 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     pooled: dict[str, NDArray[np.float32]] = {}
 
 
+class Launched(Protocol):
+    """A step that a device computes, or will."""
+
+    def read(self) -> StepOutputs:
+        """Wait for it: the tokens it drew, and nothing else."""
+        ...
+
+
 class Runner(Protocol):
     """What the engine needs of whoever computes: the model's runner, or a fake in tests."""
 
@@ -48,8 +56,18 @@ class Runner(Protocol):
         """Rows to which a smaller step is padded, since a row's bits would be others in fewer."""
         ...
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the host is free while a launched step is computed."""
+        ...
+
     def run(self, inputs: ModelInputs) -> StepOutputs:
         """Compute a step."""
+        ...
+
+    def launch(self, inputs: ModelInputs) -> Launched:
+        """Begin a step of draws without rules, masks and scores, behind all that was launched before it. The inputs may
+        be written over when this returns; their `after_rows` are of the step that was launched last."""
         ...
 
     def attention_weights(self, token_ids: Sequence[int], *, layer: int, heads: Sequence[int]) -> bytes:
@@ -78,6 +96,7 @@ class ModelRunner:
             model.config, num_blocks=num_blocks + 1, block_size=block_size, dtype=weight.dtype, device=weight.device
         )
         self._graphs: DecodeGraphs | None = None
+        self._drawn_B: Tensor | None = None  # by the step that was launched last, where it was computed
 
     @torch.inference_mode()
     def record(self, capture: Capture, *, max_rows: int, max_context_length: int) -> tuple[Bucket, ...]:
@@ -104,18 +123,41 @@ class ModelRunner:
         with torch.inference_mode():
             return self._run(inputs)
 
-    def _run(self, inputs: ModelInputs) -> StepOutputs:
-        x_TE = None if self._graphs is None else self._graphs.hidden(inputs)
+    @torch.inference_mode()
+    def launch(self, inputs: ModelInputs) -> Launched:
+        """See `Runner`."""
+        self._take_kernels()
+        _, logits_RV = self._compute(inputs)
+        self._drawn_B = sample_on_device(logits_RV[: len(inputs.params)], inputs.params, inputs.positions)
+        return _Draws(self._drawn_B)
+
+    def _compute(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
+        """The step's hidden states TE, and the logits RV that are wanted of them."""
+        drawn_B = self._drawn_before(inputs.after_rows) if inputs.after_rows else None
+        x_TE = None if self._graphs is None else self._graphs.hidden(inputs, drawn_B)
         if x_TE is None:
             token_ids_T, metadata = inputs.token_ids_T, inputs.metadata
             if self._is_elsewhere:
                 token_ids_T, metadata = token_ids_T.to(self._device, non_blocking=True), metadata.to(self._device)
+            if drawn_B is not None:
+                token_ids_T = torch.cat((drawn_B, token_ids_T[len(drawn_B) :]))
             x_TE = self._model.hidden(token_ids_T, metadata, self._cache)
         rows_R = inputs.metadata.logit_rows_R
         x_RE = x_TE if rows_R is None else x_TE[rows_R.to(self._device, non_blocking=True)]
         logits_RV = self._model.logits(x_RE)
         if logits_RV.shape[1] > self._vocab_size:
             logits_RV = logits_RV[:, : self._vocab_size]
+        return x_TE, logits_RV
+
+    def _drawn_before(self, rows: tuple[int, ...]) -> Tensor:
+        """What the step that was launched last drew in these rows."""
+        assert self._drawn_B is not None
+        if rows == tuple(range(len(self._drawn_B))):
+            return self._drawn_B
+        return self._drawn_B[torch.tensor(rows).to(self._device, non_blocking=True)]
+
+    def _run(self, inputs: ModelInputs) -> StepOutputs:
+        x_TE, logits_RV = self._compute(inputs)
         token_ids = _draw(logits_RV, inputs) if inputs.params else []
         return StepOutputs(
             token_ids=token_ids,
@@ -133,6 +175,11 @@ class ModelRunner:
     def min_rows(self) -> int:
         """See `Runner`. To our own kernels a row's bits are the same alone."""
         return 1 if isinstance(self._model, NativeTransformer) else MIN_ROWS
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """See `Runner`."""
+        return self._device.type == "cuda"
 
     def _take_kernels(self) -> None:
         self._model = self._swap.take() or self._model
@@ -152,6 +199,24 @@ class ModelRunner:
         weights_HTT = weights_of_layer(self._model, token_ids, layer=layer)[list(heads)]
         rows, columns = torch.tril_indices(len(token_ids), len(token_ids))
         return weights_HTT[:, rows, columns].numpy().tobytes()
+
+
+class _Draws:
+    """Ids that a device draws, on their way to the host: one copy, which nothing waits for until they are read."""
+
+    def __init__(self, drawn_B: Tensor) -> None:
+        self._ids_B, self._copied = drawn_B, None
+        if drawn_B.is_cuda:
+            self._ids_B = torch.empty(drawn_B.shape, dtype=drawn_B.dtype, pin_memory=True)
+            self._ids_B.copy_(drawn_B, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> StepOutputs:
+        """See `Launched`."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return StepOutputs(token_ids=self._ids_B.tolist(), logprobs=[], prompt_logprobs={})
 
 
 def _draw(logits_RV: Tensor, inputs: ModelInputs) -> list[int | None]:

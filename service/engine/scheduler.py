@@ -22,10 +22,11 @@ from service.engine.config import EngineConfig
 from service.engine.drafting import Drafting
 from service.engine.endings import Endings
 from service.engine.fair_queue import FairQueue
-from service.engine.plan import Chunk, StepPlan, drawn_rows, is_decode
+from service.engine.lookahead import goes_on, plan_ahead
+from service.engine.plan import Chunk, StepPlan, step_plan
 from service.engine.prefix_cache import PrefixCache
 from service.engine.prompt_pace import PromptPace
-from service.engine.sequence import Sequence, SequenceStatus
+from service.engine.sequence import Sequence, SequenceStatus, by_rank
 from service.messages import FinishReason
 
 
@@ -147,7 +148,6 @@ class Scheduler:
             if sequence.status is SequenceStatus.RUNNING and self._reserve(sequence, end):
                 chunks.append(self._plan(sequence, wanted))
                 budget -= wanted
-        num_before = len(chunks)
         queries = hits = cached = 0
         while budget and self._waiting and len(self._running) < self._config.max_num_running:
             if self._num_preemptions or (admitted := self._admit()) is None:
@@ -159,17 +159,28 @@ class Scheduler:
             wanted = min(sequence.num_remaining_tokens, budget, most)
             chunks.append(self._plan(sequence, wanted))
             budget -= wanted
-        self._stamp(chunks[num_before:])
-        return StepPlan(
-            chunks=tuple(chunks),
-            drawn_rows=drawn_rows(chunks),
-            is_decode=is_decode(chunks),
+            if sequence.first_scheduled_seconds is None:
+                sequence.first_scheduled_seconds = self._clock()
+        return step_plan(
+            chunks,
             ended=ended,
             num_cached_prompt_tokens=cached,
             num_prefix_queries=queries,
             num_prefix_hits=hits,
             num_preemptions=self._num_preemptions,
         )
+
+    def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """Decide the step after one that is being computed; None where more is to be decided than its sequences' next
+        tokens. `commit` must follow of both, of the later one without the sequences that end in the first."""
+        self._end_expired()
+        may_admit = self._waiting and sum(map(goes_on, plan.chunks)) < self._config.max_num_running
+        if self._ended or may_admit:
+            return None
+        ahead = plan_ahead(plan, self._pool, self._config.block_size, num_running=len(self._running))
+        for chunk in () if ahead is None else ahead.chunks:
+            self._waiting.charge(chunk.sequence.owner, 1)
+        return ahead
 
     def commit(self, plan: StepPlan, token_ids: Iterable[int | None]) -> list[Sequence]:
         """Take up what a step computed: the drawn tokens, as `StepPlan.drawn_rows` say whose.
@@ -183,6 +194,8 @@ class Scheduler:
         finished: list[Sequence] = []
         for chunk, rows in zip(plan.chunks, plan.drawn_rows, strict=True):
             sequence = chunk.sequence
+            if plan.after_rows:  # its tokens were not known when it was planned
+                self._prefix_cache.register(sequence, chunk.num_known_tokens)
             sequence.num_computed_tokens += chunk.num_tokens - len(chunk.draft)
             if sequence.num_scored_tokens < sequence.num_prompt_tokens - 1:
                 scored = min(sequence.num_computed_tokens, sequence.num_prompt_tokens - 1)
@@ -197,6 +210,7 @@ class Scheduler:
             if ends:
                 self._retire(sequence)
                 finished.append(sequence)
+        self._scheduled_seconds = now  # of a step ahead, which takes its time from here on
         return finished
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
@@ -235,26 +249,26 @@ class Scheduler:
         assert all(s.status is SequenceStatus.RUNNING for s in self._running)
         assert all(s.status is SequenceStatus.WAITING and not s.block_table for s in self._waiting)
         assert len(self._running) <= self._config.max_num_running
-        assert self._running == sorted(self._running, key=_rank), "sequences do not stand by rank"
+        assert self._running == sorted(self._running, key=by_rank), "sequences do not stand by rank"
         self._waiting.check_integrity()
         placed = [*self._running, *self._waiting]
         assert sorted(s.uid for s in placed) == sorted(self._sequences), "a sequence is lost or stands twice"
-        with_deadline = sum(s.deadline_seconds is not None for s in placed)
-        assert with_deadline == self._num_with_deadline
+        assert sum(s.deadline_seconds is not None for s in placed) == self._num_with_deadline
         self._pool.check_integrity([sequence.block_table for sequence in self._running])
 
     def _take_ended(self) -> tuple[Sequence, ...]:
-        """Retire what ends without computing: also what has not begun by its deadline."""
-        if self._num_with_deadline:
-            now = self._clock()
-            for sequence in self._waiting:
-                deadline = sequence.deadline_seconds
-                if deadline is not None and deadline < now and sequence.first_scheduled_seconds is None:
-                    self.end(sequence, FinishReason.ABORT)
+        """Retire what ends without computing."""
+        self._end_expired()
         ended, self._ended = tuple(self._ended), []
         for sequence in ended:
             self._retire(sequence)
         return ended
+
+    def _end_expired(self) -> None:
+        """What has not begun by its deadline ends."""
+        if self._num_with_deadline:
+            for sequence in self._waiting.expired(self._clock()):
+                self.end(sequence, FinishReason.ABORT)
 
     def _plan(self, sequence: Sequence, num_tokens: int, draft: tuple[int, ...] = ()) -> Chunk:
         """Have this step compute the next tokens of a sequence. What is planned is not preempted any more."""
@@ -289,8 +303,7 @@ class Scheduler:
         self._running.remove(sequence)
         self._pool.free(sequence.block_table)
         sequence.block_table = []
-        sequence.num_computed_tokens = 0
-        sequence.num_registered_blocks = 0
+        sequence.num_computed_tokens = sequence.num_registered_blocks = 0
         sequence.num_preemptions += 1
         sequence.status = SequenceStatus.WAITING
         self._waiting.add(sequence)
@@ -318,7 +331,7 @@ class Scheduler:
         if sequence.first_scheduled_seconds is None:
             sequence.num_cached_tokens = min(len(known) * size, sequence.num_prompt_tokens)
         sequence.status = SequenceStatus.RUNNING
-        insort(self._running, sequence, key=_rank)
+        insort(self._running, sequence, key=by_rank)
         return sequence, num_queried
 
     def _retire(self, sequence: Sequence) -> None:
@@ -332,14 +345,3 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
         del self._sequences[sequence.uid]
         self._num_with_deadline -= sequence.deadline_seconds is not None
-
-    def _stamp(self, admitted: Iterable[Chunk]) -> None:
-        """What has been admitted begins now, unless it was preempted in between."""
-        now = self._clock()
-        for chunk in admitted:
-            if chunk.sequence.first_scheduled_seconds is None:
-                chunk.sequence.first_scheduled_seconds = now
-
-
-def _rank(sequence: Sequence) -> tuple[float, int]:
-    return sequence.rank

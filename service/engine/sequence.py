@@ -114,3 +114,8 @@ class Sequence:
             owner=submit.owner,
             lookup=PromptLookup(max_draft_tokens) if drafts else None,
         )
+
+
+def by_rank(sequence: Sequence) -> tuple[float, int]:
+    """A key to sort by."""
+    return sequence.rank

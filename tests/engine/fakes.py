@@ -3,11 +3,15 @@
 A wrong slot, a wrong table or a stale block changes the history it sees, and so the token it draws.
 """
 
+import dataclasses
 import time
 import zlib
+from collections import deque
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+
+import msgspec
 
 from model.sampling_params import SamplingParams
 from model.training.bpe import train_bpe
@@ -38,9 +42,14 @@ def next_token(history: Sequence[int], seed: int, forbidden: Sequence[int]) -> i
 
 class FakeRunner:
     """See the module. `fail_at` raises in that step. `clock` is what its steps have taken: of `step_seconds`, and
-    `row_seconds` for each of their rows."""
+    `row_seconds` for each of their rows.
+
+    What is launched is computed as late as can be: when it is read, or when a later step is. `order` has the numbers of
+    steps as they were launched, and negative as they were read; 0 for a step that was run.
+    """
 
     min_rows = MIN_ROWS
+    is_asynchronous = False
 
     def __init__(self, num_blocks: int, block_size: int, fail_at: int | None = None) -> None:
         self.step_seconds, self.row_seconds, self._seconds = 1.0, 0.0, 0.0
@@ -49,12 +58,46 @@ class FakeRunner:
         self.num_slots = (num_blocks + 1) * block_size
         self.batches: list[tuple[int, ...]] = []
         self.fail_at = fail_at
+        self.order: list[int] = []
+        self._queue: deque[FakeLaunched] = deque()
+        self._drawn: list[int] = []  # by the step before
 
     def clock(self) -> float:
         return self._seconds
 
+    @property
+    def num_launched(self) -> int:
+        return sum(number > 0 for number in self.order)
+
+    def launch(self, inputs: ModelInputs) -> "FakeLaunched":
+        asked = (inputs.rules, inputs.forbidden, inputs.prompt_rows, inputs.wants_logprobs, inputs.masks)
+        assert not any(asked), "what a launched step does not give"
+        launched = FakeLaunched(self, self.num_launched + 1, _copy(inputs))
+        self.order.append(launched.number)
+        self._queue.append(launched)
+        return launched
+
     def run(self, inputs: ModelInputs) -> StepOutputs:
+        assert not inputs.after_rows
+        self.order.append(0)
+        self.compute_queue()
+        return self._compute(inputs)
+
+    def compute_queue(self, up_to: int | None = None) -> None:
+        """Compute what was launched, in that order."""
+        while self._queue and (up_to is None or self._queue[0].number <= up_to):
+            launched = self._queue.popleft()
+            try:
+                launched.outputs = self._compute(launched.inputs)
+            except RuntimeError:
+                self._queue.clear()
+                raise
+
+    def _compute(self, inputs: ModelInputs) -> StepOutputs:
         metadata = inputs.metadata
+        for row, before in enumerate(inputs.after_rows):
+            assert inputs.token_ids_T[row] == 0
+            inputs.token_ids_T[row] = self._drawn[before]
         self._seconds += self.step_seconds + self.row_seconds * len(inputs.token_ids_T)
         assert metadata.slot_mapping_T is not None
         assert metadata.block_tables_BN is not None
@@ -74,6 +117,7 @@ class FakeRunner:
             row = row_of_token[drawn_after]
             history = self._history(metadata.block_tables_BN[row].tolist(), position)
             token_ids.append(next_token(history, param.seed, inputs.forbidden[index] if inputs.forbidden else ()))
+        self._drawn = token_ids
         scores = {
             rows.uid: [TokenLogprob(token_id=target, logprob=0.0, rank=1, top=()) for target in rows.targets]
             for rows in inputs.prompt_rows
@@ -88,6 +132,30 @@ class FakeRunner:
             assert stored_position == position
             history.append(token_id)
         return history
+
+
+@dataclasses.dataclass
+class FakeLaunched:
+    """A step in the queue of a `FakeRunner`."""
+
+    runner: FakeRunner
+    number: int
+    inputs: ModelInputs
+    outputs: StepOutputs | None = None
+
+    def read(self) -> StepOutputs:
+        self.runner.order.append(-self.number)
+        self.runner.compute_queue(self.number)
+        assert self.outputs is not None
+        return self.outputs
+
+
+def _copy(inputs: ModelInputs) -> ModelInputs:
+    metadata = inputs.metadata
+    names = ("positions_T", "logit_rows_R", "slot_mapping_T", "block_tables_BN")
+    tensors = {name: tensor.clone() for name in names if (tensor := getattr(metadata, name)) is not None}
+    metadata = dataclasses.replace(metadata, **tensors)
+    return msgspec.structs.replace(inputs, token_ids_T=inputs.token_ids_T.clone(), metadata=metadata)
 
 
 def expected_tokens(submit: Submit, max_context_length: int) -> list[int]:
@@ -135,9 +203,11 @@ def make_submit(
 def make_engine(**changes: Any) -> tuple[Engine, FakeRunner]:
     """A small engine over a fake runner, with `EngineConfig` values changed at will.
 
-    `fakes_time`: it goes by the runner's clock.
+    `fakes_time`: it goes by the runner's clock. `looks_ahead`: see `Engine`.
     """
     values = {"block_size": 2, "num_blocks": 14, "max_num_running": 4, "max_batched_tokens": 7, **changes}
     runner = FakeRunner(values["num_blocks"], values["block_size"], values.pop("fail_at", None))
     clock = runner.clock if values.pop("fakes_time", False) else time.monotonic
-    return Engine(_MODEL, _TOKENIZER, EngineConfig(**values), runner=runner, clock=clock), runner
+    looks_ahead = values.pop("looks_ahead", None)
+    config = EngineConfig(**values)
+    return Engine(_MODEL, _TOKENIZER, config, runner=runner, looks_ahead=looks_ahead, clock=clock), runner

@@ -20,7 +20,9 @@ from service.engine import accelerated
 from service.engine.accelerated import attention_for, cache_bytes, capture_for, recorded_runner
 from service.engine.config import EngineConfig
 from service.engine.graphs import call_again
+from service.engine.inputs import ModelInputs
 from service.engine.memory import DeviceMemory, LargestStep
+from service.engine.runner import Launched, ModelRunner
 from service.engine_builder import build_engine
 from service.settings import ModelSettings
 from tests.engine.fakes import make_submit
@@ -120,6 +122,35 @@ def test_the_service_records_where_it_is_told_to(
     assert answers[0] == answers[1]
     assert len(answers[0]) == 12
     assert ("decode steps of up to 4 sequences are recorded, in 1 shapes" in caplog.text) == graphs
+
+
+@pytest.mark.parametrize("lookahead", [True, False])
+def test_the_service_launches_ahead_where_it_is_told_to(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, lookahead: bool
+) -> None:
+    """On a CPU that is taken for a device that computes beside the host."""
+    launched: list[tuple[int, ...]] = []
+    launch = ModelRunner.launch
+
+    def noted(runner: ModelRunner, inputs: ModelInputs) -> Launched:
+        launched.append(inputs.after_rows)
+        return launch(runner, inputs)
+
+    monkeypatch.setattr(ModelRunner, "is_asynchronous", True)
+    monkeypatch.setattr(ModelRunner, "launch", noted)
+    settings = ModelSettings(
+        checkpoint=tiny_checkpoint, device="cpu", threads=torch.get_num_threads(), attention="sdpa", lookahead=lookahead
+    )
+    engine, _ = build_engine(settings, read_manifest(tiny_checkpoint))
+    engine.submit(make_submit("a", [1, 2, 3], max_tokens=4, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    assert launched == ([(), (0,), (0,), (0,)] if lookahead else [])
+
+
+def test_on_a_cpu_nothing_is_launched_ahead() -> None:
+    runner = ModelRunner(build(VARIANTS["rotary-gqa"]), num_blocks=4, block_size=4, vocab_size=257)
+    assert not runner.is_asynchronous
 
 
 def test_a_gpus_share_bounds_the_cache(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from model.attention.metadata import AttentionMetadata
-from service.engine import engine as composition
+from service.engine import steps
 from service.engine.decode_inputs import DecodeInputs
 from service.engine.inputs import ModelInputs, build_inputs
 from service.engine.plan import MIN_ROWS, StepPlan
@@ -46,7 +46,7 @@ def plain(inputs: ModelInputs) -> dict[str, Any]:
 def compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Compared, "num_moved", 0)
     monkeypatch.setattr(Compared, "num_steps", 0)
-    monkeypatch.setattr(composition, "DecodeInputs", Compared)
+    monkeypatch.setattr(steps, "DecodeInputs", Compared)
 
 
 def random_submit(uid: str, rng: random.Random) -> Any:
@@ -63,14 +63,17 @@ def random_submit(uid: str, rng: random.Random) -> Any:
     return make_submit(uid, [rng.randint(0, 3) for _ in range(rng.randint(1, 11))], **params)
 
 
+@pytest.mark.parametrize("looks_ahead", [False, True])
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("min_rows", [1, MIN_ROWS])
-def test_any_steps_have_the_inputs_that_would_be_built_anew(min_rows: int, drafts: int) -> None:
+def test_any_steps_have_the_inputs_that_would_be_built_anew(min_rows: int, drafts: int, looks_ahead: bool) -> None:
     """Sequences arrive, are cancelled and submitted again, in a pool that is too small for them."""
     num_preemptions = 0
     for seed in range(12):
         rng = random.Random(seed)
-        engine, runner = make_engine(fakes_time=True, max_draft_tokens=drafts, block_size=rng.choice([1, 2, 5]))
+        engine, runner = make_engine(
+            fakes_time=True, max_draft_tokens=drafts, looks_ahead=looks_ahead, block_size=rng.choice([1, 2, 5])
+        )
         runner.min_rows = min_rows
         submits = [random_submit(f"s{number}", rng) for number in range(12)]
         for submit in submits:

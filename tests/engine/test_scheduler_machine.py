@@ -20,11 +20,14 @@ class EngineMachine(RuleBasedStateMachine):
     """Requests arrive, are cancelled and resubmitted while steps go on."""
 
     max_draft_tokens = 0
+    looks_ahead = False
 
     def __init__(self) -> None:
         super().__init__()
         # How much is drafted depends on how long steps take: hypothesis needs it to be the same each time.
-        self.engine, self.runner = make_engine(max_draft_tokens=self.max_draft_tokens, fakes_time=True)
+        self.engine, self.runner = make_engine(
+            max_draft_tokens=self.max_draft_tokens, looks_ahead=self.looks_ahead, fakes_time=True
+        )
         self.live: dict[str, Submit] = {}
         self.drawn: dict[str, list[int]] = {}
         self.waited: dict[str, int] = {}
@@ -143,7 +146,15 @@ class DraftingMachine(EngineMachine):
     max_draft_tokens = 4
 
 
+class LookaheadMachine(EngineMachine):
+    """The same where steps are launched before the last one's tokens are read."""
+
+    looks_ahead = True
+
+
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestDraftingEngine = DraftingMachine.TestCase
 TestDraftingEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLookaheadEngine = LookaheadMachine.TestCase
+TestLookaheadEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

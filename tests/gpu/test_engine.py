@@ -13,11 +13,13 @@ from service.engine.accelerated import recorded_runner
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.graphs import CudaCapture
+from service.engine.inputs import ModelInputs
 from service.engine.memory import LargestStep, measure
-from service.engine.runner import ModelRunner
+from service.engine.runner import Launched, ModelRunner
 from service.engine_builder import build_engine
 from service.messages import Submit
 from service.settings import ModelSettings
+from tests.engine.fakes import make_submit
 from tests.engine.test_graphs import step
 from tests.engine.test_parity import EOS, TOKENIZER, submissions
 from tests.model.configs import VARIANTS, build
@@ -65,6 +67,31 @@ def test_recorded_steps_give_the_tokens_of_the_slow_twin(variant: str, caplog: p
     twin = build(VARIANTS[variant])
     for submit in submits:
         assert found[submit.uid] == generate(twin, submit.prompt_token_ids, submit.params, eos_token_ids=(EOS,))
+
+
+def test_steps_launched_ahead_give_the_tokens_of_the_slow_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are recorded, and with 16 rows at a time in a pool of which rows drop out."""
+    ahead: list[bool] = []
+    launch = ModelRunner.launch
+
+    def noted(runner: ModelRunner, inputs: ModelInputs) -> Launched:
+        ahead.append(bool(inputs.after_rows))
+        return launch(runner, inputs)
+
+    monkeypatch.setattr(ModelRunner, "launch", noted)
+    engine, _ = accelerated("rotary-gqa", torch.float32)
+    submits = [
+        make_submit(
+            str(number), [number, 7, 9], max_tokens=10 + number, seed=number, temperature=float(number % 2),
+            ignore_eos=True, stop_token_ids=tuple(range(number, 250, 40)),
+        )
+        for number in range(24)
+    ]  # fmt: skip
+    found = answers(engine, submits)
+    twin = build(VARIANTS["rotary-gqa"])
+    for submit in submits:
+        assert found[submit.uid] == generate(twin, submit.prompt_token_ids, submit.params, eos_token_ids=(EOS,))
+    assert sum(ahead) > 10
 
 
 def test_a_recorded_step_has_the_bits_of_a_plain_one_of_as_many_rows() -> None:

@@ -56,7 +56,7 @@ def test_every_flag_of_the_contract_is_read() -> None:
         *("--embedding-pooling", "last", "--speculative-tokens", "8", "--prompt-slowdown", "inf"),
         *("--target-queue-seconds", "0.25", "--max-queue-seconds", "9.5", "--resume-seconds", "3"),
         *("--no-standby", "--hang-seconds", "9.5", "--quantize", "int8", "--cache-dir", "k/c"),
-        *("--no-cuda-graphs", "--gpu-memory-share", "0.5"),
+        *("--no-cuda-graphs", "--no-lookahead", "--gpu-memory-share", "0.5"),
     )
     assert settings.model_dump() == {
         "checkpoint": Path("c"),
@@ -66,6 +66,7 @@ def test_every_flag_of_the_contract_is_read() -> None:
         "attention": "eager",
         "cache_dir": Path("k/c"),
         "cuda_graphs": False,
+        "lookahead": False,
         "gpu_memory_share": 0.5,
         "generation_config": False,
         "max_context_length": 99,

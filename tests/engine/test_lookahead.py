@@ -1,0 +1,286 @@
+"""When the next step is launched before the last one's tokens are read, and what becomes of it.
+
+The fake runner computes what was launched as late as it can: see `tests.engine.fakes`.
+"""
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import pytest
+
+from service.engine.engine import Engine
+from service.messages import FinishReason, Pooling, Submit, TokenDelta
+from tests.engine.fakes import CONTEXT, FakeRunner, expected_tokens, make_engine, make_submit
+
+
+def ahead(**config: Any) -> tuple[Engine, FakeRunner]:
+    return make_engine(looks_ahead=True, **config)
+
+
+def drive(engine: Engine) -> list[TokenDelta]:
+    """All events until nothing is left to do."""
+    events: list[TokenDelta] = []
+    while engine.has_work:
+        events += engine.step().events
+        engine.check_integrity()
+    return events
+
+
+def tokens_of(uid: str, events: list[TokenDelta]) -> list[int]:
+    return [token_id for event in events if event.uid == uid for token_id in event.token_ids]
+
+
+def unending(uid: str, prompt: list[int], **params: Any) -> Submit:
+    """One that ends at `max_tokens` alone."""
+    return make_submit(uid, prompt, ignore_eos=True, **params)
+
+
+def stopping(uid: str, prompt: list[int], *, at: int) -> Submit:
+    """One whose `at`th token ends it."""
+    free = unending(uid, prompt, max_tokens=CONTEXT)
+    drawn = expected_tokens(free, CONTEXT)
+    assert drawn[at - 1] not in drawn[: at - 1]
+    params = dataclasses.replace(free.params, stop_token_ids=(drawn[at - 1],))
+    return msgspec.structs.replace(free, params=params)
+
+
+def test_the_next_step_is_launched_before_the_last_one_is_read() -> None:
+    """And none behind the one in which all reach their `max_tokens`."""
+    engine, runner = ahead()
+    submits = [unending("a", [1, 2], max_tokens=4), unending("b", [3], max_tokens=4)]
+    for submit in submits:
+        engine.submit(submit)
+    events = drive(engine)
+    assert runner.order == [1, 2, -1, 3, -2, 4, -3, -4]
+    for submit in submits:
+        assert tokens_of(submit.uid, events) == expected_tokens(submit, CONTEXT)
+        assert [event.index for event in events if event.uid == submit.uid] == [0, 1, 2, 3]
+
+
+def test_without_lookahead_nothing_is_launched() -> None:
+    engine, runner = make_engine()
+    engine.submit(unending("a", [1, 2], max_tokens=4))
+    drive(engine)
+    assert runner.order == [0, 0, 0, 0]
+
+
+def test_of_those_that_reach_their_length_no_row_is_launched() -> None:
+    engine, runner = ahead()
+    runner.min_rows = 1
+    for number, max_tokens in enumerate([2, 3, 5]):
+        engine.submit(unending(str(number), [number, 9], max_tokens=max_tokens))
+    drive(engine)
+    assert runner.batches == [(2, 2, 2), (1, 1, 1), (1, 1), (1,), (1,)]
+    assert runner.num_launched == 5
+
+
+def test_the_row_of_a_sequence_that_ended_is_passed_over() -> None:
+    """Its stop token was not known when the step behind it was launched. Its blocks come back, and others get them."""
+    engine, runner = ahead()
+    stops, goes_on = stopping("stops", [5, 6], at=3), unending("goes on", [7], max_tokens=12)
+    engine.submit(stops)
+    engine.submit(goes_on)
+    events: list[TokenDelta] = []
+    while not any(event.finish for event in events):
+        events += engine.step().events
+    assert runner.order == [1, 2, -1, 3, -2, 4, -3]  # the fourth has a row of the one that ended at the third
+    assert engine.step().stats.batch_size == 1
+    later = unending("later", [8, 9, 10, 11], max_tokens=12)
+    engine.submit(later)
+    events += drive(engine)
+    ends = {event.uid: event.finish for event in events if event.finish}
+    assert ends["stops"].reason is FinishReason.STOP
+    assert ends["stops"].num_completion_tokens == 3
+    assert tokens_of("stops", events) == expected_tokens(stops, CONTEXT)
+    assert tokens_of("later", events) == expected_tokens(later, CONTEXT)
+    assert len([event for event in events if event.uid == "stops"]) == 3
+    assert engine.step().stats.num_free_blocks == 14
+
+
+def test_a_stop_string_ends_it_too() -> None:
+    tokens = expected_tokens(unending("s", [1, 2], max_tokens=8), CONTEXT)
+    at = next(n for n, token in enumerate(tokens) if 32 <= token < 127)
+    engine, runner = ahead()
+    engine.submit(unending("s", [1, 2], max_tokens=8, stop=(chr(tokens[at]),)))
+    events = drive(engine)
+    assert tokens_of("s", events) == tokens[: at + 1]
+    assert events[-1].finish is not None
+    assert events[-1].finish.stop_reason == chr(tokens[at])
+    assert runner.num_launched == at + 2  # one for nothing
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_cancelled_between_its_launch_and_its_reading(again: bool) -> None:
+    """Nothing is told of it; a newer attempt of the same name gets nothing of the older one's."""
+    engine, runner = ahead()
+    other, cancelled = unending("a", [1, 2], max_tokens=9), unending("b", [3], max_tokens=9)
+    for submit in (other, cancelled):
+        engine.submit(submit)
+    events = engine.step().events + engine.step().events
+    assert runner.order[-2:] == [3, -2]
+    engine.cancel("b")
+    engine.check_integrity()
+    if again:
+        engine.submit(msgspec.structs.replace(cancelled, attempt=1))
+    result = engine.step()
+    assert [event.uid for event in result.events] == ["a"]
+    after = drive(engine)
+    assert tokens_of("a", events + result.events + after) == expected_tokens(other, CONTEXT)
+    assert tokens_of("b", after) == (expected_tokens(cancelled, CONTEXT) if again else [])
+
+
+def test_a_step_that_nobody_waits_for_is_forgotten() -> None:
+    engine, runner = ahead()
+    engine.submit(unending("a", [1, 2], max_tokens=9))
+    engine.step()
+    engine.cancel("a")
+    assert not engine.has_work
+    assert engine.step().events == []
+    submit = unending("b", [3], max_tokens=3)
+    engine.submit(submit)
+    assert tokens_of("b", drive(engine)) == expected_tokens(submit, CONTEXT)
+    assert -2 not in runner.order
+
+
+def test_who_fails_is_told_once_and_what_was_launched_is_forgotten() -> None:
+    engine, runner = ahead(fail_at=2)
+    engine.submit(unending("a", [1, 2], max_tokens=9))
+    engine.step()
+    with pytest.raises(RuntimeError, match="told to fail"):
+        engine.step()
+    (event,) = engine.abort_all("it broke")
+    assert event.finish is not None
+    assert event.finish.reason is FinishReason.ERROR
+    engine.check_integrity()
+    runner.fail_at = None
+    submit = unending("b", [1, 2], max_tokens=3)
+    engine.submit(submit)
+    assert tokens_of("b", drive(engine)) == expected_tokens(submit, CONTEXT)
+
+
+def test_an_arrival_waits_for_what_was_launched_and_no_longer() -> None:
+    """A running step is in flight when it comes; the one after it computes its prompt."""
+    engine, runner = ahead()
+    engine.submit(unending("a", [1, 2], max_tokens=12))
+    engine.step()
+    engine.submit(unending("b", [3, 4, 5], max_tokens=4))
+    num_launched = runner.num_launched
+    assert [event.uid for event in engine.step().events] == ["a"]
+    assert runner.num_launched == num_launched
+    assert {event.uid for event in engine.step().events} == {"a", "b"}
+
+
+def test_while_every_place_is_taken_those_who_wait_hold_nothing_up() -> None:
+    """Until a place is known to come free: its next owner begins in that very step."""
+    engine, runner = ahead(max_num_running=2, fakes_time=True)
+    engine.submit(unending("a", [1], max_tokens=6))
+    engine.submit(unending("b", [2], max_tokens=12))
+    engine.submit(unending("waits", [3], max_tokens=3))
+    events = [engine.step().events for _ in range(7)]
+    assert runner.order[:11] == [1, 2, -1, 3, -2, 4, -3, 5, -4, 6, -5]
+    assert [tokens_of("a", told) != [] for told in events] == [True] * 6 + [False]
+    assert [tokens_of("waits", told) != [] for told in events] == [False] * 6 + [True]
+
+
+def test_a_deadline_is_kept_while_steps_are_launched_ahead() -> None:
+    """It passes in the fifth step, which is seen when the sixth has been launched."""
+    engine, runner = ahead(max_num_running=1, fakes_time=True)
+    engine.submit(unending("a", [1], max_tokens=20))
+    engine.submit(make_submit("late", [2], deadline=4.5))
+    ends = []
+    for number in range(8):
+        ends += [(number, event.finish.reason) for event in engine.step().events if event.finish]
+    assert ends == [(6, FinishReason.ABORT)]
+    assert runner.num_launched > 5
+
+
+def test_blocks_that_must_be_taken_from_others_are_not_taken_ahead() -> None:
+    """Two sequences of 16 tokens in ten blocks of two: the later one is preempted, and both come out right."""
+    engine, runner = ahead(num_blocks=10, enable_prefix_cache=False)
+    submits = [unending("a", [1, 2], max_tokens=14), unending("b", [3, 4], max_tokens=14)]
+    for submit in submits:
+        engine.submit(submit)
+    events, num_preemptions = [], 0
+    while engine.has_work:
+        result = engine.step()
+        engine.check_integrity()
+        events += result.events
+        num_preemptions += result.stats.num_preemptions
+    assert num_preemptions > 0
+    assert runner.num_launched > 10
+    for submit in submits:
+        assert tokens_of(submit.uid, events) == expected_tokens(submit, CONTEXT)
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_the_prefix_cache_knows_all_that_was_computed(looks_ahead: bool) -> None:
+    """A text of 2 and 9 more, whose last is not computed: five blocks of two, which its continuation finds."""
+    engine, _ = make_engine(looks_ahead=looks_ahead)
+    first = unending("first", [1, 2], max_tokens=9)
+    engine.submit(first)
+    drawn = tokens_of("first", drive(engine))
+    engine.submit(unending("next", [1, 2, *drawn, 5], max_tokens=2))
+    (end,) = [event.finish for event in drive(engine) if event.finish]
+    assert end.num_cached_tokens == 10
+
+
+def test_only_whose_computation_begins_is_told_and_that_before_it_does() -> None:
+    engine, runner = ahead()
+    engine.submit(unending("a", [1], max_tokens=4))
+    told: list[tuple[int, list[str]]] = []
+    while engine.has_work:
+        engine.step(before=lambda uids: told.append((runner.num_launched, uids)))
+    assert told == [(0, ["a"])]
+
+
+NEEDS_THE_HOST: dict[str, dict[str, Any]] = {
+    "log-probabilities": {"logprobs": 0},
+    "a nucleus": {"top_p": 0.9},
+    "penalties": {"frequency_penalty": 1.0},
+    "bad words": {"bad_word_ids": ((1, 2),)},
+    "tokens before its end": {"min_tokens": 8, "ignore_eos": False},
+}
+
+
+@pytest.mark.parametrize("name", NEEDS_THE_HOST)
+def test_what_the_host_must_know_first_is_never_launched(name: str) -> None:
+    """Nor is anybody beside it, until it has ended."""
+    engine, runner = ahead()
+    engine.submit(unending("a", [1, 2], max_tokens=16))
+    engine.submit(make_submit("b", [3, 4], **{"max_tokens": 8, "ignore_eos": True, **NEEDS_THE_HOST[name]}))
+    ended = False
+    while not ended:
+        assert runner.num_launched == 0
+        ended = any(event.uid == "b" and event.finish for event in engine.step().events)
+    drive(engine)
+    assert runner.num_launched == (runner.order.count(0) == 8) * 8
+
+
+def test_nor_are_embeddings_scores_drafts_and_prompts_that_are_not_whole_yet() -> None:
+    pooled, runner = ahead()
+    pooled.submit(msgspec.structs.replace(make_submit("p", [1, 2], max_tokens=0), pooling=Pooling.LAST))
+    pooled.step()
+    assert runner.order == [0]
+    scored, runner = ahead()
+    scored.submit(unending("s", [1, 2], max_tokens=3, prompt_logprobs=0))
+    drive(scored)
+    assert runner.order == [0, 1, 2, -1, -2]  # the prompt is scored by then
+    drafting, runner = ahead(max_draft_tokens=3)
+    drafting.submit(unending("d", [1, 2], max_tokens=5))
+    drive(drafting)
+    assert runner.num_launched == 0
+    chunked, runner = ahead(max_num_running=2)
+    chunked.submit(unending("c", list(range(20)), max_tokens=3))
+    drive(chunked)
+    assert runner.order == [0, 0, 1, 2, -1, 3, -2, -3]  # 7, 7, and 6 with which it draws
+
+
+def test_a_step_ahead_is_timed_from_the_end_of_the_one_before() -> None:
+    """By which prompts get their pace: a step of four rows takes one second, launched early or not."""
+    for looks_ahead in (False, True):
+        engine, _ = make_engine(looks_ahead=looks_ahead, fakes_time=True, prompt_slowdown=2.0)
+        engine.submit(unending("a", [1], max_tokens=9))
+        drive(engine)
+        pace = engine._scheduler._pace
+        assert pace._row_seconds == pytest.approx(1.0 / 17, rel=1e-6)
