@@ -200,7 +200,6 @@ class Engine:
 
         What had ended in that step is among it: nobody has been told.
         """
-        self._steps.forget()
         events = list(self._refusals)
         for text in self._texts.values():
             self._scheduler.finish(text.sequence, FinishReason.ERROR)

@@ -72,10 +72,6 @@ class Steps:
             self._begun = _Begun(following, self._runner.launch(inputs))
         return _of_the_living(plan, outputs.read())
 
-    def forget(self) -> None:
-        """Nobody waits for what has begun."""
-        self._begun = None
-
 
 def _needs_no_host(plan: StepPlan, inputs: ModelInputs) -> bool:
     """Whether all sequences draw, and all draws, these and those after them, can be made on the device alone."""

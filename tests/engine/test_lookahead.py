@@ -9,7 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from service.engine.block_pool import BlockPool
 from service.engine.engine import Engine
+from service.engine.lookahead import plan_ahead
+from service.engine.plan import Chunk, step_plan
+from service.engine.sequence import Sequence, SequenceStatus
 from service.messages import FinishReason, Pooling, Submit, TokenDelta
 from tests.engine.fakes import CONTEXT, FakeRunner, expected_tokens, make_engine, make_submit
 
@@ -181,6 +185,38 @@ def test_while_every_place_is_taken_those_who_wait_hold_nothing_up() -> None:
     assert runner.order[:11] == [1, 2, -1, 3, -2, 4, -3, 5, -4, 6, -5]
     assert [tokens_of("a", told) != [] for told in events] == [True] * 6 + [False]
     assert [tokens_of("waits", told) != [] for told in events] == [False] * 6 + [True]
+
+
+def test_what_is_computed_ahead_counts_as_service() -> None:
+    """Owner x runs two sequences and owner y one, whose prompt is long: in a dozen steps x has been served more."""
+    engine, runner = ahead(max_num_running=3, num_blocks=40, max_batched_tokens=20)
+    for owner, uid, length, max_tokens in (
+        ("x", "x1", 1, 13),
+        ("x", "x2", 1, 16),
+        ("y", "y1", 8, 16),
+        ("x", "x3", 1, 2),
+        ("y", "y2", 1, 2),
+    ):
+        engine.submit(msgspec.structs.replace(unending(uid, [7] * length, max_tokens=max_tokens), owner=owner))
+    began = list(dict.fromkeys(event.uid for event in drive(engine)))
+    assert set(began[:3]) == {"x1", "x2", "y1"}
+    assert began[3:] == ["y2", "x3"]
+    assert runner.num_launched > 12
+
+
+@pytest.mark.parametrize(("num_blocks", "num_running", "is_planned"), [(2, 1, True), (1, 1, False), (2, 2, False)])
+def test_nothing_is_planned_ahead_where_blocks_are_short_or_another_sits_the_step_out(
+    num_blocks: int, num_running: int, is_planned: bool
+) -> None:
+    """A sequence whose block is full, in a pool of one block or two."""
+    pool = BlockPool(num_blocks)
+    submit = unending("a", [1, 2], max_tokens=8)
+    sequence = Sequence.from_submit(submit, arrival_number=1, max_context_length=CONTEXT)
+    sequence.status, sequence.block_table = SequenceStatus.RUNNING, pool.allocate(1) or []
+    plan = plan_ahead(step_plan([Chunk(sequence, 0, 2, True)]), pool, 2, num_running=num_running)
+    assert (plan is not None) == is_planned
+    assert sequence.block_table == ([0, 1] if is_planned else [0])
+    pool.check_integrity([sequence.block_table])
 
 
 def test_a_deadline_is_kept_while_steps_are_launched_ahead() -> None:
