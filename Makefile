@@ -75,6 +75,8 @@ bench: install ## sweep the engine in this process; CHECKPOINT=DIR
 performance: bench ## measure engine and service, write docs/performance.md; CHECKPOINT=DIR
 	$(BIN)/python -m loadtest.bench_service --checkpoint $(CHECKPOINT) --out docs/results/service.json
 	$(BIN)/python -m loadtest.bench_frontend --checkpoint $(CHECKPOINT) --out docs/results/frontend.json
+	$(BIN)/python -m loadtest.bench_latency --out docs/results/latency.json --plot docs/latency.png -- --dtype bfloat16
+	$(BIN)/python -m loadtest.bench_scaling --checkpoint $(CHECKPOINT) --out docs/results/scaling.json
 	$(BIN)/python -m loadtest.performance_page
 
 peers: install ## measure other engines beside ours, each in an environment of its own (5 GB, ten minutes of compiling, once; may be interrupted)

@@ -14,7 +14,8 @@ def section(result: dict[str, Any], picture: str) -> str:
 
 Random weights of shape {result["shape"]}, a context of 8,192. **A short prompt**, of {short["prompt_tokens"]} tokens,
 that arrives while {short["streams"]} others decode has its first token after {spread(short["steps"], ".0f")} steps of
-the engine (median; smallest and largest in brackets): the rest of the step under way, and its own. That is
+the engine (median; smallest and largest in brackets): the rest of the step under way, its own, and what passes while
+it is read and its token carried out. That is
 {spread(short["ttft_ms"], ".1f")} ms, where the others' tokens were {short["itl_p50_ms_before"]:.1f} ms apart.
 
 **A long prompt**, of {long["prompt_tokens"]:,} tokens, that arrives while {long["streams"]} others decode is computed

@@ -12,17 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from loadtest import page_engine, page_peers, performance_plot
+from loadtest import latency_plot, page_engine, page_latency, page_peers, page_scaling, performance_plot, scaling_plot
 from loadtest.page_text import command, model, spread, table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 PAGE = ROOT / "docs" / "performance.md"
-NAMES: Final = ("engine", "service", "frontend", "peers")
+NAMES: Final = ("engine", "service", "frontend", "peers", "latency", "scaling")
 # Of a result, the file of its picture beside the page, and who draws it.
 PICTURES: Final = {
     "engine": ("performance-engine.png", performance_plot.draw_engine),
     "peers": ("performance-peers.png", performance_plot.draw_peers),
+    "latency": ("latency.png", latency_plot.draw),
+    "scaling": ("scaling.png", scaling_plot.draw_scaling),
 }
 
 # What the service promises. An idle process still looks up once a second whether its parent lives.
@@ -65,7 +67,9 @@ def render(results: Mapping[str, dict[str, Any]]) -> str:
         page_peers.section(results["peers"], PICTURES["peers"][0]),
         page_engine.section(results["engine"], PICTURES["engine"][0]),
         _service(results["service"]),
+        page_latency.section(results["latency"], PICTURES["latency"][0]),
         _frontend(results["frontend"]),
+        page_scaling.section(results["scaling"], PICTURES["scaling"][0]),
         _machines(results),
     ]
     return "\n".join(parts)

@@ -139,7 +139,9 @@ PEERS = FACTS | {
         peer_cell("decode", 64),
     ],
 }
-RESULTS: dict[str, Any] = {"engine": ENGINE, "service": SERVICE, "frontend": FRONTEND, "peers": PEERS}
+# Their sections have tests of their own.
+OTHERS = {name: json.loads((performance_page.RESULTS / f"{name}.json").read_text()) for name in ("latency", "scaling")}
+RESULTS: dict[str, Any] = {"engine": ENGINE, "service": SERVICE, "frontend": FRONTEND, "peers": PEERS} | OTHERS
 
 
 def test_every_figure_stands_beside_its_command() -> None:
