@@ -63,6 +63,7 @@ training_trials   small runs that differ in one choice of the default model's re
 gpu_suite.sh      every GPU test and benchmark in nine minutes, for a card that is borrowed
 bench_gpu         its measurements, a part at a time
 gpu_parts         what they are
+gpu_prefill       of these, steps of one prompt: recorded in pieces, and not
 gpu_setting       where, and how much of each
 gpu_peers         transformers' continuous batching, beside ours
 gpu_report        the one JSON it writes

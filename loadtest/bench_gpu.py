@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from loadtest.gpu_parts import attention, card, decode, quantized, tokens_per_second
+from loadtest.gpu_prefill import prefill
 from loadtest.gpu_setting import Bench
 from loadtest.in_process import InProcess
 from loadtest.provenance import provenance, tell
@@ -110,6 +111,7 @@ PARTS: Mapping[str, Callable[[Bench, Path], dict[str, Any]]] = {
     "attention": lambda bench, checkpoint: attention(bench),
     "decode": lambda bench, checkpoint: decode(bench),
     "engine": engine,
+    "prefill": lambda bench, checkpoint: prefill(bench),
     "quantized": lambda bench, checkpoint: quantized(bench),
 }
 

@@ -27,10 +27,11 @@ from model.kv_cache import KVCache
 from model.linear import replace_each
 from model.sampling_params import SamplingParams
 from model.transformer import Transformer
-from service.engine.accelerated import fuse_for_gpu
+from service.engine.accelerated import fuse_for_gpu, pieces_for
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.inputs import ModelInputs
+from service.engine.prompt_graphs import record_prompts, uncut
 from service.engine.runner import ModelRunner
 from service.messages import Submit
 
@@ -266,6 +267,7 @@ def large_engine(bench: Bench) -> Engine:
     )
     runner = ModelRunner(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, vocab_size=tokenizer.vocab_size)
     runner.record(bench.capture(), max_rows=bench.streams, max_context_length=bench.prompt + bench.output)
+    record_prompts(model, pieces_for(bench.device) or uncut, config.max_batched_tokens)
     return Engine(model, tokenizer, config, runner=runner)
 
 

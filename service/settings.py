@@ -63,7 +63,7 @@ class ModelSettings(BaseSettings):
         "auto",
     )
     cache_dir: Path = option("model", "where kernels that were compiled for this machine are kept", CACHE)
-    cuda_graphs: bool = option("engine", "on CUDA with paged attention: record decode steps and replay them", True)
+    cuda_graphs: bool = option("engine", "on CUDA with paged attention: record steps and replay them", True)
     lookahead: bool = option("engine", "on CUDA: launch a decode step before the last one's tokens are read", True)
     threads: AutoOrCount = option("model", "CPU threads of the model; auto: one less than the CPUs we may use", "auto")
     generation_config: bool = option(

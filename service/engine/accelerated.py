@@ -1,5 +1,5 @@
-"""What an engine takes of a GPU: attention over the paged cache, memory for it, recorded decode steps, matrices in
-eight bits where they were asked for.
+"""What an engine takes of a GPU: attention over the paged cache, memory for it, recorded steps, matrices in eight bits
+where they were asked for.
 
 Each is tried when the engine is built, and what does not hold on this card is left out with a warning: the engine then
 computes the same, slower.
@@ -19,6 +19,7 @@ from model.transformer import Transformer
 from service.engine.config import EngineConfig
 from service.engine.graphs import Capture, CudaCapture
 from service.engine.memory import LargestStep, measure
+from service.engine.prompt_graphs import CudaPieces, Pieces, record_prompts
 from service.engine.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,11 @@ def capture_for(device: torch.device) -> Capture | None:
     return CudaCapture() if device.type == "cuda" else None
 
 
+def pieces_for(device: torch.device) -> Pieces | None:
+    """What records steps with prompts on this device, in pieces; None where they are computed kernel by kernel."""
+    return CudaPieces() if device.type == "cuda" else None
+
+
 def cache_bytes(model: Transformer, largest: LargestStep, share: float) -> int | None:
     """What the KV-cache may take of a GPU's memory, of which we use at most this share; None on a CPU, where half of
     what is free is the rule.
@@ -102,8 +108,15 @@ def cache_bytes(model: Transformer, largest: LargestStep, share: float) -> int |
     return memory.for_cache(share)
 
 
-def recorded_runner(model: Transformer, config: EngineConfig, vocab_size: int, capture: Capture) -> ModelRunner:
-    """A runner whose decode steps are recorded; the plain one, with a warning, where that fails."""
+def recorded_runner(
+    model: Transformer, config: EngineConfig, vocab_size: int, capture: Capture, pieces: Pieces | None = None
+) -> ModelRunner:
+    """A runner whose decode steps are recorded, and the others in pieces; the plain one, with a warning, where that
+    fails.
+
+    Args:
+        pieces: what records the others; None: what the device has.
+    """
     runner = ModelRunner(model, num_blocks=config.num_blocks, block_size=config.block_size, vocab_size=vocab_size)
     most = model.config.max_context_length
     length = most if config.max_context_length is None else min(most, config.max_context_length)
@@ -113,4 +126,16 @@ def recorded_runner(model: Transformer, config: EngineConfig, vocab_size: int, c
         logger.warning("decode steps are not recorded: %s", error)
     else:
         logger.info("decode steps of up to %d sequences are recorded, in %d shapes", shapes[0].rows, len(shapes))
+    pieces = pieces or pieces_for(model.token_embedding.weight.device)
+    if pieces is not None:
+        _record_prompts(model, pieces, config.max_batched_tokens)
     return runner
+
+
+def _record_prompts(model: Transformer, pieces: Pieces, max_rows: int) -> None:
+    try:
+        rows = record_prompts(model, pieces, max_rows)
+    except Exception as error:  # see above
+        logger.warning("steps with prompts are not recorded: %s", error)
+    else:
+        logger.info("steps with prompts of up to %d tokens are recorded, in %d sizes", rows[0], len(rows))

@@ -14,10 +14,18 @@ from model.attention.native import NativeAttention
 from model.attention.paged import PagedAttention
 from model.attention.sdpa import SdpaAttention
 from model.attention.ways import Place
+from model.eight_bits import FORMATS, PLAIN, EightBits
 from model.manifest import read_manifest
 from service import engine_builder
 from service.engine import accelerated
-from service.engine.accelerated import attention_for, cache_bytes, capture_for, recorded_runner
+from service.engine.accelerated import (
+    attention_for,
+    cache_bytes,
+    capture_for,
+    eight_bits_for,
+    pieces_for,
+    recorded_runner,
+)
 from service.engine.config import EngineConfig
 from service.engine.graphs import call_again
 from service.engine.inputs import ModelInputs
@@ -55,6 +63,7 @@ def test_on_a_cpu_half_of_free_memory_is_the_rule_and_nothing_is_recorded() -> N
     step = LargestStep(block_size=4, num_tokens=8, num_draws=2, max_context_length=64)
     assert cache_bytes(build(VARIANTS["rotary-gqa"]), step, 0.9) is None
     assert capture_for(torch.device("cpu")) is None
+    assert pieces_for(torch.device("cpu")) is None
 
 
 def test_auto_is_paged_where_a_gpu_and_the_model_allow_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +90,24 @@ def test_what_is_left_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "service.engine.accelerated")
     assert isinstance(attention_for("paged", CPU).backend, PagedAttention)
     assert "attention: left out varlen: needs a CUDA device" in caplog.text
+
+
+@pytest.mark.parametrize("left_out", [None, "triton is not installed"])
+def test_how_matrices_in_eight_bits_are_multiplied_is_told(
+    left_out: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "service.engine.accelerated")
+    chosen = EightBits(form=FORMATS["int8"], kernels=PLAIN, left_out=left_out)
+    monkeypatch.setattr(accelerated, "choose_eight_bits", lambda *given: chosen)
+    assert eight_bits_for("int8", CUDA.device, torch.bfloat16) is chosen
+    warned = [(r.levelname, r.getMessage()) for r in caplog.records if r.levelname == "WARNING"]
+    expected = [("WARNING", f"left out kernels for matrices in eight bits: {left_out}")]
+    assert warned == ([] if left_out is None else expected)
+    assert "int8 matrices by torch._int_mm" in caplog.text
+    for quantize, device in (("none", CUDA.device), ("int8", CPU.device)):
+        assert eight_bits_for(quantize, device, torch.bfloat16) is None
+    with pytest.raises(ValueError, match="--quantize fp8: only on a GPU; give --quantize int8, or leave it out"):
+        eight_bits_for("fp8", CPU.device, torch.bfloat16)
 
 
 def test_a_recording_that_fails_leaves_the_plain_runner(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from loadtest import bench_gpu, gpu_report
 from loadtest.gpu_parts import attention, card, decode, large_engine, prompts, quantized, tokens_per_second
+from loadtest.gpu_prefill import prefill
 
 SCRIPT = Path(__file__).parents[2] / "loadtest" / "gpu_suite.sh"
 PARTS = [
@@ -18,6 +19,7 @@ PARTS = [
     "paged",
     "decode",
     "engine",
+    "prefill",
     "quantized",
     "engine_tests",
     "attention",
@@ -143,6 +145,14 @@ def test_decode_steps_in_small() -> None:
         assert row["of_the_bound"] == pytest.approx(row["bound_ms"] / row["ms"])
         assert row["tokens_per_second"] == pytest.approx(1e3 * row["batch"] / row["ms"])
     assert told["kernels"][0]["most"][0]["us_a_step"] > 0
+
+
+def test_steps_of_prompts_in_small() -> None:
+    told = prefill(BENCH)
+    assert told["recorded"] == (80, 64)
+    assert [row["tokens"] for row in told["rows"]] == [5, 20, 40]
+    assert all(row["of_the_bound"] == pytest.approx(row["bound_ms"] / row["ms"]) for row in told["rows"])
+    assert all(row["ms_without_graphs"] > 0 for row in told["rows"])
 
 
 def test_matrices_in_eight_bits_in_small() -> None:

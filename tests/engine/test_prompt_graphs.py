@@ -1,0 +1,144 @@
+"""Steps with prompts that are recorded in pieces: sizes, padding, and the same answers as without, on a CPU."""
+
+import itertools
+import logging
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.attention.form import AttentionForm
+from model.attention.metadata import AttentionMetadata
+from model.attention.paged import PagedAttention
+from model.attention.ways import fits, gathered, one_by_one
+from model.eight_bits import FORMATS, PLAIN, EightBits
+from model.generate import generate
+from model.linear import replace_each
+from model.transformer import Transformer
+from service.engine import prompt_graphs
+from service.engine.accelerated import recorded_runner
+from service.engine.config import EngineConfig
+from service.engine.engine import Engine
+from service.engine.graphs import call_again
+from service.engine.prompt_graphs import Between, RecordedTransformer, prompt_rows, record_prompts, uncut
+from tests.engine.test_parity import EOS, TOKENIZER, submissions
+from tests.model.configs import VARIANTS, build
+
+CONFIG = EngineConfig(block_size=4, num_blocks=120, max_num_running=8, max_batched_tokens=40, max_context_length=64)
+FITTING = [name for name, config in VARIANTS.items() if fits(config)]
+
+
+def paged(variant: str) -> Transformer:
+    model = build(VARIANTS[variant])
+    for layer in model.layers:
+        layer.attention.backend = PagedAttention(gathered, one_by_one)
+    return model
+
+
+def counted(calls: list[int]) -> Callable[[Callable[[Between], Tensor]], Callable[[Between], Tensor]]:
+    """`uncut`, and how many rows each replay had."""
+
+    def pieces(compute: Callable[[Between], Tensor]) -> Callable[[Between], Tensor]:
+        replay = uncut(compute)
+
+        def replay_counted(between: Between) -> Tensor:
+            found = replay(between)
+            calls.append(len(found))
+            return found
+
+        return replay_counted
+
+    return pieces
+
+
+def test_a_third_at_most_is_padding() -> None:
+    assert prompt_rows(512) == (512, 384, 256, 192, 128, 96, 64)
+    assert prompt_rows(500)[:2] == (500, 384)
+    assert prompt_rows(40) == (40,)
+    assert prompt_rows(1 << 20)[0] == prompt_graphs.MAX_ROWS
+    sizes = prompt_rows(2048)
+    assert all(after / before >= 2 / 3 - 0.01 for before, after in itertools.pairwise(sizes))
+
+
+@pytest.mark.parametrize("variant", FITTING)
+def test_a_recorded_engine_gives_the_tokens_of_the_slow_twin(
+    variant: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "service.engine.accelerated")
+    monkeypatch.setattr(prompt_graphs, "_MIN_ROWS", 8)
+    calls: list[int] = []
+    model = paged(variant)
+    runner = recorded_runner(model, CONFIG, TOKENIZER.vocab_size, call_again, counted(calls))
+    assert "steps with prompts of up to 40 tokens are recorded, in 6 sizes" in caplog.text
+    assert type(model) is RecordedTransformer
+    calls.clear()
+    engine = Engine(model, TOKENIZER, CONFIG, runner=runner)
+    submits = submissions(8, seed=4)
+    found: dict[str, list[int]] = {submit.uid: [] for submit in submits}
+    for submit in submits:
+        engine.submit(submit)
+    while engine.has_work:
+        for delta in engine.step().events:
+            found[delta.uid].extend(delta.token_ids)
+    assert len(set(calls)) > 1
+    twin = build(VARIANTS[variant])
+    for submit in submits:
+        assert found[submit.uid] == generate(twin, submit.prompt_token_ids, submit.params, eos_token_ids=(EOS,))
+
+
+@torch.inference_mode()
+def test_padding_changes_no_number_and_larger_steps_are_computed_as_ever() -> None:
+    model, calls = paged("qwen2"), list[int]()
+    replace_each(model, EightBits(form=FORMATS["int8"], kernels=PLAIN, left_out=None).make)
+    record_prompts(model, counted(calls), 70)
+    assert isinstance(model, RecordedTransformer)
+    for lengths in ((3,), (20, 9), (60, 4), (60, 11)):
+        ids, metadata = torch.arange(sum(lengths)), AttentionMetadata.uncached(lengths)
+        expected = Transformer.hidden(model, ids, metadata, None)
+        calls.clear()
+        found = model.prompt_graphs.hidden(ids, metadata, None)
+        if sum(lengths) > 70:
+            assert found is None
+        else:
+            assert found is not None
+            torch.testing.assert_close(found, expected)
+            assert calls == [64]
+
+
+def failing(compute: Callable[[Between], Tensor]) -> Callable[[Between], Tensor]:
+    uncut(compute)
+
+    def replay(between: Between) -> Tensor:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    return replay
+
+
+def forgetful(compute: Callable[[Between], Tensor]) -> Callable[[Between], Tensor]:
+    """Never attends."""
+
+    def nothing(form: AttentionForm) -> None:
+        """Leaves what the last step put there."""
+
+    compute(nothing)
+    return lambda between: compute(nothing)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "reason"), [(failing, "operation not permitted"), (forgetful, "40 rows differ by .* of the largest")]
+)
+def test_what_fails_or_differs_leaves_the_model_as_it_was(
+    pieces: Callable[[Callable[[Between], Tensor]], Callable[[Between], Tensor]],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = paged("rotary-gqa")
+    before = [layer.attention.backend for layer in model.layers]
+    runner = recorded_runner(model, CONFIG, TOKENIZER.vocab_size, call_again, pieces)
+    assert runner._graphs is not None
+    (message,) = [record.getMessage() for record in caplog.records if "with prompts" in record.getMessage()]
+    assert re.match(f"steps with prompts are not recorded: {reason}", message)
+    assert type(model) is Transformer
+    assert [layer.attention.backend for layer in model.layers] == before
