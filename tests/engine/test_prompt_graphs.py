@@ -4,6 +4,8 @@ import itertools
 import logging
 import re
 from collections.abc import Callable
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from service.engine.accelerated import recorded_runner
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.graphs import call_again
-from service.engine.prompt_graphs import Between, RecordedTransformer, prompt_rows, record_prompts, uncut
+from service.engine.prompt_graphs import Between, CudaPieces, RecordedTransformer, prompt_rows, record_prompts, uncut
 from tests.engine.test_parity import EOS, TOKENIZER, submissions
 from tests.model.configs import VARIANTS, build
 
@@ -105,6 +107,57 @@ def test_padding_changes_no_number_and_larger_steps_are_computed_as_ever() -> No
             assert found is not None
             torch.testing.assert_close(found, expected)
             assert calls == [64]
+
+
+class FakeGraph:
+    """A CUDA graph by name: what is done with it is written down."""
+
+    def __init__(self, told: list[str]) -> None:
+        self.told, self.name = told, f"graph {sum(line.startswith('begin') for line in told)}"
+
+    def capture_begin(self, **given: Any) -> None:
+        self.told.append(f"begin {self.name}")
+
+    def capture_end(self) -> None:
+        self.told.append(f"end {self.name}")
+
+    def replay(self) -> None:
+        self.told.append(self.name)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is done with the graphs of a card that is not there."""
+    lines: list[str] = []
+    monkeypatch.setattr(torch, "cuda", MagicMock(CUDAGraph=lambda: FakeGraph(lines)))
+    return lines
+
+
+def test_pieces_are_recorded_one_after_the_other_and_replayed_around_attention(told: list[str]) -> None:
+    forms = [AttentionForm(layer=layer, scale=1.0, window=None, bias=None) for layer in range(2)]
+
+    def compute(between: Between) -> Tensor:
+        for form in forms:
+            between(form)
+        return torch.ones(1)
+
+    replay = CudaPieces()(compute)
+    begun = [f"{what} graph {number}" for number in range(3) for what in ("begin", "end")]
+    assert told == begun
+    told.clear()
+    assert replay(lambda form: told.append(f"attention {form.layer}")).item() == 1
+    assert told == ["graph 0", "attention 0", "graph 1", "attention 1", "graph 2"]
+
+
+def test_a_recording_that_fails_is_ended(told: list[str]) -> None:
+    def compute(between: Between) -> Tensor:
+        if told:
+            raise ValueError("not while recording")
+        return torch.ones(1)
+
+    with pytest.raises(ValueError, match="not while recording"):
+        CudaPieces()(compute)
+    assert told == ["begin graph 0", "end graph 0"]
 
 
 def failing(compute: Callable[[Between], Tensor]) -> Callable[[Between], Tensor]:

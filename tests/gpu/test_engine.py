@@ -9,6 +9,7 @@ import torch
 from model.attention.ways import Place, choose, fits
 from model.generate import generate
 from model.manifest import read_manifest
+from model.transformer import Transformer
 from service.engine.accelerated import recorded_runner
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
@@ -62,6 +63,7 @@ def test_recorded_steps_give_the_tokens_of_the_slow_twin(variant: str, caplog: p
     caplog.set_level(logging.INFO, "service.engine.accelerated")
     engine, _ = accelerated(variant, torch.float32)
     assert "decode steps of up to 16 sequences are recorded, in 3 shapes" in caplog.text
+    assert "steps with prompts of up to 64 tokens are recorded, in 1 sizes" in caplog.text
     submits = submissions(20, seed=4)
     found = answers(engine, submits)
     twin = build(VARIANTS[variant])
@@ -111,9 +113,8 @@ def test_a_recorded_step_has_the_bits_of_a_plain_one_of_as_many_rows() -> None:
         )
         with torch.inference_mode():
             found = recorded._graphs.hidden(inputs)
-            expected = plain._model.hidden(
-                inputs.token_ids_T.cuda(), inputs.metadata.to(torch.device("cuda")), plain._cache
-            )
+            metadata = inputs.metadata.to(torch.device("cuda"))
+            expected = Transformer.hidden(plain._model, inputs.token_ids_T.cuda(), metadata, plain._cache)
         assert found is not None
         assert torch.equal(found, expected)
 

@@ -34,7 +34,7 @@ def test_a_prompt() -> None:
     assert work.flops == 5 * 2 * 2 * A_LAYER + 2 * HEAD + 2 * 4 * pairs * (2 * 8 + 2 * 8)
 
 
-@pytest.mark.parametrize(("weight_type", "size"), [("int8", 1), ("bfloat16", 2), ("float64", 8)])
+@pytest.mark.parametrize(("weight_type", "size"), [("int8", 1), ("fp8", 1), ("bfloat16", 2), ("float64", 8)])
 def test_weights_weigh_what_their_type_does(weight_type: str, size: int) -> None:
     assert formula(weight_type=weight_type).prompt(num_tokens=1, tokens_per_step=1).bytes == WEIGHTS * size
 
