@@ -23,6 +23,7 @@ from model.attention.native import KERNEL_NAMES, AttentionCall, NativeAttention,
 from model.config import ModelConfig
 from model.huge_pages import HugePages
 from model.kernels.loading import KernelLibrary, Kernels
+from model.kernels.structures import LayerWeights, Matrix, Rows, Shape
 from model.kinds import AttentionKind, MlpKind, NormKind, NormPlacement, PositionKind, QkNormScope
 from model.kv_cache import KVCache
 from model.layers import GatedMlp, LayerNorm, RMSNorm
@@ -35,45 +36,6 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _MOST_NUMBERS = 65_536
 _NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _ACTIVATIONS = {MlpKind.GELU: 0, MlpKind.GELU_EXACT: 1, MlpKind.RELU: 2, MlpKind.SWIGLU: 3, MlpKind.GEGLU: 0}
-
-
-class _Matrix(ctypes.Structure):
-    """`Matrix` in linear.h."""
-
-    _fields_ = (
-        *((name, _POINTER) for name in ("weight", "bias", "scale", "shift")),
-        *((name, _INT) for name in ("inputs", "outputs", "numbers")),
-    )
-
-
-class _Layer(ctypes.Structure):
-    """`Layer` in layers.cpp."""
-
-    _fields_ = (
-        *((name, _Matrix) for name in ("qkv", "out", "up", "down")),
-        *((name, _POINTER) for name in ("attention_norm", "attention_norm_bias", "mlp_norm", "mlp_norm_bias")),
-        *((name, _POINTER) for name in ("query_norm", "key_norm")),
-    )
-
-
-class _Shape(ctypes.Structure):
-    """`Shape` in layers.cpp."""
-
-    _fields_ = (
-        *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "mlp", "rotated", "norm_scope")),
-        *((name, _INT) for name in ("numbers", "norm", "activation", "gated", "norms_outputs", "is_parallel")),
-        ("eps", ctypes.c_float),
-    )
-
-
-class _Rows(ctypes.Structure):
-    """`Rows` in layers.cpp."""
-
-    _fields_ = (
-        *((name, _INT) for name in ("count", "threads")),
-        *((name, _POINTER) for name in ("x", "added", "qkv", "wide", "narrow", "scales")),
-        *((name, _POINTER) for name in ("cosines", "sines", "positions", "embedding", "tokens")),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +97,14 @@ class NativeTransformer:
         self._shape = _shape_of(model.config, self._dtype)
         self._head = self._matrix(model.token_embedding if model.lm_head is None else model.lm_head)
         self._head_norm = self._norm(model.final_norm)
-        self._layers = (_Layer * len(model.layers))()
+        self._layers = (LayerWeights * len(model.layers))()
         for number, block in enumerate(model.layers):
             self._layers[number] = self._layer(cast(Block, block))
             if not keeps_matrices:
                 _free_matrices(cast(Block, block))
         if not keeps_matrices:
             self.free_matrices()
-        self._rows = _Rows(embedding=self._embedding())
+        self._rows = Rows(embedding=self._embedding())
         self._buffers: dict[str, Tensor] = {}
         self._capacity = 0
         self._calls: _Calls | None = None
@@ -283,11 +245,11 @@ class NativeTransformer:
         is_all = self.config.embedding_scale == 1.0 and model.position_embedding is None and weight_VE.is_contiguous()
         return weight_VE.data_ptr() if is_all else None
 
-    def _layer(self, block: Block) -> _Layer:
+    def _layer(self, block: Block) -> LayerWeights:
         """One layer's pointers; its matrices leave the model."""
         attention, mlp = block.attention, block.mlp
         gated = isinstance(mlp, GatedMlp)
-        layer = _Layer(
+        layer = LayerWeights(
             qkv=self._matrix(attention.qkv),
             out=self._matrix(attention.out),
             up=self._matrix(mlp.gate_up if isinstance(mlp, GatedMlp) else mlp.up, gated=gated),
@@ -299,12 +261,12 @@ class NativeTransformer:
         layer.mlp_norm, layer.mlp_norm_bias = self._norm(block.mlp_norm)
         return layer
 
-    def _matrix(self, module: nn.Module, *, gated: bool = False) -> _Matrix:
+    def _matrix(self, module: nn.Module, *, gated: bool = False) -> Matrix:
         packed = pack(module, self._side_by_side, gated=gated)
         tensors = (self._huge_pages.keep(packed.weight), *packed.tensors[1:])
         self._kept += [tensor for tensor in tensors if tensor is not None]
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-        return _Matrix(*pointers, packed.inputs, packed.outputs, _NUMBERS[packed.weight.dtype])
+        return Matrix(*pointers, packed.inputs, packed.outputs, _NUMBERS[packed.weight.dtype])
 
     def _norm(self, norm: RMSNorm | LayerNorm | None) -> tuple[int | None, int | None]:
         """Pointers to weight and bias, float32."""
@@ -347,8 +309,8 @@ def pack(module: nn.Module, side_by_side: Callable[[int], int], *, gated: bool =
     return pack_floats(weight_FI, bias_F, side_by_side(_NUMBERS[weight_FI.dtype]))
 
 
-def _shape_of(config: ModelConfig, dtype: torch.dtype) -> _Shape:
-    return _Shape(
+def _shape_of(config: ModelConfig, dtype: torch.dtype) -> Shape:
+    return Shape(
         hidden=config.hidden_size,
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,

@@ -3,6 +3,7 @@
 levels     which instructions a machine has: the levels that every kernel is compiled for
 build      from the *.cpp files here to one library a level; `python -m model.kernels.build`
 loading    that library in this process: loaded at once where it is built, else built in a thread; KERNELS
+structures what kernels are handed over, field by field as in C
 
 attention.cpp, attention_tile.h   attention over the paged cache
 linear.h, linear.cpp              rows times a packed matrix: float32, bfloat16, eight bits

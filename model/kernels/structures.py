@@ -1,0 +1,44 @@
+"""What kernels are handed over, field by field as in C: pointers, and integers of 64 bits. Torch-free."""
+
+import ctypes
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+
+
+class Matrix(ctypes.Structure):
+    """`Matrix` in linear.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("weight", "bias", "scale", "shift")),
+        *((name, _INT) for name in ("inputs", "outputs", "numbers")),
+    )
+
+
+class LayerWeights(ctypes.Structure):
+    """`LayerWeights` in layers.cpp."""
+
+    _fields_ = (
+        *((name, Matrix) for name in ("qkv", "out", "up", "down")),
+        *((name, _POINTER) for name in ("attention_norm", "attention_norm_bias", "mlp_norm", "mlp_norm_bias")),
+        *((name, _POINTER) for name in ("query_norm", "key_norm")),
+    )
+
+
+class Shape(ctypes.Structure):
+    """`Shape` in layers.cpp."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "mlp", "rotated", "norm_scope")),
+        *((name, _INT) for name in ("numbers", "norm", "activation", "gated", "norms_outputs", "is_parallel")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class Rows(ctypes.Structure):
+    """`Rows` in layers.cpp."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("count", "threads")),
+        *((name, _POINTER) for name in ("x", "added", "qkv", "wide", "narrow", "scales")),
+        *((name, _POINTER) for name in ("cosines", "sines", "positions", "embedding", "tokens")),
+    )
