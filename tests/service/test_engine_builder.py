@@ -137,7 +137,7 @@ def test_a_dtype_is_that_of_weights_and_keys(
     name: str, dtype: torch.dtype, manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models: list[torch.nn.Module] = []
-    monkeypatch.setattr(engine_builder, "Engine", lambda model, tokenizer, config: models.append(model))
+    monkeypatch.setattr(engine_builder, "Engine", lambda model, tokenizer, config, **given: models.append(model))
     _, facts = build_engine(settings(tiny_checkpoint, kv_cache_memory=2, dtype=name), manifest)
     assert {parameter.dtype for parameter in models[0].parameters()} == {dtype}
     assert facts.num_blocks == 2 * 2**20 // (16 * BYTES_PER_TOKEN * dtype.itemsize // 4)
@@ -147,7 +147,7 @@ def test_what_was_asked_for_is_what_is_built(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs: list[EngineConfig] = []
-    monkeypatch.setattr(engine_builder, "Engine", lambda model, tokenizer, config: configs.append(config))
+    monkeypatch.setattr(engine_builder, "Engine", lambda model, tokenizer, config, **given: configs.append(config))
     asked = settings(
         tiny_checkpoint,
         kv_cache_memory=2,
