@@ -117,7 +117,10 @@ def build_engine(
     fuse_for_gpu(model)
     block_bytes = settings.block_size * manifest.config.kv_bytes_per_token(dtype.itemsize)
     usable = cache_bytes(model, _largest_step(settings, max_context_length), settings.gpu_memory_share)
-    num_blocks = _num_blocks(settings, max_context_length, block_bytes, device, usable)
+    # What our own kernels pack later is not there yet; nor is it free.
+    packed = 0 if kernels_for(model) is None else manifest.config.num_parameters * dtype.itemsize
+    free = max(0, free_bytes(device) - packed) if usable is None else usable
+    num_blocks = _num_blocks(settings, max_context_length, block_bytes, free, is_shared=usable is None)
     config = EngineConfig(
         block_size=settings.block_size,
         num_blocks=num_blocks,
@@ -227,19 +230,20 @@ def find_device(wanted: str) -> str:
 
 
 def _num_blocks(
-    settings: ModelSettings, max_context_length: int, block_bytes: int, device: str, usable: int | None = None
+    settings: ModelSettings, max_context_length: int, block_bytes: int, free: int, *, is_shared: bool
 ) -> int:
-    """Blocks of the pool: what was asked for, or what can be of use, within half of what memory is free, or within
-    the `usable` bytes of a GPU.
+    """Blocks of the pool: what was asked for, or what can be of use, within the `free` bytes of memory.
+
+    Args:
+        is_shared: half of the memory is for everything else, as on a machine; a GPU's has been divided before.
 
     Raises:
         ValueError: one sequence at full length does not fit; says what would.
     """
     blocks_per_context = -(-max_context_length // settings.block_size)
     needed_mib = -(-blocks_per_context * block_bytes // _MIB)
-    free = free_bytes(device) if usable is None else usable
-    # Half is for everything else; one sequence may have nearly all, rather than none being served.
-    most, usual_share = (int(free * _MOST_OF_MEMORY), free // 2) if usable is None else (usable, usable)
+    # One sequence may have nearly all, rather than none being served.
+    most, usual_share = (int(free * _MOST_OF_MEMORY), free // 2) if is_shared else (free, free)
     if settings.kv_cache_memory == "auto":
         if blocks_per_context * block_bytes > most:
             fitting = most // block_bytes * settings.block_size

@@ -196,7 +196,7 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
             beat=lit_api.lifecycle.beat,
         )
         gc.collect()
-        gc.freeze()  # what is here stays; one look through all of it for garbage took 146 ms
+        gc.freeze()  # what is here stays: to look through it for garbage would hold up every stream
         while True:
             driver.turn()
 
@@ -232,17 +232,16 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
 
 
 def tell_path(hello: Hello, kernels: Kernels | None, *, lifecycle: Lifecycle, metrics: Metrics) -> None:
-    """Tell the path that serves; where `kernels` take over every step once they are loaded, it is told again then."""
+    """Tell the path that serves; where `kernels` take over every step later, it is told again then."""
 
     def tell(library: KernelLibrary | None) -> None:
         level = None if library is None else library.level
         lifecycle.compute_by(level)
         metrics.observe_path(path_of(hello, level))
 
-    loaded = None if kernels is None else kernels.loaded
-    tell(loaded)
-    if kernels is not None and loaded is None:
-        kernels.when_loaded(lambda: tell(kernels.loaded))
+    tell(kernels.loaded if kernels is not None and kernels.serves else None)
+    if kernels is not None and not kernels.serves:
+        kernels.when_serving(lambda: tell(kernels.loaded))
 
 
 def _empty(request_queue: Any) -> None:

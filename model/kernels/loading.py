@@ -48,12 +48,15 @@ class KernelLibrary:
 class Kernels:
     """What a process has of them. `loaded` is None until they are loaded; every thread may read it at any time.
 
+    `serves`: whether they compute all of a model, of which who runs it tells by `serve`.
+
     `trouble` says in a line why there are none and will be none.
     """
 
     def __init__(self) -> None:
         self.loaded: KernelLibrary | None = None
         self.trouble: str | None = None
+        self.serves = False
         self._lock = threading.Lock()
         self._builder: threading.Thread | None = None
         self._told: list[Callable[[], None]] = []
@@ -82,13 +85,20 @@ class Kernels:
         if wait and builder is not None:
             builder.join()
 
-    def when_loaded(self, told: Callable[[], None]) -> None:
-        """Call this once the library is there: now, or from the thread that has compiled it; never where it fails."""
+    def when_serving(self, told: Callable[[], None]) -> None:
+        """Call this once they compute all of a model: now, or from the thread that has it compute so."""
         with self._lock:
-            if self.loaded is None:
+            if not self.serves:
                 self._told.append(told)
                 return
         told()
+
+    def serve(self) -> None:
+        """They compute all of a model from now on."""
+        with self._lock:
+            self.serves, told, self._told = True, self._told, []
+        for each in told:
+            each()
 
     def _build(self, level: Level, cache: Path) -> None:
         try:
@@ -99,9 +109,6 @@ class Kernels:
             return
         with self._lock:
             self._load(path, level)
-            told = self._told if self.loaded is not None else []
-        for each in told:
-            each()
 
     def _load(self, path: Path, level: Level) -> None:
         try:

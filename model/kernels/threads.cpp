@@ -18,7 +18,7 @@
 namespace kvasir {
 namespace {
 
-constexpr int TURNS_BEFORE_SLEEP = 4000;  // about 50 microseconds: a part of a step that one thread does alone
+constexpr int TURNS_BEFORE_SLEEP = 4000;  // 50 to 200 microseconds, as long as processors rest: what one thread does alone
 constexpr int TURNS_BEFORE_YIELD = 1000;  // of who waits for the last index: its thread may want this processor
 
 inline void rest() {

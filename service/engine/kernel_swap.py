@@ -1,7 +1,8 @@
 """Kernels of our own take a model's place between two steps, once they are loaded and its matrices are packed for them.
 
 Where they are there from the beginning, the first step packs, and frees each matrix as it goes. Where they had to be
-compiled first, others are served meanwhile: then a thread of low priority packs, and the old matrices go at the swap.
+compiled first, others are served meanwhile: then a thread of low priority packs, and the old matrices go at the swap;
+for that while they are held twice.
 """
 
 import logging
@@ -19,7 +20,7 @@ from model.transformer import Transformer
 
 logger = logging.getLogger(__name__)
 
-_LOWEST_PRIORITY = 19
+_NICENESS = 10  # a busy processor leaves it a tenth of its time
 
 
 def in_thread(work: Callable[[], None]) -> None:
@@ -27,7 +28,7 @@ def in_thread(work: Callable[[], None]) -> None:
 
     def work_last() -> None:
         with suppress(OSError, AttributeError):  # a system without priorities of threads
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         work()
 
     threading.Thread(target=work_last, name="packing", daemon=True).start()
@@ -40,12 +41,15 @@ class KernelSwap:
         self._model = model
         self._kernels = kernels_for(model)
         self._is_serving = self._kernels is not None and self._kernels.loaded is None
+        self._is_packing = False
         self._packed: NativeTransformer | None = None
 
     def take(self) -> NativeTransformer | None:
         """What computes from this step on, told once; None while it is the model, or for good. Between two steps."""
-        if self._kernels is not None and self._kernels.loaded is not None:
-            library, self._kernels = self._kernels.loaded, None
+        if self._kernels is None:
+            return None
+        if self._kernels.loaded is not None and not self._is_packing:
+            library, self._is_packing = self._kernels.loaded, True
             self._model.requires_grad_(False)
             if self._is_serving:
                 in_thread(lambda: self._pack(library))
@@ -53,10 +57,14 @@ class KernelSwap:
                 self._packed = NativeTransformer(self._model, library)
         if self._packed is None:
             return None
-        taken, self._packed = self._packed, None
-        taken.free_matrices()
-        give_back_freed_memory()  # what they were packed from
-        return taken
+        kernels, self._kernels = self._kernels, None
+        self._packed.free_matrices()
+        if self._is_serving:
+            in_thread(give_back_freed_memory)
+        else:
+            give_back_freed_memory()  # what they were packed from
+        kernels.serve()
+        return self._packed
 
     def _pack(self, library: KernelLibrary) -> None:
         try:

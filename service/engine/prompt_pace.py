@@ -31,6 +31,10 @@ class PromptPace:
 
     def __init__(self, slowdown: float) -> None:
         self._slowdown = slowdown
+        self.forget()
+
+    def forget(self) -> None:
+        """What was learned was no steady state, as a first step is none."""
         self._row_seconds = 0.0  # of a step that only decodes, for each of its rows and the fixed ones; 0: unknown
         self._prompt_seconds = 0.0  # beside such rows, of late, and how many tokens were computed in them
         self._prompt_tokens = 0.0
@@ -40,7 +44,8 @@ class PromptPace:
         if not (num_decodes and self._row_seconds) or math.isinf(self._slowdown):
             return sys.maxsize
         decode_seconds = self._row_seconds * (num_decodes + _FIXED_ROWS)
-        return max(_LEAST_TOKENS, int((self._slowdown - 1.0) * decode_seconds / self._token_seconds))
+        token_seconds = max(self._token_seconds, sys.float_info.min)
+        return max(_LEAST_TOKENS, int(min((self._slowdown - 1.0) * decode_seconds / token_seconds, sys.maxsize)))
 
     @property
     def _token_seconds(self) -> float:

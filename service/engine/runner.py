@@ -123,13 +123,13 @@ class ModelRunner:
         with torch.inference_mode():
             return self._run(inputs)
 
-    @torch.inference_mode()
     def launch(self, inputs: ModelInputs) -> Launched:
         """See `Runner`."""
         self._take_kernels()
-        _, logits_RV = self._compute(inputs)
-        self._drawn_B = sample_on_device(logits_RV[: len(inputs.params)], inputs.params, inputs.positions)
-        return _Draws(self._drawn_B)
+        with torch.inference_mode():
+            _, logits_RV = self._compute(inputs)
+            self._drawn_B = sample_on_device(logits_RV[: len(inputs.params)], inputs.params, inputs.positions)
+            return _Draws(self._drawn_B)
 
     def _compute(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """The step's hidden states TE, and the logits RV that are wanted of them."""

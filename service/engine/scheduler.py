@@ -233,8 +233,9 @@ class Scheduler:
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
 
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache. Must follow a step that failed between `schedule` and `commit`."""
+        """Empty the prefix cache, and what steps took. Must follow one that failed between `schedule` and `commit`."""
         self._prefix_cache.forget()
+        self._pace.forget()
 
     def forbidden_token_ids(self, sequence: Sequence) -> tuple[int, ...]:
         """What the next draw must avoid, see `Endings.forbidden`."""

@@ -136,9 +136,11 @@ def test_kernels_take_over_between_two_steps(level: str, packing: list[Callable[
     assert len(packing) == 1
     packing[0]()
     assert hasattr(model.layers[0], "mlp"), "until the step is over"
+    assert not kernels.serves
     while engine.has_work:
         deltas += engine.step().events
     assert not hasattr(model.layers[0], "mlp"), "its matrices have been packed"
+    assert kernels.serves
     for submit in submits:
         ids = [i for delta in deltas if delta.uid == submit.uid for i in delta.token_ids]
         assert ids == answer(expected[submit.uid])[0]
@@ -191,6 +193,7 @@ def test_a_model_that_cannot_be_packed_is_served_on(
         "matrices cannot be packed for our own kernels, PyTorch's serve on: the system does not give 8 bytes"
     ]
     assert packing == [], "once"
+    assert not kernels.serves
 
 
 def test_packing_is_done_in_a_thread_of_its_own() -> None:

@@ -3,10 +3,13 @@
 import logging
 import os
 import stat
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from model.kernels import build as build_module
@@ -184,10 +187,30 @@ def test_requests_do_not_wait_for_the_compiler(tmp_path: Path, monkeypatch: pyte
     use_compiler(script, tmp_path, monkeypatch)
     kernels = Kernels()
     kernels.prepare(tmp_path, wait=False)
-    kernels.when_loaded(told.set)
+    kernels.when_serving(told.set)
     assert kernels.loaded is None
     assert kernels.trouble is None, "it is still at work"
     go_on.touch()
     kernels.prepare(tmp_path, wait=True)
     assert "ended with 1" in (kernels.trouble or "")
     assert not told.is_set()
+
+
+def test_a_compiler_ends_with_who_asked_for_it(tmp_path: Path) -> None:
+    """Even where that one is killed."""
+    told = tmp_path / "told"
+    os.mkfifo(told)
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\necho $$ >{told}\nexec sleep 1000\n")
+    compiler.chmod(0o755)
+    script = f"""
+from pathlib import Path
+from model.kernels import build
+from model.kernels.levels import levels_here
+build._COMPILERS = ({str(compiler)!r},)
+build.build(levels_here()[-1], Path({str(tmp_path)!r}))
+"""
+    with subprocess.Popen([sys.executable, "-c", script]) as asking:
+        child = psutil.Process(int(told.read_text()))
+        asking.kill()
+    child.wait(timeout=60)

@@ -73,23 +73,30 @@ def test_an_unknown_kernel_is_an_error(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", list(BUILDABLE)[:1])
-def test_who_waits_for_kernels_is_told(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the thread that compiled them, or at once."""
+def test_what_has_been_compiled_is_loaded(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library_of(level)
     path = find_built(BUILDABLE[level], (SHIPPED, CACHE))
     assert path is not None
     monkeypatch.setattr(loading_module, "find_built", lambda *_: None)
     monkeypatch.setattr(loading_module, "build", lambda *_: path)
+    kernels = Kernels()
+    kernels.prepare(tmp_path, wait=True)
+    assert kernels.loaded is not None
+    assert kernels.loaded.level == level
+    assert not kernels.serves
+
+
+def test_who_waits_for_kernels_to_serve_is_told() -> None:
+    """Once: then, or at once."""
     kernels, told = Kernels(), [0, 0]
 
     def tell(which: int) -> None:
         told[which] += 1
 
-    kernels.when_loaded(partial(tell, 0))
-    kernels.prepare(tmp_path, wait=True)
-    assert kernels.loaded is not None
-    assert kernels.loaded.level == level
+    kernels.when_serving(partial(tell, 0))
+    assert told == [0, 0]
+    kernels.serve()
     assert told == [1, 0]
-    kernels.when_loaded(partial(tell, 1))
-    kernels.prepare(tmp_path, wait=True)
+    kernels.when_serving(partial(tell, 1))
+    kernels.serve()
     assert told == [1, 1]

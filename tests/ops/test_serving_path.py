@@ -52,15 +52,15 @@ def test_native_attention_that_waits_for_no_kernels_is_pytorchs(metrics: Metrics
     assert paths() == {gauge("pytorch"): 1}
 
 
-def test_our_own_serve_when_they_are_loaded(
+def test_our_own_serve_when_they_have_taken_over(
     metrics: Metrics, lifecycle: Lifecycle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting: list[Callable[[], None]] = []
     kernels = Kernels()
-    monkeypatch.setattr(kernels, "when_loaded", waiting.append)
+    monkeypatch.setattr(kernels, "when_serving", waiting.append)
     tell_path(HELLO, kernels, lifecycle=lifecycle, metrics=metrics)
     assert paths() == {gauge("pytorch"): 1}
-    kernels.loaded = Loaded(LEVELS[1])
+    kernels.loaded, kernels.serves = Loaded(LEVELS[1]), True
     (told,) = waiting
     told()
     assert paths() == {gauge("pytorch"): 0, gauge("own", LEVELS[1].name, "native"): 1}
@@ -69,7 +69,7 @@ def test_our_own_serve_when_they_are_loaded(
 
 def test_a_later_worker_without_kernels_takes_the_word_back(metrics: Metrics, lifecycle: Lifecycle) -> None:
     kernels = Kernels()
-    kernels.loaded = Loaded(LEVELS[0])
+    kernels.loaded, kernels.serves = Loaded(LEVELS[0]), True
     tell_path(HELLO, kernels, lifecycle=lifecycle, metrics=metrics)
     assert (paths(), lifecycle.kernel_level) == ({gauge("own", LEVELS[0].name, "native"): 1}, LEVELS[0].name)
     tell_path(HELLO, Kernels(), lifecycle=lifecycle, metrics=metrics)

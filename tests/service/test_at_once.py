@@ -68,7 +68,7 @@ def test_the_bytes_are_those_that_the_task_sends(tools: Any, dialect: type[Diale
             await exchange.task
         assert without_times(fast.client.body) == without_times(slow.client.body)
         assert fast.client.is_complete
-        assert len(body.parts) == 4 if wants.get("token_ids") or "logprobs" in wants else 3
+        assert len(body.parts) == (4 if wants.get("token_ids") or "logprobs" in wants else 3)
         assert sample("llm_inter_token_latency_seconds_count") == 2 * 5
 
     run(test)
