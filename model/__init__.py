@@ -20,7 +20,7 @@ fused_kernels  those kernels, in Triton
 eight_bits     on a GPU matrices in int8 or fp8: PyTorch's products, and ours for few rows
 eight_bit_kernels  ours, in Triton
 kv_cache       the block pool's tensors: write, gather
-huge_pages     packed weights of the CPU in pages of 2 MiB
+pages          memory of the CPU: packed weights in pages of 2 MiB, the pool in pages that come when they are touched
 sampling       batched, position-seeded sampling
 token_rules    what a request says of single tokens, and what of that holds for the next one, torch-free
 ruled_logits   the same, applied to logits: bias, penalties, what may not come

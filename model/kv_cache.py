@@ -10,6 +10,7 @@ S = blocks per sequence * P.
 import torch
 from torch import Tensor
 
+from model import pages
 from model.config import ModelConfig
 
 
@@ -27,8 +28,12 @@ class KVCache:
             raise ValueError(f"num_blocks={num_blocks} and block_size={block_size} must be positive")
         shape_LNPK = (config.num_layers, num_blocks, block_size, config.num_kv_heads)
         # Zeros, not empty: padding reads slots nobody wrote, and 0 * NaN is NaN.
-        self.keys_LNPKD = torch.zeros((*shape_LNPK, config.key_dim), dtype=dtype, device=device)
-        self.values_LNPKD = torch.zeros((*shape_LNPK, config.head_dim), dtype=dtype, device=device)
+        self.keys_LNPKD, self.values_LNPKD = (
+            pages.zeros((*shape_LNPK, dim), dtype)
+            if torch.device(device).type == "cpu"
+            else torch.zeros((*shape_LNPK, dim), dtype=dtype, device=device)
+            for dim in (config.key_dim, config.head_dim)
+        )
         self.num_blocks = num_blocks
         self.block_size = block_size
 

@@ -21,7 +21,6 @@ from torch.nn import functional
 from model.attention.metadata import AttentionMetadata
 from model.attention.native import KERNEL_NAMES, AttentionCall, NativeAttention, is_known
 from model.config import ModelConfig
-from model.huge_pages import HugePages
 from model.kernels.loading import KernelLibrary, Kernels
 from model.kernels.structures import LayerWeights, Matrix, Rows, Shape
 from model.kinds import AttentionKind, MlpKind, NormKind, NormPlacement, PositionKind, QkNormScope
@@ -29,6 +28,7 @@ from model.kv_cache import KVCache
 from model.layers import GatedMlp, LayerNorm, RMSNorm
 from model.linear import Int8Linear, PackedLinear
 from model.packing import Packed, interleaved, pack_floats, pack_int8, padded
+from model.pages import HugePages
 from model.transformer import Block, Transformer
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64

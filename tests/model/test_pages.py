@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from model.huge_pages import PAGE, HugePages
+from model.pages import PAGE, HugePages, zeros
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
@@ -34,3 +34,15 @@ def test_more_than_there_is() -> None:
     one = torch.zeros(1, dtype=torch.uint8)
     with pytest.raises(torch.OutOfMemoryError, match="the system does not give"):
         HugePages().keep(one.expand(2**60))
+    with pytest.raises(torch.OutOfMemoryError, match="the system does not give"):
+        zeros((2**60,), torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 7), (PAGE // 4, 1), (PAGE, 3)])
+def test_zeros_are_of_the_shape_that_was_asked_for(shape: tuple[int, ...]) -> None:
+    tensor = zeros(shape, torch.float32)
+    assert tensor.shape == shape
+    assert tensor.is_contiguous()
+    assert not tensor.any()
+    tensor += 1  # it may be written
+    assert tensor.all()
