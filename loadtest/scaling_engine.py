@@ -82,8 +82,8 @@ def _fitted(points: Sequence[DecodePoint], over: str) -> dict[str, Any]:
 def kv_memory(config: ModelConfig, dtype_name: str, tokens: Sequence[int]) -> dict[str, Any]:
     """Memory that becomes resident as tokens are written to a cache of the engine's kind, beside the closed formula.
 
-    What is not written takes none: pages come when they are touched. In a process of its own, where nothing was freed
-    before: what was is resident already, and is used again.
+    What is not written takes none: pages come when they are touched. In a process of its own, where nothing
+    else is taken or given back meanwhile.
     """
     with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as fresh:
         return fresh.submit(_kv_memory, config, dtype_name, tokens).result()
