@@ -88,10 +88,13 @@ def _build_llama_cpp(place: Place) -> None:
         download = [place.python("llama_cpp"), "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", package]
         run([*download, "--dest", str(home), pin])
     (archive,) = home.glob("*.tar.gz")
-    source = home / archive.name.removesuffix(".tar.gz") / "vendor" / "llama.cpp"
-    if not source.is_dir():
+    name = archive.name.removesuffix(".tar.gz")
+    if not (home / name).is_dir():
+        part = home / "unpacked"  # what was cut off is not taken for the whole
         with tarfile.open(archive) as file:
-            file.extractall(home, filter="data")
+            file.extractall(part, filter="data")
+        (part / name).rename(home / name)
+    source = home / name / "vendor" / "llama.cpp"
     tools = home / "bin"
     build = home / "build"
     configure = [str(tools / "cmake"), "-S", str(source), "-B", str(build), "-G", "Ninja", *_BUILD_FLAGS]

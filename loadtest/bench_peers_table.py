@@ -35,7 +35,6 @@ class Peer:
     environment: whose packages it needs; several ways may share one.
     server: None for what has no server that streams completions.
     rounds: how often it is measured at most; None for as often as is asked. The slow ones once.
-    streams: the most that it takes at once; None for any number.
     """
 
     name: str
@@ -44,14 +43,11 @@ class Peer:
     engine: Callable[[Setting], Driver] | None
     server: Callable[[Setting], Server] | None = None
     rounds: int | None = None
-    streams: int | None = None
     note: str
 
     def can(self, cell: Cell) -> bool:
         """Whether the cell is its kind of thing."""
-        if cell.precision not in self.precisions or (self.streams is not None and cell.streams > self.streams):
-            return False
-        return (self.server if cell.kind == "http" else self.engine) is not None
+        return cell.precision in self.precisions and (self.server if cell.kind == "http" else self.engine) is not None
 
 
 def our_engine(setting: Setting) -> Driver:
@@ -153,7 +149,7 @@ PEERS: Final = (
     Peer(
         name="transformers generate_batch",
         environment="transformers",
-        precisions=("bfloat16",),
+        precisions=("bfloat16", "float32"),
         engine=_transformers_batching,
         rounds=1,
         note="continuous batching, paged attention",
@@ -164,7 +160,6 @@ PEERS: Final = (
         precisions=("bfloat16", "float32"),
         engine=_litgpt_engine,
         rounds=1,
-        streams=1,
-        note="generate, one sequence at a time; its server has no completions of token ids and batches none",
+        note="generate_fn for one, batched_generate_fn for prompts of one length; its server takes no token ids",
     ),
 )

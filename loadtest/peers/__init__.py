@@ -8,7 +8,7 @@ llama_cpp_engine       llama.cpp, its benchmark of batches
 openvino_engine        OpenVINO GenAI, continuous batching
 transformers_engine    transformers, generate: a fixed batch
 transformers_batching  transformers, generate_batch: continuous batching
-litgpt_engine          litgpt, generate: one sequence at a time
+litgpt_engine          litgpt, generate: a fixed batch
 llama_cpp_model        our export as a GGUF file
 litgpt_model           our export as litgpt's files
 """

@@ -1,14 +1,16 @@
 """litgpt's generate as a driver: `python -m loadtest.peers.litgpt_engine DIR PRECISION THREADS`.
 
-One sequence at a time: it batches none.
+A wave is one batch of prompts of one length. One alone goes by the function for one, which reads only what the cache
+holds so far; that for several reads its whole length.
 """
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from litgpt.config import Config
-from litgpt.generate.base import generate_fn
+from litgpt.generate.base import batched_generate_fn, generate_fn
 from litgpt.model import GPT
 
 from loadtest.peers.protocol import Prompts, Wave, WaveClock, serve
@@ -19,34 +21,37 @@ def main() -> None:
     directory, precision, threads = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     torch.set_num_threads(threads)
     dtype: torch.dtype = getattr(torch, precision)
-    with torch.device("meta"):
-        model = GPT(Config.from_file(directory / "model_config.yaml"))
-    tensors = torch.load(directory / "lit_model.pth", mmap=True, weights_only=True)
-    model.load_state_dict(tensors, assign=True)
+    # Not on the meta device: its tables of rotations are in no file, and would stay there.
+    model = GPT(Config.from_file(directory / "model_config.yaml"))
+    model.load_state_dict(torch.load(directory / "lit_model.pth", mmap=True, weights_only=True), assign=True)
     model = model.to(dtype).eval()
 
     @torch.inference_mode()
     def measure(prompts: Prompts, output_tokens: int) -> Wave:
-        if len(prompts) > 1:
-            raise ValueError("litgpt generates one sequence at a time")
         length = len(prompts[0]) + output_tokens
+        model.clear_kv_cache()
         model.max_seq_length = length
-        model.set_kv_cache(batch_size=1, device=torch.device("cpu"), dtype=dtype)
-        clock, told = WaveClock(1), []
-        pieces = generate_fn(
-            model,
-            prompt=torch.tensor(prompts[0]),
-            max_returned_tokens=length,
-            temperature=0.0,
-            include_prompt=False,
-            include_eos=False,
-        )
-        for token in pieces:
-            clock.note(0)
-            told.append(int(token))
+        model.set_kv_cache(batch_size=len(prompts), device=torch.device("cpu"), dtype=dtype)
+        clock, told = WaveClock(len(prompts)), []
+        for first in _steps(model, torch.tensor(prompts), length):
+            for number in range(len(prompts)):
+                clock.note(number)
+            told.append(first)
         return clock.wave(told)
 
     serve(measure)
+
+
+def _steps(model: GPT, prompts_BT: torch.Tensor, length: int) -> Iterator[int]:
+    """Of each step the first sequence's token, as soon as all have theirs."""
+    if len(prompts_BT) == 1:
+        given = {"temperature": 0.0, "include_prompt": False, "include_eos": False}
+        for token in generate_fn(model, prompt=prompts_BT[0], max_returned_tokens=length, **given):
+            yield int(token)
+        return
+    given = {"sample_args": {"temperature": 0.0}, "include_prompt": False, "include_eos": False}
+    for tokens in batched_generate_fn(model, prompts=prompts_BT, max_returned_tokens=length, **given):
+        yield int(tokens[0])
 
 
 if __name__ == "__main__":

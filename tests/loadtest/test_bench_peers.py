@@ -15,7 +15,7 @@ from loadtest import bench_peers
 from loadtest.bench_peers_cells import Cell, Pair, Progress, make_cells, summarize
 from loadtest.bench_peers_install import PeerUnavailable, Place, run
 from loadtest.bench_peers_processes import Driver, Prompts, Server, TokensRequest, num_prompts
-from loadtest.bench_peers_table import Peer, Setting
+from loadtest.bench_peers_table import PEERS, Peer, Setting
 from tests.loadtest.stub_server import Script, StubServer
 
 # A driver whose waves take as long as its argument says; it notes that it was started.
@@ -146,13 +146,17 @@ def test_the_cells() -> None:
 
 
 def test_a_peer_is_asked_for_what_it_can() -> None:
-    alone = Peer(
-        name="a", environment="a", precisions=("int8", "float32"), engine=lambda _: driver("1"), streams=1, note=""
-    )
-    assert alone.can(cell(streams=1))
-    assert not alone.can(cell(streams=2))
-    assert not alone.can(cell("http", streams=1))  # it has no server
-    assert not alone.can(dataclasses.replace(cell(streams=1), precision="bfloat16"))
+    peer = Peer(name="a", environment="a", precisions=("int8", "float32"), engine=lambda _: driver("1"), note="")
+    assert peer.can(cell())
+    assert not peer.can(cell("http"))  # it has no server
+    assert not peer.can(dataclasses.replace(cell(), precision="bfloat16"))
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["decode", "prompt"])
+def test_every_peer_is_asked_for_every_cell_of_both_floating_precisions(precision: str, kind: Any) -> None:
+    for asked in make_cells(["S", "M"], [precision], [kind]):
+        assert [peer.name for peer in PEERS if not peer.can(asked)] == []
 
 
 def test_ratios_are_taken_within_pairs() -> None:
