@@ -29,7 +29,7 @@ from service.engine.accelerated import (
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.memory import LargestStep
-from service.settings import ModelSettings, context_length, model_threads
+from service.settings import ModelSettings, SettingsError, context_length, model_threads
 
 _MIB = 2**20
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
@@ -96,9 +96,9 @@ def build_engine(
 
     Raises:
         CheckpointError: the tensors cannot be read.
-        SettingsError: a longer context was asked for than the model has.
-        ValueError: the device is not there or has no such eight-bit products, or the KV-cache is too small for one full
-            context.
+        SettingsError: a longer context was asked for than the model has, a device that is not there or has no such
+            eight-bit products or attention, or a KV-cache too small for one full context.
+        ValueError: the memory is too small for that.
         torch.OutOfMemoryError, RuntimeError: the device cannot hold it.
     """
     keep_freed_memory()
@@ -108,7 +108,7 @@ def build_engine(
     device = find_device(settings.device)
     dtype_name = _find_dtype(settings.dtype, device)
     dtype = _DTYPES[dtype_name]
-    eight_bits = eight_bits_for(settings.quantize, torch.device(device), dtype)
+    eight_bits = find_eight_bits(settings.quantize, device, dtype)
     place = Place(config=manifest.config, device=torch.device(device), dtype=dtype, block_size=settings.block_size)
     attending = _attend(settings, place, wait_for_kernels)
     packs = device == "cpu" and _matrix_kind(settings.quantize, device, dtype) != "plain"
@@ -181,7 +181,10 @@ def _find_dtype(wanted: str, device: str) -> str:
 
 def _attend(settings: ModelSettings, place: Place, wait_for_kernels: bool) -> Attending:
     """The backend that was asked for; kernels of our own are loaded, or compiled, for the one that takes them."""
-    attending = attention_for(settings.attention, place)
+    try:
+        attending = attention_for(settings.attention, place)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
     if attending.name == "native":
         KERNELS.prepare(settings.cache_dir, wait=wait_for_kernels)
     return attending
@@ -222,11 +225,19 @@ def keep_freed_memory() -> None:
 
 
 def find_device(wanted: str) -> str:
-    """What a --device setting means here. Raises ValueError: there is no such device."""
+    """What a --device setting means here. Raises SettingsError: there is no such device."""
     has_cuda = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:
-        raise ValueError("--device cuda: no CUDA device can be used here")
+        raise SettingsError("--device cuda: no CUDA device can be used here")
     return "cuda" if wanted == "cuda" or (wanted == "auto" and has_cuda) else "cpu"
+
+
+def find_eight_bits(quantize: str, device: str, dtype: torch.dtype) -> EightBits | None:
+    """What a --quantize setting means on a GPU; None elsewhere. Raises SettingsError: it has no such products."""
+    try:
+        return eight_bits_for(quantize, torch.device(device), dtype)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
 
 
 def _num_blocks(
@@ -238,7 +249,8 @@ def _num_blocks(
         is_shared: half of the memory is for everything else, as on a machine; a GPU's has been divided before.
 
     Raises:
-        ValueError: one sequence at full length does not fit; says what would.
+        SettingsError: one sequence at full length is more than was asked for; says what would do.
+        ValueError: it is more than there is.
     """
     blocks_per_context = -(-max_context_length // settings.block_size)
     needed_mib = -(-blocks_per_context * block_bytes // _MIB)
@@ -258,7 +270,7 @@ def _num_blocks(
     if free < settings.kv_cache_memory * _MIB:
         raise ValueError(f"--kv-cache-memory {settings.kv_cache_memory}: only {free // _MIB} MiB are free")
     if num_blocks < blocks_per_context:
-        raise ValueError(
+        raise SettingsError(
             f"--kv-cache-memory {settings.kv_cache_memory} holds {num_blocks * settings.block_size} tokens, less "
             f"than the context of {max_context_length}: give it {needed_mib}, or "
             f"{_shorter(num_blocks * settings.block_size)}"

@@ -40,8 +40,8 @@ from service.openapi import openapi_document
 from service.requests import install_error_handlers
 from service.serving import read_serving
 from service.settings import ServeSettings
-from service.supervision import POLL_SECONDS, Supervisor, cause_of_death
-from service.worker import EXIT_TOLD, EngineAPI, EngineLoop
+from service.supervision import POLL_SECONDS, StartError, Supervisor, cause_of_death, failed_start
+from service.worker import EngineAPI, EngineLoop
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +54,6 @@ _FOREIGN_PAGES = ("/docs", "/docs/oauth2-redirect", "/redoc")
 _KEEP_ALIVE_SECONDS = 75
 # How long the API process may take to close connections after the drain.
 _CLOSE_SECONDS = 5
-
-
-class StartError(RuntimeError):
-    """The service cannot start. The message, one line, says why; empty when the worker has said it."""
 
 
 class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
@@ -178,8 +174,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
                 raise _StoppedWhileStarting
             if dead := [worker for worker in self.inference_workers if not worker.is_alive()]:
                 self._abandon_start()
-                told = dead[0].exitcode == EXIT_TOLD
-                raise StartError("" if told else f"the worker {cause_of_death(dead[0])} while starting")
+                raise failed_start(dead[0])
             time.sleep(0.02)
 
     def _abandon_start(self) -> None:

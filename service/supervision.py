@@ -19,6 +19,7 @@ from service.lifecycle import Lifecycle, Phase
 from service.metrics import WORKER, Metrics, mark_dead
 from service.standby import Standby
 from service.watchdog import Watchdog
+from service.worker import EXIT_SETTINGS, EXIT_TOLD
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,18 @@ _ASK_SECONDS, _UNANSWERED_SECONDS = 1.0, 2.5
 _SLOWEST_START = 10.0
 # More deaths in a minute than this are no accident: starting again would not end.
 _MAX_WORKER_DEATHS_A_MINUTE = 5
+
+
+class StartError(RuntimeError):
+    """The service cannot start. The message, one line, says why; empty when the worker has said it.
+
+    Args:
+        exit_code: of the command, 2 where a setting cannot be used.
+    """
+
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class Launch(Protocol):
@@ -164,6 +177,13 @@ class Supervisor:
         with self._launching:
             self._has_standby = False
             self._standby.close()
+
+
+def failed_start(worker: BaseProcess) -> StartError:
+    """Why a worker ended before it served, as the command's error."""
+    if worker.exitcode in (EXIT_TOLD, EXIT_SETTINGS):
+        return StartError("", exit_code=2 if worker.exitcode == EXIT_SETTINGS else 1)
+    return StartError(f"the worker {cause_of_death(worker)} while starting")
 
 
 def cause_of_death(process: BaseProcess) -> str:

@@ -39,7 +39,7 @@ from service.messages import (
 )
 from service.metrics import WORKER, Metrics
 from service.serving_path import path_of
-from service.settings import ServeSettings, effective_values
+from service.settings import ServeSettings, SettingsError, effective_values
 from service.standby import wait_for_word
 
 if TYPE_CHECKING:
@@ -48,8 +48,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A worker that cannot start says why in one line and ends with this code, so that main need not guess.
-EXIT_TOLD = 3
+# A worker that cannot start says why in one line and ends with one of these codes, so that main need not guess. The
+# second: it is a setting that cannot be used here.
+EXIT_TOLD, EXIT_SETTINGS = 3, 4
 # How torch says that the CPU has no more memory, in an error that can be of anything.
 _CPU_MEMORY = "can't allocate memory"
 # Of the step that a CPU computes before it is ready: a long one of a large model takes seconds, and finds out nothing.
@@ -121,7 +122,7 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
         except (ValueError, RuntimeError, MemoryError, OSError) as error:
             is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _CPU_MEMORY in str(error)
             self._tell(error, is_memory=is_memory)
-            raise SystemExit(EXIT_TOLD) from None
+            raise SystemExit(EXIT_SETTINGS if isinstance(error, SettingsError) else EXIT_TOLD) from None
 
     def build(self) -> "tuple[Engine, EngineFacts]":
         """The engine, ready to serve, and what "auto" came to. Raises what `engine_builder.build_engine` does."""

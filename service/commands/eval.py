@@ -27,8 +27,7 @@ from model.training.data import check_sources, read_source
 from model.transformer import Transformer
 from service.batch_completion import complete_batch
 from service.command_settings import EvalSettings
-from service.engine.accelerated import eight_bits_for
-from service.engine_builder import find_device, prepare_matrices
+from service.engine_builder import find_device, find_eight_bits, prepare_matrices
 from service.settings import SettingsError, usable_cpus
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -127,7 +126,7 @@ def _evenly(texts: list[str], most: int | None) -> list[str]:
 def _load(settings: EvalSettings, manifest: Manifest) -> Transformer:
     torch.set_num_threads(usable_cpus() if settings.threads == "auto" else settings.threads)
     device, dtype = find_device(settings.device), _DTYPES[settings.dtype]
-    eight_bits = eight_bits_for(settings.quantize, torch.device(device), dtype)
+    eight_bits = find_eight_bits(settings.quantize, device, dtype)
     model = load_model(manifest, device=device, dtype=dtype, attention=ATTENTION_BACKENDS["sdpa"])
     if settings.quantize != "none":
         prepare_matrices(model, settings.quantize, eight_bits)

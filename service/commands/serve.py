@@ -7,8 +7,9 @@ from model.generation_config import GenerationConfigError
 from model.manifest import CheckpointError
 from model.tokenizer.interface import TokenizerError
 from service import logs
-from service.server import StartError, build_server
+from service.server import build_server
 from service.settings import ServeSettings
+from service.supervision import StartError
 
 
 def main(settings: ServeSettings) -> int:
@@ -20,4 +21,4 @@ def main(settings: ServeSettings) -> int:
     except (StartError, CheckpointError, TokenizerError, ChatTemplateError, GenerationConfigError) as error:
         if str(error):
             print(f"kvasir serve: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code if isinstance(error, StartError) else 1

@@ -197,7 +197,7 @@ def _check_memory(config: TrainConfig, device: str) -> None:
 def _run_settings(settings: TrainSettings, name: str) -> RunSettings:
     has_cuda = torch.cuda.is_available()
     if settings.device == "cuda" and not has_cuda:
-        raise ValueError("--device cuda: no CUDA device can be used here")
+        raise SettingsError("--device cuda: no CUDA device can be used here")
     device = "cuda" if has_cuda and settings.device != "cpu" else "cpu"
     torch.set_num_threads(usable_cpus() if settings.threads == "auto" else settings.threads)
     return RunSettings(

@@ -212,10 +212,19 @@ def test_a_damaged_checkpoint_does_not_start(copied_checkpoint: Path) -> None:
     assert error.count("\n") == 1
 
 
-def test_a_worker_that_cannot_be_built_is_one_line_and_no_start(long_checkpoint: Path) -> None:
-    code, error = refused_start(long_checkpoint, "--kv-cache-memory", "1")
-    assert code == 1
-    assert error.startswith("kvasir serve: --kv-cache-memory 1 holds 4096 tokens, less than the context of 8192")
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--kv-cache-memory", "1"), "--kv-cache-memory 1 holds 4096 tokens, less than the context of 8192"),
+        (("--device", "cpu", "--quantize", "fp8"), "--quantize fp8: only on a GPU; give --quantize int8"),
+    ],
+)
+def test_a_setting_that_the_worker_cannot_use_is_one_line_and_no_start(
+    long_checkpoint: Path, flags: tuple[str, ...], said: str
+) -> None:
+    code, error = refused_start(long_checkpoint, *flags)
+    assert code == 2
+    assert error.startswith(f"kvasir serve: {said}")
     assert error.count("\n") == 1
 
 

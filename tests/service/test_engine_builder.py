@@ -194,7 +194,7 @@ def test_a_cache_too_small_for_one_context_is_refused_with_what_is_needed(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_builder, "_MIB", 1024)  # so that one "MiB" is less than the tiny model's context
-    with pytest.raises(ValueError, match=r"63 holds 240 tokens.*: give it 64, or serve --max-context-length 240"):
+    with pytest.raises(SettingsError, match=r"63 holds 240 tokens.*: give it 64, or serve --max-context-length 240"):
         build_engine(settings(tiny_checkpoint, kv_cache_memory=63), manifest)
     assert build_engine(settings(tiny_checkpoint, kv_cache_memory=64), manifest)[1].num_blocks == 16
 
@@ -211,7 +211,7 @@ def test_a_device_that_is_not_there_is_refused(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="--device cuda: no CUDA device can be used here"):
+    with pytest.raises(SettingsError, match="--device cuda: no CUDA device can be used here"):
         build_engine(settings(tiny_checkpoint, device="cuda"), manifest)
 
 
@@ -236,13 +236,37 @@ def test_matrices_are_packed_or_of_eight_bits(manifest: Manifest, tiny_checkpoin
     assert list(kinds.values()) == ["packed", "int8", "plain"]
 
 
+def test_eight_bits_serve_in_every_precision_of_the_rest(manifest: Manifest, tiny_checkpoint: Path) -> None:
+    told = {}
+    for dtype in ("float32", "float64", "bfloat16"):
+        engine, facts = build_engine(settings(tiny_checkpoint, quantize="int8", dtype=dtype), manifest)
+        assert (facts.dtype, facts.matrices) == (dtype, "int8")
+        engine.submit(make_submit(prompt=(1, 2, 3, 4), max_tokens=12, temperature=0.0, logprobs=0, ignore_eos=True))
+        tokens: list[float] = []
+        while engine.has_work:
+            tokens += [info.logprob for event in engine.step().events for info in event.logprobs or ()]
+        told[dtype] = tokens
+    assert len(told["float64"]) == 12
+    assert told["float64"] == pytest.approx(told["float32"], abs=0.01)
+    assert told["float64"] != told["float32"]
+    assert told["bfloat16"][0] == pytest.approx(told["float32"][0], abs=0.1)
+
+
+def test_attention_that_the_device_does_not_have(
+    manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SettingsError, match="--attention native: only on the CPU"):
+        build_engine(settings(tiny_checkpoint, device="auto", attention="native"), manifest)
+
+
 def test_eight_bits_that_the_device_does_not_have(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match="--quantize fp8: only on a GPU; give --quantize int8, or leave it out"):
+    with pytest.raises(SettingsError, match="--quantize fp8: only on a GPU; give --quantize int8, or leave it out"):
         build_engine(settings(tiny_checkpoint, quantize="fp8"), manifest)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ValueError, match=r"int8: torch\._int_mm does not hold on this GPU \(.*\); leave it out"):
+    with pytest.raises(SettingsError, match=r"int8: torch\._int_mm does not hold on this GPU \(.*\); leave it out"):
         build_engine(settings(tiny_checkpoint, device="auto", quantize="int8"), manifest)
 
 

@@ -15,8 +15,9 @@ from litserve import LitServer
 from service import server as server_module
 from service.lifecycle import Phase
 from service.metrics import render
-from service.server import KvasirServer, StartError, build_server
+from service.server import KvasirServer, build_server
 from service.settings import ServeSettings
+from service.supervision import StartError
 
 
 @dataclass

@@ -8,7 +8,8 @@ import pytest
 
 from service.lifecycle import Lifecycle, Phase
 from service.metrics import Metrics
-from service.supervision import Supervisor
+from service.supervision import Supervisor, failed_start
+from service.worker import EXIT_SETTINGS, EXIT_TOLD
 
 
 class FakeProcess:
@@ -24,6 +25,21 @@ class FakeProcess:
 
     def join(self) -> None:
         assert self.exitcode is not None
+
+
+@pytest.mark.parametrize(
+    ("ended", "said", "code"),
+    [
+        (EXIT_TOLD, "", 1),
+        (EXIT_SETTINGS, "", 2),
+        (-9, "the worker was killed by SIGKILL (out of memory?) while starting", 1),
+        (1, "the worker ended with exit code 1 while starting", 1),
+    ],
+)
+def test_a_start_that_failed(ended: int, said: str, code: int) -> None:
+    worker: Any = FakeProcess(ended)
+    error = failed_start(worker)
+    assert (str(error), error.exit_code) == (said, code)
 
 
 class Bench:
