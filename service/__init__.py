@@ -67,6 +67,7 @@ worker           LitAPI builds the engine, LitLoop runs it, in one thread
 standby          the next worker, which waits for the present one to die
 watchdog         tells when a process hangs
 supervision      what main does about the deaths of others
+ticks            uvicorn's main loop, once a second instead of ten times
 server           the composition root: start and end, supervision and drain
 logs             one line each, the process named
 leftovers        directories that a killed service has left

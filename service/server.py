@@ -5,12 +5,10 @@ or its queue process died. This file adds just that, and nothing that concerns t
 """
 
 import asyncio
-import errno
 import logging
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -18,9 +16,10 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI
 from litserve import LitServer
 from litserve.utils import WorkerSetupStatus
@@ -29,10 +28,11 @@ from model.manifest import read_manifest
 from service.access import middlewares
 from service.api_keys import ApiKeys, read_api_keys
 from service.event_channel import EventChannel
+from service.first_worker import launch_first_worker
 from service.frontend import Frontend, Sink
 from service.http_protocol import BoundedHttpProtocol, ConnectionLimits
 from service.lifecycle import Lifecycle, Phase, name_process
-from service.machine import machine_fault
+from service.machine import machine_fault, port_fault
 from service.messages import BUS
 from service.metrics import Metrics, prepare_directory
 from service.open_files import connections_within_limits
@@ -40,7 +40,8 @@ from service.openapi import openapi_document
 from service.requests import install_error_handlers
 from service.serving import read_serving
 from service.settings import ServeSettings
-from service.supervision import POLL_SECONDS, StartError, Supervisor, cause_of_death, failed_start
+from service.supervision import StartError, Supervisor, cause_of_death, failed_start
+from service.ticks import tick_seldom
 from service.worker import EngineAPI, EngineLoop
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,6 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
             restart_workers=True,
             middlewares=middlewares(settings, keys, frontend.count_error, frontend.refuse_unread),
         )
-        self.monitor_internal = POLL_SECONDS
         self.uvicorn_graceful_timeout = _CLOSE_SECONDS
         self._frontend = frontend
         self._settings = settings
@@ -161,6 +161,11 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         """LitServe asks for it when it starts a worker."""
         return self._inboxes[self._next_epoch % _NUM_INBOXES]
 
+    def launch_inference_worker(self, lit_api: EngineAPI) -> list[BaseProcess]:
+        """The first, where LitServe would start a process that has yet to import everything."""
+        statuses, queue = self.workers_setup_status, self._get_request_queue(lit_api.api_path)
+        return [launch_first_worker(lit_api, queue, self._transport, statuses, self._callback_runner)]
+
     def verify_worker_status(self) -> None:
         """Wait for the worker. One that fails has said why in a line and ended.
 
@@ -207,12 +212,15 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         name_process("kvasir-api")
         loop = asyncio.get_running_loop()
         stop = signal.getsignal(signal.SIGTERM)
-        assert callable(stop), "uvicorn handles SIGTERM"
+        assert isinstance(stop, MethodType), "uvicorn handles SIGTERM"
+        assert isinstance(stop.__self__, uvicorn.Server), "by a method of its server"
+        wake = tick_seldom(stop.__self__)
 
         def on_sigterm(number: int, frame: FrameType | None) -> None:
             if self._lifecycle.phase.value == Phase.STOPPING:
                 loop.call_soon_threadsafe(self._frontend.end_all)
                 stop(number, frame)
+                loop.call_soon_threadsafe(wake)
 
         signal.signal(signal.SIGTERM, on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -226,24 +234,23 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
 
     # Supervision.
 
-    def launch_single_inference_worker(self, lit_api: EngineAPI, worker_id: int) -> BaseProcess:
-        """Replace a worker that died; LitServe's monitor calls this."""
-        return self._supervisor.replace(self.inference_workers[worker_id])
+    def _start_worker_monitoring(self, *args: Any) -> None:
+        """In LitServe's place, which asks the queue process again and again whether to go on."""
+        replace = partial(self._supervisor.keep_worker, self.inference_workers)
+        threading.Thread(target=replace, name="replace", daemon=True).start()
 
     def _launch(self, epoch: int, word: Connection | None = None) -> BaseProcess:
         """Start the worker of an epoch, which waits for the word where there is one."""
         self._next_epoch, self.lit_api.word = epoch, word
-        process: BaseProcess = super().launch_single_inference_worker(self.lit_api, 0)
+        process: BaseProcess = self.launch_single_inference_worker(self.lit_api, 0)
         return process
 
     def _watch(self, api_process: BaseProcess) -> None:
         """Look after the others until main ends: this thread's children end with it, see `Lifecycle.die_with_main`."""
         threading.Thread(target=self._supervisor.listen, args=(self._inboxes[0].qsize,), daemon=True).start()
-        while True:
-            self._supervisor.watch(
-                api=api_process, queue=self._manager._process, worker=lambda: self.inference_workers[0]
-            )
-            time.sleep(POLL_SECONDS)
+        self._supervisor.keep_watch(
+            api=api_process, queue=self._manager._process, worker=lambda: self.inference_workers[0]
+        )
 
     def _fail(self, message: str, hung: BaseProcess | None = None) -> None:
         logger.error("%s", message)
@@ -298,7 +305,8 @@ def build_server(settings: ServeSettings, *, engine_api: type[EngineAPI] = Engin
     """
     if (fault := machine_fault()) is not None:
         raise StartError(fault)
-    _check_port(settings.host, settings.port)
+    if (fault := port_fault(settings.host, settings.port)) is not None:
+        raise StartError(fault)
     keys = read_api_keys(settings)
     manifest = read_manifest(settings.checkpoint)
     serving = read_serving(settings, manifest, manifest.verify())
@@ -320,22 +328,6 @@ def build_server(settings: ServeSettings, *, engine_api: type[EngineAPI] = Engin
         spec=frontend,
     )
     return KvasirServer(api, frontend=frontend, settings=settings, keys=keys, lifecycle=lifecycle, metrics=metrics)
-
-
-def _check_port(host: str, port: int) -> None:
-    """Find out now, not after the model is loaded.
-
-    Listens for a moment: binding alone succeeds beside another server that is still loading.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            probe.listen()
-        except OSError as error:
-            reason = "is in use; choose another with --port" if error.errno == errno.EADDRINUSE else error.strerror
-            raise StartError(f"port {port} on {host} {reason}") from None
 
 
 def _requests(number: int, state: str) -> str:

@@ -11,9 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from service.lifecycle import Lifecycle, Phase
 from service.metrics import WORKER, Metrics, mark_dead
@@ -23,8 +24,8 @@ from service.worker import EXIT_SETTINGS, EXIT_TOLD
 
 logger = logging.getLogger(__name__)
 
-# How often main looks whether everybody lives.
-POLL_SECONDS = 0.05
+# How often main looks for signs of life. That a process has ended, the kernel says at once.
+LOOK_SECONDS = 0.5
 # How often the queue process is asked for a sign of life, and after how long without one nobody else is judged.
 _ASK_SECONDS, _UNANSWERED_SECONDS = 1.0, 2.5
 # How many times as long as the first a later start may take, beside what any process may be silent for.
@@ -118,6 +119,19 @@ class Supervisor:
                 self._fail(f"no other worker can be started: {error}")
                 return dead
 
+    def keep_worker(self, workers: list[BaseProcess]) -> None:
+        """Replace the first of `workers` whenever it has ended, until the service does.
+
+        For a thread of its own, which lasts as long as there are workers: the kernel ends those that it starts with it.
+        """
+        while True:
+            dead = workers[0]
+            while dead.is_alive():
+                connection.wait([dead.sentinel], LOOK_SECONDS)
+            workers[0] = self.replace(dead)
+            if workers[0] is dead:
+                return
+
     def listen(self, ask: Callable[[], object]) -> None:
         """Note the answers of the queue process until it is gone. For a thread of its own: it may never answer."""
         with suppress(EOFError, OSError):
@@ -125,6 +139,13 @@ class Supervisor:
                 ask()
                 self._num_answers += 1
                 time.sleep(_ASK_SECONDS)
+
+    def keep_watch(self, *, api: BaseProcess, queue: BaseProcess, worker: Callable[[], BaseProcess]) -> NoReturn:
+        """Watch until main ends, and at once when one of them has ended. For a thread of its own: see `keep_worker`."""
+        while True:
+            self.watch(api=api, queue=queue, worker=worker)
+            is_over = self._lifecycle.phase.value == Phase.STOPPING
+            connection.wait([] if is_over else [api.sentinel, queue.sentinel], LOOK_SECONDS)
 
     def watch(self, *, api: BaseProcess, queue: BaseProcess, worker: Callable[[], BaseProcess]) -> None:
         """Look after what LitServe does not watch, once.

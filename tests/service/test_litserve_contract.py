@@ -170,7 +170,7 @@ def test_a_worker_works_without_the_spec_if_it_knows_the_path() -> None:
     [
         ("_init_manager", ["self", "num_api_servers"]),
         ("verify_worker_status", ["self"]),
-        ("launch_single_inference_worker", ["self", "lit_api", "worker_id"]),
+        ("_start_worker_monitoring", ["self", "manager", "uvicorn_workers"]),
         ("lifespan", ["self", "app"]),
         (
             "_start_server",
@@ -180,7 +180,7 @@ def test_a_worker_works_without_the_spec_if_it_knows_the_path() -> None:
 )
 def test_what_we_override_has_this_signature_and_is_called_by_run(name: str, parameters: list[str]) -> None:
     assert list(inspect.signature(getattr(LitServer, name)).parameters) == parameters
-    callers = (LitServer.run, LitServer._start_worker_monitoring, LitServer.__init__)
+    callers = (LitServer.run, LitServer.__init__)
     assert any(f"self.{name}" in inspect.getsource(caller) for caller in callers)
 
 
@@ -194,9 +194,15 @@ def test_run_waits_on_the_shutdown_event_and_then_ends_api_workers_and_manager_i
     assert "self.uvicorn_graceful_timeout" in end
 
 
-def test_the_monitor_asks_often_and_replaces_a_dead_worker() -> None:
+def test_a_worker_is_launched_by_the_method_that_the_monitor_calls_and_put_where_it_puts_it() -> None:
+    """We do what the monitor does, without asking the queue process twenty times a second whether to go on."""
+    assert list(inspect.signature(LitServer.launch_single_inference_worker).parameters) == [
+        "self",
+        "lit_api",
+        "worker_id",
+    ]
     monitor = inspect.getsource(LitServer._start_worker_monitoring)
-    assert "time.sleep(self.monitor_internal)" in monitor
+    assert "while not self._shutdown_event.is_set()" in monitor
     assert "self.inference_workers[idx] = self.launch_single_inference_worker(lit_api, worker_id)" in monitor
     assert make_server().restart_workers is True
 
@@ -250,9 +256,3 @@ def test_a_dead_queue_process_is_an_error_that_the_worker_knows_and_not_an_empty
         process.join()
         with pytest.raises((EOFError, OSError)):
             Loop().get_request(queue, timeout=0.01)
-
-
-def test_the_monitor_ends_at_the_first_exception_so_that_starting_a_worker_must_not_raise() -> None:
-    monitor = inspect.getsource(LitServer._start_worker_monitoring)
-    assert monitor.index("try:") < monitor.index("while not self._shutdown_event.is_set()")
-    assert "Monitoring worker crashed" in monitor

@@ -48,8 +48,8 @@ def server(tiny_checkpoint: Path, port: int, monkeypatch: pytest.MonkeyPatch, tm
 
 
 def die(server: KvasirServer, exitcode: int = -9) -> Any:
-    server.inference_workers = [FakeProcess(exitcode)]
-    return server.launch_single_inference_worker(server.lit_api, 0)
+    dead: Any = FakeProcess(exitcode)
+    return server._supervisor.replace(dead)
 
 
 def test_a_dead_worker_is_replaced_and_counted(server: KvasirServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,10 @@
 """Who is replaced by whom, and when the service ends instead."""
 
 import os
+import threading
+from functools import partial
 from multiprocessing.connection import Connection
+from socket import socketpair
 from typing import Any
 
 import pytest
@@ -13,15 +16,24 @@ from service.worker import EXIT_SETTINGS, EXIT_TOLD
 
 
 class FakeProcess:
+    """A process whose end can be waited for, as the kernel tells of it."""
+
     def __init__(self, exitcode: int | None = None) -> None:
         self.exitcode = exitcode
         self.pid = 2**22 + 1
+        self._ours, self._theirs = socketpair()
+        self.sentinel = self._ours.fileno()
 
     def is_alive(self) -> bool:
         return self.exitcode is None
 
     def kill(self) -> None:
         self.exitcode = -9
+        self._theirs.close()
+
+    def __del__(self) -> None:
+        self._ours.close()
+        self._theirs.close()
 
     def join(self) -> None:
         assert self.exitcode is not None
@@ -119,6 +131,47 @@ def test_the_standby_becomes_the_worker_and_another_one_waits(bench: Bench) -> N
     bench.watch()
     assert bench.launched == [(1, True), (2, True)]
     bench.supervisor.end()
+
+
+def test_a_worker_that_ends_is_replaced_at_once_and_again_until_the_service_ends(
+    metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.supervision.LOOK_SECONDS", 3600.0)
+    bench = Bench(metrics, has_standby=False)
+    launch = bench._launch
+
+    def launch_one_that_soon_ends(epoch: int, word: Connection | None = None) -> Any:
+        process = launch(epoch, word)
+        if epoch == 2:
+            bench.lifecycle.phase.value = Phase.STOPPING
+        threading.Thread(target=process.kill).start()
+        return process
+
+    bench.supervisor._launch = launch_one_that_soon_ends
+    threading.Thread(target=bench.worker.kill).start()
+    workers = [bench.worker]
+    bench.supervisor.keep_worker(workers)
+    assert bench.launched == [(1, False), (2, False)]
+    assert (workers[0].epoch, workers[0].is_alive()) == (2, False)
+
+
+def test_the_end_of_the_api_process_is_seen_at_once(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.supervision.LOOK_SECONDS", 3600.0)
+    bench = Bench(metrics, has_standby=False)
+    has_failed = threading.Event()
+
+    def fail(message: str, hung: Any = None) -> None:
+        bench.lifecycle.phase.value = Phase.STOPPING
+        bench.failures.append(message)
+        has_failed.set()
+
+    bench.supervisor._fail = fail
+    processes: Any = bench.others
+    watch = partial(bench.supervisor.keep_watch, **processes, worker=lambda: bench.worker)
+    threading.Thread(target=watch, daemon=True).start()
+    bench.others["api"].kill()
+    has_failed.wait()
+    assert bench.failures == ["the API process was killed by SIGKILL (out of memory?)"]
 
 
 def test_without_a_standby_a_worker_is_started(metrics: Metrics) -> None:
