@@ -74,7 +74,7 @@ def sample_on_device(
 ) -> Tensor:
     """Draw one token a row: int64 ids_B where the logits are; `NO_TOKEN` where the rules leave none.
 
-    The host waits for no result of a GPU, unless some row has rules or a `top_p` under 1.
+    The host waits for no result of a GPU, unless some row has rules or not `draws_alone`.
 
     Args:
         logits_BV: float32, unscaled.
@@ -96,6 +96,14 @@ def sample_on_device(
     if may_leave_none:
         ids_B = ids_B.masked_fill(logits_BV.amax(dim=-1) == -torch.inf, NO_TOKEN)
     return ids_B
+
+
+def draws_alone(params: SamplingParams) -> bool:
+    """Whether a GPU can draw such a row without telling the host anything before the token.
+
+    How many tokens a nucleus takes is known to nobody; but if only few are left, it is among these.
+    """
+    return params.greedy or params.top_p >= 1.0 or 0 < params.top_k <= _NUCLEUS_CANDIDATES
 
 
 def most_likely(logits_BV: Tensor) -> list[int]:
@@ -158,7 +166,8 @@ def _filter(probs_BV: Tensor, params: Sequence[SamplingParams]) -> None:
         limited_B1 = _on(probs_BV.device, [limit < vocab_size for limit in limits], torch.bool)[:, None]
         _drop_below(torch.where(limited_B1, kth_B1, torch.zeros_like(kth_B1)), probs_BV)
     if any(param.top_p < 1.0 for param in params):
-        _drop_below(_nucleus_floor(probs_BV, _column([param.top_p for param in params], probs_BV)), probs_BV)
+        top_p_B1, few_hold_it = _column([param.top_p for param in params], probs_BV), all(map(draws_alone, params))
+        _drop_below(_nucleus_floor(probs_BV, top_p_B1, few_hold_it=few_hold_it), probs_BV)
     if any(param.min_p > 0.0 for param in params):
         floor_B1 = probs_BV.amax(dim=-1, keepdim=True) * _column([param.min_p for param in params], probs_BV)
         _drop_below(floor_B1, probs_BV)
@@ -181,16 +190,20 @@ def _descending(probs_BV: Tensor) -> Callable[[int], Tensor]:
     return lambda count: torch.from_numpy(sorted_BV[:, :count].copy())
 
 
-def _nucleus_floor(probs_BV: Tensor, top_p_B1: Tensor) -> Tensor:
+def _nucleus_floor(probs_BV: Tensor, top_p_B1: Tensor, *, few_hold_it: bool) -> Tensor:
     """The probability of the last token each row's nucleus needs: B1. Rows with top_p 1 get 0.
 
     A nucleus is nearly always small: the most likely tokens are tried first, all only where they do not hold enough.
+
+    Args:
+        few_hold_it: no need to look, top_k has left each row no more tokens than are tried, but for some as likely as
+            the last of these.
     """
     wanted_B1 = top_p_B1 * probs_BV.sum(dim=-1, keepdim=True)
     whole_B1 = top_p_B1 >= 1.0
     highest = _descending(probs_BV)
     sorted_BC = highest(min(_NUCLEUS_CANDIDATES, probs_BV.shape[1]))
-    if bool((~whole_B1 & (sorted_BC.sum(dim=-1, keepdim=True) < wanted_B1)).any()):
+    if not few_hold_it and bool((~whole_B1 & (sorted_BC.sum(dim=-1, keepdim=True) < wanted_B1)).any()):
         sorted_BC = highest(probs_BV.shape[1])
     # Kept: every token before which less than the wanted mass lies.
     needed_BC = sorted_BC.cumsum(dim=-1) - sorted_BC < wanted_B1

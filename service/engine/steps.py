@@ -1,13 +1,14 @@
 """How steps are computed: one after the other, or the next one launched before the last one's tokens are read.
 
 `service.engine.lookahead` says when and why. A step is launched where drawing its tokens needs nothing of the host: no
-mask, no rule over drawn tokens, no scores, no draft. (A nucleus is found by asking the device how many tokens hold it.)
+mask, no rule over drawn tokens, no scores, no draft. (A nucleus of many tokens is found by asking the device how many.)
 """
 
 from dataclasses import dataclass
 
 import msgspec
 
+from model.sampling import draws_alone
 from service.engine.config import EngineConfig
 from service.engine.decode_inputs import DecodeInputs
 from service.engine.grammars import Masks
@@ -79,7 +80,7 @@ def _needs_no_host(plan: StepPlan, inputs: ModelInputs) -> bool:
         all(chunk.draws and chunk.sequence.lookup is None for chunk in plan.chunks)
         and not (inputs.rules or inputs.forbidden or inputs.prompt_rows or inputs.wants_logprobs)
         and inputs.masks is None
-        and all(param.greedy or param.top_p >= 1.0 for param in inputs.params)
+        and all(map(draws_alone, inputs.params))
     )
 
 

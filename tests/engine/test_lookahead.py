@@ -294,6 +294,13 @@ def test_what_the_host_must_know_first_is_never_launched(name: str) -> None:
     assert runner.num_launched == 8
 
 
+def test_a_nucleus_of_few_tokens_is_launched() -> None:
+    engine, runner = ahead()
+    engine.submit(unending("a", [1, 2], max_tokens=8, temperature=1.0, top_p=0.9, top_k=20))
+    drive(engine)
+    assert runner.num_launched == 8
+
+
 def test_nor_are_embeddings_scores_drafts_and_prompts_that_are_not_whole_yet() -> None:
     pooled, runner = ahead()
     pooled.submit(msgspec.structs.replace(make_submit("p", [1, 2], max_tokens=0), pooling=Pooling.LAST))

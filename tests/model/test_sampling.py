@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import sampling
-from model.sampling import most_likely, sample, top_logprobs, uniform
+from model.sampling import draws_alone, most_likely, sample, sample_on_device, top_logprobs, uniform
 from model.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -68,6 +68,41 @@ def test_equals_the_naive_twin_in_any_batch(rows: list[tuple[SamplingParams, int
     assert drawn == expected
     alone = [sample(logits[i : i + 1], [params], [position])[0] for i, (params, position) in enumerate(rows)]
     assert drawn == alone
+
+
+ALONE = [
+    SamplingParams(max_tokens=1, temperature=0.0, top_p=0.5),
+    SamplingParams(max_tokens=1, temperature=0.7, min_p=0.1),
+    SamplingParams(max_tokens=1, temperature=1.0, top_k=300),
+    SamplingParams(max_tokens=1, temperature=1.0, top_k=20, top_p=0.8),
+    SamplingParams(max_tokens=1, temperature=1.0, top_k=256, top_p=0.9, min_p=0.01),
+]
+NOT_ALONE = [
+    SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9),
+    SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=257),
+]
+
+
+def test_what_a_device_draws_alone_is_drawn_without_asking_it_anything() -> None:
+    """Tensors on the meta device hold no numbers: whoever asks for one gets an error."""
+    assert [draws_alone(params) for params in ALONE + NOT_ALONE] == [True] * len(ALONE) + [False] * len(NOT_ALONE)
+    for some in (ALONE, *([params] for params in ALONE)):
+        ids = sample_on_device(torch.zeros(len(some), 1000, device="meta"), some, range(len(some)))
+        assert (ids.device.type, tuple(ids.shape)) == ("meta", (len(some),))
+    for params in NOT_ALONE:
+        with pytest.raises(RuntimeError, match="meta"):
+            sample_on_device(torch.zeros(1, 1000, device="meta"), [params], [0])
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.999])
+def test_a_nucleus_among_few_tokens_has_those_that_are_as_likely_as_the_last(top_p: float) -> None:
+    """Of 400 tokens alike, all pass a top_k of 20, more than are tried."""
+    params = SamplingParams(max_tokens=1, temperature=1.0, top_k=20, top_p=top_p, seed=1)
+    logits_BV = torch.zeros(1, 600)
+    logits_BV[0, 400:] = -9.0
+    drawn = {sample(logits_BV, [params], [position])[0] for position in range(300)}
+    assert drawn <= set(range(400))
+    assert max(drawn) > 300
 
 
 def test_rows_are_drawn_alike_all_at_once_and_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
