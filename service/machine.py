@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import socket
 import tempfile
 from ctypes import c_int
 from multiprocessing.sharedctypes import RawValue
@@ -29,6 +30,23 @@ def machine_fault() -> str | None:
             f"{directory} has {free // 1024} KiB free, and the service needs {_ROOM_BYTES // 1024}; "
             "make room, or name another directory in TMPDIR"
         )
+    return None
+
+
+def port_fault(host: str, port: int) -> str | None:
+    """Why nobody can listen there, found out now and not after the model is loaded; None where one can.
+
+    Listens for a moment: binding alone succeeds beside another server that is still loading.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen()
+        except OSError as error:
+            reason = "is in use; choose another with --port" if error.errno == errno.EADDRINUSE else error.strerror
+            return f"port {port} on {host} {reason}"
     return None
 
 
