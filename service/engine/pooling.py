@@ -41,11 +41,15 @@ def pooled_rows(chunks: tuple[Chunk, ...]) -> tuple[PooledRows, ...]:
 
 @dataclass(slots=True)
 class Pool:
-    """The sum of what has been pooled of one sequence."""
+    """The sum of what has been pooled of one sequence.
 
-    sum_E: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    In float64, where sums of float32 are exact as long as these are within 2^19 of each other: chunks may be cut
+    anywhere, and the vector's bits are the same.
+    """
 
-    def add(self, chunk: Chunk, sum_E: NDArray[np.float32]) -> None:
+    sum_E: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+
+    def add(self, chunk: Chunk, sum_E: NDArray[np.float64]) -> None:
         """Take up a chunk's rows. One that begins the text begins the sum."""
         self.sum_E = self.sum_E + sum_E if chunk.start and len(self.sum_E) else sum_E
 

@@ -31,13 +31,13 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     logprobs: one entry a token; None for a sequence that asked for none, and where there is no token. Empty where
         nobody asked.
     prompt_logprobs: uid -> the scored successors of this chunk.
-    pooled: uid -> the sum of the hidden states that `ModelInputs.pooled_rows` names, E float32.
+    pooled: uid -> the sum of the hidden states that `ModelInputs.pooled_rows` names, E float64.
     """
 
     token_ids: Sequence[int | None]
     logprobs: list[TokenLogprob | None]
     prompt_logprobs: dict[str, list[TokenLogprob]]
-    pooled: dict[str, NDArray[np.float32]] = {}
+    pooled: dict[str, NDArray[np.float64]] = {}
 
 
 class Launched(Protocol):
@@ -184,10 +184,10 @@ class ModelRunner:
     def _take_kernels(self) -> None:
         self._model = self._swap.take() or self._model
 
-    def _pool(self, x_TE: Tensor, pooled_rows: Sequence[PooledRows]) -> dict[str, NDArray[np.float32]]:
-        """Sums of hidden states after the final norm; they go to the host in one copy."""
+    def _pool(self, x_TE: Tensor, pooled_rows: Sequence[PooledRows]) -> dict[str, NDArray[np.float64]]:
+        """Sums of hidden states after the final norm, see `Pool`; they go to the host in one copy."""
         chunks = (x_TE[rows.first_row : rows.first_row + rows.num_rows] for rows in pooled_rows)
-        sums_BE = torch.stack([self._model.final_norm(chunk_XE).float().sum(dim=0) for chunk_XE in chunks])
+        sums_BE = torch.stack([self._model.final_norm(chunk_XE).double().sum(dim=0) for chunk_XE in chunks])
         return dict(zip((rows.uid for rows in pooled_rows), sums_BE.cpu().numpy(), strict=True))
 
     def attention_weights(self, token_ids: Sequence[int], *, layer: int, heads: Sequence[int]) -> bytes:

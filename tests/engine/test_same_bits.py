@@ -6,6 +6,7 @@ Nothing here is compared within a tolerance.
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from model.training.bpe import train_bpe
 from model.transformer import Transformer
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
-from service.messages import Submit
+from service.messages import Pooling, Submit
 from tests.engine.fakes import make_submit
 from tests.model.configs import VARIANTS, build
 from tests.model.kernel_libraries import BUILDABLE, library_of
@@ -44,7 +45,7 @@ class Answers:
             self.largest_batch = max(self.largest_batch, result.stats.batch_size)
             for delta in result.events:
                 answer = self.told.setdefault(delta.uid, [])
-                answer += [*delta.token_ids, delta.text, *(delta.logprobs or ())]
+                answer += [*delta.token_ids, delta.text, *(delta.logprobs or ()), delta.embedding]
                 if delta.finish is not None:
                     self.num_cached += delta.finish.num_cached_tokens
 
@@ -102,3 +103,23 @@ def test_alone_and_under_load(level: str, numbers: str) -> None:
     starved.ask(*asked)
     assert starved.told == alone.told
     assert starved.num_preemptions > 3
+
+
+@pytest.mark.parametrize("level", list(BUILDABLE)[:1])
+def test_embeddings_whole_and_in_chunks(level: str) -> None:
+    rng = random.Random(8)
+    asked = [
+        msgspec.structs.replace(
+            make_submit(f"t{number}", [rng.randrange(EOS) for _ in range(rng.randint(1, 60))], max_tokens=0),
+            pooling=rng.choice(list(Pooling)),
+        )
+        for number in range(40)
+    ]
+    alone = Answers(model_of(level, "float32"), enable_prefix_cache=False)
+    for submit in asked:
+        alone.ask(submit)
+    assert all(isinstance(answer[-1], bytes) for answer in alone.told.values())
+    chunked = Answers(model_of(level, "float32"), max_num_running=8, max_batched_tokens=17)
+    chunked.ask(*asked)
+    assert chunked.largest_batch > 1
+    assert chunked.told == alone.told

@@ -7,13 +7,19 @@ from pathlib import Path
 
 from loadtest.provenance import provenance
 from tests.faults.report import page
-from tests.faults.suite import Plan, run
+from tests.faults.suite import KERNELS, Plan, run
 
 
 def main() -> int:
     """Run, tell, and write the page where one is asked for."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/kvasir-9m"), help="what is served")
+    parser.add_argument(
+        "--dtype",
+        choices=list(KERNELS),
+        default="float64",
+        help="float64: PyTorch's kernels; float32: our own, which need a compiler and have to give the same bits",
+    )
     parser.add_argument("--seconds", type=float, default=300.0, help="how long faults are injected")
     parser.add_argument("--seed", type=int, default=1, help="of questions, clients and faults")
     parser.add_argument("--clients", type=int, default=16, help="clients at a time")
@@ -21,6 +27,7 @@ def main() -> int:
     parser.add_argument("--report", type=Path, help="page to write")
     arguments = parser.parse_args()
     plan = Plan(
+        dtype=arguments.dtype,
         seconds=arguments.seconds,
         seed=arguments.seed,
         num_questions=45,

@@ -96,10 +96,15 @@ def _without_ids(text: str) -> str:
 
 
 class Oracle:
-    """The first answer to a question is the right one; every other has to be the same."""
+    """The first answer to a question is the right one; every other has to be the same.
 
-    def __init__(self) -> None:
+    Args:
+        to_the_bit: numbers, too; else log-probabilities and embeddings to 1e-5.
+    """
+
+    def __init__(self, *, to_the_bit: bool = False) -> None:
         self._answers: dict[int, Answer] = {}
+        self._to_the_bit = to_the_bit
 
     def learn(self, number: int, question: Question, reply: Reply) -> None:
         """The answer of an undisturbed server. Raises `WrongAnswer`: it is none."""
@@ -122,6 +127,8 @@ class Oracle:
         answer, right = answer_of(question, reply), self._answers[number]
         try:
             assert_close(answer.content, right.content)
+            if self._to_the_bit:
+                assert answer.content == right.content, "the numbers are near, and others"
             assert answer.usage == right.usage, f"{answer.usage} instead of {right.usage}"
         except AssertionError as error:
             raise WrongAnswer(f"not what the undisturbed server said: {str(error)[:300]}") from None

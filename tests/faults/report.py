@@ -14,12 +14,17 @@ stopped, seeded, with every answer compared. `tests/faults/` is the suite; a sho
 
 **The oracle.** Before anything happens the server answers each question once, alone. Every later answer, in whatever
 company, by whatever manner of client, streamed or not, during the faults and after them, has to be that answer: text,
-token ids, ends, log-probabilities to 1e-5, usage, one end for each choice, and as many tokens as the usage says. Else
-it must be one honest error: refused with a time to come back (429, 503, 408), or failed (500) while a worker had died.
-
-**Rounding.** The sums of float32 can come out otherwise in another batch, by about 3e-6 in log-probability, and a draw
-that falls so close to its neighbour's share can then differ. So the server runs in float64, the same code, where such
-a difference is a billion times smaller."""
+token ids, ends, log-probabilities, usage, one end for each choice, and as many tokens as the usage says. Else it must
+be one honest error: refused with a time to come back (429, 503, 408), or failed (500) while a worker had died."""
+_ROUNDING = {
+    "float64": """\
+**Rounding.** PyTorch's kernels compute, in float64. Their sums of float32 can come out otherwise in another batch, by
+about 3e-6 in log-probability, and a draw that falls so close to its neighbour's share can then differ; in float64 such
+a difference is a billion times smaller. Log-probabilities are compared to 1e-5.""",
+    "float32": """\
+**Rounding.** There is none to allow for: our own kernels compute, in float32, and a row's bits are its own. Numbers are
+compared to the last bit.""",
+}
 
 
 def page(result: Result, where: Mapping[str, Any]) -> str:
@@ -27,6 +32,7 @@ def page(result: Result, where: Mapping[str, Any]) -> str:
     tally, machine = result.tally, where["machine"]
     sections = [
         _INTRODUCTION,
+        _ROUNDING[result.plan.dtype],
         f"`{where['command']}`, {where['date']}, commit {where['commit']}, {machine['processor']}, "
         f"{machine['cores']} cores, torch {where['versions']['torch']}",
         _verdict(result),

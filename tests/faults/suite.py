@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.e2e.process import Service, alive, serving
+from tests.e2e.process import Service, alive, serving, wait_until
 from tests.faults.census import Census, back_to, idle
 from tests.faults.disconnects import RESUME_SECONDS, Departures, Kind, askable, depart
 from tests.faults.injection import FLAGS, Event, Fault, Injection, watched
@@ -18,10 +18,12 @@ from tests.faults.oracle import Oracle
 from tests.faults.questions import questions
 from tests.faults.traffic import Tally, Traffic
 
-# float64: sums that come out otherwise in another batch, as those of float32 may, could change what is drawn.
+# Whose kernels compute, by the numbers that are served. float64 is PyTorch's, where sums that come out otherwise in
+# another batch, as those of float32 may, could change what is drawn. By our own a row's bits are its own.
+KERNELS = {"float64": "pytorch", "float32": "own"}
 # Few places, little room and a short wait, so that crowds wait, are preempted, and are refused.
 SERVER = (
-    *("--dtype", "float64", "--max-num-running", "12", "--max-batched-tokens", "256", "--max-waiting-requests", "40"),
+    *("--max-num-running", "12", "--max-batched-tokens", "256", "--max-waiting-requests", "40"),
     *("--target-queue-seconds", "20", "--resume-seconds", f"{RESUME_SECONDS:g}", "--standby", *FLAGS),
 )
 # What may have grown when all is over: caches and the allocator's reserve, not what belongs to a request.
@@ -36,8 +38,10 @@ class Plan:
 
     seconds: how long faults happen; each does once at least.
     mean_seconds: between two of them.
+    dtype: one of `KERNELS`.
     """
 
+    dtype: str
     seconds: float
     seed: int
     num_questions: int
@@ -70,7 +74,8 @@ class Result:
 def run(checkpoint: Path, directory: Path, plan: Plan, *flags: str) -> Result:
     """Start a server, run the plan, and stop it."""
     seen: dict[int, psutil.Process] = {}
-    with serving(checkpoint, directory, *SERVER, *flags) as service:
+    with serving(checkpoint, directory, *SERVER, "--dtype", plan.dtype, *flags) as service:
+        wait_until(lambda: served_by(service) == KERNELS[plan.dtype], what=f"kernels: {KERNELS[plan.dtype]}")
         result = asyncio.run(_run(service, plan, seen))
         log = service.log
         if service.stop() != 0:
@@ -84,9 +89,16 @@ def run(checkpoint: Path, directory: Path, plan: Plan, *flags: str) -> Result:
     return result
 
 
+def served_by(service: Service) -> str | None:
+    """Whose kernels compute now; None while nobody's do."""
+    path = service.get("/ready").json()["path"]
+    return None if path is None else str(path["kernels"])
+
+
 async def _run(service: Service, plan: Plan, seen: dict[int, psutil.Process]) -> Result:
     asked, choose = questions(plan.seed, plan.num_questions), random.Random(plan.seed)
-    traffic = Traffic(int(service.url.rpartition(":")[2]), asked, Oracle())
+    is_own = KERNELS[plan.dtype] == "own"
+    traffic = Traffic(int(service.url.rpartition(":")[2]), asked, Oracle(to_the_bit=is_own))
     result = Result(plan, traffic.tally)
     async with watched(service, seen):
         await traffic.learn(at_once=1)

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.slow
 
 def test_every_answer_is_right_or_an_honest_error_and_nothing_is_left(tmp_path: Path) -> None:
     checkpoint = save_tiny_checkpoint(tmp_path / "tiny", max_context_length=2048)
-    plan = Plan(seconds=0.0, seed=1, num_questions=9, num_clients=6, num_departures=120, flood=80, mean_seconds=0.3)
+    crowd = {"num_questions": 9, "num_clients": 6, "num_departures": 120, "flood": 80}
+    plan = Plan(dtype="float64", seconds=0.0, seed=1, mean_seconds=0.3, **crowd)
     result = run(checkpoint, tmp_path, plan, "--kv-cache-memory", "2")
     assert result.complaints == []
     assert result.tally.num_compared > plan.num_questions

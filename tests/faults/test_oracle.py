@@ -51,6 +51,25 @@ def test_the_right_answer_is_right(oracle: Oracle, right: Reply) -> None:
     assert outcome.num_tokens == 2
 
 
+def test_to_the_bit_is_nearer_than_near() -> None:
+    def scored(logprob: float) -> Reply:
+        answer = json.loads(body().text)
+        answer["choices"][0]["logprobs"] = {"token_logprobs": [-1.0, logprob]}
+        return reply(json.dumps(answer))
+
+    for to_the_bit in (False, True):
+        oracle = Oracle(to_the_bit=to_the_bit)
+        oracle.learn(0, QUESTION, scored(-2.0))
+        assert isinstance(oracle.judge(0, QUESTION, scored(-2.0)), Answer)
+        with pytest.raises(WrongAnswer, match="not what the undisturbed server said"):
+            oracle.judge(0, QUESTION, scored(-2.1))
+        if to_the_bit:
+            with pytest.raises(WrongAnswer, match="near, and others"):
+                oracle.judge(0, QUESTION, scored(-2.000001))
+        else:
+            assert isinstance(oracle.judge(0, QUESTION, scored(-2.000001)), Answer)
+
+
 @pytest.mark.parametrize(
     ("status", "code"), [(429, "queue_full"), (408, "queue_timeout"), (503, "draining"), (500, "engine_failed")]
 )
