@@ -23,6 +23,7 @@ from service.command_settings import (
     TokenizeSettings,
     TrainSettings,
 )
+from service.early_worker import EARLY_WORKER
 from service.settings import GenerateSettings, ServeSettings, SettingsError, read_settings
 
 # What torch's libraries read from the environment, unless it says otherwise.
@@ -109,6 +110,8 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
         if command.settings is not None:
             summary = " ".join((command.settings.__doc__ or "").split())
             given = read_settings(command.settings, argv, command=name, summary=summary)
+        if isinstance(given, ServeSettings):
+            EARLY_WORKER.begin(given.checkpoint)
         code: int = importlib.import_module(command.module).main(given)
         sys.stdout.flush()
     except SettingsError as error:
@@ -119,6 +122,8 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+    finally:
+        EARLY_WORKER.end()
     return code
 
 

@@ -28,6 +28,7 @@ from model.manifest import read_manifest
 from service.access import middlewares
 from service.api_keys import ApiKeys, read_api_keys
 from service.event_channel import EventChannel
+from service.first_worker import launch_first_worker
 from service.frontend import Frontend, Sink
 from service.http_protocol import BoundedHttpProtocol, ConnectionLimits
 from service.lifecycle import Lifecycle, Phase, name_process
@@ -159,6 +160,11 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
     def _get_request_queue(self, api_path: str) -> Any:
         """LitServe asks for it when it starts a worker."""
         return self._inboxes[self._next_epoch % _NUM_INBOXES]
+
+    def launch_inference_worker(self, lit_api: EngineAPI) -> list[BaseProcess]:
+        """The first, where LitServe would start a process that has yet to import everything."""
+        statuses, queue = self.workers_setup_status, self._get_request_queue(lit_api.api_path)
+        return [launch_first_worker(lit_api, queue, self._transport, statuses, self._callback_runner)]
 
     def verify_worker_status(self) -> None:
         """Wait for the worker. One that fails has said why in a line and ended.

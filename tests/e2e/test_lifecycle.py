@@ -249,9 +249,9 @@ def test_a_signal_while_starting_ends_it_without_a_failure(tiny_checkpoint: Path
     family = [psutil.Process(process.pid)]
     try:
         wait_until(
-            lambda: any("spawn_main" in " ".join(c.cmdline()) for c in family[0].children()),
+            lambda: any("resource_tracker" in " ".join(c.cmdline()) for c in family[0].children()),
             seconds=START_SECONDS,
-            what="the worker to be spawned",
+            what="the worker to be launched",
         )
         family += family[0].children(recursive=True)
         process.send_signal(signal.SIGTERM)

@@ -1,0 +1,130 @@
+"""The first worker's process, begun before there is anything to tell it: it imports while main does.
+
+Most of a small model's start is imports, in main and in its worker. So the command line begins the process as soon as
+its settings are understood, and main hands it later what multiprocessing would have given it at its start: pickled
+objects, and file descriptors, over a Unix socket. One that is not wanted in the end is killed, and none outlives main.
+
+What is imported meanwhile must not depend on what main puts into the environment, which comes with the rest: so not
+the metrics.
+"""
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import spawn, util
+from pathlib import Path
+from typing import NamedTuple
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# What takes longest first.
+_WORKER_IMPORTS = ("service.engine_builder", "litserve")
+# Of the order's beginning: how long the environment is. Then it comes, and what multiprocessing reads.
+_LENGTH_BYTES = 8
+_MAX_DESCRIPTORS = 64
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from service.early_worker import spawn_main; spawn_main{arguments!r}"
+
+# In the process: the file descriptors that it was handed.
+RECEIVED: list[int] = []
+
+
+class Begun(NamedTuple):
+    """A process that waits for its order at the other end of a socket."""
+
+    pid: int
+    channel: socket.socket
+
+    def hand_over(self, descriptors: Sequence[int], order: bytes) -> None:
+        """Give it what it waits for, and the environment; nothing where it has died, which its parent will see.
+
+        Args:
+            descriptors: the first is that of multiprocessing's resource tracker; the process finds the others, in
+                order, in `RECEIVED`.
+            order: what `multiprocessing.spawn` reads.
+        """
+        encoded = json.dumps(dict(os.environ)).encode()
+        with suppress(ConnectionError):
+            socket.send_fds(self.channel, [len(encoded).to_bytes(_LENGTH_BYTES, "big")], descriptors)
+            self.channel.sendall(encoded + order)
+
+
+class EarlyWorker:
+    """Main's side. There is one process at most, and it is taken once.
+
+    Args:
+        imports: modules that it imports.
+    """
+
+    def __init__(self, imports: Sequence[str] = _WORKER_IMPORTS) -> None:
+        self._imports = tuple(imports)
+        self._begun: Begun | None = None
+
+    def begin(self, checkpoint: Path) -> None:
+        """Start the process; nothing where none can be started, which who needs one later will find out.
+
+        The thread that calls this must live as long as main does: the kernel ends the process with it.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = spawn.get_command_line()
+            arguments = (theirs.fileno(), os.getpid(), str(checkpoint), self._imports)
+            command[command.index("-c") + 1] = _PROGRAM.format(path=sys.path, arguments=arguments)
+            try:
+                self._begun = Begun(util.spawnv_passfds(os.fsencode(command[0]), command, [theirs.fileno()]), ours)
+            except OSError:
+                ours.close()
+
+    def take(self) -> Begun | None:
+        """The process, if there is one; from now on it is the caller's."""
+        begun, self._begun = self._begun, None
+        return begun
+
+    def end(self) -> None:
+        """Kill it if nobody has taken it."""
+        begun = self.take()
+        if begun is not None:
+            os.kill(begun.pid, signal.SIGKILL)
+            os.waitpid(begun.pid, 0)
+            begun.channel.close()
+
+
+EARLY_WORKER = EarlyWorker()
+
+
+def spawn_main(descriptor: int, parent: int, checkpoint: str, imports: Sequence[str]) -> None:
+    """The process: import, wait for the order, and be what it says. Ends with its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # main drains, then tells the others
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+    threading.Thread(target=read_ahead, args=(Path(checkpoint),), name="read-ahead", daemon=True).start()
+    for name in imports:
+        with suppress(Exception):  # who needs it imports it again, and says why it cannot
+            importlib.import_module(name)
+    with socket.socket(fileno=descriptor) as inbox:
+        start, descriptors, _, _ = socket.recv_fds(inbox, _LENGTH_BYTES, _MAX_DESCRIPTORS)
+        if len(start) < _LENGTH_BYTES:
+            os._exit(1)
+        os.environ.update(json.loads(inbox.recv(int.from_bytes(start, "big"), socket.MSG_WAITALL)))
+        tracker, *RECEIVED[:] = descriptors
+        spawn.spawn_main(inbox.detach(), tracker_fd=tracker)
+
+
+def read_ahead(directory: Path) -> None:
+    """Have the kernel read a checkpoint's weights while nobody needs them yet. Nothing where they are not read soon
+    after, for want of memory; what is wrong with them others say."""
+    with suppress(OSError, ValueError):
+        paths = [path for path in sorted(directory.glob("*.safetensors")) if stat.S_ISREG(path.stat().st_mode)]
+        room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if 2 * sum(path.stat().st_size for path in paths) > room:
+            return
+        for path in paths:
+            with path.open("rb", buffering=0) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
