@@ -2,7 +2,7 @@
 
 Where they are there from the beginning, the first step packs, and frees each matrix as it goes. Where they had to be
 compiled first, others are served meanwhile: then a thread of low priority packs, and the old matrices go at the swap;
-for that while they are held twice.
+for that while they are held twice. Either way such a thread gives them large pages when they serve.
 """
 
 import logging
@@ -59,12 +59,18 @@ class KernelSwap:
             return None
         kernels, self._kernels = self._kernels, None
         self._packed.free_matrices()
-        if self._is_serving:
-            in_thread(give_back_freed_memory)
-        else:
+        if not self._is_serving:
             give_back_freed_memory()  # what they were packed from
+        in_thread(self._finish)
         kernels.serve()
         return self._packed
+
+    def _finish(self) -> None:
+        """What need not be done before they serve."""
+        if self._is_serving:
+            give_back_freed_memory()
+        if self._packed is not None:
+            self._packed.enlarge_pages()
 
     def _pack(self, library: KernelLibrary) -> None:
         try:

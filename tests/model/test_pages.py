@@ -1,11 +1,18 @@
 """What lies in pages of 2 MiB is what was put there."""
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
 
 from model.pages import PAGE, HugePages, zeros
+
+
+def resident_bytes() -> int:
+    """Of this process, anonymous memory."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:"))
+    return 1024 * int(line.split()[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
@@ -27,6 +34,19 @@ def test_tensors_lie_side_by_side_and_outlive_who_placed_them() -> None:
     del pages
     gc.collect()
     assert [set(each.tolist()) for each in kept] == [{float(number)} for number in range(40)]
+
+
+def test_in_larger_pages_it_is_the_same() -> None:
+    """Where there are none it stays as it is; and no more memory is taken than pages of 2 MiB round up to."""
+    pages = HugePages()
+    kept = [pages.keep(torch.full((700_001,), float(number))) for number in range(5)]
+    places = [tensor.data_ptr() for tensor in kept]
+    before = resident_bytes()
+    pages.enlarge()
+    assert [set(each.tolist()) for each in kept] == [{float(number)} for number in range(5)]
+    assert [tensor.data_ptr() for tensor in kept] == places
+    assert resident_bytes() - before < 2 * PAGE + 2**20
+    HugePages().enlarge()  # of nothing
 
 
 def test_more_than_there_is() -> None:
