@@ -14,7 +14,10 @@ layers         norms and MLPs
 transformer    the whole architecture on one page
 linear         how a matrix is multiplied while serving: plain, packed for the CPU's kernels, in eight bits
 packing        matrices in the order in which our own kernels read them
-native_transformer  the transformer by our own kernels, on CPUs: one call between two layers' attentions
+native_transformer  the transformer by our own kernels, on CPUs: one call for all layers, or for a whole step of decodes
+native_decode  a step of decodes made ready for them, to be computed again as it moves on
+native_calls   the attention of all layers, made ready for them
+native_parts   a model's shape and matrices as they take them
 fused          on a GPU one kernel instead of several between matrix products
 fused_kernels  those kernels, in Triton
 eight_bits     on a GPU matrices in int8 or fp8: PyTorch's products, and ours for few rows

@@ -10,42 +10,29 @@ heads, K key/value heads, D head dimension, X queries, keys and values side by s
 """
 
 import ctypes
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from model.attention.metadata import AttentionMetadata
-from model.attention.native import KERNEL_NAMES, AttentionCall, NativeAttention, is_known
-from model.config import ModelConfig
+from model.attention.native import KERNEL_NAMES, NativeAttention
 from model.kernels.loading import KernelLibrary, Kernels
-from model.kernels.structures import LayerWeights, Matrix, Rows, Shape
-from model.kinds import AttentionKind, MlpKind, NormKind, NormPlacement, PositionKind, QkNormScope
+from model.kernels.structures import Decode, LayerWeights, Matrix, Rows
+from model.kinds import AttentionKind
 from model.kv_cache import KVCache
 from model.layers import GatedMlp, LayerNorm, RMSNorm
-from model.linear import Int8Linear, PackedLinear
-from model.packing import Packed, interleaved, pack_floats, pack_int8, padded
+from model.native_calls import AttentionCalls
+from model.native_decode import DecodeCall, Decoded
+from model.native_parts import NUMBERS, pack, shape_of
+from model.packing import padded
 from model.pages import HugePages
 from model.transformer import Block, Transformer
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 # What a row of one thread's scratch holds, see layers.cpp.
 _MOST_NUMBERS = 65_536
-_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-_ACTIVATIONS = {MlpKind.GELU: 0, MlpKind.GELU_EXACT: 1, MlpKind.RELU: 2, MlpKind.SWIGLU: 3, MlpKind.GEGLU: 0}
-
-
-@dataclass(frozen=True, slots=True)
-class _Calls:
-    """The attention of every layer over one cache, ready to be called: an array of `AttentionCall`. `backend` is None
-    where it is not all the kernel's, or adds to its scores."""
-
-    kv_cache: KVCache
-    backend: NativeAttention | None
-    layers: Any
 
 
 def is_native(model: Transformer) -> bool:
@@ -86,7 +73,8 @@ class NativeTransformer:
         self.token_embedding, self.final_norm, self.layers = model.token_embedding, model.final_norm, model.layers
         self._model, self._dtype = model, model.token_embedding.weight.dtype
         self._between = library.function("kvasir_between_attentions", *[_POINTER] * 5)
-        self._all_layers = library.function("kvasir_layers", *[_POINTER] * 3, _INT, *[_POINTER] * 3, _INT, _POINTER)
+        self._all_layers = library.function("kvasir_layers", *[_POINTER] * 3, _INT, *[_POINTER] * 4)
+        self._decode = library.function("kvasir_decode", _POINTER, result=ctypes.c_bool)
         self._library = library
         self._attention = ctypes.cast(library.function(KERNEL_NAMES[self._dtype], _POINTER, _POINTER), _POINTER)
         self._logits = library.function("kvasir_logits", *[_POINTER] * 6)
@@ -94,7 +82,7 @@ class NativeTransformer:
         self._side_by_side = library.function("kvasir_inputs_side_by_side", _INT, result=_INT)
         self._kept: list[Tensor] = []  # what pointers lead to
         self._huge_pages = HugePages()
-        self._shape = _shape_of(model.config, self._dtype)
+        self._shape = shape_of(model.config, self._dtype)
         self._head = self._matrix(model.token_embedding if model.lm_head is None else model.lm_head)
         self._head_norm = self._norm(model.final_norm)
         self._layers = (LayerWeights * len(model.layers))()
@@ -107,7 +95,8 @@ class NativeTransformer:
         self._rows = Rows(embedding=self._embedding())
         self._buffers: dict[str, Tensor] = {}
         self._capacity = 0
-        self._calls: _Calls | None = None
+        self._calls: AttentionCalls | None = None
+        self._decodes: DecodeCall | None = None
         self._rotations = (torch.empty(0), torch.empty(0))
 
     def free_matrices(self) -> None:
@@ -115,10 +104,6 @@ class NativeTransformer:
         self._model.lm_head = None
         for block in self.layers:
             _free_matrices(cast(Block, block))
-
-    def enlarge_pages(self) -> None:
-        """Move the matrices to pages of 2 MiB, see `HugePages.enlarge`; for a thread, they serve meanwhile."""
-        self._huge_pages.enlarge()
 
     def __call__(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
         """See `Transformer.forward`."""
@@ -159,38 +144,95 @@ class NativeTransformer:
 
     def _attend_inside(self, metadata: AttentionMetadata, kv_cache: KVCache) -> bool:
         """All layers in one call; False, and nothing done, where their attention is not all of our own kernel's."""
-        if self._calls is None or self._calls.kv_cache is not kv_cache:
-            self._calls = self._make_calls(kv_cache)
-        backend = self._calls.backend
-        step = None if backend is None else backend.step_of(metadata, kv_cache)
+        calls = self._calls_over(kv_cache)
+        step = None if calls.backend is None else calls.backend.step_of(metadata, kv_cache)
         if step is None or step.loaded is not self._library:
             return False
-        if self._calls.layers[0].threads != step.threads:
-            for call in self._calls.layers:
-                call.threads = step.threads
+        calls.use(step.threads)
         self._all_layers(
             *(ctypes.byref(self._shape), ctypes.byref(self._rows), self._layers, len(self._layers)),
-            *(self._attention, ctypes.byref(step.batch), self._calls.layers, ctypes.sizeof(AttentionCall)),
-            self._buffers["mixed"].data_ptr(),
+            *(self._attention, ctypes.byref(step.batch), calls.layers, self._buffers["mixed"].data_ptr()),
         )
         return True
 
-    def _make_calls(self, kv_cache: KVCache) -> "_Calls":
+    def decode(
+        self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, *, num_ids: int
+    ) -> Decoded | None:
+        """A step of sequences that compute one token each, in one call; valid until the next call.
+
+        The same tensors are best given again, moved on by a position: they have been made ready.
+
+        Args:
+            metadata: with `contexts_B`, a cache's, and logits wanted of all rows.
+            num_ids: tokens from which the most likely ones are found.
+
+        Returns None, and nothing is done, where another way is the one to go: `hidden` and `logits`.
+
+        Raises:
+            ValueError: a slot or a block that the cache does not have.
+        """
+        call = self._decodes
+        if call is None or not call.is_of(token_ids_T, metadata, kv_cache, num_ids):
+            call = self._decodes = self._make_decode(token_ids_T, metadata, kv_cache, num_ids)
+        if call is None:
+            return None
+        if call.rows.embedding is None:
+            x_TE = self._buffers["x"][: len(token_ids_T), : self.config.hidden_size]
+            x_TE.copy_(self._model.embed(token_ids_T, metadata.positions_T))
+        if not self._decode(call.reference):
+            self._decodes = None
+            return None
+        return call.decoded()
+
+    def _make_decode(
+        self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, num_ids: int
+    ) -> DecodeCall | None:
+        count = len(token_ids_T)
+        self._hold(count)
+        calls, contexts_B = self._calls_over(kv_cache), metadata.contexts_B
+        step = None if calls.backend is None or contexts_B is None else calls.backend.step_of(metadata, kv_cache)
+        if step is None or step.loaded is not self._library:
+            return None
+        calls.use(step.threads)
+        rotations = self._rotations_of(step.longest)
+        rows = Rows.from_buffer_copy(self._rows)
+        rows.count, rows.threads, rows.x = count, step.threads, self._buffers["x"].data_ptr()
+        rows.tokens, rows.positions = token_ids_T.data_ptr(), metadata.positions_T.data_ptr()
+        rows.cosines, rows.sines = (table.data_ptr() for table in rotations)
+        logits_BV = torch.empty(count, self._head.outputs)
+        ids = (ctypes.c_int64 * count)()
+        decode = Decode(
+            *(ctypes.addressof(x) for x in (self._shape, rows, self._layers)),
+            len(self._layers),
+            self.config.max_context_length if self._model.rotary is None else len(rotations[0]),
+            self.config.vocab_size,
+            self._attention,
+            *(ctypes.addressof(x) for x in (step.batch, calls.layers)),
+            self._buffers["mixed"].data_ptr(),
+            ctypes.addressof(self._head),
+            *self._head_norm,
+            logits_BV.data_ptr(),
+            ctypes.addressof(ids),
+            num_ids,
+        )
+        return DecodeCall(
+            decode=decode,
+            rows=rows,
+            token_ids_T=token_ids_T,
+            metadata=metadata,
+            kv_cache=kv_cache,
+            logits_BV=logits_BV[:, : self.config.vocab_size],
+            ids=ids,
+            held=(step, calls, rotations, logits_BV),
+        )
+
+    def _calls_over(self, kv_cache: KVCache) -> AttentionCalls:
         """Each layer's attention over the buffers there are, in a cache."""
-        attentions = [cast(Block, block).attention for block in self.layers]
-        heads, mixed = self._heads(self._capacity), self._buffers["mixed"]
-        backend = attentions[0].backend
-        calls = (AttentionCall * len(attentions))()
-        for call, attention in zip(calls, attentions, strict=True):
-            form = attention.form
-            if attention.backend is not backend or form.bias is not None or not is_known(*heads[::2], form, kv_cache):
-                return _Calls(kv_cache, None, calls)
-            pools = kv_cache.keys_LNPKD[form.layer], kv_cache.values_LNPKD[form.layer]
-            call.q, call.k, call.v, call.out, call.keys, call.values = (x.data_ptr() for x in (*heads, mixed, *pools))
-            call.q_stride = call.k_stride = call.v_stride = self._layers[0].qkv.outputs
-            call.num_heads, call.num_kv_heads, call.head_size = *(x.shape[1] for x in heads[:2]), heads[0].shape[2]
-            call.window, call.scale = form.window or 0, form.scale
-        return _Calls(kv_cache, backend if isinstance(backend, NativeAttention) else None, calls)
+        if self._calls is None or self._calls.kv_cache is not kv_cache:
+            attentions = [cast(Block, block).attention for block in self.layers]
+            heads, mixed = self._heads(self._capacity), self._buffers["mixed"]
+            self._calls = AttentionCalls.of(attentions, heads, mixed, kv_cache)
+        return self._calls
 
     def logits(self, x_RE: Tensor) -> Tensor:
         """Next-token logits of rows of `hidden`, RV float32."""
@@ -241,7 +283,7 @@ class NativeTransformer:
         for name, buffer in self._buffers.items():
             if name != "mixed":
                 setattr(self._rows, name, buffer.data_ptr())
-        self._capacity, self._calls = count, None
+        self._capacity, self._calls, self._decodes = count, None, None
 
     def _embedding(self) -> int | None:
         """A pointer to the tokens' embeddings, where these alone are what the first layer gets."""
@@ -270,7 +312,7 @@ class NativeTransformer:
         tensors = (self._huge_pages.keep(packed.weight), *packed.tensors[1:])
         self._kept += [tensor for tensor in tensors if tensor is not None]
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-        return Matrix(*pointers, packed.inputs, packed.outputs, _NUMBERS[packed.weight.dtype])
+        return Matrix(*pointers, packed.inputs, packed.outputs, NUMBERS[packed.weight.dtype])
 
     def _norm(self, norm: RMSNorm | LayerNorm | None) -> tuple[int | None, int | None]:
         """Pointers to weight and bias, float32."""
@@ -287,46 +329,3 @@ def _free_matrices(block: Block) -> None:
     for module, name in ((block.attention, "qkv"), (block.attention, "out"), (block, "mlp")):
         if hasattr(module, name):
             delattr(module, name)
-
-
-def pack(module: nn.Module, side_by_side: Callable[[int], int], *, gated: bool = False) -> Packed:
-    """The matrix of a module of any kind, or an embedding's.
-
-    Args:
-        side_by_side: how many inputs the kernels want so, by the number that stands for their dtype.
-        gated: whether its outputs are those of gates, and of what they gate.
-    """
-    scale_F: Tensor | None = None
-    if isinstance(module, Int8Linear):
-        weight_FI, scale_F, bias_F = module.weight_FE, module.scale_F, module.bias_F
-    elif isinstance(module, PackedLinear):
-        weight_FI, bias_F = module.packed.to_dense(), module.bias_F
-    else:
-        named: dict[str, Any] = dict(module.named_parameters())
-        weight_FI, bias_F = named["weight"].detach(), named.get("bias")
-    if gated:
-        weight_FI = interleaved(weight_FI)
-        bias_F = None if bias_F is None else interleaved(bias_F)
-        scale_F = None if scale_F is None else interleaved(scale_F)
-    if scale_F is not None:
-        return pack_int8(weight_FI, scale_F, bias_F, side_by_side(_NUMBERS[torch.int8]))
-    return pack_floats(weight_FI, bias_F, side_by_side(_NUMBERS[weight_FI.dtype]))
-
-
-def _shape_of(config: ModelConfig, dtype: torch.dtype) -> Shape:
-    return Shape(
-        hidden=config.hidden_size,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        mlp=config.mlp_size,
-        rotated=config.rotary_size if config.position is PositionKind.ROTARY else 0,
-        norm_scope=int(config.qk_norm_scope is QkNormScope.PROJECTION),
-        numbers=_NUMBERS[dtype],
-        norm=int(config.norm is NormKind.LAYER_NORM),
-        activation=_ACTIVATIONS[config.mlp],
-        gated=config.mlp.gated,
-        norms_outputs=config.norm_placement is NormPlacement.POST,
-        is_parallel=config.parallel_residual,
-        eps=config.norm_eps,
-    )

@@ -41,6 +41,7 @@ class AttentionMetadata:
         logit_rows_R: int64, the packed tokens whose logits are wanted, or None for all T.
         slot_mapping_T: int64, where each token's key and value go: block * P + offset. None without a cache.
         block_tables_BN: int64, each sequence's blocks in order, padded with any valid block. None without a cache.
+        contexts_B: int64 on the host, `context_lengths` once more, where whoever made them has them so.
 
     Raises:
         ValueError: lengths disagree.
@@ -52,6 +53,7 @@ class AttentionMetadata:
     logit_rows_R: Tensor | None = None
     slot_mapping_T: Tensor | None = None
     block_tables_BN: Tensor | None = None
+    contexts_B: Tensor | None = None
 
     def __post_init__(self) -> None:
         if len(self.query_lengths) != len(self.context_lengths):

@@ -136,7 +136,9 @@ def _make_step(metadata: AttentionMetadata, kv_cache: KVCache, library: KernelLi
     assert slots_T is not None
     assert tables_BN is not None
     slots_T, tables_BN = slots_T.contiguous(), tables_BN.contiguous()
-    starts, lengths = array("q", metadata.query_starts), array("q", metadata.context_lengths)
+    starts, lengths = array("q", metadata.query_starts), metadata.contexts_B
+    if lengths is None:
+        lengths = torch.tensor(metadata.context_lengths)
     batch = _Batch(
         len(metadata.query_lengths),
         len(slots_T),
@@ -144,7 +146,7 @@ def _make_step(metadata: AttentionMetadata, kv_cache: KVCache, library: KernelLi
         kv_cache.num_blocks,
         tables_BN.shape[1],
         starts.buffer_info()[0],
-        lengths.buffer_info()[0],
+        lengths.data_ptr(),
         tables_BN.data_ptr(),
         slots_T.data_ptr(),
     )

@@ -322,6 +322,22 @@ private:
     }
 };
 
+bool is_within_cache(const Batch& batch) {
+    bool is_within = true;
+    const auto num_slots = static_cast<uint64_t>(batch.num_blocks * batch.block_size);
+    for (int64_t token = 0; token < batch.num_tokens; ++token) {
+        is_within &= static_cast<uint64_t>(batch.slots[token]) < num_slots;
+    }
+    for (int64_t sequence = 0; sequence < batch.num_sequences; ++sequence) {
+        is_within &= batch.context_lengths[sequence] <= batch.table_width * batch.block_size;
+        for (int64_t place = 0; place < batch.table_width; ++place) {
+            is_within &= static_cast<uint64_t>(batch.tables[sequence * batch.table_width + place]) <
+                         static_cast<uint64_t>(batch.num_blocks);
+        }
+    }
+    return is_within;
+}
+
 }  // namespace kvasir
 
 KVASIR_KERNEL void kvasir_attention_float32(const kvasir::Batch* batch, const kvasir::Layer* layer) {
@@ -332,19 +348,5 @@ KVASIR_KERNEL void kvasir_attention_bfloat16(const kvasir::Batch* batch, const k
     kvasir::Attention<kvasir::bf16>(*batch, *layer).run();
 }
 
-// Whether a step reads and writes within its cache. What asks for a kernel asks this first: kernels look at nothing.
-KVASIR_KERNEL bool kvasir_is_within_cache(const kvasir::Batch* batch) {
-    bool is_within = true;
-    for (int64_t token = 0; token < batch->num_tokens; ++token) {
-        is_within &= static_cast<uint64_t>(batch->slots[token]) <
-                     static_cast<uint64_t>(batch->num_blocks * batch->block_size);
-    }
-    for (int64_t sequence = 0; sequence < batch->num_sequences; ++sequence) {
-        is_within &= batch->context_lengths[sequence] <= batch->table_width * batch->block_size;
-        for (int64_t place = 0; place < batch->table_width; ++place) {
-            is_within &= static_cast<uint64_t>(batch->tables[sequence * batch->table_width + place]) <
-                         static_cast<uint64_t>(batch->num_blocks);
-        }
-    }
-    return is_within;
-}
+// What asks for a kernel asks this first: kernels look at nothing.
+KVASIR_KERNEL bool kvasir_is_within_cache(const kvasir::Batch* batch) { return kvasir::is_within_cache(*batch); }

@@ -1,4 +1,5 @@
 // A transformer's layers but for attention: between two layers' attentions everything is one call.
+#include "batch.h"
 #include "linear.h"
 #include "rows.h"
 
@@ -95,6 +96,11 @@ class Step {
                          store(out + row * head.outputs + output + b * LANES, results[b]);
                      }
                  });
+    }
+
+    // Where each row's highest logit is, of the first `size`.
+    void most_likely(const float* logits, int64_t row_stride, int64_t size, int64_t* ids) const {
+        each_row([&](int64_t row) { ids[row] = kvasir::most_likely(logits + row * row_stride, size); });
     }
 
    private:
@@ -242,25 +248,28 @@ KVASIR_KERNEL void kvasir_between_attentions(const kvasir::Shape* shape, const k
 }
 
 // All layers. attend(batch, call) is a layer's attention: it reads queries, keys and values from rows.qkv and leaves
-// its results in `mixed`; there are as many calls as layers, call_size bytes apart.
+// its results in `mixed`; there are as many calls as layers.
 KVASIR_KERNEL void kvasir_layers(const kvasir::Shape* shape, const kvasir::Rows* rows,
                                  const kvasir::LayerWeights* layers, int64_t count,
-                                 void (*attend)(const void* batch, const void* call), const void* batch,
-                                 const char* calls, int64_t call_size, const void* mixed) {
+                                 void (*attend)(const kvasir::Batch* batch, const kvasir::Layer* call),
+                                 const kvasir::Batch* batch, const kvasir::Layer* calls, const void* mixed) {
     const kvasir::Busy busy;
     for (int64_t layer = 0; layer <= count; ++layer) {
         kvasir_between_attentions(shape, rows, layer > 0 ? layers + layer - 1 : nullptr, mixed,
                                   layer < count ? layers + layer : nullptr);
-        if (layer < count) attend(batch, calls + layer * call_size);
+        if (layer < count) attend(batch, calls + layer);
     }
 }
 
-// Whether all of these tokens have an embedding.
+// Whether all of these tokens have an embedding, or positions a rotation: none is under zero, or as large as that.
 KVASIR_KERNEL bool kvasir_are_tokens(const int64_t* tokens, int64_t count, int64_t vocabulary) {
     bool are = true;
     for (int64_t at = 0; at < count; ++at) are &= static_cast<uint64_t>(tokens[at]) < static_cast<uint64_t>(vocabulary);
     return are;
 }
+
+// See most_likely.
+KVASIR_KERNEL int64_t kvasir_most_likely(const float* logits, int64_t size) { return kvasir::most_likely(logits, size); }
 
 // Logits of rows.x, float32, head.outputs a row.
 KVASIR_KERNEL void kvasir_logits(const kvasir::Shape* shape, const kvasir::Rows* rows, const kvasir::Matrix* head,
@@ -270,6 +279,40 @@ KVASIR_KERNEL void kvasir_logits(const kvasir::Shape* shape, const kvasir::Rows*
     } else {
         kvasir::Step<kvasir::bf16>(*shape, *rows).logits(*head, norm, bias, logits);
     }
+}
+
+namespace kvasir {
+
+// A step of sequences that compute a token each, whole. What it points to stays, and moves on from step to step.
+struct Decode {
+    const Shape* shape;
+    const Rows* rows;
+    const LayerWeights* layers;
+    int64_t num_layers, num_positions, vocabulary;  // positions that have cosines and sines; tokens with an embedding
+    void (*attend)(const Batch* batch, const Layer* call);
+    const Batch* batch;
+    const Layer* calls;
+    const void* mixed;
+    const Matrix* head;
+    const float *norm, *norm_bias;
+    float* logits;  // head->outputs a row
+    int64_t* ids;   // of each row's highest logit, of the first num_ids
+    int64_t num_ids;
+};
+
+}  // namespace kvasir
+
+// Computes a step of decodes; false, and nothing is computed, where a token, a position, a slot or a block is none.
+KVASIR_KERNEL bool kvasir_decode(const kvasir::Decode* step) {
+    const kvasir::Rows& rows = *step->rows;
+    const bool are_tokens = kvasir_are_tokens(rows.tokens, rows.count, step->vocabulary);
+    const bool are_positions = kvasir_are_tokens(rows.positions, rows.count, step->num_positions);
+    if (!are_tokens || !are_positions || !kvasir::is_within_cache(*step->batch)) return false;
+    const kvasir::Busy busy;
+    kvasir_layers(step->shape, &rows, step->layers, step->num_layers, step->attend, step->batch, step->calls, step->mixed);
+    kvasir_logits(step->shape, &rows, step->head, step->norm, step->norm_bias, step->logits);
+    kvasir::Step<float>(*step->shape, rows).most_likely(step->logits, step->head->outputs, step->num_ids, step->ids);
+    return true;
 }
 
 // How many inputs of an output lie side by side in a packed matrix.

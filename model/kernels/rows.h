@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <limits>
 
 #include "kernel.h"
 #include "lanes.h"
@@ -140,6 +141,40 @@ inline void copy(const float* from, int64_t size, bf16* to) {
     int64_t at = 0;
     for (; at + LANES <= size; at += LANES) store(to + at, load(from + at));
     for (; at < size; ++at) to[at] = to_bf16(from[at]);
+}
+
+// Where the first of a row's highest numbers is, or of those that are none (as NumPy has it).
+inline int64_t most_likely(const float* x, int64_t size) {
+    constexpr int64_t BLOCK = 16 * LANES;
+    Lanes odd = zeros();  // stays zero while all numbers are finite
+    float most = -std::numeric_limits<float>::infinity();
+    int64_t block = 0;
+    for (int64_t start = 0; start < size; start += BLOCK) {
+        const int64_t end = start + BLOCK < size ? start + BLOCK : size;
+        Lanes lanes = splat(most);
+        int64_t at = start;
+        for (; at + LANES <= end; at += LANES) {
+            const Lanes some = load(x + at);
+            lanes = max(lanes, some);
+            odd = fma(some, zeros(), odd);
+        }
+        float found = largest(lanes);
+        for (; at < end; ++at) {
+            found = x[at] > found ? x[at] : found;
+            odd = fma(splat(x[at]), zeros(), odd);
+        }
+        if (found > most) most = found, block = start;
+    }
+    if (sum(odd) == 0.f) {
+        while (x[block] != most) ++block;
+        return block;
+    }
+    int64_t first = 0;
+    for (int64_t at = 0; at < size; ++at) {
+        if (std::isnan(x[at])) return at;
+        if (x[at] > x[first]) first = at;
+    }
+    return first;
 }
 
 }  // namespace kvasir

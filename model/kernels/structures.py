@@ -42,3 +42,15 @@ class Rows(ctypes.Structure):
         *((name, _POINTER) for name in ("x", "added", "qkv", "wide", "narrow", "scales")),
         *((name, _POINTER) for name in ("cosines", "sines", "positions", "embedding", "tokens")),
     )
+
+
+class Decode(ctypes.Structure):
+    """`Decode` in layers.cpp."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("shape", "rows", "layers")),
+        *((name, _INT) for name in ("num_layers", "num_positions", "vocabulary")),
+        *((name, _POINTER) for name in ("attend", "batch", "calls", "mixed", "head", "norm", "norm_bias")),
+        *((name, _POINTER) for name in ("logits", "ids")),
+        ("num_ids", _INT),
+    )

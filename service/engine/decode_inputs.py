@@ -4,7 +4,7 @@ Such a step is the last one a position further: other ids, and here and there on
 takes several times as long; and between two passes of a model, which leave nothing else in the processor's caches, each
 operation of PyTorch takes ten times what it does in a loop.
 
-Legend: T packed tokens, N blocks of the longest table.
+Legend: T packed tokens, B sequences, N blocks of the longest table.
 """
 
 from dataclasses import dataclass
@@ -42,6 +42,7 @@ class _Kept:
     positions_T: NDArray[np.int64]
     slots_T: NDArray[np.int64]
     tables_TN: NDArray[np.int64]
+    contexts_B: NDArray[np.int64]
 
 
 class DecodeInputs:
@@ -85,6 +86,7 @@ class DecodeInputs:
         kept.ids_T[:] = 0 if after_rows else [sequence.token_ids[-1] for sequence in sequences]
         kept.positions_T += 1
         kept.slots_T += 1
+        kept.contexts_B += 1
         for row, position in enumerate(kept.contexts):
             if position % size == 0:
                 block = kept.tables[row][position // size]
@@ -100,6 +102,7 @@ class DecodeInputs:
                 positions_T=before.metadata.positions_T,
                 slot_mapping_T=before.metadata.slot_mapping_T,
                 block_tables_BN=before.metadata.block_tables_BN,
+                contexts_B=before.metadata.contexts_B,
             ),
             params=before.params,
             all_greedy=before.all_greedy,
@@ -118,6 +121,7 @@ def _keep(inputs: ModelInputs, chunks: tuple[Chunk, ...], min_rows: int) -> _Kep
     metadata, count = inputs.metadata, len(chunks)
     assert metadata.slot_mapping_T is not None
     assert metadata.block_tables_BN is not None
+    assert metadata.contexts_B is not None
     sequences = [chunk.sequence for chunk in chunks]
     return _Kept(
         inputs=inputs,
@@ -131,4 +135,5 @@ def _keep(inputs: ModelInputs, chunks: tuple[Chunk, ...], min_rows: int) -> _Kep
         positions_T=metadata.positions_T.numpy()[:count],
         slots_T=metadata.slot_mapping_T.numpy()[:count],
         tables_TN=metadata.block_tables_BN.numpy()[:count],
+        contexts_B=metadata.contexts_B.numpy()[:count],
     )

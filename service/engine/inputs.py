@@ -105,6 +105,7 @@ def build_inputs(
             logit_rows_R=None if plan.is_decode else torch.from_numpy(np.array(logit_rows, dtype=np.int64)),
             slot_mapping_T=torch.from_numpy(slots_T),
             block_tables_BN=torch.from_numpy(tables_BN),
+            contexts_B=torch.tensor(contexts),
         ),
         params=params,
         all_greedy=all(param.greedy for param in params),

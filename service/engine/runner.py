@@ -11,6 +11,7 @@ from torch import Tensor
 
 from model.attention.weights import weights_of_layer
 from model.kv_cache import KVCache
+from model.native_decode import Decoded
 from model.native_transformer import NativeTransformer
 from model.sampling import NO_TOKEN, most_likely, sample, sample_on_device, top_logprobs
 from model.sampling_params import SamplingParams
@@ -157,8 +158,14 @@ class ModelRunner:
         return self._drawn_B[torch.tensor(rows).to(self._device, non_blocking=True)]
 
     def _run(self, inputs: ModelInputs) -> StepOutputs:
-        x_TE, logits_RV = self._compute(inputs)
-        token_ids = _draw(logits_RV, inputs) if inputs.params else []
+        decoded = self._decode(inputs)
+        if decoded is None:
+            likely = None
+            x_TE, logits_RV = self._compute(inputs)
+        else:
+            likely, logits_RV = decoded
+            x_TE = logits_RV[:, :0]  # nobody pools what decodes
+        token_ids = _draw(logits_RV, inputs, likely) if inputs.params else []
         return StepOutputs(
             token_ids=token_ids,
             logprobs=_drawn_logprobs(logits_RV, token_ids, inputs.params) if inputs.wants_logprobs else [],
@@ -170,6 +177,16 @@ class ModelRunner:
             },
             pooled=self._pool(x_TE, inputs.pooled_rows) if inputs.pooled_rows else {},
         )
+
+    def _decode(self, inputs: ModelInputs) -> Decoded | None:
+        """The step in one call of our own kernels, where they can."""
+        model = self._model
+        if not isinstance(model, NativeTransformer) or inputs.metadata.logit_rows_R is not None:
+            return None
+        decoded = model.decode(inputs.token_ids_T, inputs.metadata, self._cache, num_ids=self._vocab_size)
+        if decoded is not None and decoded.logits_BV.shape[1] > self._vocab_size:
+            decoded = decoded._replace(logits_BV=decoded.logits_BV[:, : self._vocab_size])
+        return decoded
 
     @property
     def min_rows(self) -> int:
@@ -219,12 +236,15 @@ class _Draws:
         return StepOutputs(token_ids=self._ids_B.tolist(), logprobs=[], prompt_logprobs={})
 
 
-def _draw(logits_RV: Tensor, inputs: ModelInputs) -> list[int | None]:
-    """A token for each of the first rows that are drawn from; None where the request leaves none."""
+def _draw(logits_RV: Tensor, inputs: ModelInputs, likely: list[int] | None) -> Sequence[int | None]:
+    """A token for each of the first rows that are drawn from; None where the request leaves none.
+
+    likely: each row's most likely token, where that is known.
+    """
     count = len(inputs.params)
     logits_BV = logits_RV if len(logits_RV) == count else logits_RV[:count]
     if inputs.all_greedy and not inputs.forbidden and not inputs.rules and inputs.masks is None:
-        return list(most_likely(logits_BV))
+        return most_likely(logits_BV) if likely is None else likely
     without_token: list[int] = []
     if inputs.masks is not None:
         rows, allowed_RV = inputs.masks.rows, torch.from_numpy(inputs.masks.allowed())

@@ -85,9 +85,9 @@ def drive(engine: Engine, submits: list[Submit]) -> tuple[dict[str, list[TokenDe
 def counting(rows: list[int], hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The same, which notes how many rows it is given."""
 
-    def counted(model: Any, token_ids_T: Tensor, *rest: Any) -> Tensor:
+    def counted(model: Any, token_ids_T: Tensor, *rest: Any, **options: Any) -> Tensor:
         rows.append(len(token_ids_T))
-        return hidden(model, token_ids_T, *rest)
+        return hidden(model, token_ids_T, *rest, **options)
 
     return counted
 
@@ -153,6 +153,7 @@ def test_one_stream_is_not_padded(
     """A row alone has its bits, so no row is computed for nobody; PyTorch's kernels need some."""
     rows: list[int] = []
     monkeypatch.setattr(NativeTransformer, "hidden", counting(rows, NativeTransformer.hidden))
+    monkeypatch.setattr(NativeTransformer, "decode", counting(rows, NativeTransformer.decode))
     monkeypatch.setattr(Transformer, "hidden", counting(rows, Transformer.hidden))
     kernels = Kernels()
     engine = Engine(native_model("rotary-gqa", kernels), TOKENIZER, CONFIG)

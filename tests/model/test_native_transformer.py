@@ -9,7 +9,8 @@ from torch import Tensor
 from model.attention.metadata import AttentionMetadata
 from model.attention.weights import weights_of_layer
 from model.linear import replace_linears
-from model.native_transformer import NativeTransformer, is_native, pack
+from model.native_parts import pack
+from model.native_transformer import NativeTransformer, is_native
 from model.packing import BLOCK, padded
 from tests.model.configs import VARIANTS, build
 from tests.model.kernel_libraries import BUILDABLE, library_of
