@@ -116,7 +116,8 @@ def build_engine(
     matrices = prepare_matrices(model, settings.quantize, eight_bits)
     fuse_for_gpu(model)
     block_bytes = settings.block_size * manifest.config.kv_bytes_per_token(dtype.itemsize)
-    usable = cache_bytes(model, _largest_step(settings, max_context_length), settings.gpu_memory_share)
+    largest, records = _largest_step(settings, max_context_length), settings.cuda_graphs and attending.recordable
+    usable = cache_bytes(model, largest, settings.gpu_memory_share, records=records)
     # What our own kernels pack later is not there yet; nor is it free.
     packed = 0 if kernels_for(model) is None else manifest.config.num_parameters * dtype.itemsize
     free = max(0, free_bytes(device) - packed) if usable is None else usable

@@ -92,7 +92,11 @@ class ModelSettings(BaseSettings):
         "auto",
     )
     gpu_memory_share: float = option(
-        "engine", "share of a GPU's memory for weights, the largest step and the KV-cache together", 0.9, gt=0, le=1
+        "engine",
+        "share of a GPU's memory for weights, the largest step, recorded steps and the KV-cache together",
+        0.9,
+        gt=0,
+        le=1,
     )
     enable_prefix_cache: bool = option("engine", "share the KV blocks of equal prefixes", True)
 

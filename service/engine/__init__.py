@@ -20,6 +20,7 @@ kernel_swap   our own kernels take the model's place between two steps, packed i
 graphs        decode steps recorded once and replayed: buckets of shapes, static inputs, CUDA graphs
 prompt_graphs  steps with prompts recorded in pieces, between two layers' attentions
 memory        what of a GPU's memory the KV-cache may take: the largest step, tried
+recording_memory  what recordings take of it, two of each kind tried
 accelerated   all that an engine takes of a GPU, or leaves out with a warning
 grammars      sequences that follow a grammar: compiled and masked in threads beside the engine's
 detokenizer   ids to safe text; stop strings

@@ -6,7 +6,7 @@ computes the same, slower.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,8 +18,9 @@ from model.fused import fuse
 from model.transformer import Transformer
 from service.engine.config import EngineConfig
 from service.engine.graphs import Capture, CudaCapture
-from service.engine.memory import LargestStep, measure
+from service.engine.memory import LargestStep, free_device_bytes, measure
 from service.engine.prompt_graphs import CudaPieces, Pieces, record_prompts
+from service.engine.recording_memory import recorded_bytes
 from service.engine.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -94,16 +95,28 @@ def pieces_for(device: torch.device) -> Pieces | None:
     return CudaPieces() if device.type == "cuda" else None
 
 
-def cache_bytes(model: Transformer, largest: LargestStep, share: float) -> int | None:
+def cache_bytes(model: Transformer, largest: LargestStep, share: float, *, records: bool) -> int | None:
     """What the KV-cache may take of a GPU's memory, of which we use at most this share; None on a CPU, where half of
     what is free is the rule.
+
+    Args:
+        records: steps will be recorded.
 
     Raises:
         torch.OutOfMemoryError: the device does not hold the largest step.
     """
-    if model.token_embedding.weight.device.type != "cuda":
+    device = model.token_embedding.weight.device
+    if device.type != "cuda":
         return None
     memory = measure(model, largest)
+    capture, pieces = capture_for(device), pieces_for(device)
+    if records and capture is not None and pieces is not None:
+        try:
+            taken = recorded_bytes(model, largest, capture=capture, pieces=pieces, free_bytes=free_device_bytes)
+        except Exception as error:  # the driver, the allocator or a kernel of somebody else's may raise anything
+            logger.warning("what recorded steps take of the memory is not known: %s", error)
+        else:
+            memory = replace(memory, recordings=taken)
     logger.info("the largest step tried: %s", memory)
     return memory.for_cache(share)
 

@@ -1,8 +1,9 @@
-"""What of a GPU's memory the KV-cache may take: what is left after weights, and after the largest step, tried.
+"""What of a GPU's memory the KV-cache may take: what is left after weights, the largest step, tried, and recordings.
 
 Legend: T packed tokens, V vocabulary.
 """
 
+import gc
 from dataclasses import dataclass
 
 import torch
@@ -19,13 +20,14 @@ class DeviceMemory:
     """Bytes of a device after a step was tried.
 
     total: of the device. free: that nobody holds. reserved: that our allocator holds. peak: what of it was in use at
-    the step's most, weights included.
+    the step's most, weights included. recordings: what recorded steps will take besides.
     """
 
     total: int
     free: int
     reserved: int
     peak: int
+    recordings: int = 0
 
     def for_cache(self, share: float) -> int:
         """What the cache may take, if all that we use is to stay under `share` of the device; 0 if nothing is left.
@@ -34,7 +36,7 @@ class DeviceMemory:
         us, are not asked to leave.
         """
         others = self.total - self.free - self.reserved
-        return max(0, int(self.total * share) - others - self.peak)
+        return max(0, int(self.total * share) - others - self.peak - self.recordings)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +53,14 @@ class LargestStep:
         """Prompts of so many tokens in all, each as long as one may be."""
         whole, rest = divmod(self.num_tokens, self.max_context_length)
         return (self.max_context_length,) * whole + ((rest,) if rest else ())
+
+
+def free_device_bytes() -> int:
+    """What of the CUDA device nobody holds, when all is done and our allocator has given back what it does not need."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
 
 
 @torch.inference_mode()

@@ -50,6 +50,7 @@ def test_the_cache_takes_what_the_largest_step_and_others_leave_of_the_share() -
     assert replace(memory, free=40 * GIB).for_cache(0.9) == 35 * GIB
     assert replace(memory, reserved=50 * GIB, free=40 * GIB).for_cache(0.9) == 55 * GIB
     assert memory.for_cache(0.3) == 0
+    assert replace(memory, recordings=2 * GIB).for_cache(0.9) == 53 * GIB
 
 
 def test_the_largest_step_is_prompts_as_long_as_they_may_be() -> None:
@@ -61,7 +62,7 @@ def test_the_largest_step_is_prompts_as_long_as_they_may_be() -> None:
 
 def test_on_a_cpu_half_of_free_memory_is_the_rule_and_nothing_is_recorded() -> None:
     step = LargestStep(block_size=4, num_tokens=8, num_draws=2, max_context_length=64)
-    assert cache_bytes(build(VARIANTS["rotary-gqa"]), step, 0.9) is None
+    assert cache_bytes(build(VARIANTS["rotary-gqa"]), step, 0.9, records=True) is None
     assert capture_for(torch.device("cpu")) is None
     assert pieces_for(torch.device("cpu")) is None
 
@@ -184,8 +185,9 @@ def test_a_gpus_share_bounds_the_cache(tiny_checkpoint: Path, monkeypatch: pytes
     """Without half being kept: the largest step has been counted already. 256 bytes a token, contexts of 256."""
     shares: list[float] = []
 
-    def usable(model: object, largest: LargestStep, share: float) -> int:
+    def usable(model: object, largest: LargestStep, share: float, *, records: bool) -> int:
         shares.append(share)
+        assert not records, "the CPU's attention is none that can be recorded"
         assert (largest.num_tokens, largest.num_draws, largest.max_context_length) == (512, 64, 256)
         return round(10 * share * 256 * 256)
 
