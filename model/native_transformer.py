@@ -105,6 +105,10 @@ class NativeTransformer:
         for block in self.layers:
             _free_matrices(cast(Block, block))
 
+    def enlarge_pages(self) -> None:
+        """Move the matrices to pages of 2 MiB, see `HugePages.enlarge`; for a thread, they serve meanwhile."""
+        self._huge_pages.enlarge()
+
     def __call__(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
         """See `Transformer.forward`."""
         x_TE = self.hidden(token_ids_T, metadata, kv_cache)
