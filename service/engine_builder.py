@@ -1,7 +1,8 @@
 """From settings and a checkpoint to an engine: what "auto" means on this machine. Imports torch."""
 
 import ctypes
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from service.engine.accelerated import (
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.memory import LargestStep
-from service.settings import ModelSettings, SettingsError, context_length, model_threads
+from service.settings import ModelSettings, SettingsError, context_length, model_threads, usable_cpus
 
 _MIB = 2**20
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
@@ -223,6 +224,17 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+@contextmanager
+def all_threads(settings: ModelSettings) -> Iterator[None]:
+    """While nobody is served, and matrices are packed: no CPU need be left to others, unless so many were asked for."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(usable_cpus() if settings.threads == "auto" else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def find_device(wanted: str) -> str:

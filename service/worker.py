@@ -126,10 +126,11 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
 
     def build(self) -> "tuple[Engine, EngineFacts]":
         """The engine, ready to serve, and what "auto" came to. Raises what `engine_builder.build_engine` does."""
-        from service.engine_builder import build_engine
+        from service.engine_builder import all_threads, build_engine
 
         engine, facts = build_engine(self.settings, self.manifest, wait_for_kernels=False)
-        engine.warm_up(_CPU_WARM_UP_TOKENS if facts.device == "cpu" else None)
+        with all_threads(self.settings):
+            engine.warm_up(_CPU_WARM_UP_TOKENS if facts.device == "cpu" else None)
         return engine, facts
 
     def _tell(self, error: Exception, *, is_memory: bool) -> None:

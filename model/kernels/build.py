@@ -8,11 +8,12 @@ looks first. What a service builds for itself goes to its cache, and is only the
 A library is named by what it depends on: sources, flags, kind of machine. Not by PyTorch, whose headers and libraries
 it does not use, nor by the compiler, which is not there where an image has been built elsewhere. A file ends with the
 SHA-256 of what is before, so that half a file, or a damaged one, is never loaded. It is written under another name and
-renamed: who builds beside another makes the same file.
+renamed. Of several who want it in one directory one builds, and the others wait for it.
 """
 
 import argparse
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
@@ -21,8 +22,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from model.kernels.levels import LEVELS, Level
@@ -67,7 +68,7 @@ def find_built(level: Level, directories: Sequence[Path]) -> Path | None:
 
 
 def build(level: Level, directory: Path) -> Path:
-    """Compile the level's library into a directory, which is made.
+    """Compile the level's library into a directory, which is made; or wait until another has done it there.
 
     Raises:
         BuildError: no compiler, one that fails, or a directory that cannot be written.
@@ -77,7 +78,9 @@ def build(level: Level, directory: Path) -> Path:
         raise BuildError(f"no C++ compiler ({', '.join(_COMPILERS)}) is installed")
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=directory) as scratch:
+        with _alone_in(directory), tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=directory) as scratch:
+            if (built := find_built(level, (directory,))) is not None:
+                return built
             _remove_abandoned(directory, made_seconds=Path(scratch).stat().st_mtime)
             made = Path(scratch) / "kernels.so"
             _compile(compiler, level, made)
@@ -87,6 +90,18 @@ def build(level: Level, directory: Path) -> Path:
             return made.rename(directory / library_name(level))
     except OSError as error:
         raise BuildError(f"{directory} cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Hold the directory's lock, which goes with its holder; without one where the file system has none."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _compile(compiler: str, level: Level, made: Path) -> None:

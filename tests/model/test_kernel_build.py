@@ -1,5 +1,6 @@
 """Kernels are compiled once, whole or not at all, and their absence is one line of the log."""
 
+import errno
 import logging
 import os
 import stat
@@ -98,7 +99,7 @@ def test_what_others_can_write_is_not_run(compilations: Path, tmp_path: Path) ->
     assert find_built(LEVEL, (tmp_path,)) is None
 
 
-def test_builders_beside_each_other_make_the_same_file(compilations: Path, tmp_path: Path) -> None:
+def test_of_builders_beside_each_other_one_compiles(compilations: Path, tmp_path: Path) -> None:
     start = threading.Barrier(4)
 
     def run() -> None:
@@ -110,9 +111,33 @@ def test_builders_beside_each_other_make_the_same_file(compilations: Path, tmp_p
         thread.start()
     for thread in threads:
         thread.join()
-    assert compilations.read_text().count("one") == 4
+    assert compilations.read_text().count("one") == 1
     assert find_built(LEVEL, (tmp_path / "cache",)) is not None
     assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_nobody_waits_for_a_builder_that_was_killed(compilations: Path, tmp_path: Path) -> None:
+    program = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); print(); input()"
+    with subprocess.Popen(
+        [sys.executable, "-uc", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as builder:
+        assert builder.stdout is not None
+        builder.stdout.readline()
+        waiting = threading.Thread(target=build, args=(LEVEL, tmp_path))
+        waiting.start()
+        builder.kill()
+    waiting.join()
+    assert compilations.read_text().count("one") == 1
+
+
+def test_a_directory_without_locks_is_built_in(
+    compilations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(build_module.fcntl, "flock", refuse)
+    assert build(LEVEL, tmp_path).is_file()
 
 
 def test_what_killed_builders_left_is_removed(compilations: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from model.manifest import Manifest, read_manifest
 from service import engine_builder
 from service import settings as settings_module
 from service.engine.config import EngineConfig
-from service.engine_builder import build_engine
+from service.engine_builder import all_threads, build_engine
 from service.settings import ModelSettings, SettingsError
 from tests.service.sequences import make_submit
 
@@ -47,6 +47,17 @@ def test_auto_on_a_cpu_is_float32_and_room_for_every_running_sequence(
     assert facts.num_blocks == 4 * CONTEXT / 16 * 1.5
     assert facts.kv_cache_bytes == facts.num_blocks * 16 * BYTES_PER_TOKEN
     assert not engine.has_work
+
+
+@pytest.mark.parametrize(("threads", "meanwhile"), [("auto", 8), (3, 3)])
+def test_while_nobody_is_served_no_cpu_is_left_to_others(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, threads: str | int, meanwhile: int
+) -> None:
+    monkeypatch.setattr(engine_builder, "usable_cpus", lambda: 8)
+    torch.set_num_threads(3)
+    with all_threads(settings(tiny_checkpoint, threads=threads)):
+        assert torch.get_num_threads() == meanwhile
+    assert torch.get_num_threads() == 3
 
 
 @pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (2, 1), (8, 7)])
