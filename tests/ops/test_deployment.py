@@ -201,6 +201,8 @@ def test_the_wheel_carries_our_kernels() -> None:
     build = [each.value for each in DOCKERFILE if each.stage == "build"]
     built = next(i for i, text in enumerate(build) if text == "python -m model.kernels.build")
     assert any("pip wheel" in text for text in build[built:])
+    sent = (ROOT / ".dockerignore").read_text().splitlines()
+    assert sent.index("model/kernels/built") > sent.index("!model"), "not those that somebody has built here"
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["model.kernels"]
     assert {f"built/*{Path(library_name(LEVELS[0])).suffix}", "*.cpp", "*.h"} == set(data)
 
