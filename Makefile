@@ -42,8 +42,9 @@ test-clients: install $(CLIENTS_INSTALLED) $(CLIENTS)/node/.installed ## every c
 	$(BIN)/python -m pytest -q tests/clients
 
 test-faults: SECONDS = 300
-test-faults: install ## kill, stop and flood a real server and compare every answer, writes docs/reliability.md; SECONDS=N (300) and SEED=N
-	$(BIN)/python -m tests.faults --checkpoint $(CHECKPOINT) --seconds $(SECONDS) --seed $(SEED) --report docs/reliability.md
+test-faults: DTYPE = float64
+test-faults: install ## kill, stop and flood a real server and compare every answer, writes docs/reliability.md; SECONDS=N (300), SEED=N, DTYPE=float32 by our own kernels
+	$(BIN)/python -m tests.faults --checkpoint $(CHECKPOINT) --dtype $(DTYPE) --seconds $(SECONDS) --seed $(SEED) --report docs/reliability.md
 
 # One environment a client: they want different versions of the same packages. Torch is the build that .venv has.
 $(CLIENTS)/%/.installed: tests/clients/requirements/%.txt | $(INSTALLED)
