@@ -9,7 +9,7 @@
 namespace kvasir {
 
 constexpr int SPLIT = 8 * TILE;
-constexpr int MOST_ROWS = 8 * 6;  // of queries that one task takes against each tile
+constexpr int MOST_ROWS = 16 * 6;  // of queries that one task takes against each tile
 constexpr float LOG2_E = 1.44269504f;
 
 // Some rows of a sequence's queries, of some key/value heads, over some splits of its context. A row is a token and one
