@@ -2,16 +2,16 @@
 
 LitServe's own transport takes each message through its queue process and through a thread of the API process: a third
 of a millisecond of CPU, where a step of sixteen streams has half of one to spare. Here the worker writes, and the event
-loop reads when the socket is ready. Sequenced packets (unix(7)) are written whole or not at all: a worker that dies
-while it writes leaves no half one, and what is too long for a packet is taken up from its beginning only.
+loop reads when the socket is ready, and hands the message over in the same turn: LitServe's reader, a task that would
+have to be woken for each, waits for ever. Sequenced packets (unix(7)) are written whole or not at all: a worker that
+dies while it writes leaves no half one, and what is too long for a packet is taken up from its beginning only.
 """
 
 import asyncio
-import pickle
 import socket
 import threading
-from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import NoReturn
 
 from litserve.transport.base import MessageTransport
 
@@ -50,32 +50,31 @@ class EventChannel(MessageTransport):  # type: ignore[misc]  # litserve has no t
         self._packet = memoryview(bytearray(1 + _PACKET_BYTES))
         self._gathered = bytearray()
         self._is_gathering = False
-        self._received: deque[bytes] = deque()
-        self._arrival: asyncio.Future[None] | None = None
+        self._receive: Callable[[bytes], None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def send(self, item: Any, consumer_id: int) -> None:
+    def send(self, item: bytes, consumer_id: int) -> None:
         """Have the API process receive it, after what was sent before.
 
         Raises:
             OSError: the channel is closed.
         """
-        message = memoryview(pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL))
+        message = memoryview(item)
         with self._sending:
-            for start in range(0, len(message), _PACKET_BYTES):
+            for start in range(0, max(1, len(message)), _PACKET_BYTES):
                 end = start + _PACKET_BYTES
                 mark = (_BEGINS if start == 0 else 0) | (_ENDS if end >= len(message) else 0)
                 self._writer.sendmsg((bytes((mark,)), message[start:end]))
 
-    async def areceive(self, consumer_id: int, timeout: float | None = None, block: bool = True) -> Any:
-        """The next message. LitServe's reader gives neither a timeout nor `block`, and waits."""
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            self._loop.add_reader(self._reader.fileno(), self._read)
-        while not self._received:
-            self._arrival = self._loop.create_future()
-            await self._arrival
-        return pickle.loads(self._received.popleft())
+    def deliver_to(self, receive: Callable[[bytes], None]) -> None:
+        """Have each message taken by this call, which must not raise, in the event loop that is running."""
+        self._receive, self._loop = receive, asyncio.get_running_loop()
+        self._loop.add_reader(self._reader.fileno(), self._read)
+
+    async def areceive(self, consumer_id: int, timeout: float | None = None, block: bool = True) -> NoReturn:
+        """Where LitServe's reader waits, which gives neither a timeout nor `block`, until it is cancelled."""
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("nobody has this future's result")
 
     def close(self, send_sentinel: bool = True) -> None:
         """End of sending and receiving in this process; the others have ends of their own."""
@@ -85,8 +84,8 @@ class EventChannel(MessageTransport):  # type: ignore[misc]  # litserve has no t
         self._writer.close()
 
     def _read(self) -> None:
-        """Take a message. One whose end never came, of a worker that died, is dropped. For the next, and the rest of a
-        long one, the event loop calls again."""
+        """Take a message, and hand it over. One whose end never came, of a worker that died, is dropped. For the next,
+        and the rest of a long one, the event loop calls again."""
         for _ in range(_MAX_PACKETS_A_TURN):
             try:
                 num_bytes = self._reader.recv_into(self._packet)
@@ -101,7 +100,6 @@ class EventChannel(MessageTransport):  # type: ignore[misc]  # litserve has no t
             self._gathered += self._packet[1:num_bytes]
             if mark & _ENDS:
                 self._is_gathering = False
-                self._received.append(bytes(self._gathered))
+                assert self._receive is not None
+                self._receive(bytes(self._gathered))
                 break
-        if self._received and self._arrival is not None and not self._arrival.done():
-            self._arrival.set_result(None)

@@ -1,7 +1,7 @@
 """The API process: routes, admission, delivery, cancellation, replay. Imports no torch.
 
 LitServe gives this spec its request queue and runs one copy of it in each API process; one LitAPI, one queue and
-one worker serve all routes. What comes back arrives on a reserved uid, one message an engine step.
+one worker serve all routes. What comes back arrives by `event_channel`, one message an engine step.
 """
 
 import asyncio
@@ -199,6 +199,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             await asyncio.sleep(1.0)
             self._lifecycle.end_if_orphaned()
             self._recordings.tend()
+            self._metrics.flush()
             self._journal.poke_silent(since_seconds=time.monotonic() - KEEP_ALIVE_SECONDS)
 
     def close(self) -> None:
@@ -214,12 +215,11 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self._inspection.fail_all(over)
 
     def receive(self, message: bytes) -> None:
-        """One message of a worker. Raises nothing: LitServe's reader task would end for good."""
+        """One message of a worker. Raises nothing: nobody would be told."""
         try:
             events = decode_events(message)
             self._journal.receive(events)
             self._inspection.receive(events)
-            self._metrics.flush()
         except Exception:
             logger.exception("a worker's message could not be read")
             self._journal.fail_all(ApiError("internal error"))
@@ -307,19 +307,3 @@ def _model_card(serving: Serving) -> responses.ModelCard:
         owned_by="kvasir",
         max_model_len=serving.max_context_length,
     )
-
-
-class Sink:
-    """What LitServe's reader takes for a streaming request's buffer: it appends messages and sets the event."""
-
-    def __init__(self, frontend: Frontend) -> None:
-        self.worker_id = None
-        self.response_queue = self
-        self.event = self
-        self._frontend = frontend
-
-    def append(self, response: Sequence[Any]) -> None:
-        self._frontend.receive(response[0])
-
-    def set(self) -> None:
-        """The message was distributed by `append`."""

@@ -29,11 +29,10 @@ from service.access import middlewares
 from service.api_keys import ApiKeys, read_api_keys
 from service.event_channel import EventChannel
 from service.first_worker import launch_first_worker
-from service.frontend import Frontend, Sink
+from service.frontend import Frontend
 from service.http_protocol import BoundedHttpProtocol, ConnectionLimits
 from service.lifecycle import Lifecycle, Phase, name_process
 from service.machine import machine_fault, port_fault
-from service.messages import BUS
 from service.metrics import Metrics, prepare_directory
 from service.open_files import connections_within_limits
 from service.openapi import openapi_document
@@ -101,7 +100,6 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
             has_standby=settings.standby,
             hang_seconds=settings.hang_seconds,
         )
-        self.response_buffer[BUS] = Sink(frontend)
         install_error_handlers(self.app, frontend.count_error)
         self.app.openapi = openapi_document
         # FastAPI's pages about it load scripts from elsewhere.
@@ -225,6 +223,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         signal.signal(signal.SIGTERM, on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         async with super().lifespan(app):
+            self._transport.deliver_to(self._frontend.receive)
             self._metrics.reserve_room()
             task = asyncio.create_task(self._frontend.tend())
             logger.info("ready: http://%s:%d", self._settings.host, self._settings.port)

@@ -4,9 +4,12 @@ from bisect import bisect_left
 
 from prometheus_client import Histogram
 
+# So many are gathered, and no more.
+_MOST = 1000
+
 
 class Tally:
-    """What a histogram will be told at the next `flush`, as if each had been observed."""
+    """What a histogram will be told at the next `flush`, as if each had been observed; or sooner."""
 
     def __init__(self, histogram: Histogram) -> None:
         self._histogram = histogram
@@ -15,6 +18,8 @@ class Tally:
     def add(self, value: float, count: int = 1) -> None:
         """Gather `count` observations of this value."""
         self._gathered.append((value, count))
+        if len(self._gathered) >= _MOST:
+            self.flush()
 
     def flush(self) -> None:
         """Observe what was gathered. prometheus_client has no way but one by one, so this is its `observe`, in sums."""

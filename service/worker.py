@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from litserve import LitAPI
 from litserve.loops import LitLoop
 from litserve.specs.base import LitSpec
-from litserve.utils import LitAPIStatus, LoopResponseType
 
 from model.kernels.loading import KERNELS, KernelLibrary, Kernels
 from model.manifest import Manifest
@@ -32,7 +31,6 @@ from service.driver import Driver, Parcel
 from service.lifecycle import Lifecycle, Phase, name_process
 from service.messages import (
     API_PATH,
-    BUS,
     Event,
     Hello,
     encode_events,
@@ -217,7 +215,7 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
     def _put(self, transport: Any, api_id: int, events: list[Event]) -> None:
         message = encode_events(events)
         try:
-            self.put_response(transport, api_id, BUS, message, LitAPIStatus.OK, LoopResponseType.STREAMING)
+            transport.send(message, api_id)
         except OSError:  # the channel is closed; main ends the service
             os._exit(1)
 

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from service.frontend import Sink
 from service.messages import Cancel, FinishReason, Submit, decode_command, encode_events
 from tests.service.sequences import make_delta, make_finish
 
@@ -43,7 +42,7 @@ class EchoQueue:
                     failed = make_finish(FinishReason.ERROR, error=self.failure)
                     event = make_delta(command.uid, finish=failed)
                 if self.answers:
-                    Sink(self.frontend).append((encode_events([event]), "OK"))
+                    self.frontend.receive(encode_events([event]))
             elif isinstance(command, Cancel):
                 self.cancelled.append(command.uid)
 

@@ -15,13 +15,13 @@ from service.event_channel import EventChannel
 LONG = os.urandom(3_000_000)
 
 
-def _send(channel: EventChannel, items: list[Any]) -> None:
+def _send(channel: EventChannel, items: list[bytes]) -> None:
     for item in items:
         channel.send(item, 0)
 
 
 def _die_half_way(channel: EventChannel) -> None:
-    channel.send("whole", 0)
+    channel.send(b"whole", 0)
     channel._writer.send(bytes((event_channel._BEGINS,)) + LONG[: event_channel._PACKET_BYTES])
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -32,12 +32,22 @@ def _started(target: Any, *args: Any) -> BaseProcess:
     return process
 
 
-async def _received(channel: EventChannel, count: int) -> list[Any]:
-    return [await channel.areceive(0) for _ in range(count)]
+async def _received(channel: EventChannel, count: int) -> list[bytes]:
+    received: list[bytes] = []
+    are_all_here = asyncio.Event()
+
+    def receive(message: bytes) -> None:
+        received.append(message)
+        if len(received) == count:
+            are_all_here.set()
+
+    channel.deliver_to(receive)
+    await are_all_here.wait()
+    return received
 
 
 def test_another_process_sends_messages_of_any_length_in_order() -> None:
-    items = [("bus", (b"x", "OK")), LONG, b"", b"y" * event_channel._PACKET_BYTES, list(range(1000))] * 3
+    items = [b"x", LONG, b"", b"y" * event_channel._PACKET_BYTES, b"z" * 1000] * 3
     channel = EventChannel()
     worker = _started(_send, channel, items)
     assert asyncio.run(_received(channel, len(items))) == items
@@ -50,31 +60,40 @@ def test_what_a_worker_had_not_written_whole_is_lost_and_nothing_else() -> None:
     dying = _started(_die_half_way, channel)
     dying.join()
     assert dying.exitcode == -signal.SIGKILL
-    successor = _started(_send, channel, ["hello", LONG])
-    assert asyncio.run(_received(channel, 3)) == ["whole", "hello", LONG]
+    successor = _started(_send, channel, [b"hello", LONG])
+    assert asyncio.run(_received(channel, 3)) == [b"whole", b"hello", LONG]
     successor.join()
     channel.close()
 
 
-def test_a_reader_that_takes_its_time_loses_nothing() -> None:
-    channel = EventChannel()
-    items = [os.urandom(100_000) for _ in range(50)]
-    worker = _started(_send, channel, items)
+def test_a_message_is_handed_over_in_the_turn_in_which_it_is_read() -> None:
+    """And the next one in a turn of its own, so that clients are looked at between two."""
 
-    async def slowly() -> list[Any]:
-        received = []
-        for _ in items:
-            received.append(await channel.areceive(0))
+    async def test() -> None:
+        channel, turns = EventChannel(), list[int]()
+        number = 0
+        is_over = asyncio.Event()
+
+        def receive(message: bytes) -> None:
+            turns.append(number)
+            if message == b"last":
+                is_over.set()
+
+        for message in (b"first", LONG[:100_000], b"last"):
+            channel.send(message, 0)
+        channel.deliver_to(receive)
+        assert not turns
+        while not is_over.is_set():
             await asyncio.sleep(0)
-        return received
+            number += 1
+        assert len(set(turns)) == 3
+        channel.close()
 
-    assert asyncio.run(slowly()) == items
-    worker.join()
-    channel.close()
+    asyncio.run(test())
 
 
 def test_a_closed_channel_sends_nothing() -> None:
     channel = EventChannel()
     channel.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
-        channel.send("late", 0)
+        channel.send(b"late", 0)

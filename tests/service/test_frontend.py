@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from service.frontend import Frontend, Sink
+from service.frontend import Frontend
 from service.lifecycle import Lifecycle, Phase
 from service.messages import Hello, encode_events
 from service.metrics import render
@@ -189,7 +189,7 @@ def test_a_message_that_cannot_be_read_ends_requests_and_not_the_process(
     queue.answers = False
     request = make_request(make_choice("a"))
     frontend._journal.open(request)
-    Sink(frontend).append((b"\xc1", "OK"))
+    frontend.receive(b"\xc1")
     assert request._failure is not None
     assert request._failure.status == 500
 

@@ -5,7 +5,6 @@ import importlib.metadata
 import inspect
 import multiprocessing
 import pickle
-from collections import deque
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +14,10 @@ from litserve import LitAPI, LitServer
 from litserve.loops import LitLoop, inference_worker
 from litserve.server import response_queue_to_buffer
 from litserve.specs.base import LitSpec
-from litserve.utils import LitAPIStatus, LoopResponseType, WorkerSetupStatus
+from litserve.utils import WorkerSetupStatus
 from starlette.testclient import TestClient
+
+from service.event_channel import EventChannel
 
 
 class Loop(LitLoop):  # type: ignore[misc]
@@ -90,15 +91,6 @@ def test_setup_may_end_the_worker_by_system_exit() -> None:
     assert statuses == {"things_0": WorkerSetupStatus.STARTING}
 
 
-def test_put_response_sends_what_the_reader_unpacks() -> None:
-    sent = []
-    transport = SimpleNamespace(send=lambda item, consumer_id: sent.append((item, consumer_id)))
-    Loop().put_response(transport, 1, "bus", b"data", LitAPIStatus.OK, LoopResponseType.STREAMING)
-    ((item, consumer_id),) = sent
-    uid, (data, status, kind, _worker_id) = item
-    assert (uid, data, status, kind, consumer_id) == ("bus", b"data", "OK", LoopResponseType.STREAMING, 1)
-
-
 def test_get_request_gives_the_item_or_none_when_nothing_came() -> None:
     from_queue = Loop().get_request
     queue: Queue[Any] = Queue()
@@ -107,31 +99,16 @@ def test_get_request_gives_the_item_or_none_when_nothing_came() -> None:
     assert from_queue(queue, timeout=0.01) == (0, "uid", 1.0, (b"x",))
 
 
-def test_the_reader_appends_messages_of_a_uid_to_its_buffer_and_sets_its_event() -> None:
+def test_the_reader_waits_in_our_transport_and_ends_when_it_is_cancelled() -> None:
     async def test() -> None:
-        calls: list[Any] = []
-
-        class Sink:
-            worker_id = None
-
-            def append(self, response: Any) -> None:
-                calls.append(response[0])
-
-            def set(self) -> None:
-                calls.append("set")
-
-        sink: Any = Sink()
-        sink.response_queue = sink.event = sink
-        messages = deque([("bus", (b"data", LitAPIStatus.OK, LoopResponseType.STREAMING, 0)), None])
-
-        async def areceive(consumer_id: int) -> Any:
-            if messages:
-                return messages.popleft()
-            raise asyncio.CancelledError
-
-        server = make_server()
-        await response_queue_to_buffer(SimpleNamespace(areceive=areceive), {"bus": sink}, 0, server.litapi_connector)
-        assert calls == [b"data", "set"]
+        channel, buffer = EventChannel(), dict[str, Any]()
+        reader = asyncio.create_task(response_queue_to_buffer(channel, buffer, 0, make_server().litapi_connector))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not reader.done()
+        reader.cancel()
+        await reader
+        channel.close()
 
     asyncio.run(test())
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from service.frontend import Frontend, Sink
+from service.frontend import Frontend
 from service.messages import FinishReason, Submit, decode_command, encode_events
 from service.metrics import render
 from service.openapi import openapi_document
@@ -31,7 +31,7 @@ class LateQueue(EchoQueue):
             if isinstance(command, Submit):
                 self.submits.append(command)
                 late = make_delta(command.uid, finish=make_finish(FinishReason.ABORT, num_completion_tokens=0))
-                Sink(self.frontend).append((encode_events([late]), "OK"))
+                self.frontend.receive(encode_events([late]))
 
 
 @pytest.fixture
