@@ -75,6 +75,7 @@ logs             one line each, the process named
 leftovers        directories that a killed service has left
 metric_families  every metric once: name, unit, help, labels, buckets
 tally            observations of one histogram, gathered
+step_tally       what metrics are told of steps, gathered
 metrics          observes, and exposes what all processes have observed
 engine/          single-threaded and synchronous: scheduler, blocks, runner
 playground/      the page people open first

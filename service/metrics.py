@@ -37,6 +37,7 @@ from service.messages import Finish, FinishReason, Hello, StepStats
 from service.metric_families import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Family, Kind
 from service.metric_families import EngineState as EngineState
 from service.serving_path import ServingPath
+from service.step_tally import StepTally
 from service.tally import Tally
 
 WORKER: Final = "worker"  # the process that computes, and whoever takes its place
@@ -101,23 +102,7 @@ class Metrics:
             OSError: there is none.
         """
         self._counter("requests_replayed", "resubmitted").inc(0)  # a forked child then has files of its own
-        self._running = self._gauge("num_requests_running")
-        self._waiting = self._gauge("num_requests_waiting")
-        self._kv_usage = self._gauge("kv_cache_usage_perc")
-        self._batch_size = self._histogram("batch_size")
-        self._step_tokens = self._histogram("iteration_tokens_total")
-        self._step_seconds = self._histogram("iteration_duration_seconds")
-        self._busy_seconds = self._counter("engine_busy_seconds")
-        self._prompt_tokens = self._counter("prompt_tokens")
-        self._generation_tokens = self._counter("generation_tokens")
-        self._cached_tokens = self._counter("prompt_tokens_cached")
-        self._prefix_queries = self._counter("prefix_cache_queries")
-        self._prefix_hits = self._counter("prefix_cache_hits")
-        self._preemptions = self._counter("num_preemptions")
-        self._drafts = self._counter("spec_decode_num_drafts")
-        self._draft_tokens = self._counter("spec_decode_num_draft_tokens")
-        self._accepted_tokens = self._counter("spec_decode_num_accepted_tokens")
-
+        self._steps = StepTally(counter=self._counter, gauge=self._gauge, histogram=self._histogram)
         packages = ("kvasir", "torch", "litserve")
         version, torch, litserve = (importlib.metadata.version(package) for package in packages)
         self._gauge("build_info", version, platform.python_version(), torch, litserve).set(1)
@@ -138,34 +123,12 @@ class Metrics:
         self._path = path
 
     def observe_idle(self) -> None:
-        """The engine has no work left. Cancelled work ends between steps, where no step can tell of it."""
-        self._running.set(0)
-        self._waiting.set(0)
-        self._kv_usage.set(0)
+        """The engine has no work left."""
+        self._steps.rest()
 
     def observe_step(self, stats: StepStats) -> None:
-        """One engine step. Called between steps, hence no look-up and nothing that is zero most of the time."""
-        self._running.set(stats.num_running)
-        self._waiting.set(stats.num_waiting)
-        self._kv_usage.set(stats.kv_usage)
-        self._batch_size.observe(stats.batch_size)
-        self._step_tokens.observe(stats.num_prompt_tokens + stats.num_completion_tokens)
-        self._step_seconds.observe(stats.step_seconds)
-        self._busy_seconds.inc(stats.step_seconds)
-        self._generation_tokens.inc(stats.num_completion_tokens)
-        if num_taken_in := stats.num_prompt_tokens + stats.num_cached_prompt_tokens:
-            self._prompt_tokens.inc(num_taken_in)
-        if stats.num_cached_prompt_tokens:
-            self._cached_tokens.inc(stats.num_cached_prompt_tokens)
-        if stats.num_prefix_queries:
-            self._prefix_queries.inc(stats.num_prefix_queries)
-            self._prefix_hits.inc(stats.num_prefix_hits)
-        if stats.num_preemptions:
-            self._preemptions.inc(stats.num_preemptions)
-        if stats.num_drafts:
-            self._drafts.inc(stats.num_drafts)
-            self._draft_tokens.inc(stats.num_draft_tokens)
-            self._accepted_tokens.inc(stats.num_accepted_tokens)
+        """One engine step. Seen a little later, or after `flush`."""
+        self._steps.add(stats)
 
     def observe_first_token(self, seconds: float) -> None:
         """A choice's first token left the server, `seconds` after its request arrived."""
@@ -178,6 +141,7 @@ class Metrics:
     def flush(self) -> None:
         """Have all that was observed be seen."""
         self._gaps.flush()
+        self._steps.flush()
 
     def observe_finish(
         self, finish: Finish, *, e2e_seconds: float, ttft_seconds: float | None, max_tokens: int

@@ -134,6 +134,7 @@ def test_a_step_without_prompts_leaves_the_prompt_counters(metrics: Metrics) -> 
             step_seconds=0.03125,
         )
     )
+    metrics.flush()
     assert changes(before) == {
         "generation_tokens_total": 3,
         "engine_busy_seconds_total": 0.03125,
