@@ -1,5 +1,6 @@
 """The first worker's process begins before its order: it is what it was told, and none is left that nobody wants."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -16,7 +17,7 @@ import psutil
 import pytest
 from litserve import LitServer
 
-from service import early_worker, first_worker
+from service import first_worker
 from service.early_worker import EarlyWorker, read_ahead
 from service.first_worker import EarlyProcess, launch_first_worker
 
@@ -42,7 +43,8 @@ def begun(worker: EarlyWorker, checkpoint: Path) -> psutil.Process:
 
 def tell(answers: Connection, code: int) -> None:
     """What the process does here."""
-    answers.send((os.getpid(), os.environ.get(VARIABLE), signal.getsignal(signal.SIGINT) == signal.SIG_IGN))
+    is_deaf = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    answers.send((os.getpid(), os.environ.get(VARIABLE), is_deaf, gc.isenabled()))
     sys.exit(code)
 
 
@@ -60,7 +62,7 @@ def test_it_is_what_it_was_told(early: EarlyWorker, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(VARIABLE, "set later, \N{SNOWMAN}")
     process, answers = started(7)
     assert process.pid == waiting.pid
-    assert answers.recv() == (waiting.pid, "set later, \N{SNOWMAN}", True)
+    assert answers.recv() == (waiting.pid, "set later, \N{SNOWMAN}", True, True)
     assert connection.wait([process.sentinel], PATIENCE_SECONDS) == [process.sentinel]
     process.join()
     assert process.exitcode == 7
@@ -116,7 +118,7 @@ def test_no_more_processes_are_to_be_had(monkeypatch: pytest.MonkeyPatch, tmp_pa
         raise BlockingIOError
 
     worker = EarlyWorker()
-    monkeypatch.setattr(early_worker.util, "spawnv_passfds", refuse)
+    monkeypatch.setattr("multiprocessing.util.spawnv_passfds", refuse)
     worker.begin(tmp_path)
     assert worker.take() is None
 
@@ -149,7 +151,7 @@ def test_litserves_worker_gets_the_same_order(monkeypatch: pytest.MonkeyPatch) -
         orders.append(order)
         return SimpleNamespace(start=lambda: None)
 
-    api = SimpleNamespace(api_path="/v1/completions", spec=None)
+    api: Any = SimpleNamespace(api_path="/v1/completions", spec=None)
     statuses: list[dict[str, Any]] = [{}, {}]
     server = SimpleNamespace(
         _inference_workers_config_for_api=lambda path: ["cpu"],
@@ -163,7 +165,8 @@ def test_litserves_worker_gets_the_same_order(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("litserve.server.mp.get_context", context)
     LitServer.launch_inference_worker(server, api)
     monkeypatch.setattr(first_worker, "EarlyProcess", process)
-    launch_first_worker(api, "queue", "transport", statuses[1], "callbacks")  # type: ignore[arg-type]
+    others: list[Any] = ["queue", "transport", statuses[1], "callbacks"]
+    launch_first_worker(api, *others)
     theirs, ours = orders
     assert [part for part in theirs["args"] if part is not statuses[0]] == [
         part for part in ours["args"] if part is not statuses[1]
