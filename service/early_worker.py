@@ -110,6 +110,7 @@ def spawn_main(descriptor: int, parent: int, checkpoint: str, imports: Sequence[
     for name in imports:
         with suppress(Exception):  # who needs it imports it again, and says why it cannot
             importlib.import_module(name)
+    gc.freeze()
     gc.enable()
     with socket.socket(fileno=descriptor) as inbox:
         start, descriptors, _, _ = socket.recv_fds(inbox, _LENGTH_BYTES, _MAX_DESCRIPTORS)
