@@ -160,8 +160,12 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         return self._inboxes[self._next_epoch % _NUM_INBOXES]
 
     def launch_inference_worker(self, lit_api: EngineAPI) -> list[BaseProcess]:
-        """The first, where LitServe would start a process that has yet to import everything."""
+        """The first, where LitServe would start a process that has yet to import everything.
+
+        What comes before its hello waits in its queue, which LitServe gives the spec here, too.
+        """
         statuses, queue = self.workers_setup_status, self._get_request_queue(lit_api.api_path)
+        self._frontend.request_queue = queue
         return [launch_first_worker(lit_api, queue, self._transport, statuses, self._callback_runner)]
 
     def verify_worker_status(self) -> None:

@@ -214,3 +214,17 @@ def test_a_taken_port_is_found_before_anything_is_loaded(tiny_checkpoint: Path) 
         port = taken.getsockname()[1]
         with pytest.raises(StartError, match=f"port {port} on 127.0.0.1 is in use"):
             build_server(ServeSettings(checkpoint=tiny_checkpoint / "none", port=port))
+
+
+def test_what_comes_before_the_first_workers_hello_has_its_queue(
+    server: KvasirServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inboxes = tuple(f"queue {number}" for number in range(8))
+    server._inboxes = server._frontend.inboxes = inboxes
+    server._frontend.request_queue = None
+    for name in ("workers_setup_status", "_transport"):  # which LitServe makes when it runs
+        monkeypatch.setattr(server, name, {}, raising=False)
+    worker: Any = FakeProcess(None)
+    monkeypatch.setattr(server_module, "launch_first_worker", lambda *given: worker)
+    assert server.launch_inference_worker(server.lit_api) == [worker]
+    assert server._frontend.request_queue == inboxes[0]
