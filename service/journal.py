@@ -74,7 +74,7 @@ class Journal:
         """Admit a request and submit all its choices at once.
 
         Raises:
-            Overloaded: there is no room, or it would wait too long.
+            Overloaded: there is no room, or it would wait too long. This, and what `send` raises, leaves nothing open.
         """
         terms = request.terms
         self._admission.admit([choice.num_counted_tokens for choice in request.choices], terms)
@@ -86,7 +86,13 @@ class Journal:
             self.last_event_seconds = time.monotonic()
         self._requests[request] = None
         self._choices |= {choice.submit.uid: (request, choice) for choice in request.choices}
-        self._give([c.submit for c in request.choices if not self._suspects.keeps_back(c.submit.uid)])
+        try:
+            self._give([c.submit for c in request.choices if not self._suspects.keeps_back(c.submit.uid)])
+        except BaseException:
+            del self._requests[request]
+            for choice in request.choices:
+                self._forget(choice)
+            raise
 
     def close(self, request: LiveRequest) -> int:
         """Forget a request, and cancel what of it is unfinished. Returns how many choices that is."""

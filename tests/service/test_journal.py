@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from service.errors import ApiError, ClientGone, EngineFailed, InvalidRequest, Overloaded
+from service.errors import ApiError, ClientGone, Draining, EngineFailed, InvalidRequest, Overloaded
 from service.messages import Cancel, FinishReason, Submit, TokenDelta
 from tests.service.desk import Desk, run, texts
 from tests.service.sequences import make_choice, make_delta, make_finish
@@ -42,6 +42,19 @@ def test_what_is_not_admitted_is_not_kept() -> None:
     with pytest.raises(Overloaded):
         desk.open(*(make_choice(uid, index=i) for i, uid in enumerate("abc")))
     assert (desk.journal.num_requests, desk.journal.num_choices, desk.sent) == (0, 0, [])
+
+
+def test_what_cannot_be_submitted_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk()
+
+    def send(commands: object) -> None:
+        raise Draining("the queue is gone", retry_after_seconds=1.0)
+
+    monkeypatch.setattr(desk.journal, "_send", send)
+    with pytest.raises(Draining):
+        desk.open(make_choice("a"), make_choice("b", index=1))
+    assert (desk.journal.num_requests, desk.journal.num_choices) == (0, 0)
+    assert (desk.admission.num_sequences, desk.admission.num_waiting_tokens) == (0, 0)
 
 
 def test_closing_cancels_only_what_is_unfinished() -> None:
