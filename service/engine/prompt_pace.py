@@ -1,15 +1,12 @@
 """How many tokens of one prompt a step computes beside others' next ones: so many that these come not much later.
 
 Without a bound a long prompt takes whatever `max_batched_tokens` leaves, and everybody else's next token comes as late
-as that takes to compute. Each prompt has its part: one alone cannot hold up the others, and where many wait the whole
-budget is used, which is what computes most. Of these parts together whoever came first takes all it needs, so that it
-has its first token before those that came later are begun; but a prompt that they do not suffice for keeps to its own,
-so that short ones do not wait for long ones.
+as that takes to compute. The bound is each prompt's, not the step's: one alone cannot hold up the others, and where
+many wait the whole budget is used, which is what computes most.
 """
 
 import math
 import sys
-from dataclasses import dataclass
 
 from service.engine.plan import StepPlan
 
@@ -23,22 +20,6 @@ _MEMORY = 0.8
 _OUTLIER = 3.0
 # At least so much of a step's time is its prompts', whatever is known of the rest.
 _LEAST_SHARE = 0.25
-
-
-@dataclass(slots=True)
-class Allowance:
-    """Tokens of prompts in one step.
-
-    left: of all prompts together.
-    part: of one that would not be done with what is left.
-    """
-
-    left: int
-    part: int
-
-    def of(self, num_remaining: int) -> int:
-        """How many of the next prompt, which lacks so many."""
-        return num_remaining if num_remaining <= self.left else min(self.left, self.part)
 
 
 class PromptPace:
@@ -58,12 +39,7 @@ class PromptPace:
         self._prompt_seconds = 0.0  # beside such rows, of late, and how many tokens were computed in them
         self._prompt_tokens = 0.0
 
-    def allowance(self, *, num_decodes: int, num_prompts: int, budget: int) -> Allowance:
-        """Of so many prompts, beside so many sequences that get their next token."""
-        part = self._part(num_decodes)
-        return Allowance(left=min(budget, part * num_prompts), part=part)
-
-    def _part(self, num_decodes: int) -> int:
+    def most_tokens(self, num_decodes: int) -> int:
         """Of one prompt, beside so many sequences that get their next token."""
         if not (num_decodes and self._row_seconds) or math.isinf(self._slowdown):
             return sys.maxsize

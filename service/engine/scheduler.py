@@ -2,7 +2,7 @@
 
 There are no phases. A sequence has `num_computed_tokens` and must catch up with its tokens; a step has one budget of
 `max_batched_tokens`, which serves sequences that are one token behind first (decode) and spends the rest on longer
-arrears (prompts), oldest first, as far as `prompt_pace` allows. Continuous batching, chunked prefill, prefix
+arrears (prompts), oldest first, of each no more than `prompt_pace` allows. Continuous batching, chunked prefill, prefix
 hits and going on after a preemption or a crash are all this one rule. (The idea is vLLM's; Kwon et al. 2023, Agrawal et
 al. 2023, arXiv 2308.16369.)
 
@@ -139,27 +139,26 @@ class Scheduler:
                 draft = self._drafting.draft(sequence) if sequence.lookup is not None else ()
                 chunks.append(self._plan(sequence, 1, draft))
                 budget -= 1 + len(draft)
-        num_prompts = len(behind) + min(len(self._waiting), self._config.max_num_running - len(self._running))
-        allowed = self._pace.allowance(num_decodes=len(chunks), num_prompts=num_prompts, budget=budget)
+        most = self._pace.most_tokens(len(chunks))
         for sequence in behind:
-            wanted = allowed.of(sequence.num_remaining_tokens)
+            wanted = min(sequence.num_remaining_tokens, budget, most)
             if wanted == 0:
                 break
             end = sequence.num_computed_tokens + wanted
             if sequence.status is SequenceStatus.RUNNING and self._reserve(sequence, end):
                 chunks.append(self._plan(sequence, wanted))
-                allowed.left -= wanted
+                budget -= wanted
         queries = hits = cached = 0
-        while allowed.left and self._waiting and len(self._running) < self._config.max_num_running:
+        while budget and self._waiting and len(self._running) < self._config.max_num_running:
             if self._num_preemptions or (admitted := self._admit()) is None:
                 break
             sequence, num_queried = admitted
             queries += num_queried
             hits += sequence.num_computed_tokens
             cached += sequence.num_cached_tokens if sequence.first_scheduled_seconds is None else 0
-            wanted = allowed.of(sequence.num_remaining_tokens)
+            wanted = min(sequence.num_remaining_tokens, budget, most)
             chunks.append(self._plan(sequence, wanted))
-            allowed.left -= wanted
+            budget -= wanted
             if sequence.first_scheduled_seconds is None:
                 sequence.first_scheduled_seconds = self._clock()
         return step_plan(
