@@ -275,15 +275,16 @@ class NativeTransformer:
         config, dtype = self.config, self._dtype
         hidden, mlp = padded(config.hidden_size), padded(config.mlp_size)
         widest = max(hidden, mlp, padded(config.num_heads * config.head_dim))
-        self._buffers = {
-            "x": torch.zeros(count, hidden),
-            "added": torch.zeros(count, hidden),
-            "qkv": torch.zeros(count, self._layers[0].qkv.outputs, dtype=dtype),
-            "mixed": torch.zeros(count, config.num_heads * config.head_dim, dtype=dtype),
-            "wide": torch.zeros(count, hidden + mlp, dtype=dtype),
-            "narrow": torch.zeros(count, widest, dtype=torch.uint8),
-            "scales": torch.zeros(count),
-        }
+        with torch.inference_mode(False):  # whoever asks first, all may write to them
+            self._buffers = {
+                "x": torch.zeros(count, hidden),
+                "added": torch.zeros(count, hidden),
+                "qkv": torch.zeros(count, self._layers[0].qkv.outputs, dtype=dtype),
+                "mixed": torch.zeros(count, config.num_heads * config.head_dim, dtype=dtype),
+                "wide": torch.zeros(count, hidden + mlp, dtype=dtype),
+                "narrow": torch.zeros(count, widest, dtype=torch.uint8),
+                "scales": torch.zeros(count),
+            }
         for name, buffer in self._buffers.items():
             if name != "mixed":
                 setattr(self._rows, name, buffer.data_ptr())

@@ -113,6 +113,7 @@ class Driver:
             logger.exception("the engine failed; its %d sequences end with an error", len(self._owners))
             self._num_failures += 1
             self._emit(self._engine.abort_all(_FAILED))
+            self._metrics.flush()
             if self._num_failures >= _MAX_FAILURES_IN_A_ROW:
                 raise RuntimeError("the engine failed twice in a row") from error
             return

@@ -72,7 +72,10 @@ class EarlyWorker:
 
         The thread that calls this must live as long as main does: the kernel ends the process with it.
         """
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError:
+            return
         with theirs:
             command = spawn.get_command_line()
             arguments = (theirs.fileno(), os.getpid(), str(checkpoint), self._imports)

@@ -91,7 +91,7 @@ class Journal:
         except BaseException:
             del self._requests[request]
             for choice in request.choices:
-                self._forget(choice)
+                self._drop(choice)  # of all, before anything else is sent that might fail as well
             raise
 
     def close(self, request: LiveRequest) -> int:
@@ -227,8 +227,14 @@ class Journal:
         )
 
     def _forget(self, choice: Choice) -> None:
+        may_release = not self._suspects.are_none
+        self._drop(choice)
+        if may_release:
+            self._release()
+
+    def _drop(self, choice: Choice) -> None:
         del self._choices[choice.submit.uid]
-        self._clear(choice.submit.uid)
+        self._suspects.clear(choice.submit.uid)
         if not choice.has_started:
             choice.has_started = True
             self._admission.started(choice.num_counted_tokens, choice.submit.owner)

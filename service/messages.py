@@ -75,7 +75,7 @@ Command: TypeAlias = Submit | Cancel | Look
 
 # LitServe names the queue of commands by a route.
 API_PATH = "/v1/completions"
-# The uid under which LitServe carries commands and events; a request's own uid has 32 hexadecimal digits.
+# The uid under which LitServe carries commands; a request's own uid has 32 hexadecimal digits.
 BUS = "bus"
 
 

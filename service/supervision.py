@@ -150,7 +150,7 @@ class Supervisor:
     def watch(self, *, api: BaseProcess, queue: BaseProcess, worker: Callable[[], BaseProcess]) -> None:
         """Look after what LitServe does not watch, once.
 
-        A worker that hangs is killed, which LitServe sees. Restarting the API process would not bring its clients'
+        A worker that hangs is killed, which `keep_worker` sees. Restarting the API process would not bring its clients'
         connections back, nor could the requests in the queue process be found again: without them the service ends.
         """
         lifecycle = self._lifecycle

@@ -10,6 +10,9 @@ import sys
 
 from loadtest.peers.protocol import Prompts, Wave, serve
 
+# Now and then it ends well without having said anything.
+_ATTEMPTS = 3
+
 
 def main() -> None:
     """Answer by running the benchmark."""
@@ -20,8 +23,11 @@ def main() -> None:
         steps = max(1, output_tokens - 1)  # the first token comes of the prompt
         command = [bench, "-m", model, "-t", threads, "-tb", threads, "-c", str(sequences * (length + steps))]
         command += ["-npp", str(length), "-ntg", str(steps), "-npl", str(sequences), "--output-format", "jsonl"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        for _ in range(_ATTEMPTS):
+            done = subprocess.run(command, capture_output=True, text=True)
+            lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+            if lines or done.returncode:
+                break
         if not lines:
             raise RuntimeError(f"llama-batched-bench ended with {done.returncode}: {done.stderr[-300:]!r}")
         told = json.loads(lines[-1])

@@ -8,13 +8,14 @@ looks first. What a service builds for itself goes to its cache, and is only the
 A library is named by what it depends on: sources, flags, kind of machine. Not by PyTorch, whose headers and libraries
 it does not use, nor by the compiler, which is not there where an image has been built elsewhere. A file ends with the
 SHA-256 of what is before, so that half a file, or a damaged one, is never loaded. It is written under another name and
-renamed. Of several who want it in one directory one builds, and the others wait for it.
+renamed. Of several who want it in one directory one builds, and the others wait for it, but not for ever.
 """
 
 import argparse
 import ctypes
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -22,11 +23,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from model.kernels.levels import LEVELS, Level
+
+logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 # Where an image or a package has them.
@@ -46,7 +50,8 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 _NICENESS = 10
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h: the kernel ends a compiler with who asked for it
 # A compiler that takes longer is given up.
-_COMPILE_SECONDS = 600
+_COMPILE_SECONDS = 600.0
+_LOOK_SECONDS = 0.2
 
 
 class BuildError(RuntimeError):
@@ -94,14 +99,30 @@ def build(level: Level, directory: Path) -> Path:
 
 @contextmanager
 def _alone_in(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock, which goes with its holder; without one where the file system has none."""
+    """Hold the directory's lock, which goes with its holder; without it where the file system has none, or where
+    somebody keeps it for longer than compiling takes: to compile twice does no harm."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _wait_for(descriptor, directory)
         yield
     finally:
         os.close(descriptor)
+
+
+def _wait_for(descriptor: int, directory: Path) -> None:
+    waited = 0.0
+    while waited < _COMPILE_SECONDS:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not waited:
+                logger.info("another process compiles kernels in %s: waiting for it", directory)
+            time.sleep(_LOOK_SECONDS)
+            waited += _LOOK_SECONDS
+        except OSError:
+            return
+        else:
+            return
 
 
 def _compile(compiler: str, level: Level, made: Path) -> None:
@@ -116,7 +137,7 @@ def _compile(compiler: str, level: Level, made: Path) -> None:
         except BaseException as error:
             child.kill()
             if isinstance(error, subprocess.TimeoutExpired):
-                raise BuildError(f"{compiler} took over {_COMPILE_SECONDS} s") from None
+                raise BuildError(f"{compiler} took over {_COMPILE_SECONDS:g} s") from None
             raise
     if child.returncode != 0 or not made.is_file():
         lines = said.decode(errors="replace").strip().splitlines()

@@ -41,9 +41,9 @@ public:
         grow(threads - 1);
         all = {work, data, count};
         unfinished.store(count, std::memory_order_relaxed);
-        most.store(static_cast<int>(threads), std::memory_order_relaxed);
+        const bool are_others = most.exchange(static_cast<int>(threads), std::memory_order_relaxed) != threads;
         left.store(count);  // from here on any thread takes some
-        if (asleep.load() > 0) {
+        if (asleep.load() > 0 || are_others) {
             { const std::lock_guard<std::mutex> lock(mutex); }  // who is about to sleep sleeps, or has seen the work
             wake.notify_all();
         }
@@ -91,12 +91,22 @@ private:
             } else if (busy.load(std::memory_order_relaxed) > 0 && ++turn < TURNS_BEFORE_SLEEP) {
                 rest();
             } else {
-                std::unique_lock<std::mutex> lock(mutex);
-                asleep.fetch_add(1);
-                wake.wait(lock, [&] { return has_work(thread); });
-                asleep.fetch_sub(1);
+                sleep(thread);
                 turn = 0;
             }
+        }
+    }
+
+    // Until there is work for it. One that is not among those at work does not count: nobody need wake it.
+    void sleep(int thread) {
+        std::unique_lock<std::mutex> lock(mutex);
+        for (;;) {
+            const bool counts = thread < most.load(std::memory_order_relaxed);
+            if (counts) asleep.fetch_add(1);
+            const bool is_done = has_work(thread);
+            if (!is_done) wake.wait(lock);
+            if (counts) asleep.fetch_sub(1);
+            if (is_done) return;
         }
     }
 

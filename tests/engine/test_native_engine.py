@@ -147,6 +147,25 @@ def test_kernels_take_over_between_two_steps(level: str, packing: list[Callable[
 
 
 @pytest.mark.parametrize("level", BEST)
+@pytest.mark.parametrize("variant", ["gpt2", "rotary-gqa"])
+def test_a_look_does_not_hinder_the_steps_after_it(level: str, variant: str) -> None:
+    """Of more tokens than any step so far: its buffers, made where nothing has gradients, are those of all."""
+    kernels = Kernels()
+    kernels.loaded = library_of(level)
+    answers = []
+    for looks in (False, True):
+        engine = Engine(native_model(variant, kernels), TOKENIZER, CONFIG)
+        engine.submit(make_submit("a", [1, 2, 3], max_tokens=8, ignore_eos=True))
+        deltas = []
+        while engine.has_work:
+            deltas += engine.step().events
+            if looks:
+                engine.attention_weights(tuple(range(1, 20)), layer=0, heads=(0,))
+        answers.append(answer(deltas)[0])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("level", BEST)
 def test_one_stream_is_not_padded(
     level: str, monkeypatch: pytest.MonkeyPatch, packing: list[Callable[[], None]]
 ) -> None:

@@ -1,6 +1,7 @@
 """Kernels are compiled once, whole or not at all, and their absence is one line of the log."""
 
 import errno
+import fcntl
 import logging
 import os
 import stat
@@ -128,6 +129,23 @@ def test_nobody_waits_for_a_builder_that_was_killed(compilations: Path, tmp_path
         builder.kill()
     waiting.join()
     assert compilations.read_text().count("one") == 1
+
+
+def test_nobody_waits_for_ever_for_who_keeps_the_lock(
+    compilations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    monkeypatch.setattr(build_module, "_LOOK_SECONDS", 250.0)
+    slept: list[float] = []
+    monkeypatch.setattr(build_module.time, "sleep", slept.append)
+    with caplog.at_level("INFO", logger=build_module.__name__):
+        assert build(LEVEL, tmp_path).is_file()
+    os.close(descriptor)
+    assert slept == [250.0] * 3
+    assert [record.message for record in caplog.records].count(
+        f"another process compiles kernels in {tmp_path}: waiting for it"
+    ) == 1
 
 
 def test_a_directory_without_locks_is_built_in(

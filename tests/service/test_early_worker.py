@@ -113,12 +113,13 @@ def test_it_ends_with_main(tmp_path: Path) -> None:
         assert psutil.wait_procs([child], PATIENCE_SECONDS)[1] == []
 
 
-def test_no_more_processes_are_to_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wanted", ["multiprocessing.util.spawnv_passfds", "socket.socketpair"])
+def test_no_more_are_to_be_had(wanted: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*arguments: Any) -> int:
         raise BlockingIOError
 
     worker = EarlyWorker()
-    monkeypatch.setattr("multiprocessing.util.spawnv_passfds", refuse)
+    monkeypatch.setattr(wanted, refuse)
     worker.begin(tmp_path)
     assert worker.take() is None
 
