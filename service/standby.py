@@ -7,9 +7,10 @@ device memory while it waits.
 
 import logging
 import os
+import signal
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -49,7 +50,8 @@ class Standby:
             theirs, self._word = get_context("spawn").Pipe(duplex=False)
             with theirs:
                 try:
-                    self._process = self._launch(theirs)
+                    with _without_interrupts():
+                        self._process = self._launch(theirs)
                 except OSError as error:  # no memory, or too many processes: the service goes on without
                     self._num_deaths += 1
                     logger.warning("no standby of the worker can be started: %s", error)
@@ -79,6 +81,16 @@ class Standby:
         if self._word is not None:
             self._word.close()
             self._word = None
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """What is started inherits that Ctrl-C, which a terminal sends to all, waits: until it ignores it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def wait_for_word(word: Connection) -> None:

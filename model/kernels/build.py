@@ -146,7 +146,8 @@ def _compile(compiler: str, level: Level, made: Path) -> None:
 
 
 def _end_with_parent() -> None:
-    """In the compiler's process, before it is the compiler: a worker that is killed leaves none behind."""
+    """In the compiler's process, before it is the compiler: one whose worker is killed ends. What it has started itself
+    goes on to the end of its file, at low priority, for some seconds, and nothing comes of it."""
     if _PRCTL is not None:
         _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 

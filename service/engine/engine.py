@@ -187,6 +187,10 @@ class Engine:
         events = self._tell(plan, outputs)
         return StepResult(events, self._stats(plan, events, time.perf_counter() - began))
 
+    def while_idle(self) -> None:
+        """Nothing is to be computed just now. Whoever waits for work calls it now and then."""
+        self._runner.while_idle()
+
     def attention_weights(self, token_ids: tuple[int, ...], *, layer: int, heads: tuple[int, ...]) -> bytes:
         """What a text's tokens attend to, see `service.messages.Looked`. Sequences and their cache are not touched.
 

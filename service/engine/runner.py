@@ -71,6 +71,10 @@ class Runner(Protocol):
         be written over when this returns; their `after_rows` are of the step that was launched last."""
         ...
 
+    def while_idle(self) -> None:
+        """There is nothing to compute: what else there is to do between two steps can be done now."""
+        ...
+
     def attention_weights(self, token_ids: Sequence[int], *, layer: int, heads: Sequence[int]) -> bytes:
         """What these tokens attend to, see `service.messages.Looked`."""
         ...
@@ -197,6 +201,10 @@ class ModelRunner:
     def is_asynchronous(self) -> bool:
         """See `Runner`."""
         return self._device.type == "cuda"
+
+    def while_idle(self) -> None:
+        """See `Runner`: kernels that came take over before the next request does, which then has one way throughout."""
+        self._take_kernels()
 
     def _take_kernels(self) -> None:
         self._model = self._swap.take() or self._model

@@ -147,6 +147,22 @@ def test_kernels_take_over_between_two_steps(level: str, packing: list[Callable[
 
 
 @pytest.mark.parametrize("level", BEST)
+def test_kernels_take_over_while_nobody_is_served(level: str, packing: list[Callable[[], None]]) -> None:
+    """So that the next answer is theirs from its first token on."""
+    kernels = Kernels()
+    model = native_model("rotary-gqa", kernels)
+    engine = Engine(model, TOKENIZER, CONFIG)
+    engine.while_idle()
+    kernels.loaded = library_of(level)
+    engine.while_idle()
+    assert not kernels.serves
+    packing.pop(0)()
+    engine.while_idle()
+    assert kernels.serves
+    assert not hasattr(model.layers[0], "mlp")
+
+
+@pytest.mark.parametrize("level", BEST)
 @pytest.mark.parametrize("variant", ["gpt2", "rotary-gqa"])
 def test_a_look_does_not_hinder_the_steps_after_it(level: str, variant: str) -> None:
     """Of more tokens than any step so far: its buffers, made where nothing has gradients, are those of all."""

@@ -1,5 +1,6 @@
 """The next worker: one is kept, begins when it is told, and its death harms nobody."""
 
+import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -38,6 +39,19 @@ class Bench:
         # As in a process of its own, the connection outlives main's copy of it.
         self.started.append(FakeProcess(Connection(standby_module.os.dup(word.fileno()), writable=False)))
         return self.started[-1]
+
+
+def test_ctrl_c_waits_until_it_ignores_it() -> None:
+    """A terminal sends it to all processes, also to one that has just begun to import."""
+    blocked: list[set[int]] = []
+
+    def launch(word: Connection) -> Any:
+        blocked.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        return FakeProcess(word)
+
+    Standby(launch).keep()
+    assert signal.SIGINT in blocked[0]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_one_is_kept() -> None:
