@@ -51,6 +51,9 @@ class InstantEngine:
     def check_integrity(self) -> None:
         """There is nothing that could break."""
 
+    def while_idle(self) -> None:
+        """There is nothing else to do."""
+
     def step(self, *, before: Callable[[list[str]], None] | None = None) -> "InstantResult":
         """A token for everybody. `before` is told who that is."""
         if before is not None:
