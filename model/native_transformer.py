@@ -1,5 +1,5 @@
 """The transformer by kernels of our own, on CPUs: one call for all layers, where their attention is our kernel's too,
-else one between two layers' attentions; and one for the logits.
+else one between two layers' attentions; and one for the logits. A step of decodes is one call with all of that.
 
 The twin of `model.transformer.Transformer`, from whose matrices it is made and with which it agrees within rounding:
 the residual stream and what is between two matrices stay float32 here. Every output of a matrix is one sum over its
@@ -168,7 +168,7 @@ class NativeTransformer:
 
         Args:
             metadata: with `contexts_B`, a cache's, and logits wanted of all rows.
-            num_ids: tokens from which the most likely ones are found.
+            num_ids: the first tokens of the vocabulary, whose logits are wanted.
 
         Returns None, and nothing is done, where another way is the one to go: `hidden` and `logits`.
 
@@ -225,7 +225,7 @@ class NativeTransformer:
             token_ids_T=token_ids_T,
             metadata=metadata,
             kv_cache=kv_cache,
-            logits_BV=logits_BV[:, : self.config.vocab_size],
+            logits_BV=logits_BV[:, :num_ids],
             ids=ids,
             held=(step, calls, rotations, logits_BV),
         )

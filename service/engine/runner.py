@@ -187,10 +187,7 @@ class ModelRunner:
         model = self._model
         if not isinstance(model, NativeTransformer) or inputs.metadata.logit_rows_R is not None:
             return None
-        decoded = model.decode(inputs.token_ids_T, inputs.metadata, self._cache, num_ids=self._vocab_size)
-        if decoded is not None and decoded.logits_BV.shape[1] > self._vocab_size:
-            decoded = decoded._replace(logits_BV=decoded.logits_BV[:, : self._vocab_size])
-        return decoded
+        return model.decode(inputs.token_ids_T, inputs.metadata, self._cache, num_ids=self._vocab_size)
 
     @property
     def min_rows(self) -> int:
