@@ -8,7 +8,6 @@ What is imported meanwhile must not depend on what main puts into the environmen
 the metrics.
 """
 
-import ctypes
 import gc
 import importlib
 import json
@@ -24,7 +23,8 @@ from multiprocessing import spawn, util
 from pathlib import Path
 from typing import NamedTuple
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from service.lifecycle import end_with_parent
+
 # What takes longest first.
 _WORKER_IMPORTS = ("service.engine_builder", "litserve")
 # Of the order's beginning: how long the environment is. Then it comes, and what multiprocessing reads.
@@ -105,7 +105,7 @@ EARLY_WORKER = EarlyWorker()
 def spawn_main(descriptor: int, parent: int, checkpoint: str, imports: Sequence[str]) -> None:
     """The process: import, wait for the order, and be what it says. Ends with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # main drains, then tells the others
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
     threading.Thread(target=read_ahead, args=(Path(checkpoint),), name="read-ahead", daemon=True).start()

@@ -19,6 +19,11 @@ from model.kernels.levels import LEVELS
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
+def end_with_parent() -> None:
+    """From now on the kernel kills this process when the thread that has started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 class Phase(IntEnum):
     """The life of the service. It only goes forward."""
 
@@ -83,7 +88,7 @@ class Lifecycle:
 
         To the kernel a parent is a thread: the one of main that started this child must live as long as main does.
         """
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        end_with_parent()
         self.end_if_orphaned()
 
     def end_if_orphaned(self) -> None:
