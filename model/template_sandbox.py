@@ -1,4 +1,4 @@
-"""A chat template in Jinja's sandbox, and a process of its own for it. Imports nothing of ours.
+"""A chat template in Jinja's sandbox, and a process of its own for it. Imports next to nothing of ours.
 
 A template comes with a checkpoint from elsewhere: a program by a stranger. Jinja's immutable sandbox keeps it from
 attributes that lead out and from changing what it is given. It does not keep it from `'a' * 10**10`, `9**9**9` or loops
@@ -10,7 +10,6 @@ The environment is that of transformers' `apply_chat_template` (trimmed blocks, 
 escapes, `raise_exception`, `strftime_now`, `{% generation %}`): a template means here what it means there.
 """
 
-import ctypes
 import json
 import resource
 import signal
@@ -27,9 +26,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-_LONGEST_MESSAGE = 300
+from model.parent_death import end_with_parent
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h: the kernel ends this process with its parent, even in the middle of work
+_LONGEST_MESSAGE = 300
 
 
 class TemplateFailure(ValueError):
@@ -129,7 +128,7 @@ def main() -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the parent, which then closes the pipe
         signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent()
     order = json.loads(sys.stdin.readline())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (order["memory_bytes"],) * 2)
@@ -165,7 +164,3 @@ def _raise_exception(message: object) -> NoReturn:
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise SecurityError(f"a namespace's {name!r}")
-
-
-if __name__ == "__main__":
-    main()

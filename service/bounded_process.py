@@ -11,10 +11,12 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final
 
 # For an answer. The child's own bounds are of processor time, which end no child that is stopped.
 ANSWER_SECONDS: Final = 60.0
+_ROOT: Final = str(Path(__file__).parents[1])
 
 
 class ProcessEnded(Exception):
@@ -23,6 +25,11 @@ class ProcessEnded(Exception):
 
 class ProcessKilled(ProcessEnded):
     """It was killed, which none of its own limits does; by us where it took too long."""
+
+
+def program_of(module: str) -> list[str]:
+    """What Python is started with to run a module's `main`, wherever it was started from."""
+    return ["-c", f"import sys; sys.path.append({_ROOT!r}); from {module} import main; main()"]
 
 
 class BoundedProcess:

@@ -23,7 +23,7 @@ from multiprocessing import spawn, util
 from pathlib import Path
 from typing import NamedTuple
 
-from service.lifecycle import end_with_parent
+from model.parent_death import end_with_parent
 
 # What takes longest first.
 _WORKER_IMPORTS = ("service.engine_builder", "litserve")

@@ -4,7 +4,6 @@ Each word has one writer, so none needs a lock, and none can be left locked by a
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import time
@@ -15,13 +14,7 @@ from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 
 from model.kernels.levels import LEVELS
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-def end_with_parent() -> None:
-    """From now on the kernel kills this process when the thread that has started it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+from model.parent_death import end_with_parent
 
 
 class Phase(IntEnum):

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from model import template_sandbox
 from model.chat_template import MAX_CHARACTERS
 from model.template_sandbox import TemplateFailure
-from service.bounded_process import BoundedProcess, ProcessEnded
+from service.bounded_process import BoundedProcess, ProcessEnded, program_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +33,7 @@ class TemplateProcess:
     def __init__(self, source: str, limits: Limits | None = None) -> None:
         self._source = source
         self._limits = Limits() if limits is None else limits
-        self._process = BoundedProcess([template_sandbox.__file__])
+        self._process = BoundedProcess(program_of("model.template_sandbox"))
 
     def __enter__(self) -> Self:
         return self

@@ -12,7 +12,6 @@ renamed. Of several who want it in one directory one builds, and the others wait
 """
 
 import argparse
-import ctypes
 import fcntl
 import hashlib
 import logging
@@ -26,9 +25,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from model.kernels.levels import LEVELS, Level
+from model.parent_death import end_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +45,17 @@ _FLAGS = (
     "-ffp-contract=off",  # a * b + c is what is written on every level: the same bits wherever a function is inlined
 )
 _UNFINISHED = ".building-"
-_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # looked up here: between fork and exec nothing may be loaded
 _DIGEST_BYTES = hashlib.sha256().digest_size
-# Requests go first, but a busy processor leaves a compiler some of its time: a tenth; at 19 it would be a hundredth.
-_NICENESS = 10
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h: the kernel ends a compiler with who asked for it
+# A compiler is several programs. This one stays beside them, in their process group: when it is told to end, as the
+# kernel does when who asked for the compiler is gone, it ends all of them and removes what they have begun. Requests go
+# first, but a busy processor leaves a compiler some of its time: at 10 a tenth; at 19 it would be a hundredth.
+_KEEPER = """
+scratch=$1
+shift
+trap 'trap "" TERM; kill 0; rm -rf "$scratch"; exit 1' TERM
+TMPDIR=$scratch nice -n 10 "$@" &
+wait "$!"
+"""
 # A compiler that takes longer is given up.
 _COMPILE_SECONDS = 600.0
 _LOOK_SECONDS = 0.2
@@ -126,30 +133,25 @@ def _wait_for(descriptor: int, directory: Path) -> None:
 
 
 def _compile(compiler: str, level: Level, made: Path) -> None:
+    """Compile beside the file that is made, in its directory, which goes if we end before that is done."""
     sources = map(str, _sources("*.cpp"))
-    command = [compiler, *_FLAGS, *level.flags, *sources, "-o", str(made)]
-    nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
-    with subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=pipe, preexec_fn=_end_with_parent) as child:
-        with suppress(OSError):  # it may have ended
-            os.setpriority(os.PRIO_PROCESS, child.pid, _NICENESS)
+    command = ["sh", "-c", _KEEPER, "sh", str(made.parent)]
+    command += [compiler, *_FLAGS, *level.flags, *sources, "-o", str(made)]
+    nothing, pipe, end = subprocess.DEVNULL, subprocess.PIPE, partial(end_with_parent, signal.SIGTERM)
+    with subprocess.Popen(
+        command, stdin=nothing, stdout=nothing, stderr=pipe, process_group=0, preexec_fn=end
+    ) as keeper:
         try:
-            _, said = child.communicate(timeout=_COMPILE_SECONDS)
+            _, said = keeper.communicate(timeout=_COMPILE_SECONDS)
         except BaseException as error:
-            child.kill()
+            keeper.terminate()
             if isinstance(error, subprocess.TimeoutExpired):
                 raise BuildError(f"{compiler} took over {_COMPILE_SECONDS:g} s") from None
             raise
-    if child.returncode != 0 or not made.is_file():
+    if keeper.returncode != 0 or not made.is_file():
         lines = said.decode(errors="replace").strip().splitlines()
         first = next((line for line in lines if "error" in line), lines[0] if lines else "it said nothing")
-        raise BuildError(f"{compiler} ended with {child.returncode}: {first}")
-
-
-def _end_with_parent() -> None:
-    """In the compiler's process, before it is the compiler: one whose worker is killed ends. What it has started itself
-    goes on to the end of its file, at low priority, for some seconds, and nothing comes of it."""
-    if _PRCTL is not None:
-        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        raise BuildError(f"{compiler} ended with {keeper.returncode}: {first}")
 
 
 def _remove_abandoned(directory: Path, *, made_seconds: float) -> None:

@@ -7,7 +7,6 @@ by RLIMIT_AS, processor time by a timer whose signal ends the process. What pass
 A schema that cannot be used is searched for the innermost part that cannot be used alone.
 """
 
-import ctypes
 import json
 import random
 import resource
@@ -19,6 +18,7 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 
 from model.grammar import GrammarError, Vocabulary, compile_grammar, json_grammar
+from model.parent_death import end_with_parent
 from service.structured.lark import lark_grammar
 from service.structured.schemas import NAMED, at, prepared
 
@@ -29,8 +29,6 @@ _MAX_PARTS = 1000
 # Where schemas stand in a schema that can be wrong alone: by a key, in a list.
 _ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h: the kernel ends this process with its parent, even in the middle of work
 
 
 def grammar_of(kind: str, content: Any, *, lenient: bool) -> str:
@@ -138,7 +136,7 @@ def main() -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the parent, which then closes the pipe
         signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent()
     order = json.loads(sys.stdin.readline())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokens = [token.encode("latin-1") for token in order["tokens"]]

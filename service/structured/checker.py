@@ -11,12 +11,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
 from model.tokenizer.interface import Tokenizer
-from service.bounded_process import BoundedProcess, ProcessEnded
+from service.bounded_process import BoundedProcess, ProcessEnded, program_of
 from service.errors import EngineFailed, InvalidRequest
 from service.live_request import Choice
 from service.structured.formats import Wanted
@@ -24,8 +23,6 @@ from service.turns import Turns
 
 WAIT_SECONDS = 5.0
 _MAX_REMEMBERED = 128
-_ROOT = str(Path(__file__).parents[2])
-_MAIN = f"import sys; sys.path.append({_ROOT!r}); from service.structured.check import main; main()"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +54,7 @@ class GrammarChecker:
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = Limits() if limits is None else limits
-        self._process = BoundedProcess(["-c", _MAIN])
+        self._process = BoundedProcess(program_of("service.structured.check"))
         self._turns = Turns(
             "schemas and grammars", "the grammar compiler", max_waiting=max_waiting, wait_seconds=wait_seconds
         )

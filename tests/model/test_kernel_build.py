@@ -4,6 +4,7 @@ import errno
 import fcntl
 import logging
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -241,22 +242,27 @@ def test_requests_do_not_wait_for_the_compiler(tmp_path: Path, monkeypatch: pyte
     assert not told.is_set()
 
 
-def test_a_compiler_ends_with_who_asked_for_it(tmp_path: Path) -> None:
-    """Even where that one is killed."""
-    told = tmp_path / "told"
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_compiler_ends_with_who_asked_for_it(tmp_path: Path, number: signal.Signals) -> None:
+    """All of its programs, and what they have begun goes; also where that one is killed."""
+    told, cache = tmp_path / "told", tmp_path / "cache"
     os.mkfifo(told)
     compiler = tmp_path / "compiler"
-    compiler.write_text(f"#!/bin/sh\necho $$ >{told}\nexec sleep 1000\n")
+    compiler.write_text(f'#!/bin/sh\nsleep 1000 &\necho temporary > "$TMPDIR/temporary"\necho $$ $! >{told}\nwait\n')
     compiler.chmod(0o755)
     script = f"""
 from pathlib import Path
-from types import SimpleNamespace
 from model.kernels import build
 from model.kernels.levels import levels_here
 build._COMPILERS = ({str(compiler)!r},)
-build.build(levels_here()[-1], Path({str(tmp_path)!r}))
+build.build(levels_here()[-1], Path({str(cache)!r}))
 """
-    with subprocess.Popen([sys.executable, "-c", script]) as asking:
-        child = psutil.Process(int(told.read_text()))
-        asking.kill()
-    child.wait(timeout=60)
+    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL) as asking:
+        programs = [psutil.Process(int(pid)) for pid in told.read_text().split()]
+        (keeper,) = psutil.Process(asking.pid).children()
+        assert {os.getpgid(program.pid) for program in programs} == {keeper.pid}
+        assert all(program.nice() == min(psutil.Process().nice() + 10, 19) for program in programs)
+        assert len(list(cache.glob("*/temporary"))) == 1
+        asking.send_signal(number)
+    assert psutil.wait_procs([keeper, *programs], timeout=60)[1] == []
+    assert list(cache.iterdir()) == []
