@@ -30,6 +30,7 @@ from service.engine.accelerated import (
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.memory import LargestStep
+from service.serving_path import attention_in_words
 from service.settings import ModelSettings, SettingsError, context_length, model_threads, usable_cpus
 
 _MIB = 2**20
@@ -75,10 +76,10 @@ class EngineFacts:
         return f"KV-cache of {self.num_blocks} blocks of {self.block_size} tokens ({size})"
 
     def found(self) -> dict[str, object]:
-        """What the settings' "auto" came to, by setting."""
+        """What the settings' "auto" came to, by setting, as of now."""
         return {
             "device": self.device,
-            "attention": self.attention,
+            "attention": attention_in_words(self.attention, KERNELS if self.takes_kernels else None),
             "dtype": self.dtype,
             "matrices": self.matrices,
             "threads": self.threads,

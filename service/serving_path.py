@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from model.kernels.loading import Kernels
 from service.messages import Hello
 
 
@@ -37,12 +38,28 @@ def path_of(hello: Hello, level: str | None) -> ServingPath:
     Args:
         level: of our own kernels, None while there are none: then PyTorch's fused ones attend.
     """
-    attention = hello.attention.partition(" ")[0]  # paged has its parts behind it
     return ServingPath(
         kernels="pytorch" if level is None else "own",
         level=level,
-        attention="sdpa" if attention == "native" and level is None else attention,
+        attention=_attends(hello.attention.partition(" ")[0], level),  # paged has its parts behind it
         matrices=hello.matrices,
         dtype=hello.dtype,
         device=hello.device,
     )
+
+
+def attention_in_words(attention: str, kernels: Kernels | None) -> str:
+    """What attends as a worker begins to serve, and what will, for the settings' values in force.
+
+    Args:
+        attention: as it was chosen.
+        kernels: our own, that compute every step once they are loaded; None where there are none for the model.
+    """
+    level = kernels.loaded.level if kernels is not None and kernels.serves and kernels.loaded is not None else None
+    attends = _attends(attention, level)
+    is_compiling = kernels is not None and level is None and kernels.trouble is None
+    return f"{attends}; {attention} once its kernels are compiled" if is_compiling else attends
+
+
+def _attends(attention: str, level: str | None) -> str:
+    return "sdpa" if attention == "native" and level is None else attention

@@ -10,7 +10,7 @@ from model.kernels.levels import LEVELS, Level
 from model.kernels.loading import KernelLibrary, Kernels
 from service.lifecycle import Lifecycle
 from service.metrics import Metrics
-from service.serving_path import path_of
+from service.serving_path import attention_in_words, path_of
 from service.worker import tell_path
 from tests.ops.observations import HELLO, scrape
 
@@ -80,3 +80,19 @@ def test_labels_are_those_that_the_metric_has() -> None:
     path = path_of(HELLO, "avx2")
     assert path.labels == ("own", "avx2", "native", "packed", "float32", "cpu")
     assert path_of(HELLO, None).labels[:2] == ("pytorch", "")
+
+
+def test_what_is_told_at_the_start_is_what_attends_then() -> None:
+    kernels = Kernels()
+    assert attention_in_words("native", kernels) == "sdpa; native once its kernels are compiled"
+    kernels.loaded = Loaded(LEVELS[0])
+    assert attention_in_words("native", kernels) == "sdpa; native once its kernels are compiled", "matrices are packed"
+    kernels.serve()
+    assert attention_in_words("native", kernels) == "native"
+
+
+def test_what_never_attends_is_not_told_at_the_start() -> None:
+    kernels = Kernels()
+    kernels.trouble = "no compiler"
+    assert attention_in_words("native", kernels) == attention_in_words("native", None) == "sdpa"
+    assert attention_in_words("paged (decode: in place)", None) == "paged (decode: in place)"
