@@ -1,8 +1,9 @@
-"""The first worker's process, begun before there is anything to tell it: it imports while main does.
+"""A worker's process, begun before there is anything to tell it: the first one's imports while main does.
 
 Most of a small model's start is imports, in main and in its worker. So the command line begins the process as soon as
 its settings are understood, and main hands it later what multiprocessing would have given it at its start: pickled
 objects, and file descriptors, over a Unix socket. One that is not wanted in the end is killed, and none outlives main.
+A standby's begins so too: nobody waits for it, so it imports in what time nobody else wants.
 
 What is imported meanwhile must not depend on what main puts into the environment, which comes with the rest: so not
 the metrics.
@@ -29,6 +30,8 @@ from model.parent_death import end_with_parent
 _WORKER_IMPORTS = ("service.engine_builder", "litserve")
 # Of the order's beginning: how long the environment is. Then it comes, and what multiprocessing reads.
 _LENGTH_BYTES = 8
+# Of the thread that imports while others serve: the last to get a processor.
+_NICENESS = 19
 _MAX_DESCRIPTORS = 64
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from service.early_worker import spawn_main; spawn_main{arguments!r}"
 
@@ -72,13 +75,20 @@ class EarlyWorker:
 
         The thread that calls this must live as long as main does: the kernel ends the process with it.
         """
+        self._begin(str(checkpoint))
+
+    def begin_quietly(self) -> None:
+        """The same of a process that is not needed yet: what it imports takes nobody's time, and nothing is read."""
+        self._begin(None)
+
+    def _begin(self, checkpoint: str | None) -> None:
         try:
             ours, theirs = socket.socketpair()
         except OSError:
             return
         with theirs:
             command = spawn.get_command_line()
-            arguments = (theirs.fileno(), os.getpid(), str(checkpoint), self._imports)
+            arguments = (theirs.fileno(), os.getpid(), checkpoint, self._imports)
             command[command.index("-c") + 1] = _PROGRAM.format(path=sys.path, arguments=arguments)
             try:
                 self._begun = Begun(util.spawnv_passfds(os.fsencode(command[0]), command, [theirs.fileno()]), ours)
@@ -102,17 +112,24 @@ class EarlyWorker:
 EARLY_WORKER = EarlyWorker()
 
 
-def spawn_main(descriptor: int, parent: int, checkpoint: str, imports: Sequence[str]) -> None:
-    """The process: import, wait for the order, and be what it says. Ends with its parent."""
+def spawn_main(descriptor: int, parent: int, checkpoint: str | None, imports: Sequence[str]) -> None:
+    """The process: import, wait for the order, and be what it says. Ends with its parent.
+
+    Args:
+        checkpoint: what to read ahead; None for a process that has time.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # main drains, then tells the others
     end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
-    threading.Thread(target=read_ahead, args=(Path(checkpoint),), name="read-ahead", daemon=True).start()
     gc.disable()  # what is imported stays, and to look through it for garbage takes an eighth of the time
-    for name in imports:
-        with suppress(Exception):  # who needs it imports it again, and says why it cannot
-            importlib.import_module(name)
+    if checkpoint is None:
+        importing = threading.Thread(target=_import_quietly, args=(imports,), name="importing")
+        importing.start()
+        importing.join()
+    else:
+        threading.Thread(target=read_ahead, args=(Path(checkpoint),), name="read-ahead", daemon=True).start()
+        _import(imports)
     gc.freeze()
     gc.enable()
     with socket.socket(fileno=descriptor) as inbox:
@@ -122,6 +139,19 @@ def spawn_main(descriptor: int, parent: int, checkpoint: str, imports: Sequence[
         os.environ.update(json.loads(inbox.recv(int.from_bytes(start, "big"), socket.MSG_WAITALL)))
         tracker, *RECEIVED[:] = descriptors
         spawn.spawn_main(inbox.detach(), tracker_fd=tracker)
+
+
+def _import_quietly(names: Sequence[str]) -> None:
+    """Of this thread alone: a process that has given its priority away would not get it back."""
+    with suppress(OSError):  # forbidden in some sandboxes
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    _import(names)
+
+
+def _import(names: Sequence[str]) -> None:
+    for name in names:
+        with suppress(Exception):  # who needs it imports it again, and says why it cannot
+            importlib.import_module(name)
 
 
 def read_ahead(directory: Path) -> None:

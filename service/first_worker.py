@@ -1,4 +1,4 @@
-"""The first worker as LitServe launches one, but in a process that has begun already: see `service.early_worker`."""
+"""A worker as LitServe launches one, but in a process that has begun already: see `service.early_worker`."""
 
 import io
 from multiprocessing import resource_tracker, spawn, util
@@ -70,10 +70,10 @@ class _HandedOver(SpawnPopen):
         self._begun.hand_over([tracker, *self._descriptors], order.getvalue())
 
 
-def launch_first_worker(
+def launch_worker(
     api: LitAPI, queue: Any, transport: MessageTransport, statuses: Any, callbacks: CallbackRunner
 ) -> BaseProcess:
-    """Start it: LitServe's `launch_single_inference_worker`, but for what concerns routes.
+    """Start one: LitServe's `launch_single_inference_worker`, but for what concerns routes.
 
     Args:
         statuses: LitServe's of its workers, shared with them.

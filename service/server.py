@@ -27,8 +27,9 @@ from litserve.utils import WorkerSetupStatus
 from model.manifest import read_manifest
 from service.access import middlewares
 from service.api_keys import ApiKeys, read_api_keys
+from service.early_worker import EARLY_WORKER
 from service.event_channel import EventChannel
-from service.first_worker import launch_first_worker
+from service.first_worker import launch_worker
 from service.frontend import Frontend
 from service.http_protocol import BoundedHttpProtocol, ConnectionLimits
 from service.lifecycle import Lifecycle, Phase, name_process
@@ -164,9 +165,12 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
 
         What comes before its hello waits in its queue, which LitServe gives the spec here, too.
         """
+        self._frontend.request_queue = self._get_request_queue(lit_api.api_path)
+        return [self._launch_in_begun(lit_api)]
+
+    def _launch_in_begun(self, lit_api: EngineAPI) -> BaseProcess:
         statuses, queue = self.workers_setup_status, self._get_request_queue(lit_api.api_path)
-        self._frontend.request_queue = queue
-        return [launch_first_worker(lit_api, queue, self._transport, statuses, self._callback_runner)]
+        return launch_worker(lit_api, queue, self._transport, statuses, self._callback_runner)
 
     def verify_worker_status(self) -> None:
         """Wait for the worker. One that fails has said why in a line and ended.
@@ -245,6 +249,9 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
     def _launch(self, epoch: int, word: Connection | None = None) -> BaseProcess:
         """Start the worker of an epoch, which waits for the word where there is one."""
         self._next_epoch, self.lit_api.word = epoch, word
+        if word is not None:
+            EARLY_WORKER.begin_quietly()
+            return self._launch_in_begun(self.lit_api)
         process: BaseProcess = self.launch_single_inference_worker(self.lit_api, 0)
         return process
 

@@ -2,23 +2,20 @@
 
 Of the time it takes to replace a worker, most is spent on imports (a new process, torch): a second and a half of two.
 The rest, to read the weights and to make the KV-cache, is done when it begins, so that it costs no KV-cache and no
-device memory while it waits.
+device memory while it waits. The process is begun as the first worker's is: see `service.early_worker`.
 """
 
 import logging
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 logger = logging.getLogger(__name__)
 
-# Of the thread that imports, while others serve: the last to get a processor.
-_NICENESS = 19
 # A standby that dies so often before it was needed is given up.
 _MAX_DEATHS = 3
 
@@ -94,21 +91,12 @@ def _without_interrupts() -> Iterator[None]:
 
 
 def wait_for_word(word: Connection) -> None:
-    """The process' side: import what a worker needs, in what time nobody else wants, and wait for `Standby.begin`.
+    """The process' side, with everything imported: wait for `Standby.begin`.
 
     Ends the process when there is nobody left to begin for.
     """
-    importing = threading.Thread(target=_import_quietly, name="importing")
-    importing.start()
     try:
         word.recv_bytes()
     except (EOFError, OSError):
         os._exit(0)
     word.close()
-    importing.join()
-
-
-def _import_quietly() -> None:
-    with suppress(OSError):  # forbidden in some sandboxes
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # of this thread alone, on Linux
-    import service.engine_builder  # noqa: F401

@@ -35,7 +35,6 @@ ENGINE_SIDE = {
 IMPORTS_LATE = {
     ("service/worker.py", "setup"),
     ("service/worker.py", "build"),
-    ("service/standby.py", "_import_quietly"),
     ("loadtest/instant_engine.py", "build"),
 }
 TORCH_FREE = [

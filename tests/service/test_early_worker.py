@@ -1,6 +1,7 @@
 """The first worker's process begins before its order: it is what it was told, and none is left that nobody wants."""
 
 import gc
+import importlib
 import multiprocessing
 import os
 import signal
@@ -19,9 +20,10 @@ from litserve import LitServer
 
 from service import first_worker
 from service.early_worker import EarlyWorker, read_ahead
-from service.first_worker import EarlyProcess, launch_first_worker
+from service.first_worker import EarlyProcess, launch_worker
 
 VARIABLE = "KVASIR_TEST_OF_EARLY_WORKERS"
+NOTES_ITS_PRIORITY = "notes_its_priority"
 PATIENCE_SECONDS = 60.0
 
 
@@ -66,6 +68,30 @@ def test_it_is_what_it_was_told(early: EarlyWorker, monkeypatch: pytest.MonkeyPa
     assert connection.wait([process.sentinel], PATIENCE_SECONDS) == [process.sentinel]
     process.join()
     assert process.exitcode == 7
+
+
+def tell_priorities(answers: Connection) -> None:
+    """The one with which modules were imported there, and its own."""
+    at_import = importlib.import_module(NOTES_ITS_PRIORITY).PRIORITY
+    answers.send((at_import, os.getpriority(os.PRIO_PROCESS, 0)))
+
+
+def test_one_that_nobody_waits_for_yet_imports_last_and_is_then_as_all_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / f"{NOTES_ITS_PRIORITY}.py").write_text(
+        "import os, threading; PRIORITY = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    worker = EarlyWorker(imports=(NOTES_ITS_PRIORITY,))
+    monkeypatch.setattr(first_worker, "EARLY_WORKER", worker)
+    worker.begin_quietly()
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = EarlyProcess(target=tell_priorities, args=(theirs,))
+    process.start()
+    theirs.close()
+    assert ours.recv() == (19, os.getpriority(os.PRIO_PROCESS, 0))
+    process.join()
 
 
 def test_it_is_taken_once(early: EarlyWorker, tmp_path: Path) -> None:
@@ -167,7 +193,7 @@ def test_litserves_worker_gets_the_same_order(monkeypatch: pytest.MonkeyPatch) -
     LitServer.launch_inference_worker(server, api)
     monkeypatch.setattr(first_worker, "EarlyProcess", process)
     others: list[Any] = ["queue", "transport", statuses[1], "callbacks"]
-    launch_first_worker(api, *others)
+    launch_worker(api, *others)
     theirs, ours = orders
     assert [part for part in theirs["args"] if part is not statuses[0]] == [
         part for part in ours["args"] if part is not statuses[1]

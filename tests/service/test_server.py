@@ -5,6 +5,7 @@ import signal
 import socket
 import threading
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -216,6 +217,32 @@ def test_a_taken_port_is_found_before_anything_is_loaded(tiny_checkpoint: Path) 
             build_server(ServeSettings(checkpoint=tiny_checkpoint / "none", port=port))
 
 
+def test_a_standby_imports_when_nobody_else_computes(server: KvasirServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a worker that is needed now does not."""
+    server._inboxes = tuple(range(8))
+    for name in ("workers_setup_status", "_transport"):  # which LitServe makes when it runs
+        monkeypatch.setattr(server, name, {}, raising=False)
+    begun: list[str] = []
+    monkeypatch.setattr(server_module.EARLY_WORKER, "begin_quietly", lambda: begun.append("standby"))
+    standby, needed_now = FakeProcess(None, pid=1), FakeProcess(None, pid=2)
+    words: list[Any] = []
+
+    def launch(api: Any, queue: Any, *given: Any) -> FakeProcess:
+        assert begun == ["standby"]
+        words.append((Connection(os.dup(api.word.fileno()), writable=False), queue))  # as its process has it
+        return standby
+
+    monkeypatch.setattr(server_module, "launch_worker", launch)
+    monkeypatch.setattr(LitServer, "launch_single_inference_worker", lambda *given: needed_now)
+    server._supervisor._standby.keep()
+    ((word, queue),) = words
+    assert queue == 1
+    assert (die(server), die(server)) == (standby, needed_now)
+    assert begun == ["standby"]
+    assert word.recv_bytes() == b"begin"
+    word.close()
+
+
 def test_what_comes_before_the_first_workers_hello_has_its_queue(
     server: KvasirServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +252,6 @@ def test_what_comes_before_the_first_workers_hello_has_its_queue(
     for name in ("workers_setup_status", "_transport"):  # which LitServe makes when it runs
         monkeypatch.setattr(server, name, {}, raising=False)
     worker: Any = FakeProcess(None)
-    monkeypatch.setattr(server_module, "launch_first_worker", lambda *given: worker)
+    monkeypatch.setattr(server_module, "launch_worker", lambda *given: worker)
     assert server.launch_inference_worker(server.lit_api) == [worker]
     assert server._frontend.request_queue == inboxes[0]

@@ -112,14 +112,11 @@ def test_where_none_can_be_started_the_service_goes_on(caplog: pytest.LogCapture
     assert bench.started == []
 
 
-def test_it_waits_until_it_is_told_and_has_all_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(standby_module, "_import_quietly", lambda: calls.append("imported"))
+def test_it_waits_until_it_is_told() -> None:
     bench = Bench()
     bench.standby.keep()
     bench.standby.begin()
     wait_for_word(bench.started[0].word)
-    assert calls == ["imported"]
     assert bench.started[0].word.closed
 
 
@@ -131,7 +128,6 @@ def test_it_ends_when_nobody_is_left_to_begin_for(monkeypatch: pytest.MonkeyPatc
         assert code == 0
         raise Ended
 
-    monkeypatch.setattr(standby_module, "_import_quietly", lambda: None)
     monkeypatch.setattr(standby_module.os, "_exit", end)
     bench = Bench()
     bench.standby.keep()
