@@ -21,6 +21,7 @@ roofline          bytes and FLOPs a second that this machine can do, by a short 
 shape_names       the shapes S and M, to measure without a checkpoint
 shapes            models of random weights of these shapes
 foreign_work      how much of the machine others take meanwhile
+processor_probe   what its processors give just now
 peers             a package: drivers that run other engines in their own environments
 bench_peers       other engines and servers beside ours, turn about, in one run
 bench_peers_table  who they are, and how each is started

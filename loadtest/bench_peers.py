@@ -25,7 +25,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from loadtest.bench_peers_cells import KINDS, PRECISIONS, QUIET_CORES, Cell, Kind, Pair, make_cells, summarize
+from loadtest.bench_peers_cells import (
+    KINDS,
+    PRECISIONS,
+    QUIET_CORES,
+    STEADY_SHARE,
+    Cell,
+    Kind,
+    Pair,
+    make_cells,
+    summarize,
+)
 from loadtest.bench_peers_cells import Progress as Kept
 from loadtest.bench_peers_install import (
     PINS,
@@ -39,6 +49,7 @@ from loadtest.bench_peers_install import (
 from loadtest.bench_peers_processes import Driver, Prompts, Server, num_prompts
 from loadtest.bench_peers_table import PEERS, Peer, Setting, our_engine, our_server
 from loadtest.foreign_work import ForeignWork
+from loadtest.processor_probe import ProcessorProbe
 from loadtest.provenance import other_work, provenance, quiet_or_warned, tell
 from loadtest.shape_names import SHAPE_SIZES
 
@@ -59,6 +70,7 @@ class Contest:
     def __init__(self, arguments: argparse.Namespace, kept: Kept, tell: Callable[[str], None]) -> None:
         self._place = Place(arguments.directory)
         self._threads = arguments.threads
+        self._probe = ProcessorProbe(arguments.threads)
         self._patience_seconds = arguments.patience
         self._attempts = arguments.attempts
         self._kept = kept
@@ -87,21 +99,31 @@ class Contest:
         prompts = self._prompts(cell, f"{peer.name} {number} {attempt}")
         foreign, began = ForeignWork(), time.monotonic()
         theirs_first = number % 2 == 1
-        figures = [self._figures(cell, peer, prompts, theirs=theirs_first)]
-        figures.append(self._figures(cell, peer, prompts, theirs=not theirs_first))
+        gflops, figures = [self._probe.gflops()], []
+        for is_theirs in (theirs_first, not theirs_first):
+            figures.append(self._figures(cell, peer, prompts, theirs=is_theirs))
+            gflops.append(self._probe.gflops())
         busy, took = round(foreign.cores(), 2), round(time.monotonic() - began, 1)
         theirs, ours = figures if theirs_first else figures[::-1]
         mine, other = ours.pop("token_ids", []), theirs.pop("token_ids", [])
         if mine and other:
             theirs["first_tokens_alike"] = float(_num_alike(mine[:_AGREED], other[:_AGREED]))
         told = {"ours": ours, "theirs": theirs, "other_work_cores": busy, "seconds": took}
-        return Pair(cell=cell.key, peer=peer.name, round=number, **told)
+        given = [round(each, 1) for each in gflops]
+        return Pair(cell=cell.key, peer=peer.name, round=number, gflops=given, **told)
 
     def _wait_for_quiet(self) -> None:
-        """Wait for the machine to do nothing else, though not for ever."""
+        """Wait for the machine to do nothing else and to have all of its processors, though not for ever."""
         deadline = time.monotonic() + self._patience_seconds
-        while (busy := other_work(_LOOK_SECONDS)) > QUIET_CORES and time.monotonic() < deadline:
-            self._tell(f"waits: {busy:.1f} cores are busy")
+        while True:
+            if (busy := other_work(_LOOK_SECONDS)) > QUIET_CORES:
+                self._tell(f"waits: {busy:.1f} cores are busy")
+            elif (given := self._probe.gflops()) < STEADY_SHARE * self._kept.most_gflops:
+                self._tell(f"waits: {given:.0f} GFLOP/s of {self._kept.most_gflops:.0f}")
+            else:
+                return
+            if time.monotonic() >= deadline:
+                return
 
     def _give_model(self, peer: Peer, cell: Cell) -> None:
         give_our_model(self._place, cell.shape)

@@ -7,7 +7,7 @@ there, so that an interrupted comparison goes on where it stopped. Torch-free.
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -21,8 +21,10 @@ HTTP_STREAMS: Final = (1, 16, 64)
 LONG_STREAMS: Final = (1, 4, 16)
 PROMPT_TOKENS, OUTPUT_TOKENS, OUTPUT_TOKENS_ALONE = 64, 128, 256
 LONG_CONTEXT, LONG_OUTPUT = 1024, 64
-# A pair with more of others' work beside it is taken again.
+# A pair with more of others' work beside it is taken again, as is one during which the processors gave less than this
+# share of the most that they gave to any pair.
 QUIET_CORES: Final = 0.2
+STEADY_SHARE: Final = 0.85
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +77,7 @@ class Pair:
 
     ours, theirs: figures by name; "tokens_per_second" is the one that is compared.
     other_work_cores: cores that others kept busy meanwhile.
+    gflops: of a probe of all processors, before, between and after the two.
     seconds: that both took.
     """
 
@@ -84,6 +87,7 @@ class Pair:
     ours: dict[str, float] | None = None
     theirs: dict[str, float] | None = None
     other_work_cores: float | None = None
+    gflops: list[float] = field(default_factory=list)
     seconds: float = 0.0
     error: str | None = None
 
@@ -99,10 +103,21 @@ class Progress:
             lines = path.read_text(encoding="utf-8").split("\n")[:-1]
             self.pairs = [Pair(**json.loads(line)) for line in lines]
 
+    @property
+    def most_gflops(self) -> float:
+        """The most that a probe of the processors gave; 0 before the first."""
+        return _most_gflops(self.pairs)
+
     def has(self, cell: Cell, peer: str, number: int) -> bool:
         """Whether this pair was measured undisturbed. What was not, and what failed, is tried again."""
         own = (pair for pair in self.pairs if (pair.cell, pair.peer, pair.round) == (cell.key, peer, number))
-        return any(pair.other_work_cores is not None and pair.other_work_cores <= QUIET_CORES for pair in own)
+        most = _most_gflops(self.pairs)
+        return any(
+            pair.other_work_cores is not None
+            and pair.other_work_cores <= QUIET_CORES
+            and _share(pair, most) >= STEADY_SHARE
+            for pair in own
+        )
 
     def add(self, pair: Pair) -> None:
         """Keep it, here and in the file."""
@@ -118,11 +133,12 @@ def summarize(cells: Iterable[Cell], pairs: Sequence[Pair]) -> Iterator[dict[str
     Of a pair that was taken several times, the least disturbed counts. A peer without a pair has its last error, or is
     not there.
     """
+    most = _most_gflops(pairs)
     for cell in cells:
         peers: dict[str, Any] = {}
         for name in dict.fromkeys(pair.peer for pair in pairs if pair.cell == cell.key):
             own = [pair for pair in pairs if (pair.cell, pair.peer) == (cell.key, name)]
-            best = _least_disturbed(own)
+            best = _least_disturbed(own, most)
             if not best:
                 peers[name] = {"error": own[-1].error}
                 continue
@@ -132,24 +148,37 @@ def summarize(cells: Iterable[Cell], pairs: Sequence[Pair]) -> Iterator[dict[str
                 "theirs": _spreads(theirs),
                 "ratio": Spread.of_ratios(_rates(ours), _rates(theirs)).to_dict(),
                 "other_work_cores": [pair.other_work_cores for pair in best],
+                "processors_share": [round(_share(pair, most), 2) for pair in best],
             }
         yield {**asdict(cell), "context_length": cell.context_length, "peers": peers}
 
 
 def is_sound(figure: Mapping[str, Any]) -> bool:
-    """Whether a row's figures of a peer are there, and nobody disturbed any of their pairs."""
-    return "ratio" in figure and max(figure["other_work_cores"]) <= QUIET_CORES
+    """Whether a row's figures of a peer are there, and nothing disturbed any of their pairs."""
+    if "ratio" not in figure:
+        return False
+    return max(figure["other_work_cores"]) <= QUIET_CORES and min(figure["processors_share"]) >= STEADY_SHARE
 
 
-def _least_disturbed(pairs: Sequence[Pair]) -> list[Pair]:
-    """Of each round the pair that others disturbed least."""
-    best: dict[int, Pair] = {}
-    for pair in pairs:
-        if pair.other_work_cores is not None:
-            known = best.get(pair.round)
-            if known is None or known.other_work_cores is None or pair.other_work_cores < known.other_work_cores:
-                best[pair.round] = pair
-    return [best[number] for number in sorted(best)]
+def _most_gflops(pairs: Iterable[Pair]) -> float:
+    return max(itertools.chain.from_iterable(pair.gflops for pair in pairs), default=0.0)
+
+
+def _share(pair: Pair, most: float) -> float:
+    """What the processors gave to a pair at the least, of the most they ever gave; 1 where nobody looked."""
+    return min(pair.gflops) / most if pair.gflops else 1.0
+
+
+def _least_disturbed(pairs: Sequence[Pair], most: float) -> list[Pair]:
+    """Of each round the pair that others disturbed least, among those with all of the processors if there are any."""
+
+    def disturbed(pair: Pair) -> tuple[bool, float]:
+        assert pair.other_work_cores is not None, "it has figures"
+        return _share(pair, most) < STEADY_SHARE, pair.other_work_cores
+
+    measured = [pair for pair in pairs if pair.other_work_cores is not None]
+    rounds = sorted({pair.round for pair in measured})
+    return [min((pair for pair in measured if pair.round == number), key=disturbed) for number in rounds]
 
 
 def _rates(figures: Sequence[dict[str, float]]) -> list[float]:

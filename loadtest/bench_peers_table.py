@@ -129,14 +129,15 @@ PEERS: Final = (
         precisions=("bfloat16", "int8", "float32"),
         engine=_llama_engine,
         server=_llama_server,
-        note="llama-batched-bench, which draws no tokens; llama-server of 64 slots; Q8_0 for int8, KV-cache float16",
+        note="llama-batched-bench, which draws no tokens; llama-server of 64 slots; Q8_0 for int8; KV-cache float16",
     ),
     Peer(
         name="OpenVINO GenAI",
         environment="openvino",
         precisions=("bfloat16", "int8", "float32"),
         engine=_openvino_engine,
-        note="ContinuousBatchingPipeline, 512 tokens a step; int8 weights of a channel each, inputs rounded by itself",
+        note="ContinuousBatchingPipeline, 512 tokens a step; int8 weights of a channel each, inputs rounded by itself; "
+        "KV-cache float16, of int8 weights int8",
     ),
     Peer(
         name="transformers generate",

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadtest.bench_peers_cells import QUIET_CORES, is_sound
+from loadtest.bench_peers_cells import QUIET_CORES, STEADY_SHARE, is_sound
 from loadtest.page_text import command, spread, table
 from loadtest.spread import Spread
 
@@ -76,7 +76,9 @@ pairs, ours and a peer's one right after the other with the same prompts; a rati
 median over up to {settings["rounds"]} pairs. Decoding counts tokens after the last sequence had its first one, at the
 context in the middle of the answer; a prompt counts its own tokens until the first new one; over HTTP all tokens of
 answers count, from the first request to the last end. What is empty was not measured. A dagger stands for a figure that
-is not told: others kept more than {QUIET_CORES} of a core busy during a pair, however often it was taken again.
+is not told: others kept more than {QUIET_CORES} of a core busy during a pair, or the processors gave less than
+{STEADY_SHARE} of what they had given elsewhere (a product of matrices, timed before, between and after the two),
+however often it was taken again.
 
 {table(("", "versions", "as"), list(_peers(result)))}
 Ours to the best of them in the same precision:

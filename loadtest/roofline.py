@@ -28,7 +28,7 @@ class Roofline:
     def __init__(self, weight_type: str, device: str) -> None:
         self._device = device
         self._array = torch.ones(_READ_BYTES // 4, dtype=torch.float32, device=device)
-        self._products = [(2 * side**3, way) for side in _SIDES for way in _products(weight_type, side, device)]
+        self._products = [(2 * side**3, way) for side in _SIDES for way in products(weight_type, side, device)]
 
     @torch.inference_mode()
     def probe(self) -> Machine:
@@ -53,8 +53,8 @@ class Roofline:
             torch.cuda.synchronize()
 
 
-def _products(weight_type: str, side: int, device: str) -> list[Callable[[], torch.Tensor]]:
-    """Ways to multiply two square matrices of this type."""
+def products(weight_type: str, side: int, device: str) -> list[Callable[[], torch.Tensor]]:
+    """Ways to multiply two square matrices of this type (float32, bfloat16, float64, int8 or fp8)."""
     if weight_type == "int8":
         ints_MK, ints_NK = torch.randint(-127, 128, (2, side, side), device=device).to(torch.int8).unbind()
         return [lambda: torch._int_mm(ints_MK, ints_NK.t())]

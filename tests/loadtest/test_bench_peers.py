@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from loadtest import bench_peers
-from loadtest.bench_peers_cells import Cell, Pair, Progress, make_cells, summarize
+from loadtest.bench_peers_cells import Cell, Pair, Progress, is_sound, make_cells, summarize
 from loadtest.bench_peers_install import PeerUnavailable, Place, run
 from loadtest.bench_peers_processes import Driver, Prompts, Server, TokensRequest, num_prompts
 from loadtest.bench_peers_table import PEERS, Peer, Setting
@@ -215,6 +215,19 @@ class Disturbed:
         return next(self.cores_of_pairs)
 
 
+class Probed:
+    """In place of `ProcessorProbe`: what the processors give, look after look."""
+
+    told: ClassVar[Iterator[float]]
+
+    def __init__(self, threads: int) -> None:
+        assert threads == 2
+
+    def gflops(self) -> float:
+        """Of the next look."""
+        return next(self.told)
+
+
 @pytest.fixture
 def stubs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Two peers in place of all: one whose engine is half as fast as ours, one that cannot be installed."""
@@ -240,7 +253,9 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(bench_peers, "give_model", lambda *given: None)
     monkeypatch.setattr(bench_peers, "other_work", lambda seconds: 0.1)
     monkeypatch.setattr(bench_peers, "ForeignWork", Disturbed)
+    monkeypatch.setattr(bench_peers, "ProcessorProbe", Probed)
     Disturbed.cores_of_pairs = itertools.chain((1.5, 0.9), itertools.repeat(0.1))
+    Probed.told = itertools.repeat(800.0)
     monkeypatch.setattr(bench_peers, "give_our_model", lambda *given: None)
     monkeypatch.setattr(bench_peers, "our_engine", starts("ours", "1.0", 3))
     monkeypatch.setattr(bench_peers, "_pins", lambda environment: [f"{environment}==1", "# of no interest"])
@@ -296,6 +311,33 @@ def test_a_disturbed_pair_is_taken_again_and_the_least_disturbed_counts(tmp_path
     _, told = compare(tmp_path, "--rounds", "1", "--attempts", "2")  # what was disturbed to the end is tried again
     pairs = [row["peers"]["slow"] for row in told["cells"] if row["precision"] == "float32"]
     assert [pair["other_work_cores"] for pair in pairs][:2] == [[0.1], [0.1]]
+
+
+def test_a_pair_whose_processors_gave_less_is_taken_again(tmp_path: Path, stubs: list[str]) -> None:
+    Disturbed.cores_of_pairs = itertools.repeat(0.0)
+    low_in_between = (800.0, 800.0, 500.0, 800.0)  # while it waits, then before, between and after the pair
+    Probed.told = itertools.chain(low_in_between, itertools.repeat(790.0))
+    _, told = compare(tmp_path, "--rounds", "1", "--attempts", "2", "--kinds", "prompt")
+    lines = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
+    assert [line["gflops"] for line in lines] == [list(low_in_between[1:]), [790.0] * 3]
+    (row,) = (row["peers"]["slow"] for row in told["cells"] if row["precision"] == "float32")
+    assert row["processors_share"] == [0.99]
+
+
+def test_processors_that_give_less_are_waited_for(tmp_path: Path, stubs: list[str]) -> None:
+    Disturbed.cores_of_pairs = itertools.repeat(0.0)
+    Probed.told = itertools.chain([800.0] * 4, [400.0] * 3, itertools.repeat(750.0))
+    compare(tmp_path, "--rounds", "2", "--attempts", "1", "--kinds", "prompt")
+    lines = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
+    assert [line["gflops"] for line in lines] == [[800.0] * 3, [750.0] * 3]
+
+
+def test_a_figure_is_sound_where_nothing_disturbed_its_pairs() -> None:
+    figure = {"ratio": {}, "other_work_cores": [0.0, 0.1], "processors_share": [1.0, 0.9]}
+    assert is_sound(figure)
+    assert not is_sound(figure | {"other_work_cores": [0.0, 0.3]})
+    assert not is_sound(figure | {"processors_share": [1.0, 0.8]})
+    assert not is_sound({"error": "none"})
 
 
 def test_a_busy_machine_is_waited_for_but_not_for_ever(

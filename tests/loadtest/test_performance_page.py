@@ -106,6 +106,7 @@ def peer_cell(kind: str, streams: int, **peers: float) -> dict[str, Any]:
             "theirs": {"tokens_per_second": spread(rate)} | (further if kind == "http" else {}),
             "ratio": spread(1000.0 / rate),
             "other_work_cores": [0.1, 0.3 if name == "late" else 0.0],
+            "processors_share": [0.9, 1.0],
         }
         for name, rate in peers.items()
     }

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from loadtest import roofline
+from loadtest import processor_probe, roofline
 from loadtest.roofline import Roofline
 
 
@@ -31,3 +31,13 @@ def test_the_peak_is_of_the_type_asked_for(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.nn.functional, "linear", spy)
     Roofline("bfloat16", "cpu").probe()
     assert set(seen) == {torch.bfloat16}
+
+
+def test_processors_are_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor_probe, "_SIDE", 64)
+    threads = torch.get_num_threads()
+    try:
+        assert processor_probe.ProcessorProbe(1).gflops() > 0
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
