@@ -1,6 +1,5 @@
 """What others do is what all do, less what is ours, children that have ended included."""
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,8 +35,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
     monkeypatch.setattr(foreign_work, "busy_seconds", lambda: made.busy)
     monkeypatch.setattr(psutil, "Process", made.process)
-    monkeypatch.setattr(foreign_work.time, "monotonic", lambda: made.now)
-    monkeypatch.setattr(os, "times", lambda: (made.own, 0.0, 0.0, 0.0, made.now))
+    # Its own view of these modules: other threads look at the clock, too.
+    monkeypatch.setattr(foreign_work, "time", SimpleNamespace(monotonic=lambda: made.now))
+    monkeypatch.setattr(foreign_work, "os", SimpleNamespace(times=lambda: (made.own, 0.0, 0.0, 0.0, made.now)))
     return made
 
 

@@ -51,9 +51,8 @@ def test_rows_failures_and_results(tmp_path: Path) -> None:
     assert result["command"].startswith("locust -f loadtest/locustfile.py")
     streams = zip(result["ttfts"], result["latencies"], result["endings"], strict=True)
     gaps = [latency - first for first, latency, ending in streams if first is not None and ending == "ok"]
-    # A reader that buffers a stream reports its first token with its last.
-    assert gaps
-    assert min(gaps) > 0.04
+    # A reader that buffers reports every stream's first token with its last; one that was held up, now and then one's.
+    assert max(gaps) > 0.04
 
 
 def test_kept_objectives_exit_with_zero_and_missed_ones_with_one() -> None:

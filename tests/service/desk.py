@@ -41,7 +41,7 @@ class Desk:
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 10))
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 async def texts(request: LiveRequest) -> list[tuple[int, str]]:

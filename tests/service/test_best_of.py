@@ -71,7 +71,7 @@ def test_the_likeliest_per_token_are_told_best_first_and_all_are_counted(
                 exchange.push(choice.index, ids=(97,), logprobs=_logprobs(value))  # no text yet
             text = f"{choice.prompt_index}{choice.index % 3}"
             exchange.push(choice.index, ids=(97,), text=text, logprobs=_logprobs(values[-1]), finish=make_finish())
-        await asyncio.wait_for(exchange.task, 10)
+        await asyncio.wait_for(exchange.task, 60)
         body = json.loads(exchange.client.body)
         assert [(c["index"], c["text"]) for c in body["choices"]] == [(0, "01"), (1, "02"), (2, "12"), (3, "11")]
         assert [c["logprobs"] is None for c in body["choices"]] == [logprobs is None] * 4

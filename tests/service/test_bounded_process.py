@@ -2,7 +2,9 @@
 
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -22,6 +24,25 @@ for line in sys.stdin:
         os.kill(os.getpid(), order["signal"])
     print(json.dumps({"pid": os.getpid(), "opening": opening["name"]}), flush=True)
 """
+
+
+class OnceItIsStopped(threading.Thread):
+    """In place of a timer: patience ends when the child stands still, however long a new one takes to begin."""
+
+    def __init__(self, seconds: float, kill: Callable[[], None]) -> None:
+        super().__init__()
+        assert seconds == bounded_process.ANSWER_SECONDS
+        self._kill, self._cancelled = kill, threading.Event()
+        self._child = psutil.Process(kill.__self__.pid)  # type: ignore[attr-defined]
+
+    def run(self) -> None:
+        while not self._cancelled.wait(0.01):
+            if self._child.status() == psutil.STATUS_STOPPED:
+                return self._kill()
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+        self.join()
 
 
 @pytest.fixture
@@ -58,7 +79,7 @@ def test_what_kills_its_successor_too_is_given_up(process: BoundedProcess) -> No
 def test_one_that_is_stopped_is_killed_and_replaced(process: BoundedProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """It uses no processor time, so no limit of its own would ever end it, and all who come later wait for it."""
     pid = process.ask({})["pid"]
-    monkeypatch.setattr(bounded_process, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(bounded_process, "threading", SimpleNamespace(Timer=OnceItIsStopped))
     os.kill(pid, signal.SIGSTOP)
     assert process.ask({})["pid"] != pid
     with pytest.raises(ProcessKilled):

@@ -101,7 +101,7 @@ def tools(tokenizer: Tokenizer, metrics: Metrics) -> tuple[Tokenizer, Metrics]:
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 10))
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 def sample(name: str, **labels: str) -> float:

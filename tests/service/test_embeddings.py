@@ -203,7 +203,7 @@ class Served:
         self.sent.append(message)
 
     async def answer(self) -> None:
-        await asyncio.wait_for(self.body({"type": "http"}, self.receive, self.send), 10)
+        await asyncio.wait_for(self.body({"type": "http"}, self.receive, self.send), 60)
 
 
 def test_one_that_has_begun_waits_for_room(frontend: Frontend, metrics: Metrics) -> None:

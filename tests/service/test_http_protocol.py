@@ -33,7 +33,7 @@ def talk(*chunks: bytes, to: ASGIApp = app) -> Wire:
             await asyncio.sleep(0)
         tasks = set(protocol.tasks)
         if tasks:
-            await asyncio.wait(tasks, timeout=10)
+            await asyncio.wait(tasks, timeout=60)
         protocol.connection_lost(None)
         return wire
 

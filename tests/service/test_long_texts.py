@@ -41,7 +41,7 @@ def test_others_are_answered_while_a_long_text_is_tokenized(
         transport = httpx.ASGITransport(client.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as both:
             long = asyncio.create_task(both.post(route, json=fields))
-            assert await asyncio.to_thread(began.wait, 20), long.result().text if long.done() else "it waits"
+            assert await asyncio.to_thread(began.wait, 60), long.result().text if long.done() else "it waits"
             short = await both.post("/v1/completions", json={"prompt": SHORT, "stream": True})
             go_on.set()
             return await long, short
