@@ -145,11 +145,11 @@ class Dialect(ABC):
 
     def plain_event(self, choice: Choice, text: str) -> bytes:
         """The bytes of the event of a piece that is text and nothing else, as most are: the rest is always the same."""
-        if choice.index not in self._frames:
+        if (frame := self._frames.get(choice.index)) is None:
             piece = Piece(choice=choice, is_first=False, text=_ANY_TEXT, token_ids=(), logprobs=(), finish=None)
             before, _, after = encode_event(self.event(piece)).rpartition(encode_text(_ANY_TEXT))
-            self._frames[choice.index] = before, after
-        before, after = self._frames[choice.index]
+            frame = self._frames[choice.index] = before, after
+        before, after = frame
         return before + encode_text(text) + after
 
 

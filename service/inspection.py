@@ -175,6 +175,8 @@ class Inspection:
 
     def receive(self, events: Sequence[Event]) -> None:
         """Take this message's answers to looks. A worker that is up and empty gets all that are unanswered."""
+        if not self._looks:
+            return
         for event in events:
             if isinstance(event, Hello):
                 self._replay()

@@ -108,8 +108,10 @@ class Journal:
         """Distribute one message of a worker."""
         self.last_event_seconds = time.monotonic()
         touched: dict[LiveRequest, None] = {}
+        token_counts: list[int] = []
         for event in events:
             if isinstance(event, TokenDelta):
+                token_counts.append(len(event.token_ids))
                 if (request := self._receive_delta(event)) is not None:
                     touched[request] = None
             elif isinstance(event, Hello):
@@ -122,7 +124,7 @@ class Journal:
         for send in [request.tell() for request in touched]:
             if send is not None:
                 send()
-        self._admission.stepped([len(event.token_ids) for event in events if isinstance(event, TokenDelta)])
+        self._admission.stepped(token_counts)
 
     def fail_all(self, error: ApiError) -> None:
         """End every live request."""
@@ -154,9 +156,12 @@ class Journal:
             choice.has_started = True
             self._admission.started(choice.num_counted_tokens, choice.submit.owner, choice)
         choice.token_ids.extend(delta.token_ids)
-        if len(choice.prompt_logprobs) < choice.num_prompt_tokens:  # else another sample has brought them
-            choice.prompt_logprobs.extend(delta.prompt_logprobs or ())
-        self._clear(delta.uid)
+        # Of those that are whole, another sample has brought them.
+        if delta.prompt_logprobs and len(choice.prompt_logprobs) < choice.num_prompt_tokens:
+            choice.prompt_logprobs.extend(delta.prompt_logprobs)
+        if not self._suspects.are_none:
+            self._suspects.clear(delta.uid)
+            self._release()
         if delta.finish is not None:
             choice.finish = delta.finish
             self._forget(choice)
@@ -199,13 +204,6 @@ class Journal:
             logger.error("a request (%s, %s) ends with an error: it killed worker after worker", whose, uids)
             guilty.fail(EngineFailed("the worker died repeatedly on this request", retry=False))
             self._on_replay("gave_up")
-
-    def _clear(self, uid: str) -> None:
-        """Nobody need suspect this choice any more."""
-        if self._suspects.are_none:
-            return
-        self._suspects.clear(uid)
-        self._release()
 
     def _release(self) -> None:
         """Submit what has waited for a suspect."""

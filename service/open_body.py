@@ -29,6 +29,8 @@ class OpenBody(Protocol):
 class ChunkedBody:
     """A chunked body of HTTP/1.1 (RFC 9112, 7.1), written as uvicorn's `send` writes it."""
 
+    __slots__ = ("_cycle",)
+
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
 

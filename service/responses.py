@@ -186,8 +186,9 @@ def encode_event(value: Any) -> bytes:
 def encode_text(value: Any) -> bytes:
     """JSON as it stands in an event."""
     data = _ENCODER.encode(value)
-    for raw, escaped in _LINE_BREAKS:
-        data = data.replace(raw, escaped)
+    if not data.isascii():
+        for raw, escaped in _LINE_BREAKS:
+            data = data.replace(raw, escaped)
     return data
 
 
