@@ -158,7 +158,8 @@ def with_room(arguments: argparse.Namespace, settings: ModelSettings, config: Mo
         return settings
     longest = min(max(arguments.context), config.max_context_length) + 2 * arguments.steps
     tokens = max(max(arguments.batch) * longest * 3 // 2, config.max_context_length + settings.block_size)
-    value_bytes = WEIGHT_BYTES.get(settings.dtype, WEIGHT_BYTES["float32"])  # auto is no wider
+    held_as = settings.dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
+    value_bytes = WEIGHT_BYTES.get(held_as, WEIGHT_BYTES["float32"])  # auto is no wider
     size = tokens * config.kv_bytes_per_token(value_bytes)
     return settings.model_copy(update={"kv_cache_memory": -(-size // _MIB) + 1})
 
@@ -171,7 +172,7 @@ def measure(arguments: argparse.Namespace, settings: ModelSettings) -> dict[str,
     formula = WorkFormula(
         config=contestant.manifest.config,
         weight_type=facts["weights"],
-        kv_value_bytes=WEIGHT_BYTES[facts["dtype"]],
+        kv_value_bytes=WEIGHT_BYTES[facts["kv_cache_dtype"]],
     )
     points = make_points(arguments, settings, formula, contestant.max_context_tokens)
     sweep = Sweep(contestant, Roofline(facts["weights"], facts["device"]))

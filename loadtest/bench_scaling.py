@@ -57,7 +57,7 @@ def measure(arguments: argparse.Namespace, serve: Sequence[str], progress: Progr
         follow(steps.round())
         follow(prefixes.round())
     progress.update(task, description="KV memory")
-    memory = kv_memory(contestant.manifest.config, contestant.built.dtype, _KV_TOKENS)
+    memory = kv_memory(contestant.manifest.config, contestant.built.kv_cache_dtype, _KV_TOKENS)
     progress.advance(task)
     follow(starts.run())
     return {

@@ -51,6 +51,7 @@ class InProcess:
             "max_num_running": self.settings.max_num_running,
             "max_batched_tokens": self.settings.max_batched_tokens,
             "block_size": self.built.block_size,
+            "kv_cache_dtype": self.built.kv_cache_dtype,
             "kv_cache_tokens": self.built.num_blocks * self.built.block_size,
         }
 

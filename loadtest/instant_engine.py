@@ -124,6 +124,7 @@ class InstantAPI(EngineAPI):
             num_blocks=_NUM_BLOCKS,
             block_size=_BLOCK_SIZE,
             kv_cache_bytes=0,
+            kv_cache_dtype="none",
         )
         return InstantEngine(token_id=0, step_seconds=float(os.environ.get(STEP_MS, "0")) / 1000.0), facts
 

@@ -31,7 +31,7 @@ from service.messages import Submit
 _STEPS = 16  # of a batch that are timed at once
 _BLOCK = 16
 _TOKENS_A_WRITE = 4096
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 
 
 class Steps:
@@ -42,7 +42,7 @@ class Steps:
         self._formula = WorkFormula(
             config=contestant.manifest.config,
             weight_type=facts["weights"],
-            kv_value_bytes=WEIGHT_BYTES[facts["dtype"]],
+            kv_value_bytes=WEIGHT_BYTES[facts["kv_cache_dtype"]],
         )
         self._contestant = contestant
         self._sweep = Sweep(contestant, Roofline(facts["weights"], facts["device"]))

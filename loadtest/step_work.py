@@ -19,7 +19,7 @@ from typing import Any
 
 from model.config import ModelConfig
 
-WEIGHT_BYTES = {"int8": 1, "fp8": 1, "bfloat16": 2, "float32": 4, "float64": 8}
+WEIGHT_BYTES = {"int8": 1, "fp8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 FORMULAS = {
     "decode_bytes": "W w + B C k",
     "decode_flops": "2 W B + 4 B C A",

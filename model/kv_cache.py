@@ -14,26 +14,51 @@ from model import pages
 from model.config import ModelConfig
 
 
+def rounded(x: Tensor, held_as: torch.dtype) -> Tensor:
+    """Numbers as a cache of another dtype holds them: to nearest, ties to even.
+
+    What is beyond float16's largest number, 65,504, becomes that number, for an infinite key would make an answer that
+    is none; what is no number stays none.
+    """
+    if held_as is torch.float16 and x.dtype is not held_as:
+        most = torch.finfo(held_as).max
+        x = x.clamp(-most, most)
+    return x.to(held_as)
+
+
 class KVCache:
     """Keys and values of `num_blocks * block_size` tokens. Average attention has keys of no numbers (D = 0).
+
+    Args:
+        dtype: of what is written and read: the model's.
+        held_as: of what is in memory, see `rounded`; None for `dtype`.
 
     Raises:
         ValueError: a size is not positive.
     """
 
     def __init__(
-        self, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        held_as: torch.dtype | None = None,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks={num_blocks} and block_size={block_size} must be positive")
         shape_LNPK = (config.num_layers, num_blocks, block_size, config.num_kv_heads)
         # Zeros, not empty: padding reads slots nobody wrote, and 0 * NaN is NaN.
         self.keys_LNPKD, self.values_LNPKD = (
-            pages.zeros((*shape_LNPK, dim), dtype)
+            pages.zeros((*shape_LNPK, dim), held_as or dtype)
             if torch.device(device).type == "cpu"
-            else torch.zeros((*shape_LNPK, dim), dtype=dtype, device=device)
+            else torch.zeros((*shape_LNPK, dim), dtype=held_as or dtype, device=device)
             for dim in (config.key_dim, config.head_dim)
         )
+        self.dtype = dtype
+        self.held_as = held_as or dtype
         self.num_blocks = num_blocks
         self.block_size = block_size
 
@@ -45,7 +70,7 @@ class KVCache:
     def write(self, layer: int, slot_mapping_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Put each token's key and value into its slot (block * block_size + offset)."""
         for pool_LNPKD, new_TKD in ((self.keys_LNPKD, k_TKD), (self.values_LNPKD, v_TKD)):
-            pool_LNPKD[layer].flatten(0, 1).index_copy_(0, slot_mapping_T, new_TKD.to(pool_LNPKD.dtype))
+            pool_LNPKD[layer].flatten(0, 1).index_copy_(0, slot_mapping_T, rounded(new_TKD, self.held_as))
 
     def gather(self, layer: int, block_tables_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of the keys and values of each sequence's blocks, in order: two BSKD tensors."""
@@ -55,4 +80,12 @@ class KVCache:
             torch.unflatten(pool_LNPKD[layer].index_select(0, blocks), 0, (num_sequences, num_blocks)).flatten(1, 2)
             for pool_LNPKD in (self.keys_LNPKD, self.values_LNPKD)
         )
-        return k_BSKD, v_BSKD
+        return k_BSKD.to(self.dtype), v_BSKD.to(self.dtype)
+
+    def gather_slots(self, layer: int, slots_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and values in these slots: two SKD tensors."""
+        k_SKD, v_SKD = (
+            pool_LNPKD[layer].flatten(0, 1).index_select(0, slots_S).to(self.dtype)
+            for pool_LNPKD in (self.keys_LNPKD, self.values_LNPKD)
+        )
+        return k_SKD, v_SKD

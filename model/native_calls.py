@@ -1,12 +1,14 @@
 """The attention of all layers over one cache, ready for a kernel that computes all layers in one call."""
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from torch import Tensor
 
-from model.attention.native import AttentionCall, NativeAttention, is_known
+from model.attention.native import KERNEL_NAMES, AttentionCall, NativeAttention, is_known
+from model.kernels.loading import KernelLibrary
 from model.kv_cache import KVCache
 from model.transformer import Attention
 
@@ -14,15 +16,21 @@ from model.transformer import Attention
 @dataclass(frozen=True, slots=True)
 class AttentionCalls:
     """`layers` is an array of `AttentionCall`. `backend` is None where it is not all the kernel's, or adds to its
-    scores."""
+    scores; then there is no `kernel`, a pointer to what attends, either."""
 
     kv_cache: KVCache
     backend: NativeAttention | None
     layers: Any
+    kernel: ctypes.c_void_p | None
 
     @classmethod
     def of(
-        cls, attentions: Sequence[Attention], heads: tuple[Tensor, Tensor, Tensor], mixed: Tensor, kv_cache: KVCache
+        cls,
+        attentions: Sequence[Attention],
+        heads: tuple[Tensor, Tensor, Tensor],
+        mixed: Tensor,
+        kv_cache: KVCache,
+        library: KernelLibrary,
     ) -> Self:
         """Each layer's, from queries, keys and values into `mixed`: all layers use the same buffers."""
         backend = attentions[0].backend
@@ -30,13 +38,17 @@ class AttentionCalls:
         for call, attention in zip(calls, attentions, strict=True):
             form = attention.form
             if attention.backend is not backend or form.bias is not None or not is_known(*heads[::2], form, kv_cache):
-                return cls(kv_cache, None, calls)
+                return cls(kv_cache, None, calls, None)
             pools = kv_cache.keys_LNPKD[form.layer], kv_cache.values_LNPKD[form.layer]
             call.q, call.k, call.v, call.out, call.keys, call.values = (x.data_ptr() for x in (*heads, mixed, *pools))
             call.q_stride, call.k_stride, call.v_stride = (x.stride(0) for x in heads)
             call.num_heads, call.num_kv_heads, call.head_size = *(x.shape[1] for x in heads[:2]), heads[0].shape[2]
             call.window, call.scale = form.window or 0, form.scale
-        return cls(kv_cache, backend if isinstance(backend, NativeAttention) else None, calls)
+        if not isinstance(backend, NativeAttention):
+            return cls(kv_cache, None, calls, None)
+        name = KERNEL_NAMES[kv_cache.dtype, kv_cache.held_as]
+        kernel = library.function(name, ctypes.c_void_p, ctypes.c_void_p)
+        return cls(kv_cache, backend, calls, ctypes.cast(kernel, ctypes.c_void_p))
 
     def use(self, threads: int) -> None:
         """Let so many threads compute."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from model.attention.metadata import AttentionMetadata
-from model.attention.native import KERNEL_NAMES, NativeAttention
+from model.attention.native import NativeAttention
 from model.kernels.loading import KernelLibrary, Kernels
 from model.kernels.structures import Decode, LayerWeights, Matrix, Rows
 from model.kinds import AttentionKind
@@ -76,7 +76,6 @@ class NativeTransformer:
         self._all_layers = library.function("kvasir_layers", *[_POINTER] * 3, _INT, *[_POINTER] * 4)
         self._decode = library.function("kvasir_decode", _POINTER, result=ctypes.c_bool)
         self._library = library
-        self._attention = ctypes.cast(library.function(KERNEL_NAMES[self._dtype], _POINTER, _POINTER), _POINTER)
         self._logits = library.function("kvasir_logits", *[_POINTER] * 6)
         self._are_tokens = library.function("kvasir_are_tokens", _POINTER, _INT, _INT, result=ctypes.c_bool)
         self._side_by_side = library.function("kvasir_inputs_side_by_side", _INT, result=_INT)
@@ -155,7 +154,7 @@ class NativeTransformer:
         calls.use(step.threads)
         self._all_layers(
             *(ctypes.byref(self._shape), ctypes.byref(self._rows), self._layers, len(self._layers)),
-            *(self._attention, ctypes.byref(step.batch), calls.layers, self._buffers["mixed"].data_ptr()),
+            *(calls.kernel, ctypes.byref(step.batch), calls.layers, self._buffers["mixed"].data_ptr()),
         )
         return True
 
@@ -210,7 +209,7 @@ class NativeTransformer:
             len(self._layers),
             self.config.max_context_length if self._model.rotary is None else len(rotations[0]),
             self.config.vocab_size,
-            self._attention,
+            calls.kernel,
             *(ctypes.addressof(x) for x in (step.batch, calls.layers)),
             self._buffers["mixed"].data_ptr(),
             ctypes.addressof(self._head),
@@ -235,7 +234,7 @@ class NativeTransformer:
         if self._calls is None or self._calls.kv_cache is not kv_cache:
             attentions = [cast(Block, block).attention for block in self.layers]
             heads, mixed = self._heads(self._capacity), self._buffers["mixed"]
-            self._calls = AttentionCalls.of(attentions, heads, mixed, kv_cache)
+            self._calls = AttentionCalls.of(attentions, heads, mixed, kv_cache, self._library)
         return self._calls
 
     def logits(self, x_RE: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode
 
-from service.options import CONFIG, LISTED, AutoOrCount, option
+from service.options import CONFIG, LISTED, AutoOrCount, CacheDtype, option
 
 
 class CheckpointSettings(BaseSettings):
@@ -130,6 +130,7 @@ class EvalSettings(CheckpointSettings):
     device: Literal["auto", "cpu", "cuda"] = option("hardware", "auto takes CUDA where there is any", "auto")
     dtype: Literal["float32", "bfloat16"] = option("hardware", "of weights and arithmetic", "float32")
     quantize: Literal["none", "int8", "fp8"] = option("hardware", "as kvasir serve --quantize", "none")
+    kv_cache_dtype: CacheDtype = option("hardware", "what a cache would round keys and values to, as serve", "auto")
     threads: AutoOrCount = option("hardware", "CPU threads; auto: the CPUs we may use", "auto")
 
     @field_validator("texts")

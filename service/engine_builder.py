@@ -61,6 +61,7 @@ class EngineFacts:
     num_blocks: int
     block_size: int
     kv_cache_bytes: int
+    kv_cache_dtype: str
 
     def __str__(self) -> str:
         return (
@@ -72,7 +73,7 @@ class EngineFacts:
     @property
     def kv_cache(self) -> str:
         """The KV-cache's size in words."""
-        size = f"{self.kv_cache_bytes / _MIB:.4g} MiB"
+        size = f"{self.kv_cache_bytes / _MIB:.4g} MiB of {self.kv_cache_dtype}"
         return f"KV-cache of {self.num_blocks} blocks of {self.block_size} tokens ({size})"
 
     def found(self) -> dict[str, object]:
@@ -85,6 +86,7 @@ class EngineFacts:
             "threads": self.threads,
             "max_context_length": self.max_context_length,
             "kv_cache_memory": self.kv_cache,
+            "kv_cache_dtype": self.kv_cache_dtype,
         }
 
 
@@ -99,7 +101,8 @@ def build_engine(
     Raises:
         CheckpointError: the tensors cannot be read.
         SettingsError: a longer context was asked for than the model has, a device that is not there or has no such
-            eight-bit products or attention, or a KV-cache too small for one full context.
+            eight-bit products or attention, a KV-cache too small for one full context, or of a dtype that is not for
+            this model.
         ValueError: the memory is too small for that.
         torch.OutOfMemoryError, RuntimeError: the device cannot hold it.
     """
@@ -110,6 +113,7 @@ def build_engine(
     device = find_device(settings.device)
     dtype_name = _find_dtype(settings.dtype, device)
     dtype = _DTYPES[dtype_name]
+    held_as = find_cache_dtype(settings.kv_cache_dtype, device, dtype)
     eight_bits = find_eight_bits(settings.quantize, device, dtype)
     place = Place(config=manifest.config, device=torch.device(device), dtype=dtype, block_size=settings.block_size)
     attending = _attend(settings, place, wait_for_kernels)
@@ -117,23 +121,14 @@ def build_engine(
     model = load_model(manifest, device=device, dtype=dtype, attention=attending.backend, packs_next=packs)
     matrices = prepare_matrices(model, settings.quantize, eight_bits)
     fuse_for_gpu(model)
-    block_bytes = settings.block_size * manifest.config.kv_bytes_per_token(dtype.itemsize)
+    block_bytes = settings.block_size * manifest.config.kv_bytes_per_token(held_as.itemsize)
     largest, records = _largest_step(settings, max_context_length), settings.cuda_graphs and attending.recordable
     usable = cache_bytes(model, largest, settings.gpu_memory_share, records=records)
     # What our own kernels pack later is not there yet; nor is it free.
     packed = 0 if kernels_for(model) is None else manifest.config.num_parameters * dtype.itemsize
     free = max(0, free_bytes(device) - packed) if usable is None else usable
     num_blocks = _num_blocks(settings, max_context_length, block_bytes, free, is_shared=usable is None)
-    config = EngineConfig(
-        block_size=settings.block_size,
-        num_blocks=num_blocks,
-        max_num_running=settings.max_num_running,
-        max_batched_tokens=settings.max_batched_tokens,
-        max_draft_tokens=settings.speculative_tokens,
-        prompt_slowdown=settings.prompt_slowdown,
-        enable_prefix_cache=settings.enable_prefix_cache,
-        max_context_length=max_context_length,
-    )
+    config = _engine_config(settings, num_blocks, max_context_length)
     engine = _make_engine(model, load_tokenizer(manifest.directory), config, attending, settings)
     facts = EngineFacts(
         device=device,
@@ -146,8 +141,23 @@ def build_engine(
         num_blocks=num_blocks,
         block_size=settings.block_size,
         kv_cache_bytes=num_blocks * block_bytes,
+        kv_cache_dtype=str(held_as).removeprefix("torch."),
     )
     return engine, facts
+
+
+def _engine_config(settings: ModelSettings, num_blocks: int, max_context_length: int) -> EngineConfig:
+    return EngineConfig(
+        block_size=settings.block_size,
+        num_blocks=num_blocks,
+        max_num_running=settings.max_num_running,
+        max_batched_tokens=settings.max_batched_tokens,
+        max_draft_tokens=settings.speculative_tokens,
+        prompt_slowdown=settings.prompt_slowdown,
+        enable_prefix_cache=settings.enable_prefix_cache,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        max_context_length=max_context_length,
+    )
 
 
 def _largest_step(settings: ModelSettings, max_context_length: int) -> LargestStep:
@@ -244,6 +254,19 @@ def find_device(wanted: str) -> str:
     if wanted == "cuda" and not has_cuda:
         raise SettingsError("--device cuda: no CUDA device can be used here")
     return "cuda" if wanted == "cuda" or (wanted == "auto" and has_cuda) else "cpu"
+
+
+def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtype:
+    """What a --kv-cache-dtype setting means for a model of this dtype. Raises SettingsError: it is not for it."""
+    if wanted == "auto":
+        return dtype
+    if device != "cpu" or dtype is not torch.float32:
+        model = f"{str(dtype).removeprefix('torch.')} on {'CUDA' if device == 'cuda' else 'the CPU'}"
+        raise SettingsError(
+            f"--kv-cache-dtype {wanted}: for float32 models on the CPU, and this one is {model}; leave it out, or give "
+            "--device cpu --dtype float32"
+        )
+    return torch.float16
 
 
 def find_eight_bits(quantize: str, device: str, dtype: torch.dtype) -> EightBits | None:

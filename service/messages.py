@@ -141,7 +141,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """A worker is up and empty: whatever is unfinished must be submitted to it again.
 
-    device, dtype, attention, matrices: as `service.engine_builder.EngineFacts` has them.
+    device, dtype, attention, matrices, kv_cache_dtype: as `service.engine_builder.EngineFacts` has them.
     """
 
     worker_id: int
@@ -150,6 +150,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True
     dtype: str
     attention: str
     matrices: str
+    kv_cache_dtype: str
     num_blocks: int
     block_size: int
     startup_seconds: float

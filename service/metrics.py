@@ -110,7 +110,7 @@ class Metrics:
 
     def observe_worker_start(self, hello: Hello) -> None:
         """A worker is up, and idle."""
-        shape = (str(hello.block_size), str(hello.num_blocks), hello.dtype, hello.device)
+        shape = (str(hello.block_size), str(hello.num_blocks), hello.kv_cache_dtype, hello.device)
         self._gauge("cache_config_info", *shape).set(1)
         self._gauge("startup_seconds").set(hello.startup_seconds)
         self.observe_idle()

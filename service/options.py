@@ -10,6 +10,7 @@ from pydantic_settings import SettingsConfigDict
 PREFIX = "KVASIR_"
 CONFIG = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
 AutoOrCount = Literal["auto"] | Annotated[int, Field(ge=1)]
+CacheDtype = Literal["auto", "float16"]
 # A variable holds several values as PATH does; flags give one each.
 LISTED = BeforeValidator(lambda value: value.split(os.pathsep) if isinstance(value, str) else value)
 

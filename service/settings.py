@@ -28,7 +28,7 @@ from service.command_settings import (
 )
 from service.complaints import EMPTY, in_words
 from service.flags import FlagError, flag_of, is_secret, parse_flags, variable_of
-from service.options import CONFIG, NAMES, PREFIX, AutoOrCount, option, secret
+from service.options import CONFIG, NAMES, PREFIX, AutoOrCount, CacheDtype, option, secret
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 # As browsers send it (https://fetch.spec.whatwg.org/#origin-header).
@@ -91,12 +91,13 @@ class ModelSettings(BaseSettings):
         "least one sequence at full length",
         "auto",
     )
-    gpu_memory_share: float = option(
+    kv_cache_dtype: CacheDtype = option(
         "engine",
-        "share of a GPU's memory for weights, the largest step, recorded steps and the KV-cache together",
-        0.9,
-        gt=0,
-        le=1,
+        "auto: the model's; float16: for a float32 model on a CPU, twice the tokens in the same memory",
+        "auto",
+    )
+    gpu_memory_share: float = option(
+        "engine", "share of a GPU's memory for weights, largest step, recorded steps and KV-cache", 0.9, gt=0, le=1
     )
     enable_prefix_cache: bool = option("engine", "share the KV blocks of equal prefixes", True)
 

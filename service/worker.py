@@ -178,6 +178,7 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
             dtype=facts.dtype,
             attention=facts.attention,
             matrices=facts.matrices,
+            kv_cache_dtype=facts.kv_cache_dtype,
             num_blocks=facts.num_blocks,
             block_size=facts.block_size,
             startup_seconds=time.monotonic() - lit_api.started_seconds,

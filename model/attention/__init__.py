@@ -5,6 +5,7 @@ metadata   AttentionMetadata: whose tokens a packed batch holds, and where their
 form       AttentionForm: a layer's scale, window and bias; what a token may see
 biases     positions in the scores: RelativeBias (T5), AlibiBias, DisentangledBias (DeBERTa)
 eager      softmax(scale QK^T + bias + causal mask)V written out: the oracle, and its weights
+as_cached  AsCached: without a cache, keys and values rounded as one of another dtype would hold them
 weights    weights_of_layer: what each token of a text attends to, for people to look at
 sdpa       the fused kernel of PyTorch, CPU and GPU
 native     a kernel of our own for CPUs that reads the cache's blocks where they lie

@@ -27,7 +27,11 @@ from model.attention.sdpa import SdpaAttention
 from model.kernels.loading import KERNELS, KernelLibrary, Kernels
 from model.kv_cache import KVCache
 
-KERNEL_NAMES = {torch.float32: "kvasir_attention_float32", torch.bfloat16: "kvasir_attention_bfloat16"}
+# By what is computed with, and what the cache holds.
+KERNEL_NAMES = {
+    (torch.float32, torch.float32): "kvasir_attention_float32",
+    (torch.bfloat16, torch.bfloat16): "kvasir_attention_bfloat16",
+}
 _CHECK = "kvasir_is_within_cache"
 _LARGEST_HEAD = 256
 _LOG2_E = 1.4426950408889634  # the kernel's powers are of two
@@ -120,11 +124,10 @@ class NativeAttention:
 
 def is_known(q_THD: Tensor, v_TKD: Tensor, form: AttentionForm, kv_cache: KVCache) -> bool:
     """Whether the kernel knows such a layer."""
-    keys = kv_cache.keys_LNPKD
     return (
-        keys.device.type == "cpu"
-        and keys.dtype in KERNEL_NAMES
-        and q_THD.dtype == v_TKD.dtype == keys.dtype
+        kv_cache.keys_LNPKD.device.type == "cpu"
+        and (kv_cache.dtype, kv_cache.held_as) in KERNEL_NAMES
+        and q_THD.dtype == v_TKD.dtype == kv_cache.dtype
         and 0 < q_THD.shape[-1] == v_TKD.shape[-1] <= _LARGEST_HEAD
         and (form.bias is None or isinstance(form.bias, RelativeBias | AlibiBias))
     )
@@ -177,7 +180,7 @@ def _check(slots_T: Tensor, tables_BN: Tensor, longest: int, kv_cache: KVCache) 
 def _attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, form: AttentionForm, step: _Step, kv_cache: KVCache) -> Tensor:
     """One layer by the kernel, which also writes keys and values into the cache."""
     keys_NPKD, values_NPKD = kv_cache.keys_LNPKD[form.layer], kv_cache.values_LNPKD[form.layer]
-    q_THD, k_TKD, v_TKD = _rows_of(q_THD), _rows_of(k_TKD.to(keys_NPKD.dtype)), _rows_of(v_TKD)
+    q_THD, k_TKD, v_TKD = _rows_of(q_THD), _rows_of(k_TKD.to(kv_cache.dtype)), _rows_of(v_TKD)
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
     bias_HX = None if form.bias is None else _biases(form, q_THD.shape[1], step.longest)
     layer = AttentionCall(
@@ -194,7 +197,7 @@ def _attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, form: AttentionForm, st
         form.scale,
     )
     assert step.loaded is not None
-    kernel = step.loaded.function(KERNEL_NAMES[q_THD.dtype], _POINTER, _POINTER)
+    kernel = step.loaded.function(KERNEL_NAMES[kv_cache.dtype, kv_cache.held_as], _POINTER, _POINTER)
     kernel(ctypes.byref(step.batch), ctypes.byref(layer))
     return out_THD
 

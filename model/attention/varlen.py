@@ -78,10 +78,7 @@ class VarlenChunks:
 
     def __call__(self, q_XHD: Tensor, form: AttentionForm, view: RaggedView, kv_cache: KVCache) -> Tensor:
         """XHD."""
-        k_SKD, v_SKD = (
-            pool_LNPKD[form.layer].flatten(0, 1).index_select(0, view.slots_S)
-            for pool_LNPKD in (kv_cache.keys_LNPKD, kv_cache.values_LNPKD)
-        )
+        k_SKD, v_SKD = kv_cache.gather_slots(form.layer, view.slots_S)
         grouped = q_XHD.shape[1] != k_SKD.shape[1]
         out_XHD: Tensor = self._function(
             q_XHD,

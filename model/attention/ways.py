@@ -89,10 +89,7 @@ def gathered(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN:
 
 def one_by_one(q_XHD: Tensor, form: AttentionForm, view: RaggedView, kv_cache: KVCache) -> Tensor:
     """A `ChunkWay` on any device: PyTorch's fused kernel, one chunk after the other."""
-    k_SKD, v_SKD = (
-        pool_LNPKD[form.layer].flatten(0, 1).index_select(0, view.slots_S)
-        for pool_LNPKD in (kv_cache.keys_LNPKD, kv_cache.values_LNPKD)
-    )
+    k_SKD, v_SKD = kv_cache.gather_slots(form.layer, view.slots_S)
     contexts = view.context_lengths
     parts = zip(q_XHD.split(view.query_lengths), k_SKD.split(contexts), v_SKD.split(contexts), strict=True)
     return torch.cat([causal(q_QHD, k_SKD, v_SKD, form) for q_QHD, k_SKD, v_SKD in parts])

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, NoReturn, cast
 import torch
 from torch import Tensor
 
+from model.attention.as_cached import AsCached
 from model.attention.eager import attention_weights
 from model.attention.form import AttentionForm
+from model.attention.interface import AttentionBackend
 from model.attention.metadata import AttentionMetadata
 from model.kv_cache import KVCache
-from model.transformer import Block, Transformer
+from model.transformer import Attention, Block, Transformer
 
 if TYPE_CHECKING:
     from model.native_transformer import NativeTransformer
@@ -48,12 +50,21 @@ class _RecordingAttention:
 
 
 @torch.inference_mode()
-def weights_of_layer(model: "Transformer | NativeTransformer", token_ids: Sequence[int], *, layer: int) -> Tensor:
+def weights_of_layer(
+    model: "Transformer | NativeTransformer",
+    token_ids: Sequence[int],
+    *,
+    layer: int,
+    held_as: torch.dtype | None = None,
+) -> Tensor:
     """The weights HTS of one layer, float32, on the CPU: row t says what token t attends to.
 
     Rows sum to 1; what is ahead, or behind a window, is exactly 0. Layers before this one run on the model's own
     backend and dtype, layers behind it do not run. Not for two threads at once: the layer's backend is another one
     meanwhile.
+
+    Args:
+        held_as: what keys and values are rounded to, as a cache would hold them; None for as they are.
 
     Raises:
         ValueError: there is no such layer, no token, more tokens than the context, or an id out of the vocabulary.
@@ -67,12 +78,21 @@ def weights_of_layer(model: "Transformer | NativeTransformer", token_ids: Sequen
         raise ValueError(f"token ids from {min(token_ids)} to {max(token_ids)}; the vocabulary has {config.vocab_size}")
     device = model.token_embedding.weight.device
     metadata = AttentionMetadata.uncached((len(token_ids),), device)
-    attention = cast(Block, model.layers[layer]).attention
-    backend, attention.backend = attention.backend, _RecordingAttention()
+    attentions = [cast(Block, block).attention for block in model.layers[: layer + 1]]
+    backends: list[AttentionBackend] = [attention.backend for attention in attentions]
+    meanwhile: list[AttentionBackend] = [*backends[:-1], _RecordingAttention()]
+    if held_as is not None:
+        meanwhile = [AsCached(backend, held_as) for backend in meanwhile]
     try:
+        _give(attentions, meanwhile)
         model(torch.tensor(token_ids, device=device), metadata, None)
     except _Recorded as recorded:
         return recorded.weights_HTS.cpu()
     finally:
-        attention.backend = backend
+        _give(attentions, backends)
     raise AssertionError(f"layer {layer} attended to nothing")
+
+
+def _give(attentions: Sequence[Attention], backends: Sequence[AttentionBackend]) -> None:
+    for attention, backend in zip(attentions, backends, strict=True):
+        attention.backend = backend

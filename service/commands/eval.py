@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from model.attention.as_cached import AsCached
 from model.attention.interface import ATTENTION_BACKENDS
 from model.checkpoint import load_model
 from model.config import ModelConfig
@@ -27,7 +28,7 @@ from model.training.data import check_sources, read_source
 from model.transformer import Transformer
 from service.batch_completion import complete_batch
 from service.command_settings import EvalSettings
-from service.engine_builder import find_device, find_eight_bits, prepare_matrices
+from service.engine_builder import find_cache_dtype, find_device, find_eight_bits, prepare_matrices
 from service.settings import SettingsError, usable_cpus
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -127,7 +128,8 @@ def _load(settings: EvalSettings, manifest: Manifest) -> Transformer:
     torch.set_num_threads(usable_cpus() if settings.threads == "auto" else settings.threads)
     device, dtype = find_device(settings.device), _DTYPES[settings.dtype]
     eight_bits = find_eight_bits(settings.quantize, device, dtype)
-    model = load_model(manifest, device=device, dtype=dtype, attention=ATTENTION_BACKENDS["sdpa"])
+    held_as, attention = find_cache_dtype(settings.kv_cache_dtype, device, dtype), ATTENTION_BACKENDS["sdpa"]
+    model = load_model(manifest, device=device, dtype=dtype, attention=AsCached(attention, held_as))
     if settings.quantize != "none":
         prepare_matrices(model, settings.quantize, eight_bits)
     return model
@@ -187,6 +189,7 @@ def _settings_facts(settings: EvalSettings, model: Transformer, length: int) -> 
         "device": model.token_embedding.weight.device.type,
         "dtype": settings.dtype,
         "quantize": settings.quantize,
+        "kv_cache_dtype": settings.kv_cache_dtype,
         "max_context_length": length,
         "max_documents": settings.max_documents,
         "samples": settings.samples,

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,6 +14,7 @@ class EngineConfig:
     max_num_running: sequences that compute in one step.
     max_batched_tokens: tokens computed in one step, decodes first, the rest on prompt chunks.
     enable_prefix_cache: share the blocks of equal prefixes.
+    kv_cache_dtype: of the keys and values in the pool; auto for the model's.
     max_context_length: tokens at which every sequence ends; None for as many as the model has positions.
     max_draft_tokens: of a sequence in a step, see `prompt_lookup`; 0 for no drafts.
     prompt_slowdown: see `prompt_pace`; infinite for prompts as long as the budget allows.
@@ -26,6 +28,7 @@ class EngineConfig:
     max_num_running: int = 64
     max_batched_tokens: int = 512
     enable_prefix_cache: bool = True
+    kv_cache_dtype: Literal["auto", "float16"] = "auto"
     max_context_length: int | None = None
     max_draft_tokens: int = 0
     prompt_slowdown: float = math.inf

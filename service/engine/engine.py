@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from model.sampling_params import SamplingParams
 from model.tokenizer.interface import Tokenizer
 from model.transformer import Transformer
@@ -77,6 +79,7 @@ class Engine:
                 num_blocks=config.num_blocks,
                 block_size=config.block_size,
                 vocab_size=tokenizer.vocab_size,
+                held_as=torch.float16 if config.kv_cache_dtype == "float16" else None,
             )
         self._runner = runner
         if looks_ahead is None:

@@ -88,9 +88,20 @@ class ModelRunner:
 
     Only the first `vocab_size` ids can be drawn: embeddings are often padded beyond the tokenizer's vocabulary, and
     an id without text must not come out.
+
+    Args:
+        held_as: the cache's dtype; None for the model's.
     """
 
-    def __init__(self, model: Transformer, *, num_blocks: int, block_size: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        held_as: torch.dtype | None = None,
+    ) -> None:
         self._model: Transformer | NativeTransformer = model
         self._swap = KernelSwap(model)
         self._vocab_size = vocab_size
@@ -98,7 +109,12 @@ class ModelRunner:
         self._device = weight.device
         self._is_elsewhere = weight.device.type != "cpu"
         self._cache = KVCache(
-            model.config, num_blocks=num_blocks + 1, block_size=block_size, dtype=weight.dtype, device=weight.device
+            model.config,
+            num_blocks=num_blocks + 1,
+            block_size=block_size,
+            dtype=weight.dtype,
+            device=weight.device,
+            held_as=held_as,
         )
         self._graphs: DecodeGraphs | None = None
         self._drawn_B: Tensor | None = None  # by the step that was launched last, where it was computed
@@ -218,7 +234,8 @@ class ModelRunner:
         Raises:
             ValueError: see `weights_of_layer`.
         """
-        weights_HTT = weights_of_layer(self._model, token_ids, layer=layer)[list(heads)]
+        held_as = self._cache.held_as
+        weights_HTT = weights_of_layer(self._model, token_ids, layer=layer, held_as=held_as)[list(heads)]
         rows, columns = torch.tril_indices(len(token_ids), len(token_ids))
         return weights_HTT[:, rows, columns].numpy().tobytes()
 

@@ -13,9 +13,9 @@ BLOCK_SIZE = 4
 
 
 class PagedRun:
-    """Sequences whose blocks lie scattered and interleaved in one pool."""
+    """Sequences whose blocks lie scattered and interleaved in one pool, held as another dtype where one is given."""
 
-    def __init__(self, model: Transformer, sequences: Sequence[Tensor]) -> None:
+    def __init__(self, model: Transformer, sequences: Sequence[Tensor], held_as: torch.dtype | None = None) -> None:
         weight = model.token_embedding.weight
         self.model = model
         self.device = weight.device
@@ -25,7 +25,12 @@ class PagedRun:
         blocks = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
         self.tables = [[blocks.pop() for _ in range(need)] for need in needs]
         self.cache = KVCache(
-            model.config, num_blocks=self.num_blocks, block_size=BLOCK_SIZE, dtype=weight.dtype, device=weight.device
+            model.config,
+            num_blocks=self.num_blocks,
+            block_size=BLOCK_SIZE,
+            dtype=weight.dtype,
+            device=weight.device,
+            held_as=held_as,
         )
 
     def forward_in_chunks(self, chunk: int) -> list[Tensor]:

@@ -18,6 +18,7 @@ HELLO = Hello(
     dtype="float32",
     attention="native",
     matrices="packed",
+    kv_cache_dtype="float16",
     num_blocks=64,
     block_size=16,
     startup_seconds=1.5,
@@ -127,7 +128,7 @@ OBSERVATIONS = (
         name="worker_start",
         make=lambda metrics: metrics.observe_worker_start(HELLO),
         changes={
-            'cache_config_info{block_size="16",cache_dtype="float32",device="cpu",num_gpu_blocks="64"}': 1,
+            'cache_config_info{block_size="16",cache_dtype="float16",device="cpu",num_gpu_blocks="64"}': 1,
             "startup_seconds": 1.5,
         },
     ),

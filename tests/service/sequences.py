@@ -55,6 +55,7 @@ def make_hello(epoch: int) -> Hello:
         dtype="float32",
         attention="native",
         matrices="packed",
+        kv_cache_dtype="float32",
         num_blocks=8,
         block_size=4,
         startup_seconds=1.0,

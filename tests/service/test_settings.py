@@ -47,6 +47,7 @@ def test_every_flag_of_the_contract_is_read() -> None:
     settings = read(
         *("--checkpoint", "c", "--host", "0.0.0.0", "--port", "9000", "--device", "cpu", "--dtype", "bfloat16"),
         *("--threads", "3", "--max-num-running", "5", "--max-batched-tokens", "77", "--kv-cache-memory", "12"),
+        *("--kv-cache-dtype", "float16"),
         *("--block-size", "32", "--max-waiting-requests", "9", "--drain-seconds", "1.5", "--model-name", "m"),
         *("--max-connections", "20", "--client-seconds", "2.5"),
         *("--no-enable-prefix-cache", "--max-body-mb", "4", "--log-level", "debug", "--attention", "eager"),
@@ -78,6 +79,7 @@ def test_every_flag_of_the_contract_is_read() -> None:
         "prompt_slowdown": math.inf,
         "block_size": 32,
         "kv_cache_memory": 12,
+        "kv_cache_dtype": "float16",
         "enable_prefix_cache": False,
         "host": "0.0.0.0",
         "port": 9000,
