@@ -64,7 +64,7 @@ engine_builder   from settings and a checkpoint to an engine; what "auto" means 
 event_channel    the way of events from the worker to the API process: a Unix socket
 driver           what the worker's thread does at every turn
 worker           LitAPI builds the engine, LitLoop runs it, in one thread
-early_worker     the first worker's process, which imports while main does; a standby's, which does so last
+early_worker     a worker's process, of which the first imports while main does, and a standby's does so last
 first_worker     that process handed what LitServe starts a worker with
 standby          the next worker, which waits for the present one to die
 watchdog         tells when a process hangs

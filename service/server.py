@@ -249,11 +249,11 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
     def _launch(self, epoch: int, word: Connection | None = None) -> BaseProcess:
         """Start the worker of an epoch, which waits for the word where there is one."""
         self._next_epoch, self.lit_api.word = epoch, word
-        if word is not None:
+        if word is None:
+            EARLY_WORKER.begin(self._settings.checkpoint)
+        else:
             EARLY_WORKER.begin_quietly()
-            return self._launch_in_begun(self.lit_api)
-        process: BaseProcess = self.launch_single_inference_worker(self.lit_api, 0)
-        return process
+        return self._launch_in_begun(self.lit_api)
 
     def _watch(self, api_process: BaseProcess) -> None:
         """Look after the others until main ends: this thread's children end with it, see `Lifecycle.die_with_main`."""

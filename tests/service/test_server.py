@@ -48,63 +48,78 @@ def server(tiny_checkpoint: Path, port: int, monkeypatch: pytest.MonkeyPatch, tm
     return server
 
 
+@pytest.fixture
+def begun(server: KvasirServer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How processes were begun for workers, none of which is there."""
+    for name in ("workers_setup_status", "_transport"):  # which LitServe makes when it runs
+        monkeypatch.setattr(server, name, {}, raising=False)
+    server._inboxes = tuple(range(8))
+    ways: list[str] = []
+    monkeypatch.setattr(server_module.EARLY_WORKER, "begin", lambda checkpoint: ways.append("now"))
+    monkeypatch.setattr(server_module.EARLY_WORKER, "begin_quietly", lambda: ways.append("quietly"))
+    return ways
+
+
 def die(server: KvasirServer, exitcode: int = -9) -> Any:
     dead: Any = FakeProcess(exitcode)
     return server._supervisor.replace(dead)
 
 
-def test_a_dead_worker_is_replaced_and_counted(server: KvasirServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_worker_is_replaced_and_counted(
+    server: KvasirServer, begun: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     new = FakeProcess(None)
-    monkeypatch.setattr(LitServer, "launch_single_inference_worker", lambda *args: new)
+    monkeypatch.setattr(server_module, "launch_worker", lambda *given: new)
     assert die(server) is new
     assert die(server, exitcode=1) is new
     assert server._lifecycle.epoch.value == 2
+    assert begun == ["now", "now"]
     text = render()[0].decode()
     assert 'llm_worker_restarts_total{engine="0",model_name="tiny",reason="signal"} 1.0' in text
     assert 'llm_worker_restarts_total{engine="0",model_name="tiny",reason="exit"} 1.0' in text
 
 
 def test_a_worker_that_dies_again_and_again_ends_the_service(
-    server: KvasirServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: KvasirServer, begun: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    starts: list[int] = []
-    monkeypatch.setattr(LitServer, "launch_single_inference_worker", lambda *args: starts.append(1))
+    monkeypatch.setattr(server_module, "launch_worker", lambda *given: FakeProcess(None))
     for _ in range(5):
         die(server)
     assert not server._shutdown_event.is_set()
     die(server)
     assert server._shutdown_event.is_set()
-    assert (len(starts), server._exit_code, server._lifecycle.phase.value) == (5, 1, Phase.STOPPING)
+    assert (len(begun), server._exit_code, server._lifecycle.phase.value) == (5, 1, Phase.STOPPING)
     assert "the worker died 6 times within a minute (was killed by SIGKILL" in caplog.text
 
 
+@pytest.mark.usefixtures("begun")
 def test_each_worker_has_another_queue_than_those_before(server: KvasirServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody may still wait in LitServe's queue process for what a dead worker had asked for."""
-    monkeypatch.setattr(server, "_inboxes", tuple(range(8)))
     given: list[int] = []
 
-    def launch(self: KvasirServer, *args: Any) -> FakeProcess:
-        given.append(self._get_request_queue("/v1/completions"))
+    def launch(api: Any, queue: int, *others: Any) -> FakeProcess:
+        given.append(queue)
         return FakeProcess(None)
 
-    monkeypatch.setattr(LitServer, "launch_single_inference_worker", launch)
+    monkeypatch.setattr(server_module, "launch_worker", launch)
     for _ in range(3):
         die(server)
     assert given == [1, 2, 3]
 
 
+@pytest.mark.usefixtures("begun")
 def test_deaths_long_ago_are_forgiven(server: KvasirServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LitServer, "launch_single_inference_worker", lambda *args: FakeProcess(None))
+    monkeypatch.setattr(server_module, "launch_worker", lambda *given: FakeProcess(None))
     for _ in range(20):
         die(server)
         server._supervisor._deaths[-1] -= 61.0
     assert not server._shutdown_event.is_set()
 
 
-def test_no_worker_is_started_when_the_end_has_begun(server: KvasirServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LitServer, "launch_single_inference_worker", lambda *args: pytest.fail("started"))
+def test_no_worker_is_started_when_the_end_has_begun(server: KvasirServer, begun: list[str]) -> None:
     server._lifecycle.enter(Phase.STOPPING)
     assert die(server).exitcode == -9
+    assert begun == []
 
 
 def test_a_drain_waits_for_the_last_request(server: KvasirServer) -> None:
@@ -217,28 +232,26 @@ def test_a_taken_port_is_found_before_anything_is_loaded(tiny_checkpoint: Path) 
             build_server(ServeSettings(checkpoint=tiny_checkpoint / "none", port=port))
 
 
-def test_a_standby_imports_when_nobody_else_computes(server: KvasirServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_standby_imports_when_nobody_else_computes(
+    server: KvasirServer, begun: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And a worker that is needed now does not."""
-    server._inboxes = tuple(range(8))
-    for name in ("workers_setup_status", "_transport"):  # which LitServe makes when it runs
-        monkeypatch.setattr(server, name, {}, raising=False)
-    begun: list[str] = []
-    monkeypatch.setattr(server_module.EARLY_WORKER, "begin_quietly", lambda: begun.append("standby"))
     standby, needed_now = FakeProcess(None, pid=1), FakeProcess(None, pid=2)
     words: list[Any] = []
 
     def launch(api: Any, queue: Any, *given: Any) -> FakeProcess:
-        assert begun == ["standby"]
+        if api.word is None:
+            return needed_now
+        assert begun == ["quietly"]
         words.append((Connection(os.dup(api.word.fileno()), writable=False), queue))  # as its process has it
         return standby
 
     monkeypatch.setattr(server_module, "launch_worker", launch)
-    monkeypatch.setattr(LitServer, "launch_single_inference_worker", lambda *given: needed_now)
     server._supervisor._standby.keep()
     ((word, queue),) = words
     assert queue == 1
     assert (die(server), die(server)) == (standby, needed_now)
-    assert begun == ["standby"]
+    assert begun == ["quietly", "now"]
     assert word.recv_bytes() == b"begin"
     word.close()
 
