@@ -205,15 +205,15 @@ inline float largest(Lanes x) {
 }
 #endif
 
-// 2^x for x <= 127, 0 where it would be under 2^-126. The rest after rounding x to n lies within half; its Taylor
-// series to the 7th power is closer than float rounds.
+// 2^x for x <= 127, 0 where it would be under 2^-126. The rest after rounding x to n lies within half; of all polynomials
+// of the 5th power that are 1 at 0 this one's largest relative error there is the least (Remez 1934): 9.1e-8, and a
+// float rounds by up to 6.0e-8.
 inline Lanes exp2(Lanes x) {
     const Lanes bounded = max(splat(-126.f), x);  // no number stays none
     const Lanes n = round(bounded);
     const Lanes rest = sub(bounded, n);
-    Lanes power = splat(1.52527338e-5f);
-    for (float coefficient : {1.54035304e-4f, 1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f, 2.40226507e-1f,
-                              6.93147181e-1f, 1.f}) {
+    Lanes power = splat(1.32647269e-3f);
+    for (float coefficient : {9.67151266e-3f, 5.55073374e-2f, 2.40222421e-1f, 6.93146978e-1f, 1.f}) {
         power = fma(power, rest, splat(coefficient));
     }
     return scale_by_power(power, n);
