@@ -1,0 +1,28 @@
+"""What matrices in eight bits cost the model that ships, told by what it expects of texts it has not read."""
+
+from pathlib import Path
+
+import torch
+
+from model.attention.interface import ATTENTION_BACKENDS
+from model.checkpoint import load_model
+from model.evaluation.held_out import evaluate
+from model.linear import Int8Linear, replace_linears
+from model.manifest import read_manifest
+from model.tokenizer.native import load_native
+from tests.model.tokenizer.texts import stories
+
+CHECKPOINT = Path(__file__).parents[1] / "checkpoints" / "kvasir-9m"
+_MOST = 0.01  # of its bits a byte
+
+
+def test_eight_bits_cost_at_most_a_hundredth() -> None:
+    manifest, texts = read_manifest(CHECKPOINT), stories()[::32]
+    model = load_model(manifest, device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["sdpa"])
+    tokenizer = load_native(CHECKPOINT)
+    plain = evaluate(model, tokenizer, texts).bits_per_byte
+    replace_linears(model, "int8")
+    assert any(isinstance(module, Int8Linear) for module in model.modules())
+    rounded = evaluate(model, tokenizer, texts).bits_per_byte
+    assert rounded != plain
+    assert rounded <= (1 + _MOST) * plain
