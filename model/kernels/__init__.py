@@ -5,7 +5,9 @@ build      from the *.cpp files here to one library a level; `python -m model.ke
 loading    that library in this process: loaded at once where it is built, else built in a thread; KERNELS
 structures what kernels are handed over, field by field as in C
 
-attention.cpp, attention_tile.h   attention over the paged cache
+attention.cpp, attention_tile.h   attention over the paged cache: a tile of keys against rows of queries
+attention_few.h, _stream.h        the same against few rows, as in a step of decodes, and what it reads next
+attention_tasks.h, _parts.h       the tasks it is cut into
 linear.h, linear.cpp              rows times a packed matrix: float32, bfloat16, eight bits
 layers.cpp, rows.h                all else of a layer: norms, rotations, activations, residuals
 

@@ -6,23 +6,21 @@
 // its bits do not depend on other sequences, on threads, on how a prompt was cut into chunks, nor on whether a token
 // was decoded or came with its prompt.
 #include <type_traits>
-#include <vector>
 
-#include "attention_parts.h"
+#include "attention_few.h"
+#include "attention_tasks.h"
 #include "kernel.h"
 
 namespace kvasir {
 
 template <typename T>
-class Attention {
+class Attention : Planner {
     using A = Arithmetic<T>;
     using Term = typename A::Term;
 
 public:
     Attention(const Batch& batch, const Layer& layer)
-        : batch(batch), layer(layer), size(static_cast<int>(layer.head_size)), width(round_up(size, LANES)),
-          num_terms((size + A::PER_TERM - 1) / A::PER_TERM),
-          group(static_cast<int>(layer.num_heads / layer.num_kv_heads)),
+        : Planner(batch, layer), num_terms((size + A::PER_TERM - 1) / A::PER_TERM),
           token_size(layer.num_kv_heads * layer.head_size) {}
 
     void run() {
@@ -36,23 +34,8 @@ public:
     }
 
 private:
-    const Batch& batch;
-    const Layer& layer;
-    const int size, width, num_terms, group;
+    const int num_terms;
     const int64_t token_size;  // numbers of a cached token
-    std::vector<Task> tasks;
-    std::vector<SplitSequence> split_sequences;
-    std::vector<float> partials;
-
-    int64_t num_queries(int64_t sequence) const {
-        return batch.query_starts[sequence + 1] - batch.query_starts[sequence];
-    }
-    int64_t position_of(int64_t sequence, int row) const {
-        return batch.context_lengths[sequence] - num_queries(sequence) + row / group;
-    }
-    int64_t first_seen(int64_t position) const {
-        return layer.window == 0 ? 0 : std::max<int64_t>(0, position - layer.window + 1);
-    }
 
     // This step's keys and values into the cache, before anything is read.
     void write() {
@@ -64,48 +47,6 @@ private:
                         bytes);
         }
     }
-
-    // Enough tasks for the threads: more of a sequence's heads apart where sequences are few, then its splits.
-    void plan() {
-        const int heads = static_cast<int>(layer.num_kv_heads);
-        const int64_t wanted = layer.threads > 1 ? 3 * layer.threads : 1;
-        const int64_t pieces = std::min<int64_t>(heads, (wanted + batch.num_sequences - 1) / batch.num_sequences);
-        const bool splits = wanted > batch.num_sequences * pieces;
-        int64_t partial_size = 0;
-        for (int64_t sequence = 0; sequence < batch.num_sequences; ++sequence) {
-            const int num_rows = static_cast<int>(num_queries(sequence)) * group;
-            const int64_t first_split = first_seen(position_of(sequence, 0)) / SPLIT;
-            const int64_t end_split = (batch.context_lengths[sequence] + SPLIT - 1) / SPLIT;
-            const bool is_chunk = num_rows > std::max(group, MOST_ROWS);
-            const int64_t parts = is_chunk ? heads : pieces;
-            const bool is_split = splits && num_rows <= MOST_ROWS && end_split - first_split > 1;
-            const int64_t split_size = heads * num_rows * partial_stride();
-            for (int64_t part = 0; part < parts; ++part) {
-                const int first_head = static_cast<int>(heads * part / parts);
-                const int end_head = static_cast<int>(heads * (part + 1) / parts);
-                // The last rows see most: what takes longest begins first.
-                for (int row = (num_rows - 1) / MOST_ROWS * MOST_ROWS; row >= 0; row -= MOST_ROWS) {
-                    Task task{sequence, row, std::min(num_rows, row + MOST_ROWS), first_head, end_head,
-                              first_split, end_split, -1};
-                    if (!is_split) tasks.push_back(task);
-                    for (int64_t split = first_split; is_split && split < end_split; ++split) {
-                        task.first_split = split, task.end_split = split + 1;
-                        task.partial = partial_size + (split - first_split) * split_size +
-                                       first_head * num_rows * partial_stride();
-                        tasks.push_back(task);
-                    }
-                }
-            }
-            if (is_split) {
-                split_sequences.push_back({sequence, partial_size, end_split - first_split});
-                partial_size += (end_split - first_split) * split_size;
-            }
-        }
-        partials.resize(static_cast<size_t>(partial_size));
-    }
-
-    // A row's sums in `partials`, behind the largest score and the total.
-    int64_t partial_stride() const { return width + 2; }
 
     void finish_splits(const SplitSequence& split) {
         const int num_rows = static_cast<int>(num_queries(split.sequence)) * group;
@@ -134,14 +75,10 @@ private:
         }
     }
 
-    // A tile's tokens: where they lie in the cache, in numbers; -1 for those that nobody in the task sees.
-    struct Tile {
-        int64_t start = -1;
-        int num_tokens = 0;
-        int64_t at[TILE];
-    };
-
-    void find(int64_t sequence, int64_t start, int64_t from, int64_t to, Tile& tile) const {
+    // The tile of a task that begins at a position.
+    void find(const Task& task, int64_t start, Tile<T>& tile) const {
+        const int64_t sequence = task.sequence, from = from_of(task), to = to_of(task);
+        tile.task = &task;
         tile.start = start;
         tile.num_tokens = static_cast<int>(std::min<int64_t>(TILE, to - start));
         const int64_t* table = batch.tables + sequence * batch.table_width;
@@ -171,11 +108,11 @@ private:
             arrays = {array.template operator()<Term>(static_cast<int64_t>(all) * num_terms),
                       array.template operator()<Term>(static_cast<int64_t>(round_up(num_terms, 4)) * TILE),
                       array.template operator()<Term>(TILE / A::PER_TERM * static_cast<int64_t>(width)),
-                      array.template operator()<Term>(rows * TILE / A::PER_TERM),
-                      array.template operator()<float>(rows * TILE),
+                      array.template operator()<Term>(all * TILE / A::PER_TERM),
+                      array.template operator()<float>(all * TILE),
                       array.template operator()<float>(static_cast<int64_t>(all) * width),
                       array.template operator()<float>(static_cast<int64_t>(all) * width),
-                      array.template operator()<float>(rows),
+                      array.template operator()<float>(all),
                       array.template operator()<Softmax>(all),
                       array.template operator()<Softmax>(all)};
             if (time == 0) memory = scratch.of(static_cast<size_t>(array.at - memory));
@@ -199,28 +136,41 @@ private:
         }
     }
 
-    // The positions that some row of a task sees.
-    int64_t from_of(const Task& task) const { return first_seen(position_of(task.sequence, task.first_row)); }
-    int64_t to_of(const Task& task) const { return position_of(task.sequence, task.end_row - 1) + 1; }
+    // The positions that some row of a task sees, of its splits.
+    int64_t from_of(const Task& task) const {
+        return std::max(first_seen(position_of(task.sequence, task.first_row)), task.first_split * SPLIT);
+    }
+    int64_t to_of(const Task& task) const {
+        return std::min(position_of(task.sequence, task.end_row - 1) + 1, task.end_split * SPLIT);
+    }
 
-    // The task's first tile.
-    void find_first(const Task& task, Tile& tile) const {
-        const int64_t from = std::max(from_of(task), task.first_split * SPLIT);
-        const int64_t to = std::min(to_of(task), task.end_split * SPLIT);
-        find(task.sequence, from / TILE * TILE, from, to, tile);
+    // The tile behind one: of the same task, or the first of the next. None behind that one's last.
+    void find_next(const Tile<T>& tile, const Task* next, Tile<T>& following) const {
+        following.task = nullptr;
+        if (tile.task == nullptr) return;
+        if (tile.start + TILE < to_of(*tile.task)) {
+            find(*tile.task, tile.start + TILE, following);
+        } else if (next != nullptr && tile.task != next) {
+            find(*next, from_of(*next) / TILE * TILE, following);
+        }
     }
 
     void compute(const Task& task, const Task* next) {
         const Arrays arrays = cut(task);
         load_queries(task, arrays.queries);
-        const int64_t from = from_of(task), to = std::min(to_of(task), task.end_split * SPLIT);
         const int all = (task.end_row - task.first_row) * (task.end_head - task.first_head);
         std::fill(arrays.softmax, arrays.softmax + all, Softmax{});
         std::fill(arrays.sums, arrays.sums + static_cast<int64_t>(all) * width, 0.f);
-        Tile tiles[2];
-        find_first(task, tiles[0]);
+        Tile<T> tiles[3];
+        Tile<T> *tile = &tiles[0], *next_tile = &tiles[1], *third = &tiles[2];
+        find(task, from_of(task) / TILE * TILE, *tile);
+        find_next(*tile, next, *next_tile);
+        lay(*tile, *next_tile);
+        const bool few = is_few<T>(task.end_row - task.first_row, size);
+        Stream<T> ahead;
+        if (few) ahead.begin(&tile->keys);
         bool is_first = true;
-        for (int64_t split = tiles[0].start / SPLIT; split * SPLIT < to; ++split, is_first = false) {
+        for (int64_t split = tile->start / SPLIT; tile->task == &task; ++split, is_first = false) {
             // The first split's sums are the whole so far; later ones are made beside it, and joined.
             float* sums = is_first ? arrays.sums : arrays.part_sums;
             Softmax* softmax = is_first ? arrays.softmax : arrays.part;
@@ -228,23 +178,35 @@ private:
                 std::fill(softmax, softmax + all, Softmax{});
                 std::fill(sums, sums + static_cast<int64_t>(all) * width, 0.f);
             }
-            while (tiles[0].start >= 0 && tiles[0].start < (split + 1) * SPLIT) {
-                tiles[1].start = -1;
-                if (tiles[0].start + TILE < to) {
-                    find(task.sequence, tiles[0].start + TILE, from, to, tiles[1]);
-                } else if (next != nullptr) {
-                    find_first(*next, tiles[1]);
+            while (tile->task == &task && tile->start < (split + 1) * SPLIT) {
+                find_next(*next_tile, next, *third);
+                lay(*next_tile, *third);
+                if (few) {
+                    attend_few(*tile, arrays, sums, softmax, ahead);
+                } else {
+                    attend(*tile, arrays, sums, softmax, *next_tile);
                 }
-                const bool is_last = tiles[0].start + TILE >= to;
-                attend(task, tiles[0], arrays, sums, softmax, tiles[1], is_last && next != nullptr ? *next : task);
-                if (is_last) break;
-                std::swap(tiles[0], tiles[1]);
+                Tile<T>* done = tile;
+                tile = next_tile, next_tile = third, third = done;
             }
             for (int row = 0; !is_first && row < all; ++row) {
                 join(arrays.softmax[row], arrays.sums + row * width, softmax[row], sums + row * width, width);
             }
         }
         deliver(task, arrays);
+    }
+
+    // Where a tile's keys and values are, and what is read behind them.
+    void lay(Tile<T>& tile, Tile<T>& following) const {
+        if (tile.task == nullptr) return;
+        const int64_t from = tile.task->first_head * layer.head_size;
+        const auto numbers = static_cast<int>(tile.task->end_head * layer.head_size - from);
+        const bool is_end = following.task == nullptr;
+        const int64_t* later = is_end ? nullptr : following.at;
+        following.keys.num_tokens = following.values.num_tokens = 0;  // until it is laid itself
+        tile.keys = {static_cast<const T*>(layer.keys) + from, tile.at, later, tile.num_tokens, numbers, &tile.values};
+        tile.values = {static_cast<const T*>(layer.values) + from, tile.at, later, tile.num_tokens, numbers,
+                       is_end ? nullptr : &following.keys};
     }
 
     void deliver(const Task& task, const Arrays& arrays) {
@@ -265,54 +227,69 @@ private:
     }
 
     // One tile against all rows of all heads of a task; meanwhile the next one is asked for.
-    void attend(const Task& task, const Tile& tile, const Arrays& arrays, float* sums, Softmax* softmax,
-                const Tile& next_tile, const Task& next_task) const {
+    void attend(const Tile<T>& tile, const Arrays& arrays, float* sums, Softmax* softmax, const Tile<T>& next) const {
+        const Task& task = *tile.task;
         const int rows = task.end_row - task.first_row, heads = task.end_head - task.first_head;
         const int num_groups = (tile.num_tokens + LANES - 1) / LANES;
-        const float scale = layer.scale * LOG2_E;
-        const T *keys = static_cast<const T*>(layer.keys), *values = static_cast<const T*>(layer.values);
-        for (int head = task.first_head; head < task.end_head; ++head) {
+        for (int head = 0; head < heads; ++head) {
             const int64_t from = head * layer.head_size;
             // A share of the next tile's tokens, all heads of each, as they lie.
-            const int share = head - task.first_head, num_next = next_tile.start < 0 ? 0 : next_tile.num_tokens;
-            const int64_t next_from = next_task.first_head * layer.head_size;
-            const auto next_size = static_cast<int>((next_task.end_head - next_task.first_head) * layer.head_size);
-            Ahead<T> ahead{keys + next_from, values + next_from, next_tile.at, num_next * share / heads,
-                           num_next * (share + 1) / heads, next_size, 0};
-            const int first = (head - task.first_head) * rows;
-            const Term* queries = arrays.queries + static_cast<int64_t>(first) * num_terms;
-            float* head_sums = sums + static_cast<int64_t>(first) * width;
-            const bool few = is_few<T>(rows, size);
-            if (few) {
-                with_rows(rows, [&](auto m) {
-                    multiply_keys<decltype(m)::value>(queries, keys + from, tile.at, num_groups, size, arrays.products, ahead);
-                });
-            } else {
-                pack_keys<T>(keys + from, tile.at, num_groups, size, arrays.keys, ahead);
-                multiply<A>(queries, num_terms, rows, arrays.keys, TILE, num_terms, arrays.products, TILE, num_groups,
-                            nullptr, ahead);
-            }
-            for (int row = 0; row < rows; ++row) {
-                const int64_t position = position_of(task.sequence, task.first_row + row);
-                const auto seen_from = static_cast<int>(std::clamp<int64_t>(first_seen(position) - tile.start, 0, TILE));
-                const auto seen_to = static_cast<int>(std::clamp<int64_t>(position + 1 - tile.start, 0, TILE));
-                arrays.factors[row] = weigh<A>(
-                    arrays.products + row * TILE, num_groups, seen_from, seen_to, scale,
-                    bias_of(head * group + (task.first_row + row) % group, position, tile.start), softmax[first + row],
-                    arrays.weights + row * (TILE / A::PER_TERM));
-            }
-            if (few) {
-                with_rows(rows, [&](auto m) {
-                    multiply_values<decltype(m)::value>(arrays.weights, values + from, tile.at, tile.num_tokens, size,
-                                                        head_sums, arrays.factors, ahead);
-                });
-            } else {
-                pack_values<T>(values + from, tile.at, tile.num_tokens, size, width, arrays.values, ahead);
-                multiply<A>(arrays.weights, TILE / A::PER_TERM, rows, arrays.values, width,
-                            (tile.num_tokens + A::PER_TERM - 1) / A::PER_TERM, head_sums, width, width / LANES,
-                            arrays.factors, ahead);
-            }
+            const int num_next = next.task == nullptr ? 0 : next.num_tokens;
+            Ahead<T> ahead{next.keys.pool, next.values.pool, next.at, num_next * head / heads,
+                           num_next * (head + 1) / heads, next.keys.size, 0};
+            const int first = head * rows;
+            pack_keys<T>(tile.keys.pool + from, tile.at, num_groups, size, arrays.keys, ahead);
+            multiply<A>(arrays.queries + static_cast<int64_t>(first) * num_terms, num_terms, rows, arrays.keys, TILE,
+                        num_terms, arrays.products, TILE, num_groups, nullptr, ahead);
+            weigh_rows(tile, head, arrays.products, arrays.weights, arrays.factors, softmax + first);
+            pack_values<T>(tile.values.pool + from, tile.at, tile.num_tokens, size, width, arrays.values, ahead);
+            multiply<A>(arrays.weights, TILE / A::PER_TERM, rows, arrays.values, width,
+                        (tile.num_tokens + A::PER_TERM - 1) / A::PER_TERM, sums + static_cast<int64_t>(first) * width,
+                        width, width / LANES, arrays.factors, ahead);
             while (ahead.token < ahead.end_token) ahead.ask();
+        }
+    }
+
+    // The same for few rows: keys of all heads, all weights, then values of all heads, nearly in memory's order.
+    void attend_few(const Tile<T>& tile, const Arrays& arrays, float* sums, Softmax* softmax, Stream<T>& ahead) const {
+        const Task& task = *tile.task;
+        const int rows = task.end_row - task.first_row, heads = task.end_head - task.first_head;
+        const int num_groups = (tile.num_tokens + LANES - 1) / LANES, stride = TILE / A::PER_TERM;
+        with_rows(rows, [&](auto m) {
+            constexpr int M = decltype(m)::value;
+            for (int number = 0; number < num_groups * heads; ++number) {
+                const int start = number / heads * LANES, head = number % heads;
+                multiply_keys<M>(arrays.queries + head * M * num_terms, tile.keys.pool + head * size, tile.at + start,
+                                 size, arrays.products + head * M * TILE + start, ahead);
+            }
+            for (int head = 0, first = 0; head < heads; ++head, first += M) {
+                weigh_rows(tile, head, arrays.products + first * TILE, arrays.weights + first * stride,
+                           arrays.factors + first, softmax + first);
+            }
+            for (int start = 0; start < tile.num_tokens; start += A::VALUES_AT_ONCE) {
+                for (int head = 0, first = 0; head < heads; ++head, first += M) {
+                    multiply_values<M>(arrays.weights + first * stride + start / A::PER_TERM,
+                                       tile.values.pool + head * size, tile.at + start,
+                                       std::min(A::VALUES_AT_ONCE, tile.num_tokens - start), size, sums + first * width,
+                                       start == 0 ? arrays.factors + first : nullptr, ahead);
+                }
+            }
+        });
+    }
+
+    // One head's products become weights. head: counted from the task's first.
+    void weigh_rows(const Tile<T>& tile, int head, const float* products, Term* weights, float* factors,
+                    Softmax* softmax) const {
+        const Task& task = *tile.task;
+        const int num_groups = (tile.num_tokens + LANES - 1) / LANES;
+        for (int row = 0; row < task.end_row - task.first_row; ++row) {
+            const int64_t position = position_of(task.sequence, task.first_row + row);
+            const auto seen_from = static_cast<int>(std::clamp<int64_t>(first_seen(position) - tile.start, 0, TILE));
+            const auto seen_to = static_cast<int>(std::clamp<int64_t>(position + 1 - tile.start, 0, TILE));
+            const int query_head = (task.first_head + head) * group + (task.first_row + row) % group;
+            factors[row] = weigh<A>(products + row * TILE, num_groups, seen_from, seen_to, layer.scale * LOG2_E,
+                                    bias_of(query_head, position, tile.start), softmax[row],
+                                    weights + row * (TILE / A::PER_TERM));
         }
     }
 

@@ -2,6 +2,7 @@
 // packed. Every lane sums over the same terms in the same order as in attention_tile.h: the same bits.
 #pragma once
 
+#include "attention_stream.h"
 #include "attention_tile.h"
 
 namespace kvasir {
@@ -22,68 +23,46 @@ const T* numbers_of(const T* pool, int64_t at) {
     return at < 0 ? nothing : pool + at;
 }
 
-// products[row][token] of M rows of queries and GROUPS_AT_ONCE times 16 keys: several chains of sums at a time, for one
-// waits for itself.
-template <int M, int GROUPS_AT_ONCE, typename T>
-__attribute__((always_inline)) inline void multiply_groups(const typename Arithmetic<T>::Term* queries, const T* keys,
-                                                           const int64_t* at, int size, float* products,
-                                                           Ahead<T>& ahead) {
+// products[row][token] of M rows of queries and sixteen keys.
+template <int M, typename T>
+void multiply_keys(const typename Arithmetic<T>::Term* queries, const T* keys, const int64_t* at, int size,
+                   float* products, Stream<T>& ahead) {
     using A = Arithmetic<T>;
     const int num_terms = size / A::PER_TERM;
-    const float* rows[GROUPS_AT_ONCE][LANES];
-    Lanes sums[GROUPS_AT_ONCE][M];
-    for (int group = 0; group < GROUPS_AT_ONCE; ++group) {
-        for (int row = 0; row < LANES; ++row) {
-            rows[group][row] = reinterpret_cast<const float*>(numbers_of(keys, at[group * LANES + row]));
-        }
-        for (int m = 0; m < M; ++m) sums[group][m] = zeros();
-    }
+    const float* rows[LANES];
+    Lanes sums[M];
+    for (int row = 0; row < LANES; ++row) rows[row] = reinterpret_cast<const float*>(numbers_of(keys, at[row]));
+    for (int m = 0; m < M; ++m) sums[m] = zeros();
     for (int term = 0; term < num_terms; term += 4) {
-        Lanes columns[GROUPS_AT_ONCE][4];
-        for (int group = 0; group < GROUPS_AT_ONCE; ++group) {
-            ahead.ask();
-            transpose(rows[group], term, columns[group]);
-        }
+        Lanes columns[4];
+        ahead.template ask<4 * LINE>();
+        transpose(rows, term, columns);
         for (int n = 0; n < 4; ++n) {
             for (int m = 0; m < M; ++m) {
-                const Lanes query = A::splat_term(queries + m * num_terms + term + n);
-                for (int group = 0; group < GROUPS_AT_ONCE; ++group) {
-                    sums[group][m] = A::multiply_add(query, columns[group][n], sums[group][m]);
-                }
+                sums[m] = A::multiply_add(A::splat_term(queries + m * num_terms + term + n), columns[n], sums[m]);
             }
         }
     }
-    for (int group = 0; group < GROUPS_AT_ONCE; ++group) {
-        for (int m = 0; m < M; ++m) store(products + m * TILE + group * LANES, sums[group][m]);
-    }
+    for (int m = 0; m < M; ++m) store(products + m * TILE, sums[m]);
 }
 
-template <int M, typename T>
-void multiply_keys(const typename Arithmetic<T>::Term* queries, const T* keys, const int64_t* at, int num_groups,
-                   int size, float* products, Ahead<T>& ahead) {
-    int group = 0;
-    for (; group + 2 <= num_groups; group += 2) {
-        multiply_groups<M, 2>(queries, keys, at + group * LANES, size, products + group * LANES, ahead);
-    }
-    if (group < num_groups) multiply_groups<M, 1>(queries, keys, at + group * LANES, size, products + group * LANES, ahead);
-}
-
-// sums[row] = factors[row] * sums + weights of M rows times a tile's values.
+// sums[row] += weights of M rows times some tokens' values. factors: what sums are multiplied with before; null: by 1.
 template <int M, typename T>
 void multiply_values(const typename Arithmetic<T>::Term* weights, const T* values, const int64_t* at, int num_tokens,
-                     int size, float* sums, const float* factors, Ahead<T>& ahead) {
+                     int size, float* sums, const float* factors, Stream<T>& ahead) {
     using A = Arithmetic<T>;
-    constexpr int stride = TILE / A::PER_TERM, N = 2 * A::PER_TERM;
+    constexpr int stride = TILE / A::PER_TERM, N = A::VALUE_COLUMNS;
     for (int offset = 0; offset < size; offset += N * LANES) {
         const int columns = std::min(N, (size - offset) / LANES);
         Lanes block[M][N];
         for (int m = 0; m < M; ++m) {
             for (int n = 0; n < N; ++n) {
-                block[m][n] = n < columns ? mul(load(sums + m * size + offset + n * LANES), splat(factors[m])) : zeros();
+                block[m][n] = n < columns ? load(sums + m * size + offset + n * LANES) : zeros();
+                if (factors != nullptr) block[m][n] = mul(block[m][n], splat(factors[m]));
             }
         }
         for (int token = 0; token < num_tokens; token += A::PER_TERM) {
-            if (token % 2 == 0) ahead.ask();
+            ahead.template ask<N * LANES * A::PER_TERM * static_cast<int>(sizeof(T))>();
             Lanes row[N];
             A::load_terms(values, at + token, offset, columns, row);
             for (int m = 0; m < M; ++m) {

@@ -3,7 +3,7 @@
 
 #include <cstdlib>
 
-#include "attention_few.h"
+#include "attention_tile.h"
 #include "batch.h"
 
 namespace kvasir {

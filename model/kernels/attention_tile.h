@@ -37,6 +37,8 @@ struct Widened {
     using Term = float;
     static constexpr int PER_TERM = 1;
     static constexpr bool TERMS_LIE = std::is_same_v<T, float>;  // in memory as they are multiplied
+    // Of attention_few.h: tokens, and registers of each.
+    static constexpr int VALUES_AT_ONCE = 4, VALUE_COLUMNS = COLUMNS > 2 ? 4 : 2;
 
     static Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return fma(a, b, c); }
     static Lanes splat_term(const Term* term) { return splat(*term); }
@@ -57,8 +59,10 @@ struct Widened {
         }
     }
     // The same, 16 * columns of them, in registers.
-    static void load_terms(const T* pool, const int64_t* at, int offset, int columns, Lanes (&row)[2]) {
-        for (int n = 0; n < 2; ++n) row[n] = *at < 0 || n >= columns ? zeros() : load(pool + *at + offset + n * LANES);
+    static void load_terms(const T* pool, const int64_t* at, int offset, int columns, Lanes (&row)[VALUE_COLUMNS]) {
+        for (int n = 0; n < VALUE_COLUMNS; ++n) {
+            row[n] = *at < 0 || n >= columns ? zeros() : load(pool + *at + offset + n * LANES);
+        }
     }
     static void store_weights(Term* to, Lanes weights) { store(to, weights); }
     static void store_output(T* to, Lanes x, int count) {
@@ -77,6 +81,7 @@ struct Pairs {
     using Term = uint32_t;
     static constexpr int PER_TERM = 2;
     static constexpr bool TERMS_LIE = true;
+    static constexpr int VALUES_AT_ONCE = 16, VALUE_COLUMNS = 4;
 
     static Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
         return {_mm512_dpbf16_ps(c.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v))};
@@ -114,7 +119,7 @@ struct Pairs {
         }
     }
     // The same, 16 * columns of them, in registers.
-    static void load_terms(const bf16* pool, const int64_t* at, int offset, int columns, Lanes (&row)[4]) {
+    static void load_terms(const bf16* pool, const int64_t* at, int offset, int columns, Lanes (&row)[VALUE_COLUMNS]) {
         auto numbers = [&](int token, int n) {
             return at[token] < 0 || n >= columns ? _mm512_setzero_si512()
                                                  : _mm512_loadu_si512(pool + at[token] + offset + n * LANES);
