@@ -42,6 +42,7 @@ interruption      what an arrival does to these: steps and gaps between times
 latency_plot      its picture: what a long prompt costs others over how long it takes
 bench_recovery    how long streams pause when the worker is killed
 performance_page  docs/performance.md from docs/results/*.json
+page_aims         its part on what is aimed at beside promises and other engines' speed
 page_engine       its part on the engine in-process
 page_peers        its part on other engines
 page_scaling      its part on how the service scales

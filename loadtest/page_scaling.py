@@ -8,7 +8,7 @@ from loadtest.page_text import command, model, spread, table
 # A start may take so many times as long as to read the checkpoint; memory may differ from the formula by so much.
 START_AIM = 1.3
 MEMORY_AIM = 0.03
-_LARGE = 9e8  # bytes of a checkpoint that is held to it
+LARGE_BYTES = 9e8  # bytes of a checkpoint that is held to it
 
 
 def section(result: Mapping[str, Any], picture: str) -> str:
@@ -108,7 +108,7 @@ def _starts(starts: Mapping[str, Any]) -> str:
         f"{kind}: {start['fixed']:.2f} s and {start['each']:.2f} s a GB, where a read takes {read['each']:.2f} s a GB"
         for kind, start, read in laws
     ]
-    large = [point for point in starts["points"] if point["bytes"] >= _LARGE]
+    large = [point for point in starts["points"] if point["bytes"] >= LARGE_BYTES]
     kept = all(point[kind]["ratio"]["median"] <= START_AIM for point in large for kind in ("warm", "cold"))
     aim = f" At most {START_AIM} times the read, of the largest: {_word(kept)}." if large else ""
     head = ("MB of weights", "files", "start to first token, s", "read, s", "ratio")

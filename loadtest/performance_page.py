@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from loadtest import latency_plot, page_engine, page_latency, page_peers, page_scaling, performance_plot, scaling_plot
+from loadtest import (
+    latency_plot,
+    page_aims,
+    page_engine,
+    page_latency,
+    page_peers,
+    page_scaling,
+    performance_plot,
+    scaling_plot,
+)
 from loadtest.page_text import command, model, spread, table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,6 +73,7 @@ def render(results: Mapping[str, dict[str, Any]]) -> str:
     parts = [
         _HEAD,
         _promises_table([*promises(results["service"]), *frontend_promises(results["frontend"])]),
+        page_aims.section(results),
         page_peers.section(results["peers"], PICTURES["peers"][0]),
         page_engine.section(results["engine"], PICTURES["engine"][0]),
         _service(results["service"]),
