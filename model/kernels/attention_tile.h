@@ -295,19 +295,22 @@ struct Softmax {
     float total = 0;
 };
 
-// One row's scores (of products) become weights: 2^(scale * product + bias - largest). Tokens from first up to end are
-// seen; the others weigh nothing. Returns what the row's sums so far are to be multiplied with.
-template <typename A>
-float weigh(const float* products, int num_groups, int first, int end, float scale, const float* bias, Softmax& row,
-            typename A::Term* weights) {
+// As weigh; where a tile is whole, all of its tokens are seen, without a bias: no edges are looked for.
+template <typename A, bool IS_WHOLE>
+inline float weigh_groups(const float* products, int num_groups, int first, int end, float scale, const float* bias,
+                          Softmax& row, typename A::Term* weights) {
+    const auto is_edge = [&](int group, int& from, int& to) {
+        from = std::clamp(first - group * LANES, 0, LANES), to = std::clamp(end - group * LANES, from, LANES);
+        return to - from < LANES;
+    };
+    if constexpr (IS_WHOLE) num_groups = GROUPS;
     Lanes scores[GROUPS];
     Lanes most = splat(NOTHING);
+    int from, to;
     for (int group = 0; group < num_groups; ++group) {
-        const int from = std::clamp(first - group * LANES, 0, LANES), to = std::clamp(end - group * LANES, from, LANES);
-        const Lanes product = load(products + group * LANES);
-        Lanes score = mul(product, splat(scale));
-        if (bias != nullptr) score = add(score, load(bias + group * LANES));
-        if (to - from < LANES) score = select(from, to, score, splat(NOTHING));
+        Lanes score = mul(load(products + group * LANES), splat(scale));
+        if (!IS_WHOLE && bias != nullptr) score = add(score, load(bias + group * LANES));
+        if (!IS_WHOLE && is_edge(group, from, to)) score = select(from, to, score, splat(NOTHING));
         scores[group] = score;
         most = max(most, score);
     }
@@ -315,15 +318,24 @@ float weigh(const float* products, int num_groups, int first, int end, float sca
     row.largest = std::max(before, largest(most));
     Lanes total = zeros();
     for (int group = 0; group < num_groups; ++group) {
-        const int from = std::clamp(first - group * LANES, 0, LANES), to = std::clamp(end - group * LANES, from, LANES);
         Lanes weight = exp2(sub(scores[group], splat(row.largest)));
-        if (to - from < LANES) weight = select(from, to, weight, zeros());
+        if (!IS_WHOLE && is_edge(group, from, to)) weight = select(from, to, weight, zeros());
         total = add(total, weight);
         A::store_weights(weights + group * (LANES / A::PER_TERM), weight);
     }
     const float factor = before == row.largest ? 1.f : before == NOTHING ? 0.f : exp2(before - row.largest);
     row.total = row.total * factor + sum(total);
     return factor;
+}
+
+// One row's scores (of products) become weights: 2^(scale * product + bias - largest). Tokens from first up to end are
+// seen; the others weigh nothing. Returns what the row's sums so far are to be multiplied with.
+template <typename A>
+float weigh(const float* products, int num_groups, int first, int end, float scale, const float* bias, Softmax& row,
+            typename A::Term* weights) {
+    const bool is_whole = first == 0 && end == TILE && bias == nullptr;
+    return (is_whole ? weigh_groups<A, true> : weigh_groups<A, false>)(products, num_groups, first, end, scale, bias, row,
+                                                                      weights);
 }
 
 }  // namespace kvasir
