@@ -44,6 +44,7 @@ bench_recovery    how long streams pause when the worker is killed
 performance_page  docs/performance.md from docs/results/*.json
 page_aims         its part on what is aimed at beside promises and other engines' speed
 page_engine       its part on the engine in-process
+page_kernels      its part on decode attention alone
 page_peers        its part on other engines
 page_scaling      its part on how the service scales
 bench_scaling     steps, KV memory, shared beginnings and starts over their sizes, with fitted exponents

@@ -131,6 +131,8 @@ def measure(case: Case, *, repeats: int, probe: Callable[[], float]) -> dict[str
     rates = [layers.layer_bytes / seconds for seconds in native]
     return {
         "case": case.name,
+        "batch": len(case.contexts),
+        "context": max(case.contexts),
         "native_us": Spread(tuple(1e6 * seconds for seconds in native)).to_dict(),
         "sdpa_us": Spread(tuple(1e6 * seconds for seconds in sdpa)).to_dict(),
         "gb_per_second": Spread(tuple(rate / 1e9 for rate in rates)).to_dict(),
@@ -175,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if KERNELS.loaded is None:
         print(f"{PROGRAM}: {KERNELS.trouble}", file=sys.stderr)
         return 1
-    busy = quiet_or_warned(PROGRAM)
+    busy, began = quiet_or_warned(PROGRAM), time.monotonic()
     probe = memory_probe(arguments.threads)
     probe()
     print(f"level {KERNELS.loaded.level}, {arguments.threads} threads\n")
@@ -185,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for case in cases(arguments):
         row = measure(case, repeats=arguments.repeats, probe=probe)
         rows.append(row)
-        figures = {name: value["median"] for name, value in row.items() if name != "case"}
+        figures = {name: value["median"] for name, value in row.items() if isinstance(value, dict)}
         print(
             f"| {case.name} | {figures['native_us']:.0f} | {figures['gb_per_second']:.1f} "
             f"| {figures['memory_gb_per_second']:.1f} | {figures['share_of_memory']:.2f} "
@@ -194,8 +196,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if arguments.out is not None:
         given = sys.argv[1:] if argv is None else argv
-        facts = {"level": KERNELS.loaded.level, "threads": arguments.threads, "busy_cores_before": busy}
-        tell({"provenance": provenance(PROGRAM, given)} | facts | {"rows": rows}, arguments.out)
+        facts = {
+            "kind": "kernels",
+            "level": KERNELS.loaded.level,
+            "threads": arguments.threads,
+            "other_work_cores": busy,
+        }
+        took = {"took_seconds": round(time.monotonic() - began, 1)}
+        tell(provenance(PROGRAM, given) | facts | took | {"rows": rows}, arguments.out)
     return 0
 
 

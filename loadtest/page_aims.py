@@ -14,6 +14,8 @@ STREAMS = (16, 64)
 CPU_MICROSECONDS_PER_TOKEN = 30.0
 SHORT_PROMPT_STEPS = 2.0
 ITL_RATIO = 2.0
+BANDWIDTH_SHARE = 0.8
+BANDWIDTH_BATCH, BANDWIDTH_CONTEXT = 16, 512  # and more
 TTFT_RATIO = 0.5  # of our 99th percentile to another server's
 
 
@@ -42,6 +44,7 @@ def aims(results: Mapping[str, dict[str, Any]]) -> Iterator[Aim]:
     yield from _beside_each_other(results["latency"])
     yield from _first_tokens(results["peers"]["cells"])
     yield from _scaling(results["scaling"])
+    yield from _attention(results["kernels"]["rows"])
 
 
 def _way_to_the_client(service: Sequence[dict[str, Any]], frontend: Sequence[dict[str, Any]]) -> Iterator[Aim]:
@@ -114,3 +117,18 @@ def _scaling(scaling: dict[str, Any]) -> Iterator[Aim]:
                 spread(ratio, ".1f"),
                 ratio["median"] <= START_AIM,
             )
+
+
+def _attention(rows: Sequence[dict[str, Any]]) -> Iterator[Aim]:
+    shares = [
+        row["share_of_memory"]["median"]
+        for row in rows
+        if row["batch"] >= BANDWIDTH_BATCH and row["context"] >= BANDWIDTH_CONTEXT
+    ]
+    if shares:
+        yield Aim(
+            f"Decode attention from {BANDWIDTH_BATCH} streams x {BANDWIDTH_CONTEXT} tokens on, of what memory gives",
+            f"at least {BANDWIDTH_SHARE:g}",
+            f"{min(shares):.2f} to {max(shares):.2f}",
+            min(shares) >= BANDWIDTH_SHARE,
+        )

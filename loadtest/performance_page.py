@@ -16,6 +16,7 @@ from loadtest import (
     latency_plot,
     page_aims,
     page_engine,
+    page_kernels,
     page_latency,
     page_peers,
     page_scaling,
@@ -27,7 +28,7 @@ from loadtest.page_text import command, model, spread, table
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 PAGE = ROOT / "docs" / "performance.md"
-NAMES: Final = ("engine", "service", "frontend", "peers", "latency", "scaling")
+NAMES: Final = ("engine", "service", "frontend", "peers", "kernels", "latency", "scaling")
 # Of a result, the file of its picture beside the page, and who draws it.
 PICTURES: Final = {
     "engine": ("performance-engine.png", performance_plot.draw_engine),
@@ -76,6 +77,7 @@ def render(results: Mapping[str, dict[str, Any]]) -> str:
         page_aims.section(results),
         page_peers.section(results["peers"], PICTURES["peers"][0]),
         page_engine.section(results["engine"], PICTURES["engine"][0]),
+        page_kernels.section(results["kernels"]),
         _service(results["service"]),
         page_latency.section(results["latency"], PICTURES["latency"][0]),
         _frontend(results["frontend"]),

@@ -141,7 +141,10 @@ PEERS = FACTS | {
     ],
 }
 # Their sections have tests of their own.
-OTHERS = {name: json.loads((performance_page.RESULTS / f"{name}.json").read_text()) for name in ("latency", "scaling")}
+OTHERS = {
+    name: json.loads((performance_page.RESULTS / f"{name}.json").read_text())
+    for name in ("kernels", "latency", "scaling")
+}
 RESULTS: dict[str, Any] = {"engine": ENGINE, "service": SERVICE, "frontend": FRONTEND, "peers": PEERS} | OTHERS
 
 
