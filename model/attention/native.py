@@ -30,6 +30,7 @@ from model.kv_cache import KVCache
 # By what is computed with, and what the cache holds.
 KERNEL_NAMES = {
     (torch.float32, torch.float32): "kvasir_attention_float32",
+    (torch.float32, torch.float16): "kvasir_attention_float32_over_float16",
     (torch.bfloat16, torch.bfloat16): "kvasir_attention_bfloat16",
 }
 _CHECK = "kvasir_is_within_cache"

@@ -13,9 +13,10 @@
 
 namespace kvasir {
 
-template <typename T>
+// T: of queries, of new keys and values, and of outputs. C: of what the cache holds.
+template <typename T, typename C = T>
 class Attention : Planner {
-    using A = Arithmetic<T>;
+    using A = Arithmetic<C>;
     using Term = typename A::Term;
 
 public:
@@ -39,12 +40,10 @@ private:
 
     // This step's keys and values into the cache, before anything is read.
     void write() {
-        const size_t bytes = static_cast<size_t>(token_size) * sizeof(T);
         for (int64_t token = 0; token < batch.num_tokens; ++token) {
             const int64_t to = batch.slots[token] * token_size;
-            std::memcpy(static_cast<T*>(layer.keys) + to, static_cast<const T*>(layer.k) + token * layer.k_stride, bytes);
-            std::memcpy(static_cast<T*>(layer.values) + to, static_cast<const T*>(layer.v) + token * layer.v_stride,
-                        bytes);
+            put(static_cast<const T*>(layer.k) + token * layer.k_stride, token_size, static_cast<C*>(layer.keys) + to);
+            put(static_cast<const T*>(layer.v) + token * layer.v_stride, token_size, static_cast<C*>(layer.values) + to);
         }
     }
 
@@ -71,12 +70,12 @@ private:
         T* out = static_cast<T*>(layer.out) + place(sequence, head, row, layer.num_heads * layer.head_size);
         const Lanes share = splat(1.f / softmax.total);
         for (int offset = 0; offset < size; offset += LANES) {
-            A::store_output(out + offset, mul(load(sums + offset), share), std::min(LANES, size - offset));
+            Arithmetic<T>::store_output(out + offset, mul(load(sums + offset), share), std::min(LANES, size - offset));
         }
     }
 
     // The tile of a task that begins at a position.
-    void find(const Task& task, int64_t start, Tile<T>& tile) const {
+    void find(const Task& task, int64_t start, Tile<C>& tile) const {
         const int64_t sequence = task.sequence, from = from_of(task), to = to_of(task);
         tile.task = &task;
         tile.start = start;
@@ -145,7 +144,7 @@ private:
     }
 
     // The tile behind one: of the same task, or the first of the next. None behind that one's last.
-    void find_next(const Tile<T>& tile, const Task* next, Tile<T>& following) const {
+    void find_next(const Tile<C>& tile, const Task* next, Tile<C>& following) const {
         following.task = nullptr;
         if (tile.task == nullptr) return;
         if (tile.start + TILE < to_of(*tile.task)) {
@@ -161,13 +160,13 @@ private:
         const int all = (task.end_row - task.first_row) * (task.end_head - task.first_head);
         std::fill(arrays.softmax, arrays.softmax + all, Softmax{});
         std::fill(arrays.sums, arrays.sums + static_cast<int64_t>(all) * width, 0.f);
-        Tile<T> tiles[3];
-        Tile<T> *tile = &tiles[0], *next_tile = &tiles[1], *third = &tiles[2];
+        Tile<C> tiles[3];
+        Tile<C> *tile = &tiles[0], *next_tile = &tiles[1], *third = &tiles[2];
         find(task, from_of(task) / TILE * TILE, *tile);
         find_next(*tile, next, *next_tile);
         lay(*tile, *next_tile);
-        const bool few = is_few<T>(task.end_row - task.first_row, size);
-        Stream<T> ahead;
+        const bool few = is_few<C>(task.end_row - task.first_row, size);
+        Stream<C> ahead;
         if (few) ahead.begin(&tile->keys);
         bool is_first = true;
         for (int64_t split = tile->start / SPLIT; tile->task == &task; ++split, is_first = false) {
@@ -186,7 +185,7 @@ private:
                 } else {
                     attend(*tile, arrays, sums, softmax, *next_tile);
                 }
-                Tile<T>* done = tile;
+                Tile<C>* done = tile;
                 tile = next_tile, next_tile = third, third = done;
             }
             for (int row = 0; !is_first && row < all; ++row) {
@@ -197,15 +196,15 @@ private:
     }
 
     // Where a tile's keys and values are, and what is read behind them.
-    void lay(Tile<T>& tile, Tile<T>& following) const {
+    void lay(Tile<C>& tile, Tile<C>& following) const {
         if (tile.task == nullptr) return;
         const int64_t from = tile.task->first_head * layer.head_size;
         const auto numbers = static_cast<int>(tile.task->end_head * layer.head_size - from);
         const bool is_end = following.task == nullptr;
         const int64_t* later = is_end ? nullptr : following.at;
         following.keys.num_tokens = following.values.num_tokens = 0;  // until it is laid itself
-        tile.keys = {static_cast<const T*>(layer.keys) + from, tile.at, later, tile.num_tokens, numbers, &tile.values};
-        tile.values = {static_cast<const T*>(layer.values) + from, tile.at, later, tile.num_tokens, numbers,
+        tile.keys = {static_cast<const C*>(layer.keys) + from, tile.at, later, tile.num_tokens, numbers, &tile.values};
+        tile.values = {static_cast<const C*>(layer.values) + from, tile.at, later, tile.num_tokens, numbers,
                        is_end ? nullptr : &following.keys};
     }
 
@@ -227,7 +226,7 @@ private:
     }
 
     // One tile against all rows of all heads of a task; meanwhile the next one is asked for.
-    void attend(const Tile<T>& tile, const Arrays& arrays, float* sums, Softmax* softmax, const Tile<T>& next) const {
+    void attend(const Tile<C>& tile, const Arrays& arrays, float* sums, Softmax* softmax, const Tile<C>& next) const {
         const Task& task = *tile.task;
         const int rows = task.end_row - task.first_row, heads = task.end_head - task.first_head;
         const int num_groups = (tile.num_tokens + LANES - 1) / LANES;
@@ -235,14 +234,14 @@ private:
             const int64_t from = head * layer.head_size;
             // A share of the next tile's tokens, all heads of each, as they lie.
             const int num_next = next.task == nullptr ? 0 : next.num_tokens;
-            Ahead<T> ahead{next.keys.pool, next.values.pool, next.at, num_next * head / heads,
+            Ahead<C> ahead{next.keys.pool, next.values.pool, next.at, num_next * head / heads,
                            num_next * (head + 1) / heads, next.keys.size, 0};
             const int first = head * rows;
-            pack_keys<T>(tile.keys.pool + from, tile.at, num_groups, size, arrays.keys, ahead);
+            pack_keys<C>(tile.keys.pool + from, tile.at, num_groups, size, arrays.keys, ahead);
             multiply<A>(arrays.queries + static_cast<int64_t>(first) * num_terms, num_terms, rows, arrays.keys, TILE,
                         num_terms, arrays.products, TILE, num_groups, nullptr, ahead);
             weigh_rows(tile, head, arrays.products, arrays.weights, arrays.factors, softmax + first);
-            pack_values<T>(tile.values.pool + from, tile.at, tile.num_tokens, size, width, arrays.values, ahead);
+            pack_values<C>(tile.values.pool + from, tile.at, tile.num_tokens, size, width, arrays.values, ahead);
             multiply<A>(arrays.weights, TILE / A::PER_TERM, rows, arrays.values, width,
                         (tile.num_tokens + A::PER_TERM - 1) / A::PER_TERM, sums + static_cast<int64_t>(first) * width,
                         width, width / LANES, arrays.factors, ahead);
@@ -251,7 +250,7 @@ private:
     }
 
     // The same for few rows: keys of all heads, all weights, then values of all heads, nearly in memory's order.
-    void attend_few(const Tile<T>& tile, const Arrays& arrays, float* sums, Softmax* softmax, Stream<T>& ahead) const {
+    void attend_few(const Tile<C>& tile, const Arrays& arrays, float* sums, Softmax* softmax, Stream<C>& ahead) const {
         const Task& task = *tile.task;
         const int rows = task.end_row - task.first_row, heads = task.end_head - task.first_head;
         const int num_groups = (tile.num_tokens + LANES - 1) / LANES, stride = TILE / A::PER_TERM;
@@ -278,7 +277,7 @@ private:
     }
 
     // One head's products become weights. head: counted from the task's first.
-    void weigh_rows(const Tile<T>& tile, int head, const float* products, Term* weights, float* factors,
+    void weigh_rows(const Tile<C>& tile, int head, const float* products, Term* weights, float* factors,
                     Softmax* softmax) const {
         const Task& task = *tile.task;
         const int num_groups = (tile.num_tokens + LANES - 1) / LANES;
@@ -319,6 +318,10 @@ bool is_within_cache(const Batch& batch) {
 
 KVASIR_KERNEL void kvasir_attention_float32(const kvasir::Batch* batch, const kvasir::Layer* layer) {
     kvasir::Attention<float>(*batch, *layer).run();
+}
+
+KVASIR_KERNEL void kvasir_attention_float32_over_float16(const kvasir::Batch* batch, const kvasir::Layer* layer) {
+    kvasir::Attention<float, kvasir::half>(*batch, *layer).run();
 }
 
 KVASIR_KERNEL void kvasir_attention_bfloat16(const kvasir::Batch* batch, const kvasir::Layer* layer) {

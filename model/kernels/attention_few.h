@@ -10,10 +10,10 @@ namespace kvasir {
 constexpr int FEW = 4;
 constexpr int WIDEST = 256;
 
-// Whether numbers lie as they are multiplied, in whole registers.
+// Whether numbers can be multiplied as they are read, in whole registers.
 template <typename T>
 bool is_few(int rows, int size) {
-    return Arithmetic<T>::TERMS_LIE && rows <= FEW && size <= WIDEST && size % (LANES * Arithmetic<T>::PER_TERM) == 0;
+    return Arithmetic<T>::IS_READ && rows <= FEW && size <= WIDEST && size % (LANES * Arithmetic<T>::PER_TERM) == 0;
 }
 
 // Where a token's numbers are; zeros for one that nobody sees.
@@ -29,15 +29,16 @@ void multiply_keys(const typename Arithmetic<T>::Term* queries, const T* keys, c
                    float* products, Stream<T>& ahead) {
     using A = Arithmetic<T>;
     const int num_terms = size / A::PER_TERM;
-    const float* rows[LANES];
+    using Row = typename A::Row;
+    const Row* rows[LANES];
     Lanes sums[M];
-    for (int row = 0; row < LANES; ++row) rows[row] = reinterpret_cast<const float*>(numbers_of(keys, at[row]));
+    for (int row = 0; row < LANES; ++row) rows[row] = reinterpret_cast<const Row*>(numbers_of(keys, at[row]));
     for (int m = 0; m < M; ++m) sums[m] = zeros();
-    for (int term = 0; term < num_terms; term += 4) {
-        Lanes columns[4];
+    for (int term = 0; term < num_terms; term += A::AT_ONCE) {
+        Lanes columns[A::AT_ONCE];
         ahead.template ask<4 * LINE>();
         transpose(rows, term, columns);
-        for (int n = 0; n < 4; ++n) {
+        for (int n = 0; n < A::AT_ONCE; ++n) {
             for (int m = 0; m < M; ++m) {
                 sums[m] = A::multiply_add(A::splat_term(queries + m * num_terms + term + n), columns[n], sums[m]);
             }

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "lanes.h"
+#include "halves.h"
 
 namespace kvasir {
 
@@ -36,9 +36,12 @@ template <typename T>
 struct Widened {
     using Term = float;
     static constexpr int PER_TERM = 1;
-    static constexpr bool TERMS_LIE = std::is_same_v<T, float>;  // in memory as they are multiplied
+    // Whether rows can be multiplied as they are read; what they are transposed as then, so many terms at once.
+    static constexpr bool IS_READ = !std::is_same_v<T, bf16>;
+    using Row = std::conditional_t<std::is_same_v<T, half>, half, float>;
+    static constexpr int AT_ONCE = std::is_same_v<T, half> ? 8 : 4;
     // Of attention_few.h: tokens, and registers of each.
-    static constexpr int VALUES_AT_ONCE = 4, VALUE_COLUMNS = COLUMNS > 2 ? 4 : 2;
+    static constexpr int VALUES_AT_ONCE = std::is_same_v<T, half> ? 16 : 4, VALUE_COLUMNS = COLUMNS > 2 ? 4 : 2;
 
     static Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return fma(a, b, c); }
     static Lanes splat_term(const Term* term) { return splat(*term); }
@@ -80,7 +83,9 @@ struct Widened {
 struct Pairs {
     using Term = uint32_t;
     static constexpr int PER_TERM = 2;
-    static constexpr bool TERMS_LIE = true;
+    static constexpr bool IS_READ = true;
+    using Row = float;
+    static constexpr int AT_ONCE = 4;
     static constexpr int VALUES_AT_ONCE = 16, VALUE_COLUMNS = 4;
 
     static Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
@@ -177,25 +182,34 @@ template <typename T>
 void pack_keys(const T* keys, const int64_t* at, int num_groups, int size, typename Arithmetic<T>::Term* packed,
                Ahead<T>& ahead) {
     using A = Arithmetic<T>;
+    using Row = typename A::Row;
     constexpr int step = LANES * A::PER_TERM;
     for (int group = 0; group < num_groups; ++group, at += LANES, packed += LANES) {
         int64_t signs = 0;
         for (int row = 0; row < LANES; ++row) signs |= at[row];
-        const bool is_whole = A::TERMS_LIE && signs >= 0 && size % step == 0;
-        const float* rows[LANES];
-        for (int row = 0; row < LANES; ++row) rows[row] = reinterpret_cast<const float*>(keys + at[row]);
+        if (A::IS_READ && signs >= 0 && size % step == 0) {
+            const Row* rows[LANES];
+            for (int row = 0; row < LANES; ++row) rows[row] = reinterpret_cast<const Row*>(keys + at[row]);
+            for (int term = 0; term * A::PER_TERM < size; term += A::AT_ONCE) {
+                if (term % 8 == 0) ahead.ask();
+                Lanes columns[A::AT_ONCE];
+                transpose(rows, term, columns);
+                for (int n = 0; n < A::AT_ONCE; ++n) store_term(packed + (term + n) * TILE, columns[n]);
+            }
+            continue;
+        }
         for (int offset = 0; offset < size; offset += step) {
             float room[LANES][LANES];
-            for (int row = 0; !is_whole && row < LANES; ++row) {
+            const float* rows[LANES];
+            for (int row = 0; row < LANES; ++row) {
                 rows[row] = A::terms_of(at[row] < 0 ? nullptr : keys + at[row] + offset, size - offset, room[row]);
             }
-            const int left = is_whole ? offset / A::PER_TERM : 0;
             for (int quarter = 0; quarter < LANES; quarter += 4) {
                 if (quarter % 8 == 0) ahead.ask();
                 const int term = offset / A::PER_TERM + quarter;
                 if (term * A::PER_TERM >= size) break;
                 Lanes columns[4];
-                transpose(rows, left + quarter, columns);
+                transpose(rows, quarter, columns);
                 for (int n = 0; n < 4; ++n) store_term(packed + (term + n) * TILE, columns[n]);
             }
         }

@@ -15,7 +15,7 @@ from model.attention.metadata import AttentionMetadata
 from model.attention.native import NativeAttention
 from model.attention.sdpa import SdpaAttention
 from model.kernels.loading import Kernels
-from model.kv_cache import KVCache
+from model.kv_cache import KVCache, rounded
 from tests.model.configs import VARIANTS
 from tests.model.kernel_libraries import BUILDABLE, library_of
 
@@ -40,13 +40,14 @@ def native(way: str) -> NativeAttention:
 class Scene:
     """Sequences in the middle of their texts: what they are, what comes now, and where it lies, scattered.
 
-    unwritten: what stands in slots that nobody wrote.
+    unwritten: what stands in slots that nobody wrote. held_as: the cache's dtype, where it is another.
     """
 
     shape: tuple[int, int, int, int]
     lengths: Sequence[tuple[int, int]]
     dtype: torch.dtype = torch.float32
     unwritten: float = torch.nan
+    held_as: torch.dtype | None = None
     texts: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # q, k, v of each context
 
     def __post_init__(self) -> None:
@@ -69,7 +70,14 @@ class Scene:
         changes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": size, "num_layers": 2}
         config = dataclasses.replace(VARIANTS["none"], **changes)
         needs = [-(-self.lengths[row][1] // block_size) for row in rows]
-        cache = KVCache(config, num_blocks=sum(needs) + 2, block_size=block_size, dtype=self.dtype, device="cpu")
+        cache = KVCache(
+            config,
+            num_blocks=sum(needs) + 2,
+            block_size=block_size,
+            dtype=self.dtype,
+            device="cpu",
+            held_as=self.held_as,
+        )
         cache.keys_LNPKD.fill_(self.unwritten)
         cache.values_LNPKD.fill_(self.unwritten)
         blocks = torch.randperm(cache.num_blocks, generator=torch.Generator().manual_seed(len(rows))).tolist()
@@ -90,8 +98,9 @@ class Scene:
         q, k, v = (torch.cat([self.texts[row][which][-self.lengths[row][0] :] for row in rows]) for which in range(3))
         out = backend.attend(q, k, v, form=form, metadata=metadata, kv_cache=cache)
         for row, of in zip(rows, slots, strict=True):
-            flat = cache.values_LNPKD[form.layer].flatten(0, 1)
-            assert torch.equal(flat[of], self.texts[row][2][-len(of) :]), "the step's values are in the cache"
+            for which, pool_LNPKD in ((1, cache.keys_LNPKD), (2, cache.values_LNPKD)):
+                flat, new = pool_LNPKD[form.layer].flatten(0, 1), self.texts[row][which][-len(of) :]
+                assert torch.equal(flat[of].nan_to_num(), rounded(new, cache.held_as).nan_to_num()), "they are written"
         return list(out.split(list(metadata.query_lengths)))
 
 

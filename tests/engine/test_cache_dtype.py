@@ -1,0 +1,61 @@
+"""Answers over a float16 cache of a float32 model: the same bits alone and in a crowd, and near those over its own."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from model.attention.weights import weights_of_layer
+from service.engine.engine import Engine
+from tests.engine.test_native_engine import CONFIG, CROWDED, TOKENIZER, answer, drive, loaded, native_model, submissions
+from tests.model.configs import VARIANTS, build
+from tests.model.kernel_libraries import BUILDABLE
+
+HALF, CROWDED_HALF = (dataclasses.replace(config, kv_cache_dtype="float16") for config in (CONFIG, CROWDED))
+
+
+@pytest.mark.parametrize("level", BUILDABLE)
+@pytest.mark.parametrize(("variant", "kind"), [("rotary-gqa", "plain"), ("rotary-gqa", "int8"), ("gpt2", "plain")])
+def test_an_answer_has_the_same_bits_alone_and_in_a_crowd(level: str, variant: str, kind: str) -> None:
+    """By chunks, behind a prefix that was found, preempted and resumed, and with tokens that were guessed."""
+    submits = submissions(12)
+    guessing = dataclasses.replace(CROWDED_HALF, max_draft_tokens=3)
+    model = native_model(variant, loaded(level), kind=kind)
+    crowd, stats = drive(Engine(model, TOKENIZER, guessing), submits)
+    for name in ("num_preemptions", "num_prefix_hits"):
+        assert sum(getattr(step, name) for step in stats) > 0
+    alone = Engine(native_model(variant, loaded(level), kind=kind), TOKENIZER, HALF)
+    for submit in submits:
+        told, _ = drive(alone, [submit])
+        assert answer(told[submit.uid]) == answer(crowd[submit.uid])
+
+
+@pytest.mark.parametrize("variant", ["rotary-gqa", "average", "relative-bias-window", "disentangled"])
+def test_pytorchs_way_serves_alike(variant: str) -> None:
+    """Log-probabilities are those over a float32 cache but for the rounding, which does change them."""
+    submits = submissions(6)
+    crowd, _ = drive(Engine(build(VARIANTS[variant]), TOKENIZER, CROWDED_HALF), submits)
+    firsts = {}
+    for config in (HALF, CONFIG):
+        engine = Engine(build(VARIANTS[variant]), TOKENIZER, config)
+        for submit in submits:
+            told, _ = drive(engine, [submit])
+            firsts[submit.uid, config.kv_cache_dtype] = answer(told[submit.uid])[1][0].logprob
+            if config is HALF:
+                assert answer(told[submit.uid])[0] == answer(crowd[submit.uid])[0]
+    differences = [abs(firsts[s.uid, "float16"] - firsts[s.uid, "auto"]) for s in submits]
+    assert 0 < max(differences) < 5e-3
+
+
+def test_a_look_is_at_what_is_served() -> None:
+    model = build(VARIANTS["rotary-gqa"])
+    looks = {}
+    for config in (CONFIG, HALF):
+        engine = Engine(model, TOKENIZER, config)
+        looks[config.kv_cache_dtype] = torch.frombuffer(
+            bytearray(engine.attention_weights((9, 8, 7), layer=1, heads=(2,))), dtype=torch.float32
+        )
+    wanted = weights_of_layer(model, (9, 8, 7), layer=1, held_as=torch.float16)[2]
+    rows, columns = torch.tril_indices(3, 3)
+    assert torch.equal(looks["float16"], wanted[rows, columns])
+    assert not torch.equal(looks["float16"], looks["auto"])
