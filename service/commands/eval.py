@@ -47,6 +47,7 @@ def main(settings: EvalSettings) -> int:
         if settings.export_tasks is not None:
             tasks = export_tasks(settings.export_tasks, splits, pairs)
             _say(_how_to_run(manifest, settings.export_tasks, tasks, length))
+        plain = _without_rounding(settings, manifest, tokenizer, splits, length)
         model = _load(settings, manifest)
         sampler = None
         if settings.samples:
@@ -54,10 +55,11 @@ def main(settings: EvalSettings) -> int:
         evaluation = evaluate_checkpoint(
             model, tokenizer, splits=splits, pairs=pairs, sampler=sampler, max_context_length=length, report=_say
         )
-        _print(manifest, evaluation)
+        _print(manifest, evaluation, plain)
         if settings.out is not None:
             facts = {"checkpoint": _facts(manifest), "settings": _settings_facts(settings, model, length)}
-            _write(settings.out, _json({**facts, **evaluation.to_dict()}, indent=2) + "\n")
+            compared = {} if plain is None else {"without_rounding": plain.to_dict()["held_out"]}
+            _write(settings.out, _json({**facts, **evaluation.to_dict(), **compared}, indent=2) + "\n")
         if settings.documents is not None:
             _say("measuring each document as lm-evaluation-harness does")
             rows = _documents(evaluation, splits, model, tokenizer, length)
@@ -135,16 +137,31 @@ def _load(settings: EvalSettings, manifest: Manifest) -> Transformer:
     return model
 
 
-def _print(manifest: Manifest, evaluation: Evaluation) -> None:
-    """The tables, to stdout."""
+def _without_rounding(
+    settings: EvalSettings, manifest: Manifest, tokenizer: Tokenizer, splits: Mapping[str, Sequence[str]], length: int
+) -> Evaluation | None:
+    """The held-out texts by the same model as it was before the settings round it; None where they do not."""
+    if not splits or (settings.quantize, settings.kv_cache_dtype) == ("none", "auto"):
+        return None
+    model = _load(settings.model_copy(update={"quantize": "none", "kv_cache_dtype": "auto"}), manifest)
+    told = lambda line: _say(f"{line}, not rounded")  # noqa: E731
+    return evaluate_checkpoint(model, tokenizer, splits=splits, max_context_length=length, report=told)
+
+
+def _print(manifest: Manifest, evaluation: Evaluation, plain: Evaluation | None) -> None:
+    """The tables, to stdout; beside the bits of a model that was rounded, how far they are from those of `plain`."""
     console = Console(markup=False)  # names of splits and of pairs are somebody else's
     title = f"{manifest.name}, {manifest.config.num_parameters:,} parameters"
     if evaluation.held_out:
-        table = _table(title, "held out", "documents", "tokens", "bits/byte", "nats/token", "top-1")
+        columns = ["held out", "documents", "tokens", "bits/byte", "nats/token", "top-1"]
+        table = _table(title, *columns, *([] if plain is None else ["bits/byte by rounding"]))
         for name, held_out in evaluation.held_out.items():
             counts = f"{len(held_out.documents):,}", f"{held_out.num_tokens:,}"
             losses = f"{held_out.bits_per_byte:.4f}", f"{held_out.nats_per_token:.4f}"
-            table.add_row(name, *counts, *losses, f"{held_out.accuracy:.2%}")
+            effect = []
+            if plain is not None:
+                effect = [f"{held_out.bits_per_byte / plain.held_out[name].bits_per_byte - 1:+.2%}"]
+            table.add_row(name, *counts, *losses, f"{held_out.accuracy:.2%}", *effect)
         console.print(table)
     if evaluation.pairs:
         table = _table(title, "minimal pairs", "pairs", "accuracy")

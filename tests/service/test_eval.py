@@ -128,6 +128,22 @@ def test_bfloat16_and_a_shorter_context_act(run: Run, texts: Path, tmp_path: Pat
     assert len(set(bits)) == 4
 
 
+@pytest.mark.parametrize("flags", [("--quantize", "int8"), ("--kv-cache-dtype", "float16")])
+def test_what_rounding_costs_is_told(run: Run, texts: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    out = tmp_path / "out.json"
+    given = ("--texts", f"mine={texts}", "--samples", 0, "--out", out)
+    _, table, _ = run(*given)
+    plain = json.loads(out.read_text())
+    assert "by rounding" not in table
+    code, table, _ = run(*given, *flags)
+    rounded = json.loads(out.read_text())
+    assert code == 0
+    assert rounded["without_rounding"] == plain["held_out"]
+    bits, before = (result["held_out"]["mine"]["bits_per_byte"] for result in (rounded, plain))
+    assert bits != before
+    assert f"{bits / before - 1:+.2%}" in table
+
+
 @pytest.mark.parametrize(
     ("flags", "code", "said"),
     [
