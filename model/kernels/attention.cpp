@@ -42,8 +42,10 @@ private:
     void write() {
         for (int64_t token = 0; token < batch.num_tokens; ++token) {
             const int64_t to = batch.slots[token] * token_size;
-            put(static_cast<const T*>(layer.k) + token * layer.k_stride, token_size, static_cast<C*>(layer.keys) + to);
-            put(static_cast<const T*>(layer.v) + token * layer.v_stride, token_size, static_cast<C*>(layer.values) + to);
+            const T* key = static_cast<const T*>(layer.k) + token * layer.k_stride;
+            const T* value = static_cast<const T*>(layer.v) + token * layer.v_stride;
+            put(key, token_size, static_cast<C*>(layer.keys) + to);
+            put(value, token_size, static_cast<C*>(layer.values) + to);
         }
     }
 

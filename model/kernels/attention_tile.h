@@ -71,10 +71,8 @@ struct Widened {
     static void store_output(T* to, Lanes x, int count) {
         float buffer[LANES];
         store(buffer, x);
-        for (int lane = 0; lane < count; ++lane) to[lane] = narrowed(buffer[lane], to);
+        put(buffer, count, to);
     }
-    static float narrowed(float x, const float*) { return x; }
-    static bf16 narrowed(float x, const bf16*) { return to_bf16(x); }
 };
 
 #if defined(__AVX512BF16__)
@@ -85,8 +83,7 @@ struct Pairs {
     static constexpr int PER_TERM = 2;
     static constexpr bool IS_READ = true;
     using Row = float;
-    static constexpr int AT_ONCE = 4;
-    static constexpr int VALUES_AT_ONCE = 16, VALUE_COLUMNS = 4;
+    static constexpr int AT_ONCE = 4, VALUES_AT_ONCE = 16, VALUE_COLUMNS = 4;
 
     static Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
         return {_mm512_dpbf16_ps(c.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v))};
@@ -182,14 +179,13 @@ template <typename T>
 void pack_keys(const T* keys, const int64_t* at, int num_groups, int size, typename Arithmetic<T>::Term* packed,
                Ahead<T>& ahead) {
     using A = Arithmetic<T>;
-    using Row = typename A::Row;
     constexpr int step = LANES * A::PER_TERM;
     for (int group = 0; group < num_groups; ++group, at += LANES, packed += LANES) {
         int64_t signs = 0;
         for (int row = 0; row < LANES; ++row) signs |= at[row];
         if (A::IS_READ && signs >= 0 && size % step == 0) {
-            const Row* rows[LANES];
-            for (int row = 0; row < LANES; ++row) rows[row] = reinterpret_cast<const Row*>(keys + at[row]);
+            const typename A::Row* rows[LANES];
+            for (int row = 0; row < LANES; ++row) rows[row] = reinterpret_cast<const typename A::Row*>(keys + at[row]);
             for (int term = 0; term * A::PER_TERM < size; term += A::AT_ONCE) {
                 if (term % 8 == 0) ahead.ask();
                 Lanes columns[A::AT_ONCE];
@@ -318,8 +314,7 @@ inline float weigh_groups(const float* products, int num_groups, int first, int 
         return to - from < LANES;
     };
     if constexpr (IS_WHOLE) num_groups = GROUPS;
-    Lanes scores[GROUPS];
-    Lanes most = splat(NOTHING);
+    Lanes scores[GROUPS], most = splat(NOTHING);
     int from, to;
     for (int group = 0; group < num_groups; ++group) {
         Lanes score = mul(load(products + group * LANES), splat(scale));

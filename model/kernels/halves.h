@@ -153,7 +153,10 @@ inline Lanes load(const half* from, int count) {
     return load(buffer);
 }
 
-// Numbers as a cache holds them.
+// Numbers as a cache or an output holds them.
+inline void put(const float* from, int64_t count, bf16* to) {
+    for (int64_t at = 0; at < count; ++at) to[at] = to_bf16(from[at]);
+}
 inline void put(const float* from, int64_t count, half* to) {
     int64_t at = 0;
     for (; at + LANES <= count; at += LANES) store(to + at, load(from + at));
