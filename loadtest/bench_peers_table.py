@@ -64,13 +64,14 @@ def our_server(setting: Setting) -> Server:
 
 
 def _our_settings(setting: Setting) -> list[str]:
-    """Flags: the precision, the threads, and a KV-cache of what the largest cell needs."""
+    """Flags: the precision, the threads, and a KV-cache of what the largest cell needs, of 16 bits as the others'."""
     sizes = SHAPE_SIZES[setting.shape]
     dtype = "float32" if setting.precision == "float32" else "bfloat16"
-    token_bytes = 2 * sizes["num_layers"] * sizes["num_kv_heads"] * sizes["head_dim"] * (4 if dtype == "float32" else 2)
+    token_bytes = 2 * sizes["num_layers"] * sizes["num_kv_heads"] * sizes["head_dim"] * 2
     tokens = 2 * _MOST_STREAMS * (PROMPT_TOKENS + _SLOT_TOKENS)
     given = ["--checkpoint", str(setting.place.model(setting.shape, "ours")), "--dtype", dtype]
     given += ["--quantize", "int8"] if setting.precision == "int8" else []
+    given += ["--kv-cache-dtype", "float16"] if dtype == "float32" else []
     return [*given, "--threads", str(setting.threads), "--kv-cache-memory", str(-(-tokens * token_bytes // _MIB))]
 
 
