@@ -74,12 +74,12 @@ The same random weights (Llama's architecture, tied embeddings; {sizes}), export
 {settings["threads"]} threads each. Prompts are random tokens, answers greedy, ends of text ignored. Figures come in
 pairs, ours and a peer's one right after the other with the same prompts; a ratio is ours to theirs within a pair, its
 median over up to {settings["rounds"]} pairs. Our KV-cache is bfloat16, beside float32 weights float16
-(`--kv-cache-dtype float16`), as llama.cpp's and OpenVINO's are there. Decoding counts tokens after the last sequence had its first one, at the
-context in the middle of the answer; a prompt counts its own tokens until the first new one; over HTTP all tokens of
-answers count, from the first request to the last end. What is empty was not measured. A dagger stands for a figure that
-is not told: others kept more than {QUIET_CORES} of a core busy during a pair, or the processors gave less than
-{STEADY_SHARE} of what they had given elsewhere (a product of matrices, timed before, between and after the two),
-however often it was taken again.
+(`--kv-cache-dtype float16`), as llama.cpp's and OpenVINO's are there. Decoding counts tokens after the last sequence
+had its first one, at the context in the middle of the answer; a prompt counts its own tokens until the first new one;
+over HTTP all tokens of answers count, from the first request to the last end. What is empty was not measured. A dagger
+stands for a figure that is not told: others kept more than {QUIET_CORES} of a core busy during a pair, or the
+processors gave less than {STEADY_SHARE} of what they had given elsewhere (a product of matrices, timed before, between
+and after the two), however often it was taken again.
 
 {table(("", "versions", "as"), list(_peers(result)))}
 Ours to the best of them in the same precision:
