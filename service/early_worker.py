@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from model.parent_death import end_with_parent
+from service.lifecycle import name_process
 
 # What takes longest first.
 _WORKER_IMPORTS = ("service.engine_builder", "litserve")
@@ -48,6 +49,9 @@ class Begun(NamedTuple):
     def hand_over(self, descriptors: Sequence[int], order: bytes) -> None:
         """Give it what it waits for, and the environment; nothing where it has died, which its parent will see.
 
+        It may import for long before it reads, and an environment may be larger than what a socket holds: so a thread
+        waits for it, and not the caller.
+
         Args:
             descriptors: the first is that of multiprocessing's resource tracker; the process finds the others, in
                 order, in `RECEIVED`.
@@ -56,7 +60,13 @@ class Begun(NamedTuple):
         encoded = json.dumps(dict(os.environ)).encode()
         with suppress(ConnectionError):
             socket.send_fds(self.channel, [len(encoded).to_bytes(_LENGTH_BYTES, "big")], descriptors)
-            self.channel.sendall(encoded + order)
+            own = self.channel.dup()
+            threading.Thread(target=_send, args=(own, encoded + order), name="hand-over", daemon=True).start()
+
+
+def _send(channel: socket.socket, order: bytes) -> None:
+    with channel, suppress(ConnectionError):
+        channel.sendall(order)
 
 
 class EarlyWorker:
@@ -124,6 +134,7 @@ def spawn_main(descriptor: int, parent: int, checkpoint: str | None, imports: Se
         os._exit(1)
     gc.disable()  # what is imported stays, and to look through it for garbage takes an eighth of the time
     if checkpoint is None:
+        name_process("kvasir-standby")
         importing = threading.Thread(target=_import_quietly, args=(imports,), name="importing")
         importing.start()
         importing.join()

@@ -1,6 +1,8 @@
 """A worker as LitServe launches one, but in a process that has begun already: see `service.early_worker`."""
 
 import io
+import os
+import threading
 from multiprocessing import resource_tracker, spawn, util
 from multiprocessing.context import SpawnProcess, set_spawning_popen
 from multiprocessing.popen_spawn_posix import Popen as SpawnPopen
@@ -47,8 +49,15 @@ class _HandedOver(SpawnPopen):
 
     def __init__(self, process_obj: BaseProcess, begun: Begun) -> None:
         self._begun = begun
+        self._polling = threading.Lock()
         self._descriptors: list[int] = []
         super().__init__(process_obj)
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        """As any. One thread keeps the worker and another ends it: who is told last by the kernel is told nothing."""
+        with self._polling:
+            code: int | None = super().poll(flag)
+            return code
 
     def duplicate_for_child(self, fd: int) -> int:
         """The number of a descriptor among those that are handed over."""

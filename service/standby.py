@@ -44,7 +44,7 @@ class Standby:
             logger.warning("the standby of the worker died")
             self.close()
         if self._num_deaths < _MAX_DEATHS:
-            theirs, self._word = get_context("spawn").Pipe(duplex=False)
+            theirs, self._word = get_context("spawn").Pipe()
             with theirs:
                 try:
                     with _without_interrupts():
@@ -55,14 +55,19 @@ class Standby:
                     self.close()
 
     def begin(self) -> BaseProcess | None:
-        """Make it the worker. None where there is none."""
+        """Make it the worker. None where there is none that has imported: one that imports in what time nobody else
+        wants, on a busy machine, is behind one that begins now, and is ended."""
         process, word = self._process, self._word
         if process is None or word is None or not process.is_alive():
             self.close()
             return None
         try:
+            if not word.poll():
+                self.close()
+                return None
+            word.recv_bytes()
             word.send_bytes(b"begin")
-        except OSError:  # it died just now
+        except (EOFError, OSError):  # it died just now
             self.close()
             return None
         word.close()
@@ -91,11 +96,12 @@ def _without_interrupts() -> Iterator[None]:
 
 
 def wait_for_word(word: Connection) -> None:
-    """The process' side, with everything imported: wait for `Standby.begin`.
+    """The process' side, with everything imported: say so, and wait for `Standby.begin`.
 
     Ends the process when there is nobody left to begin for.
     """
     try:
+        word.send_bytes(b"imported")
         word.recv_bytes()
     except (EOFError, OSError):
         os._exit(0)

@@ -36,7 +36,9 @@ KERNEL_NAMES = {
 _CHECK = "kvasir_is_within_cache"
 _LARGEST_HEAD = 256
 _LOG2_E = 1.4426950408889634  # the kernel's powers are of two
-_TILE = 64  # keys it takes at once: it may read so many biases behind the last
+# Keys and rows of queries that it takes at once: of the last key's biases it may read so many behind the last, of a row
+# that does not see that key yet.
+_TILE, _TASK_ROWS = 64, 96
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -217,4 +219,4 @@ def _biases(form: AttentionForm, num_heads: int, longest: int) -> Tensor:
     nobody = torch.empty(1, 1, num_heads, 0)
     distances_11S = torch.arange(longest - 1, -1, -1)[None, None]
     bias_HS = form.bias(nobody, nobody, distances_11S)[0, :, 0].detach().float() * _LOG2_E
-    return torch.nn.functional.pad(bias_HS, (0, _TILE)).contiguous()
+    return torch.nn.functional.pad(bias_HS, (0, _TILE + _TASK_ROWS)).contiguous()

@@ -88,6 +88,8 @@ def build(level: Level, directory: Path) -> Path:
     compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise BuildError(f"no C++ compiler ({', '.join(_COMPILERS)}) is installed")
+    if shutil.which("sh") is None:
+        raise BuildError("no shell (sh) is installed, which a compiler is started by")
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _alone_in(directory), tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=directory) as scratch:

@@ -15,6 +15,7 @@ from model.attention.as_cached import AsCached
 from model.attention.interface import ATTENTION_BACKENDS
 from model.checkpoint import load_model
 from model.config import ModelConfig
+from model.eight_bits import EightBits
 from model.error_line import error_line
 from model.evaluation.evaluation import Evaluation, evaluate_checkpoint
 from model.evaluation.harness import PAIRS_NAME, export_tasks
@@ -39,6 +40,7 @@ def main(settings: EvalSettings) -> int:
     """Run the command. Exit codes: 0 done, 1 failed, 2 not understood."""
     try:
         _check_outputs(settings)
+        _find_rounding(settings)
         manifest = read_manifest(settings.checkpoint)
         length = _context_length(settings, manifest.config)
         splits = _read_splits(settings)
@@ -129,8 +131,8 @@ def _evenly(texts: list[str], most: int | None) -> list[str]:
 def _load(settings: EvalSettings, manifest: Manifest) -> Transformer:
     torch.set_num_threads(usable_cpus() if settings.threads == "auto" else settings.threads)
     device, dtype = find_device(settings.device), _DTYPES[settings.dtype]
-    eight_bits = find_eight_bits(settings.quantize, device, dtype)
-    held_as, attention = find_cache_dtype(settings.kv_cache_dtype, device, dtype), ATTENTION_BACKENDS["sdpa"]
+    eight_bits, held_as = _find_rounding(settings)
+    attention = ATTENTION_BACKENDS["sdpa"]
     model = load_model(manifest, device=device, dtype=dtype, attention=AsCached(attention, held_as))
     if settings.quantize != "none":
         prepare_matrices(model, settings.quantize, eight_bits)
@@ -148,6 +150,15 @@ def _without_rounding(
     return evaluate_checkpoint(model, tokenizer, splits=splits, max_context_length=length, report=told)
 
 
+def _find_rounding(settings: EvalSettings) -> tuple[EightBits | None, torch.dtype]:
+    """What matrices, and keys and values, are rounded to. Raises SettingsError: there is no such rounding here."""
+    device, dtype = find_device(settings.device), _DTYPES[settings.dtype]
+    return (
+        find_eight_bits(settings.quantize, device, dtype),
+        find_cache_dtype(settings.kv_cache_dtype, device, dtype),
+    )
+
+
 def _print(manifest: Manifest, evaluation: Evaluation, plain: Evaluation | None) -> None:
     """The tables, to stdout; beside the bits of a model that was rounded, how far they are from those of `plain`."""
     console = Console(markup=False)  # names of splits and of pairs are somebody else's
@@ -158,9 +169,8 @@ def _print(manifest: Manifest, evaluation: Evaluation, plain: Evaluation | None)
         for name, held_out in evaluation.held_out.items():
             counts = f"{len(held_out.documents):,}", f"{held_out.num_tokens:,}"
             losses = f"{held_out.bits_per_byte:.4f}", f"{held_out.nats_per_token:.4f}"
-            effect = []
-            if plain is not None:
-                effect = [f"{held_out.bits_per_byte / plain.held_out[name].bits_per_byte - 1:+.2%}"]
+            before = None if plain is None else plain.held_out[name].bits_per_byte
+            effect = [f"{held_out.bits_per_byte / before - 1:+.2%}" if before else "–"] if plain else []
             table.add_row(name, *counts, *losses, f"{held_out.accuracy:.2%}", *effect)
         console.print(table)
     if evaluation.pairs:

@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from multiprocessing.connection import Connection
+from multiprocessing.popen_spawn_posix import Popen as SpawnPopen
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,6 +94,66 @@ def test_one_that_nobody_waits_for_yet_imports_last_and_is_then_as_all_others(
     theirs.close()
     assert ours.recv() == (19, os.getpriority(os.PRIO_PROCESS, 0))
     process.join()
+
+
+def tell_variable(answers: Connection) -> None:
+    answers.send(len(os.environ[VARIABLE]))
+
+
+def test_nobody_waits_for_one_that_imports_for_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """However much it is told: an environment may be larger than what a socket holds."""
+    (tmp_path / "imports_for_long.py").write_text(
+        f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.01)"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(VARIABLE, "x" * 120_000)
+    for number in range(10):
+        monkeypatch.setenv(f"{VARIABLE}_{number}", "x" * 120_000)
+    worker = EarlyWorker(imports=("imports_for_long",))
+    monkeypatch.setattr(first_worker, "EARLY_WORKER", worker)
+    worker.begin_quietly()
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = EarlyProcess(target=tell_variable, args=(theirs,))
+    try:
+        process.start()
+        while psutil.Process(process.pid).name() != "kvasir-standby":
+            pass
+    finally:
+        (tmp_path / "go").touch()
+    theirs.close()
+    assert ours.poll(PATIENCE_SECONDS)
+    assert ours.recv() == 120_000
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_two_that_wait_for_its_end_learn_it_one_after_the_other(
+    early: EarlyWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The kernel tells one of them alone: the other is not to look before that one has said it."""
+    begun(early, tmp_path)
+    process, _ = started(7)
+    told, inside = threading.Event(), []
+    poll = SpawnPopen.poll
+
+    def slow(self: Any, flag: int = os.WNOHANG) -> int | None:
+        inside.append(threading.get_ident())
+        code = poll(self, 0)
+        assert told.wait(PATIENCE_SECONDS)
+        return code
+
+    monkeypatch.setattr(SpawnPopen, "poll", slow)
+    threads = [threading.Thread(target=process.join) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while not inside:
+        pass
+    assert not first_worker.EARLY_WORKER.take()
+    assert len(inside) == 1
+    told.set()
+    for thread in threads:
+        thread.join()
+    assert process.exitcode == 7
 
 
 def test_it_is_taken_once(early: EarlyWorker, tmp_path: Path) -> None:

@@ -128,6 +128,15 @@ def test_bfloat16_and_a_shorter_context_act(run: Run, texts: Path, tmp_path: Pat
     assert len(set(bits)) == 4
 
 
+@pytest.mark.parametrize("flags", [("--quantize", "fp8"), ("--kv-cache-dtype", "float16", "--dtype", "bfloat16")])
+def test_what_cannot_be_rounded_is_said_before_anything_is_measured(
+    run: Run, texts: Path, flags: tuple[str, ...]
+) -> None:
+    code, _, said = run("--texts", f"mine={texts}", "--samples", 0, *flags)
+    assert code == 2
+    assert "measuring" not in said
+
+
 @pytest.mark.parametrize("flags", [("--quantize", "int8"), ("--kv-cache-dtype", "float16")])
 def test_what_rounding_costs_is_told(run: Run, texts: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     out = tmp_path / "out.json"

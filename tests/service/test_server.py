@@ -243,7 +243,8 @@ def test_a_standby_imports_when_nobody_else_computes(
         if api.word is None:
             return needed_now
         assert begun == ["quietly"]
-        words.append((Connection(os.dup(api.word.fileno()), writable=False), queue))  # as its process has it
+        words.append((Connection(os.dup(api.word.fileno())), queue))  # as its process has it
+        words[0][0].send_bytes(b"imported")
         return standby
 
     monkeypatch.setattr(server_module, "launch_worker", launch)

@@ -1,6 +1,7 @@
 """The next worker: one is kept, begins when it is told, and its death harms nobody."""
 
 import signal
+import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -31,14 +32,18 @@ class Bench:
     def __init__(self) -> None:
         self.started: list[Any] = []
         self.failure: OSError | None = None
+        self.imports_at_once = True
         self.standby = Standby(self._launch)
 
     def _launch(self, word: Connection) -> Any:
         if self.failure is not None:
             raise self.failure
         # As in a process of its own, the connection outlives main's copy of it.
-        self.started.append(FakeProcess(Connection(standby_module.os.dup(word.fileno()), writable=False)))
-        return self.started[-1]
+        process = FakeProcess(Connection(standby_module.os.dup(word.fileno())))
+        if self.imports_at_once:
+            process.word.send_bytes(b"imported")
+        self.started.append(process)
+        return process
 
 
 def test_ctrl_c_waits_until_it_ignores_it() -> None:
@@ -87,6 +92,14 @@ def test_a_dead_one_does_not_begin() -> None:
     assert bench.standby.begin() is None
 
 
+def test_one_that_still_imports_is_ended_for_one_that_begins_now_is_ahead_of_it() -> None:
+    bench = Bench()
+    bench.imports_at_once = False
+    bench.standby.keep()
+    assert bench.standby.begin() is None
+    assert not bench.started[0].is_there
+
+
 def test_one_that_dies_while_it_is_told_does_not_begin() -> None:
     bench = Bench()
     bench.standby.keep()
@@ -112,12 +125,27 @@ def test_where_none_can_be_started_the_service_goes_on(caplog: pytest.LogCapture
     assert bench.started == []
 
 
-def test_it_waits_until_it_is_told() -> None:
+def test_it_waits_until_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
+    bench.imports_at_once = False
+    mains: list[Connection] = []
+    pipe = standby_module.get_context("spawn").Pipe
+
+    class Context:
+        def Pipe(self) -> tuple[Connection, Connection]:
+            theirs, ours = pipe()
+            mains.append(ours)
+            return theirs, ours
+
+    monkeypatch.setattr(standby_module, "get_context", lambda _: Context())
     bench.standby.keep()
-    bench.standby.begin()
-    wait_for_word(bench.started[0].word)
-    assert bench.started[0].word.closed
+    word = bench.started[0].word
+    waiting = threading.Thread(target=wait_for_word, args=(word,))
+    waiting.start()
+    assert mains[0].poll(60.0)
+    assert bench.standby.begin() is bench.started[0]
+    waiting.join()
+    assert word.closed
 
 
 def test_it_ends_when_nobody_is_left_to_begin_for(monkeypatch: pytest.MonkeyPatch) -> None:
