@@ -134,7 +134,7 @@ def spawn_main(descriptor: int, parent: int, checkpoint: str | None, imports: Se
         os._exit(1)
     gc.disable()  # what is imported stays, and to look through it for garbage takes an eighth of the time
     if checkpoint is None:
-        name_process("kvasir-standby")
+        name_process("kvasir-importer")
         importing = threading.Thread(target=_import_quietly, args=(imports,), name="importing")
         importing.start()
         importing.join()

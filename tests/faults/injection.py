@@ -118,9 +118,9 @@ def _stop(find: Callable[[Service], psutil.Process], most_seconds: float) -> Cal
     return stop
 
 
-def _kill_all(name: str) -> Callable[..., Awaitable[bool]]:
+def _kill_all(*names: str) -> Callable[..., Awaitable[bool]]:
     async def kill(service: Service, choose: random.Random) -> bool:
-        found = named(service, name)
+        found = [process for name in names for process in named(service, name)]
         for process in found:
             await _kill(process)
         return bool(found)
@@ -139,7 +139,7 @@ FAULTS = (
     Fault("queue process stopped for a while", 0, _stop(lambda service: service.queue, 1.0)),
     Fault("template process killed", 0, _kill_all("template_sandbox")),
     Fault("grammar process killed", 0, _kill_all("service.structured.check")),
-    Fault(STANDBY, 0, _kill_all("kvasir-standby")),
+    Fault(STANDBY, 0, _kill_all("kvasir-importer", "kvasir-standby")),
 )
 
 

@@ -116,7 +116,7 @@ def test_nobody_waits_for_one_that_imports_for_long(monkeypatch: pytest.MonkeyPa
     process = EarlyProcess(target=tell_variable, args=(theirs,))
     try:
         process.start()
-        while psutil.Process(process.pid).name() != "kvasir-standby":
+        while psutil.Process(process.pid).name() != "kvasir-importer":
             pass
     finally:
         (tmp_path / "go").touch()

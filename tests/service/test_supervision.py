@@ -88,7 +88,9 @@ class Bench:
         self.launched.append((epoch, word is not None))
         process: Any = FakeProcess()
         process.epoch = epoch
-        process.word = None if word is None else Connection(os.dup(word.fileno()), writable=False)
+        process.word = None if word is None else Connection(os.dup(word.fileno()))
+        if process.word is not None:
+            process.word.send_bytes(b"imported")
         return process
 
     def watch(self, **others: FakeProcess) -> None:
