@@ -118,8 +118,8 @@ class Contest:
         while True:
             if (busy := other_work(_LOOK_SECONDS)) > QUIET_CORES:
                 self._tell(f"waits: {busy:.1f} cores are busy")
-            elif (given := self._probe.gflops()) < STEADY_SHARE * self._kept.most_gflops:
-                self._tell(f"waits: {given:.0f} GFLOP/s of {self._kept.most_gflops:.0f}")
+            elif (given := self._probe.gflops()) < STEADY_SHARE * self._kept.usual_gflops:
+                self._tell(f"waits: {given:.0f} GFLOP/s of {self._kept.usual_gflops:.0f}")
             else:
                 return
             if time.monotonic() >= deadline:

@@ -6,6 +6,7 @@ there, so that an interrupted comparison goes on where it stopped. Torch-free.
 
 import itertools
 import json
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ LONG_STREAMS: Final = (1, 4, 16)
 PROMPT_TOKENS, OUTPUT_TOKENS, OUTPUT_TOKENS_ALONE = 64, 128, 256
 LONG_CONTEXT, LONG_OUTPUT = 1024, 64
 # A pair with more of others' work beside it is taken again, as is one during which the processors gave less than this
-# share of the most that they gave to any pair.
+# share of what they usually gave.
 QUIET_CORES: Final = 0.2
 STEADY_SHARE: Final = 0.85
 
@@ -104,18 +105,18 @@ class Progress:
             self.pairs = [Pair(**json.loads(line)) for line in lines]
 
     @property
-    def most_gflops(self) -> float:
-        """The most that a probe of the processors gave; 0 before the first."""
-        return _most_gflops(self.pairs)
+    def usual_gflops(self) -> float:
+        """What a probe of the processors usually gave; 0 before the first."""
+        return _usual_gflops(self.pairs)
 
     def has(self, cell: Cell, peer: str, number: int) -> bool:
         """Whether this pair was measured undisturbed. What was not, and what failed, is tried again."""
         own = (pair for pair in self.pairs if (pair.cell, pair.peer, pair.round) == (cell.key, peer, number))
-        most = _most_gflops(self.pairs)
+        usual = _usual_gflops(self.pairs)
         return any(
             pair.other_work_cores is not None
             and pair.other_work_cores <= QUIET_CORES
-            and _share(pair, most) >= STEADY_SHARE
+            and _share(pair, usual) >= STEADY_SHARE
             for pair in own
         )
 
@@ -133,12 +134,12 @@ def summarize(cells: Iterable[Cell], pairs: Sequence[Pair]) -> Iterator[dict[str
     Of a pair that was taken several times, the least disturbed counts. A peer without a pair has its last error, or is
     not there.
     """
-    most = _most_gflops(pairs)
+    usual = _usual_gflops(pairs)
     for cell in cells:
         peers: dict[str, Any] = {}
         for name in dict.fromkeys(pair.peer for pair in pairs if pair.cell == cell.key):
             own = [pair for pair in pairs if (pair.cell, pair.peer) == (cell.key, name)]
-            best = _least_disturbed(own, most)
+            best = _least_disturbed(own, usual)
             if not best:
                 peers[name] = {"error": own[-1].error}
                 continue
@@ -148,7 +149,7 @@ def summarize(cells: Iterable[Cell], pairs: Sequence[Pair]) -> Iterator[dict[str
                 "theirs": _spreads(theirs),
                 "ratio": Spread.of_ratios(_rates(ours), _rates(theirs)).to_dict(),
                 "other_work_cores": [pair.other_work_cores for pair in best],
-                "processors_share": [round(_share(pair, most), 2) for pair in best],
+                "processors_share": [round(_share(pair, usual), 2) for pair in best],
             }
         yield {**asdict(cell), "context_length": cell.context_length, "peers": peers}
 
@@ -160,21 +161,22 @@ def is_sound(figure: Mapping[str, Any]) -> bool:
     return max(figure["other_work_cores"]) <= QUIET_CORES and min(figure["processors_share"]) >= STEADY_SHARE
 
 
-def _most_gflops(pairs: Iterable[Pair]) -> float:
-    return max(itertools.chain.from_iterable(pair.gflops for pair in pairs), default=0.0)
+def _usual_gflops(pairs: Iterable[Pair]) -> float:
+    probes = list(itertools.chain.from_iterable(pair.gflops for pair in pairs))
+    return statistics.median(probes) if probes else 0.0
 
 
-def _share(pair: Pair, most: float) -> float:
-    """What the processors gave to a pair at the least, of the most they ever gave; 1 where nobody looked."""
-    return min(pair.gflops) / most if pair.gflops else 1.0
+def _share(pair: Pair, usual: float) -> float:
+    """What the processors gave to a pair at the least, of what they usually gave; 1 where nobody looked."""
+    return min(pair.gflops) / usual if pair.gflops else 1.0
 
 
-def _least_disturbed(pairs: Sequence[Pair], most: float) -> list[Pair]:
+def _least_disturbed(pairs: Sequence[Pair], usual: float) -> list[Pair]:
     """Of each round the pair that others disturbed least, among those with all of the processors if there are any."""
 
     def disturbed(pair: Pair) -> tuple[bool, float]:
         assert pair.other_work_cores is not None, "it has figures"
-        return _share(pair, most) < STEADY_SHARE, pair.other_work_cores
+        return _share(pair, usual) < STEADY_SHARE, pair.other_work_cores
 
     measured = [pair for pair in pairs if pair.other_work_cores is not None]
     rounds = sorted({pair.round for pair in measured})

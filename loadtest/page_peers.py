@@ -78,7 +78,7 @@ median over up to {settings["rounds"]} pairs. Our KV-cache is bfloat16, beside f
 had its first one, at the context in the middle of the answer; a prompt counts its own tokens until the first new one;
 over HTTP all tokens of answers count, from the first request to the last end. What is empty was not measured. A dagger
 stands for a figure that is not told: others kept more than {QUIET_CORES} of a core busy during a pair, or the
-processors gave less than {STEADY_SHARE} of what they had given elsewhere (a product of matrices, timed before, between
+processors gave less than {STEADY_SHARE} of what they usually gave (a product of matrices, timed before, between
 and after the two), however often it was taken again.
 
 {table(("", "versions", "as"), list(_peers(result)))}

@@ -321,7 +321,7 @@ def test_a_pair_whose_processors_gave_less_is_taken_again(tmp_path: Path, stubs:
     lines = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
     assert [line["gflops"] for line in lines] == [list(low_in_between[1:]), [790.0] * 3]
     (row,) = (row["peers"]["slow"] for row in told["cells"] if row["precision"] == "float32")
-    assert row["processors_share"] == [0.99]
+    assert row["processors_share"] == [1.0]
 
 
 def test_processors_that_give_less_are_waited_for(tmp_path: Path, stubs: list[str]) -> None:
