@@ -12,11 +12,12 @@ from typing import Any, ClassVar
 import pytest
 
 from loadtest import bench_peers
-from loadtest.bench_peers_cells import Cell, Pair, Progress, is_sound, make_cells, summarize
+from loadtest.bench_peers_cells import Cell, make_cells
 from loadtest.bench_peers_install import PeerUnavailable, Place, run
 from loadtest.bench_peers_processes import Driver, Prompts, Server, TokensRequest, num_prompts
 from loadtest.bench_peers_table import PEERS, Peer, Setting
 from tests.loadtest.stub_server import Script, StubServer
+from tests.loadtest.test_bench_peers_cells import cell
 
 # A driver whose waves take as long as its argument says; it notes that it was started.
 STUB = """
@@ -51,12 +52,6 @@ def driver(seconds: str, third: int = 3) -> Driver:
     made = Recorded([sys.executable, "-c", STUB, seconds, str(third)], {})
     made.third = third
     return made
-
-
-def cell(kind: Any = "decode", streams: int = 2, output_tokens: int = 5) -> Cell:
-    return Cell(
-        shape="S", precision="float32", kind=kind, streams=streams, prompt_tokens=3, output_tokens=output_tokens
-    )
 
 
 def test_a_driver_s_figures() -> None:
@@ -135,16 +130,6 @@ def test_prompts_are_the_same_for_a_seed_and_alike_never() -> None:
     assert max(map(max, Prompts(3, 0).take(10, 50))) == 1  # the last id ends a text
 
 
-def test_the_cells() -> None:
-    cells = make_cells(["S"], ["int8"], ["decode", "http", "prompt"])
-    assert len({made.key for made in cells}) == len(cells) == 4 + 3 + 1 + 3
-    decode = [made for made in cells if made.kind == "decode"]
-    assert [(made.streams, made.context_length) for made in decode][:4] == [(1, 192), (4, 128), (16, 128), (64, 128)]
-    assert {made.context_length for made in decode[4:]} == {1024}
-    assert {made.kind for made in make_cells(["S", "M"], ["int8"], ["http"])} == {"http"}
-    assert [num_prompts(made) for made in cells if made.kind == "http"] == [3, 32, 128]
-
-
 def test_a_peer_is_asked_for_what_it_can() -> None:
     peer = Peer(name="a", environment="a", precisions=("int8", "float32"), engine=lambda _: driver("1"), note="")
     assert peer.can(cell())
@@ -157,45 +142,6 @@ def test_a_peer_is_asked_for_what_it_can() -> None:
 def test_every_peer_is_asked_for_every_cell_of_both_floating_precisions(precision: str, kind: Any) -> None:
     for asked in make_cells(["S", "M"], [precision], [kind]):
         assert [peer.name for peer in PEERS if not peer.can(asked)] == []
-
-
-def test_ratios_are_taken_within_pairs() -> None:
-    pairs = [
-        Pair(
-            cell=cell().key,
-            peer="a",
-            round=number,
-            ours={"tokens_per_second": o},
-            theirs={"tokens_per_second": t},
-            other_work_cores=0.0,
-        )
-        for number, (o, t) in enumerate(((10.0, 5.0), (100.0, 25.0), (9.0, 3.0)))
-    ]
-    pairs += [Pair(cell=cell().key, peer="b", round=0, error="no engine")]
-    pairs += [Pair(cell=cell(streams=9).key, peer="a", round=0, error="of another cell")]
-    (row,) = summarize([cell()], pairs)
-    assert row["peers"]["a"]["ratio"]["median"] == 3.0  # of 2, 4 and 3, and not 10 over 5
-    assert row["peers"]["a"]["ours"]["tokens_per_second"]["values"] == [10.0, 100.0, 9.0]
-    assert row["peers"]["b"] == {"error": "no engine"}
-    assert (row["streams"], row["context_length"]) == (2, 5)
-
-
-def test_what_was_measured_is_kept_and_what_failed_is_tried_again(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "progress.jsonl"
-    kept = Progress(path)
-    figures = {"ours": {"x": 1.0}, "theirs": {"x": 2.0}}
-    kept.add(Pair(cell=cell().key, peer="a", round=0, **figures, other_work_cores=0.1))
-    kept.add(Pair(cell=cell().key, peer="a", round=1, error="why"))
-    kept.add(Pair(cell=cell().key, peer="a", round=2, **figures, other_work_cores=0.7))
-    with path.open("a") as file:
-        file.write('{"cell": "cut o')  # the machine stopped
-    again = Progress(path)
-    assert again.pairs == kept.pairs
-    assert again.has(cell(), "a", 0)
-    assert not again.has(cell(), "a", 1)
-    assert not again.has(cell(), "a", 2)
-    assert not again.has(cell(), "b", 0)
-    assert not again.has(cell(streams=1), "a", 0)
 
 
 def test_a_step_that_fails_is_a_reason() -> None:
@@ -330,14 +276,6 @@ def test_processors_that_give_less_are_waited_for(tmp_path: Path, stubs: list[st
     compare(tmp_path, "--rounds", "2", "--attempts", "1", "--kinds", "prompt")
     lines = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
     assert [line["gflops"] for line in lines] == [[800.0] * 3, [750.0] * 3]
-
-
-def test_a_figure_is_sound_where_nothing_disturbed_its_pairs() -> None:
-    figure = {"ratio": {}, "other_work_cores": [0.0, 0.1], "processors_share": [1.0, 0.9]}
-    assert is_sound(figure)
-    assert not is_sound(figure | {"other_work_cores": [0.0, 0.3]})
-    assert not is_sound(figure | {"processors_share": [1.0, 0.8]})
-    assert not is_sound({"error": "none"})
 
 
 def test_a_busy_machine_is_waited_for_but_not_for_ever(

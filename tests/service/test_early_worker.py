@@ -102,9 +102,9 @@ def tell_variable(answers: Connection) -> None:
 
 def test_nobody_waits_for_one_that_imports_for_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """However much it is told: an environment may be larger than what a socket holds."""
-    (tmp_path / "imports_for_long.py").write_text(
-        f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.01)"
-    )
+    (tmp_path / "imports_for_long.py").write_text(f"with open({str(tmp_path / 'go')!r}, 'rb') as go: go.read(1)")
+    os.mkfifo(tmp_path / "go")
+    go = os.open(tmp_path / "go", os.O_RDWR)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv(VARIABLE, "x" * 120_000)
     for number in range(10):
@@ -119,10 +119,11 @@ def test_nobody_waits_for_one_that_imports_for_long(monkeypatch: pytest.MonkeyPa
         while psutil.Process(process.pid).name() != "kvasir-importer":
             pass
     finally:
-        (tmp_path / "go").touch()
+        os.write(go, b"x")
     theirs.close()
     assert ours.poll(PATIENCE_SECONDS)
     assert ours.recv() == 120_000
+    os.close(go)
     process.join()
     assert process.exitcode == 0
 

@@ -1,0 +1,70 @@
+"""What is compared with other engines, what has been measured, and what counts of it."""
+
+from pathlib import Path
+from typing import Any
+
+from loadtest.bench_peers_cells import Cell, Pair, Progress, is_sound, make_cells, summarize
+from loadtest.bench_peers_processes import num_prompts
+
+
+def cell(kind: Any = "decode", streams: int = 2, output_tokens: int = 5) -> Cell:
+    return Cell(
+        shape="S", precision="float32", kind=kind, streams=streams, prompt_tokens=3, output_tokens=output_tokens
+    )
+
+
+def test_the_cells() -> None:
+    cells = make_cells(["S"], ["int8"], ["decode", "http", "prompt"])
+    assert len({made.key for made in cells}) == len(cells) == 4 + 3 + 1 + 3
+    decode = [made for made in cells if made.kind == "decode"]
+    assert [(made.streams, made.context_length) for made in decode][:4] == [(1, 192), (4, 128), (16, 128), (64, 128)]
+    assert {made.context_length for made in decode[4:]} == {1024}
+    assert {made.kind for made in make_cells(["S", "M"], ["int8"], ["http"])} == {"http"}
+    assert [num_prompts(made) for made in cells if made.kind == "http"] == [3, 32, 128]
+
+
+def test_ratios_are_taken_within_pairs() -> None:
+    pairs = [
+        Pair(
+            cell=cell().key,
+            peer="a",
+            round=number,
+            ours={"tokens_per_second": o},
+            theirs={"tokens_per_second": t},
+            other_work_cores=0.0,
+        )
+        for number, (o, t) in enumerate(((10.0, 5.0), (100.0, 25.0), (9.0, 3.0)))
+    ]
+    pairs += [Pair(cell=cell().key, peer="b", round=0, error="no engine")]
+    pairs += [Pair(cell=cell(streams=9).key, peer="a", round=0, error="of another cell")]
+    (row,) = summarize([cell()], pairs)
+    assert row["peers"]["a"]["ratio"]["median"] == 3.0  # of 2, 4 and 3, and not 10 over 5
+    assert row["peers"]["a"]["ours"]["tokens_per_second"]["values"] == [10.0, 100.0, 9.0]
+    assert row["peers"]["b"] == {"error": "no engine"}
+    assert (row["streams"], row["context_length"]) == (2, 5)
+
+
+def test_what_was_measured_is_kept_and_what_failed_is_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "progress.jsonl"
+    kept = Progress(path)
+    figures = {"ours": {"x": 1.0}, "theirs": {"x": 2.0}}
+    kept.add(Pair(cell=cell().key, peer="a", round=0, **figures, other_work_cores=0.1))
+    kept.add(Pair(cell=cell().key, peer="a", round=1, error="why"))
+    kept.add(Pair(cell=cell().key, peer="a", round=2, **figures, other_work_cores=0.7))
+    with path.open("a") as file:
+        file.write('{"cell": "cut o')  # the machine stopped
+    again = Progress(path)
+    assert again.pairs == kept.pairs
+    assert again.has(cell(), "a", 0)
+    assert not again.has(cell(), "a", 1)
+    assert not again.has(cell(), "a", 2)
+    assert not again.has(cell(), "b", 0)
+    assert not again.has(cell(streams=1), "a", 0)
+
+
+def test_a_figure_is_sound_where_nothing_disturbed_its_pairs() -> None:
+    figure = {"ratio": {}, "other_work_cores": [0.0, 0.1], "processors_share": [1.0, 0.9]}
+    assert is_sound(figure)
+    assert not is_sound(figure | {"other_work_cores": [0.0, 0.3]})
+    assert not is_sound(figure | {"processors_share": [1.0, 0.8]})
+    assert not is_sound({"error": "none"})
