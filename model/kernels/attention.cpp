@@ -125,12 +125,11 @@ private:
     void load_queries(const Task& task, Term* queries) const {
         for (int head = task.first_head; head < task.end_head; ++head) {
             for (int row = task.first_row; row < task.end_row; ++row, queries += num_terms) {
+                const T* from = static_cast<const T*>(layer.q) + place(task.sequence, head, row, layer.q_stride);
                 queries[num_terms - 1] = 0;
                 if constexpr (A::PER_TERM == 1) {
-                    const T* from = static_cast<const T*>(layer.q) + place(task.sequence, head, row, layer.q_stride);
                     for (int number = 0; number < size; ++number) queries[number] = to_float(from[number]);
                 } else {
-                    const T* from = static_cast<const T*>(layer.q) + place(task.sequence, head, row, layer.q_stride);
                     std::memcpy(queries, from, static_cast<size_t>(size) * sizeof(T));
                 }
             }
