@@ -130,8 +130,8 @@ def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_sizes(path: Path) -> None:
-    """A file that passes 350 lines is split along a noun; a function stays under 60, with at most 8 parameters."""
-    assert len(path.read_text().splitlines()) <= 350
+    """A file that passes 600 lines is split along a noun; a function stays under 60, with at most 8 parameters."""
+    assert len(path.read_text().splitlines()) <= 600
     for function in functions(path):
         assert function.end_lineno is not None
         assert function.end_lineno - function.lineno < 60, f"{function.name} is too long"
