@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write JSON there")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
-    KERNELS.prepare(CACHE, wait=True)
+    KERNELS.prepare(CACHE)
     if KERNELS.loaded is None:
         print(f"{PROGRAM}: {KERNELS.trouble}", file=sys.stderr)
         return 1

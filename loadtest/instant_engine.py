@@ -51,9 +51,6 @@ class InstantEngine:
     def check_integrity(self) -> None:
         """There is nothing that could break."""
 
-    def while_idle(self) -> None:
-        """There is nothing else to do."""
-
     def step(self, *, before: Callable[[list[str]], None] | None = None) -> "InstantResult":
         """A token for everybody. `before` is told who that is."""
         if before is not None:
@@ -116,7 +113,8 @@ class InstantAPI(EngineAPI):
         facts = EngineFacts(
             device="none",
             attention="none",
-            takes_kernels=False,
+            kernel_level=None,
+            reasons={},
             dtype="none",
             matrices="none",
             threads=1,

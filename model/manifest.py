@@ -18,6 +18,7 @@ and what to do.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +79,19 @@ class Manifest:
     def num_weight_bytes(self) -> int:
         """Bytes of the weight files."""
         return sum(size for name, (size, _) in self.files.items() if name.endswith(".safetensors"))
+
+    @property
+    def weight_dtype(self) -> str:
+        """Dtype of most of the weights' bytes, as safetensors names it: BF16, F16 or F32.
+
+        Raises:
+            CheckpointError: see `place_tensors`.
+        """
+        num_bytes: Counter[str] = Counter()
+        for placement in self.place_tensors().values():
+            for header in placement.parts:
+                num_bytes[header.dtype] += header.end - header.begin
+        return num_bytes.most_common(1)[0][0]
 
     @property
     def created_seconds(self) -> int:

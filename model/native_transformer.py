@@ -10,6 +10,9 @@ heads, K key/value heads, D head dimension, X queries, keys and values side by s
 """
 
 import ctypes
+import os
+import threading
+from contextlib import suppress
 from typing import cast
 
 import torch
@@ -18,7 +21,9 @@ from torch.nn import functional
 
 from model.attention.metadata import AttentionMetadata
 from model.attention.native import NativeAttention
-from model.kernels.loading import KernelLibrary, Kernels
+from model.config import ModelConfig
+from model.freed_memory import give_back_freed_memory
+from model.kernels.loading import KernelLibrary
 from model.kernels.structures import Decode, LayerWeights, Matrix, Rows
 from model.kinds import AttentionKind
 from model.kv_cache import KVCache
@@ -33,41 +38,67 @@ from model.transformer import Block, Transformer
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 # What a row of one thread's scratch holds, see layers.cpp.
 _MOST_NUMBERS = 65_536
+# Of the thread that moves matrices to large pages: a busy processor leaves it a tenth of its time.
+_NICENESS = 10
 
 
-def is_native(model: Transformer) -> bool:
-    """Whether these kernels compute all of this model."""
-    config, weight = model.config, model.token_embedding.weight
+def computes(config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Return whether these kernels compute all of a model of this config, in this dtype, on a CPU."""
     widths = (config.hidden_size, config.mlp_size, config.num_heads * config.head_dim)
     return (
-        weight.device.type == "cpu"
-        and weight.dtype in (torch.float32, torch.bfloat16)
+        dtype in (torch.float32, torch.bfloat16)
         and config.attention is AttentionKind.SOFTMAX
         and max(widths) <= _MOST_NUMBERS
         and not any(width % 2 for width in widths)
     )
 
 
-def kernels_for(model: Transformer) -> Kernels | None:
-    """The kernels that compute all of this model once they are loaded, as its attention waits for them; None for none:
-    its attention is another, or there are no such kernels."""
+def library_for(model: Transformer) -> KernelLibrary | None:
+    """Return the loaded library that computes all of this model; None where its attention is another backend's, the
+    kernels do not compute such a model, or none are loaded."""
     backends = {cast(Block, block).attention.backend for block in model.layers}
-    backend = backends.pop()
-    return backend.kernels if not backends and isinstance(backend, NativeAttention) and is_native(model) else None
+    backend, weight = backends.pop(), model.token_embedding.weight
+    is_native = not backends and isinstance(backend, NativeAttention)
+    if not is_native or weight.device.type != "cpu" or not computes(model.config, weight.dtype):
+        return None
+    return cast(NativeAttention, backend).kernels.loaded
+
+
+def by_native_kernels(model: "Transformer | NativeTransformer") -> "Transformer | NativeTransformer":
+    """Return what computes this model fastest: a `NativeTransformer` where its kernels are loaded, else the model.
+
+    The model's matrices are packed and freed one by one, so no more than one of them is in memory twice. A thread of
+    low priority moves them to pages of 2 MiB while they are used.
+    """
+    if isinstance(model, NativeTransformer) or (library := library_for(model)) is None:
+        return model
+    model.requires_grad_(False)
+    native = NativeTransformer(model, library)
+    give_back_freed_memory()
+
+    def enlarge() -> None:
+        with suppress(OSError, AttributeError):  # a system without priorities of threads
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        native.enlarge_pages()
+
+    threading.Thread(target=enlarge, name="large-pages", daemon=True).start()
+    return native
 
 
 class NativeTransformer:
     """Takes the place of the `Transformer` it is made from, whose matrices are freed as they are packed.
 
     Args:
-        keeps_matrices: the model goes on computing meanwhile, until `free_matrices`: both have them till then.
+        library: the kernels.
 
     Raises:
-        ValueError: the model is none of those that `is_native` says.
+        ValueError: these kernels do not compute such a model, see `computes`.
     """
 
-    def __init__(self, model: Transformer, library: KernelLibrary, *, keeps_matrices: bool = False) -> None:
-        if not is_native(model):
+    def __init__(self, model: Transformer, library: KernelLibrary) -> None:
+        if model.token_embedding.weight.device.type != "cpu" or not computes(
+            model.config, model.token_embedding.weight.dtype
+        ):
             raise ValueError("these kernels do not compute such a model")
         self.config = model.config
         self.token_embedding, self.final_norm, self.layers = model.token_embedding, model.final_norm, model.layers
@@ -87,10 +118,8 @@ class NativeTransformer:
         self._layers = (LayerWeights * len(model.layers))()
         for number, block in enumerate(model.layers):
             self._layers[number] = self._layer(cast(Block, block))
-            if not keeps_matrices:
-                _free_matrices(cast(Block, block))
-        if not keeps_matrices:
-            self.free_matrices()
+            _free_matrices(cast(Block, block))
+        model.lm_head = None
         self._rows = Rows(embedding=self._embedding())
         self._buffers: dict[str, Tensor] = {}
         self._capacity = 0
@@ -98,11 +127,10 @@ class NativeTransformer:
         self._decodes: DecodeCall | None = None
         self._rotations = (torch.empty(0), torch.empty(0))
 
-    def free_matrices(self) -> None:
-        """Free what the model still has of them: it computes no more."""
-        self._model.lm_head = None
-        for block in self.layers:
-            _free_matrices(cast(Block, block))
+    @property
+    def kernel_level(self) -> str:
+        """Instruction level of the kernels."""
+        return self._library.level
 
     def enlarge_pages(self) -> None:
         """Move the matrices to pages of 2 MiB, see `HugePages.enlarge`; for a thread, they serve meanwhile."""

@@ -89,7 +89,6 @@ class Driver:
     def _next_parcel(self) -> Parcel:
         while True:
             self._beat()
-            self._engine.while_idle()
             with suppress(Empty):
                 return self._inbox.get(timeout=_BEAT_SECONDS)
 

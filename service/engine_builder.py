@@ -1,8 +1,8 @@
-"""From settings and a checkpoint to an engine: what "auto" means on this machine. Imports torch."""
+"""Build an engine from settings and a checkpoint; decide what "auto" means on this machine. Imports torch."""
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +10,13 @@ import torch
 
 from model.attention.ways import Place
 from model.checkpoint import load_model
+from model.config import ModelConfig
 from model.eight_bits import EightBits
+from model.kernels.levels import has_vector_level
 from model.kernels.loading import KERNELS
 from model.linear import can_pack, replace_each, replace_linears
 from model.manifest import Manifest
-from model.native_transformer import kernels_for
+from model.native_transformer import NativeTransformer, by_native_kernels, computes, library_for
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import Tokenizer
 from model.transformer import Transformer
@@ -30,8 +32,7 @@ from service.engine.accelerated import (
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.memory import LargestStep
-from service.serving_path import attention_in_words
-from service.settings import ModelSettings, SettingsError, context_length, model_threads, usable_cpus
+from service.settings import ModelSettings, SettingsError, context_length, usable_cpus
 
 _MIB = 2**20
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
@@ -41,19 +42,23 @@ _PREFIX_CACHE_SHARE = 0.5
 _USUAL_LENGTH = 8192
 # Of free memory, for one context that is too long for half of it.
 _MOST_OF_MEMORY = 0.8
+_STORED_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineFacts:
-    """What "auto" came to. `matrices`: plain, packed, int8 or fp8, see `model.linear`, `model.eight_bits`.
+    """Values that "auto" came to.
 
-    takes_kernels: kernels of our own compute every step whole, once they are loaded.
+    attention: native, paged (with its parts), sdpa or eager.
+    kernel_level: instruction level of the native kernels, where they compute every step whole; else None.
+    matrices: plain, packed, int8 or fp8, see `model.linear`, `model.eight_bits`.
+    reasons: why a setting's "auto" came to its value, by the setting's name.
     """
 
     device: str
     attention: str
-    takes_kernels: bool
+    kernel_level: str | None
     dtype: str
     matrices: str
     threads: int
@@ -62,6 +67,7 @@ class EngineFacts:
     block_size: int
     kv_cache_bytes: int
     kv_cache_dtype: str
+    reasons: Mapping[str, str]
 
     def __str__(self) -> str:
         return (
@@ -77,10 +83,10 @@ class EngineFacts:
         return f"KV-cache of {self.num_blocks} blocks of {self.block_size} tokens ({size})"
 
     def found(self) -> dict[str, object]:
-        """What the settings' "auto" came to, by setting, as of now."""
-        return {
+        """Return the value in force of each setting that may be "auto", with the reason where there is a choice."""
+        values: dict[str, object] = {
             "device": self.device,
-            "attention": attention_in_words(self.attention, KERNELS if self.takes_kernels else None),
+            "attention": self.attention if self.kernel_level is None else f"{self.attention} ({self.kernel_level})",
             "dtype": self.dtype,
             "matrices": self.matrices,
             "threads": self.threads,
@@ -88,15 +94,11 @@ class EngineFacts:
             "kv_cache_memory": self.kv_cache,
             "kv_cache_dtype": self.kv_cache_dtype,
         }
+        return values | {name: f"{values[name]} ({reason})" for name, reason in self.reasons.items()}
 
 
-def build_engine(
-    settings: ModelSettings, manifest: Manifest, *, wait_for_kernels: bool = True
-) -> tuple[Engine, EngineFacts]:
-    """Load the model and make the engine around it.
-
-    Args:
-        wait_for_kernels: that have to be compiled first, for seconds; else PyTorch's serve until then.
+def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, EngineFacts]:
+    """Load the model and make the engine around it. Native kernels are compiled first where they are missing.
 
     Raises:
         CheckpointError: the tensors cannot be read.
@@ -108,32 +110,34 @@ def build_engine(
     """
     keep_freed_memory()
     max_context_length = context_length(settings, manifest.config)
-    threads = model_threads(settings)
-    torch.set_num_threads(threads)
     device = find_device(settings.device)
-    dtype_name = _find_dtype(settings.dtype, device)
+    if device == "cpu" and (settings.attention == "native" or (settings.attention == "auto" and has_vector_level())):
+        KERNELS.prepare(settings.cache_dir)
+    dtype_name, dtype_reason = _choose_dtype(settings, manifest, device)
     dtype = _DTYPES[dtype_name]
+    threads, threads_reason = _choose_threads(settings, manifest.config, dtype, device)
+    torch.set_num_threads(threads)
     held_as = find_cache_dtype(settings.kv_cache_dtype, device, dtype)
     eight_bits = find_eight_bits(settings.quantize, device, dtype)
     place = Place(config=manifest.config, device=torch.device(device), dtype=dtype, block_size=settings.block_size)
-    attending = _attend(settings, place, wait_for_kernels)
+    attending = _attend(settings, place)
     packs = device == "cpu" and _matrix_kind(settings.quantize, device, dtype) != "plain"
-    model = load_model(manifest, device=device, dtype=dtype, attention=attending.backend, packs_next=packs)
-    matrices = prepare_matrices(model, settings.quantize, eight_bits)
-    fuse_for_gpu(model)
+    loaded = load_model(manifest, device=device, dtype=dtype, attention=attending.backend, packs_next=packs)
+    matrices = prepare_matrices(loaded, settings.quantize, eight_bits)
+    fuse_for_gpu(loaded)
+    model = by_native_kernels(loaded)
+    kernel_level = model.kernel_level if isinstance(model, NativeTransformer) else None
     block_bytes = settings.block_size * manifest.config.kv_bytes_per_token(held_as.itemsize)
     largest, records = _largest_step(settings, max_context_length), settings.cuda_graphs and attending.recordable
-    usable = cache_bytes(model, largest, settings.gpu_memory_share, records=records)
-    # What our own kernels pack later is not there yet; nor is it free.
-    packed = 0 if kernels_for(model) is None else manifest.config.num_parameters * dtype.itemsize
-    free = max(0, free_bytes(device) - packed) if usable is None else usable
+    usable = cache_bytes(loaded, largest, settings.gpu_memory_share, records=records)
+    free = free_bytes(device) if usable is None else usable
     num_blocks = _num_blocks(settings, max_context_length, block_bytes, free, is_shared=usable is None)
     config = _engine_config(settings, num_blocks, max_context_length)
     engine = _make_engine(model, load_tokenizer(manifest.directory), config, attending, settings)
     facts = EngineFacts(
         device=device,
-        attention=attending.name,
-        takes_kernels=kernels_for(model) is not None,
+        attention="sdpa" if attending.name == "native" and kernel_level is None else attending.name,
+        kernel_level=kernel_level,
         dtype=dtype_name,
         matrices=matrices,
         threads=threads,
@@ -142,6 +146,7 @@ def build_engine(
         block_size=settings.block_size,
         kv_cache_bytes=num_blocks * block_bytes,
         kv_cache_dtype=str(held_as).removeprefix("torch."),
+        reasons={"dtype": dtype_reason, "threads": threads_reason},
     )
     return engine, facts
 
@@ -171,49 +176,80 @@ def _largest_step(settings: ModelSettings, max_context_length: int) -> LargestSt
 
 
 def _make_engine(
-    model: Transformer, tokenizer: Tokenizer, config: EngineConfig, attending: Attending, settings: ModelSettings
+    model: Transformer | NativeTransformer,
+    tokenizer: Tokenizer,
+    config: EngineConfig,
+    attending: Attending,
+    settings: ModelSettings,
 ) -> Engine:
-    """The engine; on a GPU its decode steps are recorded, where its attention can be, and launched ahead."""
+    """Return the engine. On a GPU its decode steps are captured, where its attention can be, and launched ahead."""
     looks_ahead = None if settings.lookahead else False
     capture = None
     if settings.cuda_graphs and attending.recordable:
         capture = capture_for(model.token_embedding.weight.device)
-    if capture is None:
+    if capture is None or isinstance(model, NativeTransformer):
         return Engine(model, tokenizer, config, looks_ahead=looks_ahead)
     runner = recorded_runner(model, config, tokenizer.vocab_size, capture)
     return Engine(model, tokenizer, config, runner=runner, looks_ahead=looks_ahead)
 
 
-def _find_dtype(wanted: str, device: str) -> str:
-    """What a --dtype setting means on this device.
+def _choose_dtype(settings: ModelSettings, manifest: Manifest, device: str) -> tuple[str, str]:
+    """Return the dtype to compute in, and why.
 
-    float32 on CPU: there a row's result does not depend on the batch around it, but for rounding.
+    On a CPU auto is the checkpoint's bfloat16 where the native kernels compute the model: they read half the bytes, and
+    a row's bits do not depend on the batch. PyTorch's CPU kernels promise that only in float32, within rounding.
     """
-    return ("bfloat16" if device == "cuda" else "float32") if wanted == "auto" else wanted
+    if settings.dtype != "auto":
+        return settings.dtype, "as set"
+    if device == "cuda":
+        return "bfloat16", "auto on CUDA"
+    stored = manifest.weight_dtype
+    if stored != "BF16":
+        return "float32", f"auto: the checkpoint is {_STORED_NAMES[stored]}"
+    if not _is_native(settings, manifest.config, torch.bfloat16, device):
+        return "float32", "auto: no native kernels compute this model here in the checkpoint's bfloat16"
+    return "bfloat16", "auto: as the checkpoint"
 
 
-def _attend(settings: ModelSettings, place: Place, wait_for_kernels: bool) -> Attending:
-    """The backend that was asked for; kernels of our own are loaded, or compiled, for the one that takes them."""
+def _choose_threads(settings: ModelSettings, config: ModelConfig, dtype: torch.dtype, device: str) -> tuple[int, str]:
+    """Return the CPU threads of the model, and why.
+
+    Native kernels take all CPUs: their threads leave a part of a step to each other, so that a CPU which another
+    process uses holds up none of them. PyTorch's OpenMP threads wait for the slowest, so one CPU is left to the API
+    process (figures: docs/performance-log.md).
+    """
+    cpus = usable_cpus()
+    if settings.threads != "auto":
+        return settings.threads, f"as set; usable CPUs: {cpus}"
+    if _is_native(settings, config, dtype, device):
+        return cpus, "auto: all usable CPUs"
+    return max(1, cpus - 1), f"auto: one less than the {cpus} usable CPUs"
+
+
+def _is_native(settings: ModelSettings, config: ModelConfig, dtype: torch.dtype, device: str) -> bool:
+    """Return whether the native kernels compute every step whole."""
+    is_wanted = device == "cpu" and settings.attention in ("auto", "native")
+    return is_wanted and KERNELS.loaded is not None and computes(config, dtype)
+
+
+def _attend(settings: ModelSettings, place: Place) -> Attending:
+    """Return the backend that was asked for. Raises SettingsError: the model or the device does not fit it."""
     try:
-        attending = attention_for(settings.attention, place)
+        return attention_for(settings.attention, place)
     except ValueError as error:
         raise SettingsError(str(error)) from None
-    if attending.name == "native":
-        KERNELS.prepare(settings.cache_dir, wait=wait_for_kernels)
-    return attending
 
 
 def prepare_matrices(model: Transformer, quantize: str, eight_bits: EightBits | None) -> str:
-    """Make a loaded model's matrices what is fastest here, or what was asked for; which kind that is.
+    """Bring a loaded model's matrices into the format that is fastest here, or that was asked for; return its name.
 
-    Kernels of our own that are loaded already pack them themselves, at the first step.
+    Loaded native kernels pack float matrices themselves, see `by_native_kernels`.
     """
     weight = model.token_embedding.weight
     kind = _matrix_kind(quantize, weight.device, weight.dtype)
-    kernels = kernels_for(model)
     if eight_bits is not None:
         replace_each(model, eight_bits.make)
-    elif kind == "int8" or (kind == "packed" and (kernels is None or kernels.loaded is None)):
+    elif kind == "int8" or (kind == "packed" and library_for(model) is None):
         replace_linears(model, kind)
     return kind
 
@@ -235,17 +271,6 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-@contextmanager
-def all_threads(settings: ModelSettings) -> Iterator[None]:
-    """While nobody is served, and matrices are packed: no CPU need be left to others, unless so many were asked for."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(usable_cpus() if settings.threads == "auto" else before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def find_device(wanted: str) -> str:

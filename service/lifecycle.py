@@ -13,7 +13,6 @@ from enum import IntEnum
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 
-from model.kernels.levels import LEVELS
 from model.parent_death import end_with_parent
 
 
@@ -35,7 +34,6 @@ class Lifecycle:
     epoch: how many times a worker was started again; written by main.
     epoch_seconds: `time.monotonic()` of the last start of a worker; written by main.
     ready_epoch: the epoch of the last worker that was ready to serve, -1 before; written by the worker.
-    level: by which of `LEVELS` kernels of our own compute, -1 while PyTorch's do; written by the worker.
     num_beats: signs of life, at every step and while idle every second; written by the worker.
     num_api_beats: signs of life of the API process, every second; written by it.
     num_active: completion requests whose response is not finished; written by the API process.
@@ -48,7 +46,6 @@ class Lifecycle:
     epoch: c_int = field(default_factory=lambda: RawValue(c_int, 0))
     epoch_seconds: c_double = field(default_factory=lambda: RawValue(c_double, 0.0))
     ready_epoch: c_int = field(default_factory=lambda: RawValue(c_int, -1))
-    level: c_int = field(default_factory=lambda: RawValue(c_int, -1))
     num_beats: c_long = field(default_factory=lambda: RawValue(c_long, 0))
     num_api_beats: c_long = field(default_factory=lambda: RawValue(c_long, 0))
     num_active: c_int = field(default_factory=lambda: RawValue(c_int, 0))
@@ -58,15 +55,6 @@ class Lifecycle:
         """Begin a phase; main only."""
         self.phase_seconds.value = time.monotonic()
         self.phase.value = phase
-
-    @property
-    def kernel_level(self) -> str | None:
-        """The instructions by which kernels of our own compute; None while PyTorch's do."""
-        return None if self.level.value < 0 else LEVELS[self.level.value].name
-
-    def compute_by(self, kernel_level: str | None) -> None:
-        """Say whose kernels compute from now on; the worker only."""
-        self.level.value = -1 if kernel_level is None else [level.name for level in LEVELS].index(kernel_level)
 
     def beat(self) -> None:
         """Give a sign of life; the worker only."""

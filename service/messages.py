@@ -139,9 +139,9 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """A worker is up and empty: whatever is unfinished must be submitted to it again.
+    """A worker is ready and empty: every unfinished request must be submitted to it again.
 
-    device, dtype, attention, matrices, kv_cache_dtype: as `service.engine_builder.EngineFacts` has them.
+    device, dtype, attention, kernel_level, matrices, kv_cache_dtype: as in `service.engine_builder.EngineFacts`.
     """
 
     worker_id: int
@@ -149,6 +149,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True
     device: str
     dtype: str
     attention: str
+    kernel_level: str | None
     matrices: str
     kv_cache_dtype: str
     num_blocks: int

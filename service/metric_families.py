@@ -173,8 +173,8 @@ _FAMILIES = (
     Family("api_requests", _G, "requests", "Requests that the API process has taken in and not answered to the end."),
     Family("api_tasks", _G, "tasks", "asyncio tasks of the API process, this scrape's among them."),
     Family("serving_path", _G, "1",
-           "1 for how tokens are computed, 0 for how they were before. kernels: own follow pytorch where they had to "
-           "be compiled first; level: the instructions of our own.",
+           "1 for the code path that computes tokens. kernels: own (native) or pytorch; level: instructions of the "
+           "native kernels.",
            ("kernels", "level", "attention", "matrices", "dtype", "device"), ()),
     Family("build_info", _G, "1", "Versions, in labels.",
            ("version", "python", "torch", "litserve"), ()),

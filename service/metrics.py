@@ -72,7 +72,6 @@ class Metrics:
         self._common = (model_name, engine)
         self._process = process
         self._instruments = _instruments(_directory(), process)
-        self._path: ServingPath | None = None  # of this worker, the last one
         self._objectives = Objectives() if objectives is None else objectives
         for family in FAMILIES.values():
             if family.kind is Kind.COUNTER:
@@ -116,11 +115,8 @@ class Metrics:
         self.observe_idle()
 
     def observe_path(self, path: ServingPath) -> None:
-        """How tokens are computed from now on."""
-        if self._path is not None:
-            self._gauge("serving_path", *self._path.labels).set(0)
+        """Record the code path of a worker that is ready."""
         self._gauge("serving_path", *path.labels).set(1)
-        self._path = path
 
     def observe_idle(self) -> None:
         """The engine has no work left."""

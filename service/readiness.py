@@ -23,7 +23,7 @@ def readiness_of(
     """
     now = time.monotonic()
     is_up = hello is not None and hello.epoch >= lifecycle.epoch.value
-    path = path_of(hello, lifecycle.kernel_level) if hello and is_up else None
+    path = path_of(hello) if hello and is_up else None
     if lifecycle.phase.value >= Phase.DRAINING:
         elapsed = now - lifecycle.phase_seconds.value
         return Readiness(

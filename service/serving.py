@@ -20,7 +20,7 @@ from model.manifest import Manifest
 from model.sampling_params import SamplingParams
 from model.template_sandbox import TemplateFailure
 from model.tokenizer.interface import Tokenizer
-from service.settings import ModelSettings, ServeSettings, context_length, model_threads
+from service.settings import ModelSettings, ServeSettings, context_length
 from service.template_process import TemplateProcess
 
 # What a checkpoint may set of a request.
@@ -69,7 +69,6 @@ class Serving:
         return {
             "model_name": self.model_name,
             "max_context_length": self.max_context_length,
-            "threads": model_threads(settings),
             "chat_template": "none" if self.template is None else self.template.origin,
             "generation_config": self._defaults_in_words() if settings.generation_config else "off",
             "begin_of_text": "none" if begin is None else f"{self.tokenizer.token_name(begin)} ({begin})",

@@ -48,7 +48,7 @@ class ModelSettings(BaseSettings):
     device: Literal["auto", "cpu", "cuda"] = option("model", "auto takes CUDA where there is any", "auto")
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = option(
         "model",
-        "auto: float32 on CPU (neighbours in a batch change an answer hardly ever; float64: never), bfloat16 on CUDA",
+        "auto: on a CPU with native kernels the checkpoint's, if that is bfloat16, else float32; bfloat16 on CUDA",
         "auto",
     )
     quantize: Literal["none", "int8", "fp8"] = option(
@@ -58,14 +58,16 @@ class ModelSettings(BaseSettings):
     )
     attention: Literal["auto", "native", "sdpa", "eager", "paged"] = option(
         "model",
-        "attention backend; auto: native (a kernel of our own) on a CPU; paged on CUDA, where the model has no biases "
-        "in its scores; else sdpa",
+        "attention backend; auto: native (Kvasir's own kernels) on a CPU with AVX2 or more; paged on CUDA, where the "
+        "model has no biases in its scores; else sdpa",
         "auto",
     )
-    cache_dir: Path = option("model", "where kernels that were compiled for this machine are kept", CACHE)
+    cache_dir: Path = option("model", "where native kernels compiled for this machine are kept", CACHE)
     cuda_graphs: bool = option("engine", "on CUDA with paged attention: record steps and replay them", True)
     lookahead: bool = option("engine", "on CUDA: launch a decode step before the last one's tokens are read", True)
-    threads: AutoOrCount = option("model", "CPU threads of the model; auto: one less than the CPUs we may use", "auto")
+    threads: AutoOrCount = option(
+        "model", "CPU threads of the model; auto: all usable CPUs, without native kernels one less", "auto"
+    )
     generation_config: bool = option(
         "model", "take the defaults of requests from the checkpoint's generation_config.json", True
     )
@@ -317,17 +319,6 @@ def context_length(settings: ModelSettings, config: ModelConfig) -> int:
             f"ask for at most {available}, or leave it at auto"
         )
     return wanted
-
-
-def model_threads(settings: ModelSettings) -> int:
-    """CPU threads of the model: what was asked for, or one less than the CPUs we may use.
-
-    The last CPU is for the API process and the neighbours. OpenMP's threads spin while they wait for each other, so
-    that one that shares its CPU stops all the others. On 2 CPUs, with the default model: 2 threads make 140, 1,620 and
-    2,490 tokens/s for 1, 16 and 64 streams on a quiet machine and 2 to 50 for one beside a busy process; 1 thread makes
-    150, 1,480 and 1,960, and 180 to 230.
-    """
-    return max(1, usable_cpus() - 1) if settings.threads == "auto" else settings.threads
 
 
 def usable_cpus() -> int:

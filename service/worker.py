@@ -23,7 +23,6 @@ from litserve import LitAPI
 from litserve.loops import LitLoop
 from litserve.specs.base import LitSpec
 
-from model.kernels.loading import KERNELS, KernelLibrary, Kernels
 from model.manifest import Manifest
 from service import logs
 from service.checkpoint_stamp import check_unchanged, stamps_of
@@ -124,11 +123,10 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
 
     def build(self) -> "tuple[Engine, EngineFacts]":
         """The engine, ready to serve, and what "auto" came to. Raises what `engine_builder.build_engine` does."""
-        from service.engine_builder import all_threads, build_engine
+        from service.engine_builder import build_engine
 
-        engine, facts = build_engine(self.settings, self.manifest, wait_for_kernels=False)
-        with all_threads(self.settings):
-            engine.warm_up(_CPU_WARM_UP_TOKENS if facts.device == "cpu" else None)
+        engine, facts = build_engine(self.settings, self.manifest)
+        engine.warm_up(_CPU_WARM_UP_TOKENS if facts.device == "cpu" else None)
         return engine, facts
 
     def _tell(self, error: Exception, *, is_memory: bool) -> None:
@@ -177,6 +175,7 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
             device=facts.device,
             dtype=facts.dtype,
             attention=facts.attention,
+            kernel_level=facts.kernel_level,
             matrices=facts.matrices,
             kv_cache_dtype=facts.kv_cache_dtype,
             num_blocks=facts.num_blocks,
@@ -184,7 +183,7 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
             startup_seconds=time.monotonic() - lit_api.started_seconds,
         )
         metrics.observe_worker_start(hello)
-        tell_path(hello, KERNELS if facts.takes_kernels else None, lifecycle=lit_api.lifecycle, metrics=metrics)
+        metrics.observe_path(path_of(hello))
         logger.info("%s, ready after %.1f s", facts, hello.startup_seconds)
         send(0, [hello])
         lit_api.lifecycle.ready_epoch.value = hello.epoch
@@ -230,19 +229,6 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
             if item is not None:
                 api_id, _, _, payload = item
                 inbox.put((api_id, payload))
-
-
-def tell_path(hello: Hello, kernels: Kernels | None, *, lifecycle: Lifecycle, metrics: Metrics) -> None:
-    """Tell the path that serves; where `kernels` take over every step later, it is told again then."""
-
-    def tell(library: KernelLibrary | None) -> None:
-        level = None if library is None else library.level
-        lifecycle.compute_by(level)
-        metrics.observe_path(path_of(hello, level))
-
-    tell(kernels.loaded if kernels is not None and kernels.serves else None)
-    if kernels is not None and not kernels.serves:
-        kernels.when_serving(lambda: tell(kernels.loaded))
 
 
 def _empty(request_queue: Any) -> None:

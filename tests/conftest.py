@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
     # Compiled once on a machine, before the servers of tests would do it beside them.
-    KERNELS.prepare(CACHE, wait=True)
+    KERNELS.prepare(CACHE)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -55,7 +55,7 @@ def tiny_config(vocab_size: int, *, max_context_length: int = 256) -> ModelConfi
     )
 
 
-def save_tiny_checkpoint(directory: Path, *, max_context_length: int = 256) -> Path:
+def save_tiny_checkpoint(directory: Path, *, max_context_length: int = 256, dtype: torch.dtype = torch.float32) -> Path:
     """Write a complete checkpoint of random weights, the same in every run; returns the directory.
 
     Weights are drawn wide, so that the model's distribution is far from uniform and greedy text is not one token.
@@ -68,5 +68,7 @@ def save_tiny_checkpoint(directory: Path, *, max_context_length: int = 256) -> P
         name: torch.randn(tensor.shape, generator=generator) * (0.3 if tensor.dim() > 1 else 1.0)
         for name, tensor in model.state_dict().items()
     }
-    save_checkpoint(directory, config=config, tensors=tensors, tokenizer=tokenizer, name=NAME, training={"steps": 0})
+    save_checkpoint(
+        directory, config=config, tensors=tensors, tokenizer=tokenizer, name=NAME, training={"steps": 0}, dtype=dtype
+    )
     return directory

@@ -45,8 +45,13 @@ def levels_here() -> tuple[Level, ...]:
     return tuple(level for level in LEVELS if level.machine in (None, machine) and level.needs <= features)
 
 
+def has_vector_level() -> bool:
+    """Return whether this machine has a level above `portable`, whose scalar loops oneDNN's kernels outrun."""
+    return levels_here()[0].name != "portable"
+
+
 def _features() -> frozenset[str]:
-    """What the CPU can do, where the system says so."""
+    """Features of the CPU, as far as the system lists them."""
     try:
         lines = CPUINFO.read_text().splitlines()
     except OSError:

@@ -16,7 +16,6 @@ inputs        a plan's integers become the runner's tensors
 decode_inputs the same of steps that only decode, moved on from the step before
 pooling       hidden states become an embedding
 runner        owns the model and the KV tensors
-kernel_swap   our own kernels take the model's place between two steps, packed in a thread meanwhile
 graphs        decode steps recorded once and replayed: buckets of shapes, static inputs, CUDA graphs
 prompt_graphs  steps with prompts recorded in pieces, between two layers' attentions
 memory        what of a GPU's memory the KV-cache may take: the largest step, tried

@@ -15,6 +15,7 @@ from model.attention.ways import Chosen, Place, choose, fits
 from model.eight_bits import EightBits
 from model.eight_bits import choose as choose_eight_bits
 from model.fused import fuse
+from model.kernels.levels import has_vector_level
 from model.transformer import Transformer
 from service.engine.config import EngineConfig
 from service.engine.graphs import Capture, CudaCapture
@@ -36,8 +37,10 @@ class Attending:
 
 
 def attention_for(wanted: str, place: Place) -> Attending:
-    """The backend of an --attention setting: auto is native on a CPU, paged on a GPU, where the model's layers fit it,
-    else sdpa.
+    """Return the backend of an --attention setting.
+
+    auto is native on a CPU with vector instructions that the native kernels know (their scalar level is slower than
+    oneDNN), paged on a GPU where the model's layers fit it, else sdpa.
 
     Raises:
         ValueError: paged was asked for, and the model's layers do not fit it; native, and the device is no CPU.
@@ -45,7 +48,10 @@ def attention_for(wanted: str, place: Place) -> Attending:
     """
     fitting = fits(place.config)
     if wanted == "auto":
-        wanted = "native" if place.device.type == "cpu" else "paged" if fitting else "sdpa"
+        if place.device.type == "cpu":
+            wanted = "native" if has_vector_level() else "sdpa"
+        else:
+            wanted = "paged" if fitting else "sdpa"
     if wanted == "native" and place.device.type != "cpu":
         raise ValueError("--attention native: only on the CPU; leave it out, or give --device cpu")
     if wanted != "paged":

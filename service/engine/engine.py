@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from model.native_transformer import NativeTransformer
 from model.sampling_params import SamplingParams
 from model.tokenizer.interface import Tokenizer
 from model.transformer import Transformer
@@ -58,7 +59,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Transformer,
+        model: Transformer | NativeTransformer,
         tokenizer: Tokenizer,
         config: EngineConfig,
         *,
@@ -189,10 +190,6 @@ class Engine:
             self._scheduler.finish(sequence, FinishReason.STOP)
         events = self._tell(plan, outputs)
         return StepResult(events, self._stats(plan, events, time.perf_counter() - began))
-
-    def while_idle(self) -> None:
-        """Nothing is to be computed just now. Whoever waits for work calls it now and then."""
-        self._runner.while_idle()
 
     def attention_weights(self, token_ids: tuple[int, ...], *, layer: int, heads: tuple[int, ...]) -> bytes:
         """What a text's tokens attend to, see `service.messages.Looked`. Sequences and their cache are not touched.

@@ -12,14 +12,13 @@ from torch import Tensor
 from model.attention.weights import weights_of_layer
 from model.kv_cache import KVCache
 from model.native_decode import Decoded
-from model.native_transformer import NativeTransformer
+from model.native_transformer import NativeTransformer, by_native_kernels
 from model.sampling import NO_TOKEN, most_likely, sample, sample_on_device, top_logprobs
 from model.sampling_params import SamplingParams
 from model.token_masks import only_allowed
 from model.transformer import Transformer
 from service.engine.graphs import Bucket, Capture, DecodeGraphs, buckets
 from service.engine.inputs import ModelInputs
-from service.engine.kernel_swap import KernelSwap
 from service.engine.plan import MIN_ROWS
 from service.engine.pooling import PooledRows
 from service.messages import TokenLogprob
@@ -71,10 +70,6 @@ class Runner(Protocol):
         be written over when this returns; their `after_rows` are of the step that was launched last."""
         ...
 
-    def while_idle(self) -> None:
-        """There is nothing to compute: what else there is to do between two steps can be done now."""
-        ...
-
     def attention_weights(self, token_ids: Sequence[int], *, layer: int, heads: Sequence[int]) -> bytes:
         """What these tokens attend to, see `service.messages.Looked`."""
         ...
@@ -83,8 +78,8 @@ class Runner(Protocol):
 class ModelRunner:
     """Runs a transformer over a paged cache of `num_blocks` blocks, and one more that padding writes to.
 
-    Where the model attends by kernels of our own, these compute all of it from the first step on at which they are
-    loaded, see `model.native_transformer`.
+    Where the model's attention is native and the kernels are loaded, they compute all of it, see
+    `model.native_transformer`.
 
     Only the first `vocab_size` ids can be drawn: embeddings are often padded beyond the tokenizer's vocabulary, and
     an id without text must not come out.
@@ -95,15 +90,14 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Transformer,
+        model: Transformer | NativeTransformer,
         *,
         num_blocks: int,
         block_size: int,
         vocab_size: int,
         held_as: torch.dtype | None = None,
     ) -> None:
-        self._model: Transformer | NativeTransformer = model
-        self._swap = KernelSwap(model)
+        self._model = by_native_kernels(model)
         self._vocab_size = vocab_size
         weight = model.token_embedding.weight
         self._device = weight.device
@@ -138,7 +132,6 @@ class ModelRunner:
 
     def run(self, inputs: ModelInputs) -> StepOutputs:
         """Compute a step: the ids go to the host in one copy."""
-        self._take_kernels()
         if isinstance(self._model, NativeTransformer):
             return self._run(inputs)  # nothing here has gradients, and to say so costs as much as to draw
         with torch.inference_mode():
@@ -146,7 +139,6 @@ class ModelRunner:
 
     def launch(self, inputs: ModelInputs) -> Launched:
         """See `Runner`."""
-        self._take_kernels()
         with torch.inference_mode():
             _, logits_RV = self._compute(inputs)
             self._drawn_B = sample_on_device(logits_RV[: len(inputs.params)], inputs.params, inputs.positions)
@@ -214,13 +206,6 @@ class ModelRunner:
     def is_asynchronous(self) -> bool:
         """See `Runner`."""
         return self._device.type == "cuda"
-
-    def while_idle(self) -> None:
-        """See `Runner`: kernels that came take over before the next request does, which then has one way throughout."""
-        self._take_kernels()
-
-    def _take_kernels(self) -> None:
-        self._model = self._swap.take() or self._model
 
     def _pool(self, x_TE: Tensor, pooled_rows: Sequence[PooledRows]) -> dict[str, NDArray[np.float64]]:
         """Sums of hidden states after the final norm, see `Pool`; they go to the host in one copy."""

@@ -69,9 +69,6 @@ class FakeRunner:
     def num_launched(self) -> int:
         return sum(number > 0 for number in self.order)
 
-    def while_idle(self) -> None:
-        """Nothing else is to be done."""
-
     def launch(self, inputs: ModelInputs) -> "FakeLaunched":
         asked = (inputs.rules, inputs.forbidden, inputs.prompt_rows, inputs.wants_logprobs, inputs.masks)
         assert not any(asked), "what a launched step does not give"

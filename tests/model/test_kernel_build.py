@@ -201,17 +201,17 @@ def trouble_of(cache: Path, caplog: pytest.LogCaptureFixture) -> str:
     """What Kernels say that have none, which is the one warning of the log."""
     kernels = Kernels()
     with caplog.at_level(logging.WARNING):
-        kernels.prepare(cache, wait=True)
+        kernels.prepare(cache)
     assert kernels.loaded is None
     assert kernels.trouble is not None
     (record,) = caplog.records
-    assert record.getMessage() == f"no kernels of our own, PyTorch's serve: {kernels.trouble}"
+    assert record.getMessage() == f"no native kernels, PyTorch's kernels serve: {kernels.trouble}"
     return kernels.trouble
 
 
 def test_a_library_that_is_none_of_ours(compilations: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kernels = Kernels()
-    kernels.prepare(tmp_path, wait=True)
+    kernels.prepare(tmp_path)
     assert kernels.loaded is None
     assert f"{tmp_path / library_name(levels_here()[0])} cannot be loaded" in (kernels.trouble or "")
 
@@ -225,21 +225,6 @@ def test_a_level_needs_what_the_cpu_says(tmp_path: Path, monkeypatch: pytest.Mon
     assert [level.name for level in levels_here()] == ["avx2", "portable"]
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert [level.name for level in levels_here()] == ["portable"]
-
-
-def test_requests_do_not_wait_for_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, told = tmp_path / "go-on", threading.Event()
-    script = f"#!/bin/sh\nuntil [ -e {go_on} ]; do sleep 0.01; done\nexit 1\n"
-    use_compiler(script, tmp_path, monkeypatch)
-    kernels = Kernels()
-    kernels.prepare(tmp_path, wait=False)
-    kernels.when_serving(told.set)
-    assert kernels.loaded is None
-    assert kernels.trouble is None, "it is still at work"
-    go_on.touch()
-    kernels.prepare(tmp_path, wait=True)
-    assert "ended with 1" in (kernels.trouble or "")
-    assert not told.is_set()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])

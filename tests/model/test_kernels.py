@@ -6,7 +6,6 @@ import operator
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -80,23 +79,6 @@ def test_what_has_been_compiled_is_loaded(level: str, tmp_path: Path, monkeypatc
     monkeypatch.setattr(loading_module, "find_built", lambda *_: None)
     monkeypatch.setattr(loading_module, "build", lambda *_: path)
     kernels = Kernels()
-    kernels.prepare(tmp_path, wait=True)
+    kernels.prepare(tmp_path)
     assert kernels.loaded is not None
     assert kernels.loaded.level == level
-    assert not kernels.serves
-
-
-def test_who_waits_for_kernels_to_serve_is_told() -> None:
-    """Once: then, or at once."""
-    kernels, told = Kernels(), [0, 0]
-
-    def tell(which: int) -> None:
-        told[which] += 1
-
-    kernels.when_serving(partial(tell, 0))
-    assert told == [0, 0]
-    kernels.serve()
-    assert told == [1, 0]
-    kernels.when_serving(partial(tell, 1))
-    kernels.serve()
-    assert told == [1, 1]

@@ -17,6 +17,7 @@ HELLO = Hello(
     device="cpu",
     dtype="float32",
     attention="native",
+    kernel_level="avx2",
     matrices="packed",
     kv_cache_dtype="float16",
     num_blocks=64,
@@ -134,7 +135,7 @@ OBSERVATIONS = (
     ),
     Observation(
         name="path",
-        make=lambda metrics: metrics.observe_path(path_of(HELLO, "avx2")),
+        make=lambda metrics: metrics.observe_path(path_of(HELLO)),
         changes={
             'serving_path{attention="native",device="cpu",dtype="float32",'
             'kernels="own",level="avx2",matrices="packed"}': 1,

@@ -54,6 +54,7 @@ def make_hello(epoch: int) -> Hello:
         device="cpu",
         dtype="float32",
         attention="native",
+        kernel_level="avx2",
         matrices="packed",
         kv_cache_dtype="float32",
         num_blocks=8,

@@ -8,15 +8,14 @@ import torch
 from torch import nn
 
 from model.eight_bits import FORMATS, PLAIN, EightBitLinear, EightBits
-from model.kernels.build import CACHE
 from model.kernels.loading import Kernels
 from model.manifest import Manifest, read_manifest
 from service import engine_builder
-from service import settings as settings_module
 from service.engine.config import EngineConfig
-from service.engine_builder import all_threads, build_engine
+from service.engine_builder import build_engine
 from service.settings import ModelSettings, SettingsError
 from tests.service.sequences import make_submit
+from tests.tiny_model import save_tiny_checkpoint
 
 BYTES_PER_TOKEN = 256  # float32 keys and values of the tiny model
 CONTEXT = 256
@@ -49,45 +48,81 @@ def test_auto_on_a_cpu_is_float32_and_room_for_every_running_sequence(
     assert not engine.has_work
 
 
-@pytest.mark.parametrize(("threads", "meanwhile"), [("auto", 8), (3, 3)])
-def test_while_nobody_is_served_no_cpu_is_left_to_others(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, threads: str | int, meanwhile: int
+@pytest.mark.parametrize(("cpus", "native", "pytorch"), [(1, 1, 1), (2, 2, 1), (8, 8, 7)])
+def test_auto_threads_are_all_cpus_for_native_kernels_only(
+    manifest: Manifest,
+    tiny_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cpus: int,
+    native: int,
+    pytorch: int,
 ) -> None:
-    monkeypatch.setattr(engine_builder, "usable_cpus", lambda: 8)
-    torch.set_num_threads(3)
-    with all_threads(settings(tiny_checkpoint, threads=threads)):
-        assert torch.get_num_threads() == meanwhile
-    assert torch.get_num_threads() == 3
+    monkeypatch.setattr(engine_builder, "usable_cpus", lambda: cpus)
+    for attention, threads in (("native", native), ("sdpa", pytorch)):
+        _, facts = build_engine(settings(tiny_checkpoint, threads="auto", attention=attention), manifest)
+        assert facts.threads == torch.get_num_threads() == threads
 
 
-@pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (2, 1), (8, 7)])
-def test_auto_leaves_a_cpu_to_the_api_process(
-    manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, cpus: int, threads: int
+def test_auto_dtype_is_the_checkpoints_where_native_kernels_compute(
+    tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settings_module, "usable_cpus", lambda: cpus)
-    _, facts = build_engine(settings(tiny_checkpoint, threads="auto"), manifest)
-    assert facts.threads == torch.get_num_threads() == threads
+    """A bfloat16 checkpoint is computed in bfloat16 by the native kernels, and in float32 by PyTorch's."""
+    stored = read_manifest(save_tiny_checkpoint(tmp_path / "bfloat16", dtype=torch.bfloat16))
+    found = {}
+    for name, manifest, given in (
+        ("bfloat16", stored, {}),
+        ("float32", read_manifest(tiny_checkpoint), {}),
+        ("sdpa", stored, {"attention": "sdpa"}),
+        ("set", stored, {"dtype": "float32"}),
+    ):
+        _, facts = build_engine(settings(manifest.directory, **given), manifest)
+        found[name] = (facts.dtype, facts.kv_cache_dtype, facts.kernel_level is not None)
+    assert found == {
+        "bfloat16": ("bfloat16", "bfloat16", True),
+        "float32": ("float32", "float32", True),
+        "sdpa": ("float32", "float32", False),
+        "set": ("float32", "float32", True),
+    }
+    monkeypatch.setattr(engine_builder, "KERNELS", Kernels())
+    monkeypatch.setattr(Kernels, "prepare", lambda self, cache: None)
+    _, facts = build_engine(settings(stored.directory), stored)
+    assert facts.dtype == "float32", "no kernels could be had"
+
+
+def test_effective_values_give_the_reason_of_a_choice(manifest: Manifest, tiny_checkpoint: Path) -> None:
+    _, facts = build_engine(settings(tiny_checkpoint, threads=2), manifest)
+    assert facts.found()["dtype"] == "float32 (auto: the checkpoint is float32)"
+    assert str(facts.found()["threads"]).startswith("2 (as set; usable CPUs: ")
+    assert facts.found()["attention"] == f"native ({facts.kernel_level})"
+
+
+def test_native_attention_is_no_default_for_scalar_code(
+    manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on ARM, where the native kernels have only their portable level and oneDNN is faster."""
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    _, facts = build_engine(settings(tiny_checkpoint), manifest)
+    assert (facts.attention, facts.kernel_level) == ("sdpa", None)
 
 
 def test_kernels_are_prepared_where_they_are_to_serve(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepared: list[tuple[Path, bool]] = []
+    prepared: list[Path] = []
     kernels = Kernels()
-    monkeypatch.setattr(kernels, "prepare", lambda cache, *, wait: prepared.append((cache, wait)))
+    monkeypatch.setattr(kernels, "prepare", prepared.append)
     monkeypatch.setattr(engine_builder, "KERNELS", kernels)
     for wanted, found in (("auto", "native"), ("native", "native"), ("sdpa", "sdpa"), ("eager", "eager")):
         _, facts = build_engine(settings(tiny_checkpoint, attention=wanted, cache_dir=tiny_checkpoint), manifest)
         assert facts.attention == found
-    build_engine(settings(tiny_checkpoint), manifest, wait_for_kernels=False)
-    assert prepared == [(tiny_checkpoint, True), (tiny_checkpoint, True), (CACHE, False)]
+    assert prepared == [tiny_checkpoint, tiny_checkpoint]
 
 
 def test_auto_takes_at_most_half_of_free_memory_and_at_least_one_context(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for free_contexts, contexts in ((10, 5), (2, 1), (1.25, 1)):
-        has_free(monkeypatch, round(free_contexts * CONTEXT * BYTES_PER_TOKEN), manifest)
+        has_free(monkeypatch, round(free_contexts * CONTEXT * BYTES_PER_TOKEN))
         _, facts = build_engine(settings(tiny_checkpoint), manifest)
         assert facts.num_blocks == contexts * CONTEXT / 16
 
@@ -104,23 +139,21 @@ def test_auto_of_a_long_context_is_what_can_be_of_use(
     assert num_blocks * 16 == tokens
 
 
-def has_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int, manifest: Manifest) -> None:
-    """Beside what matrices take, which our own kernels pack later (float32)."""
-    packed = 4 * manifest.config.num_parameters
-    monkeypatch.setattr(engine_builder, "free_bytes", lambda device: packed + num_bytes)
+def has_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr(engine_builder, "free_bytes", lambda device: num_bytes)
 
 
 def test_a_context_that_does_not_fit_is_refused_with_one_that_does(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_builder, "_MIB", 1024)
-    has_free(monkeypatch, CONTEXT * BYTES_PER_TOKEN, manifest)
+    has_free(monkeypatch, CONTEXT * BYTES_PER_TOKEN)
     remedy = "needs 64 MiB of KV-cache, and 64 MiB of memory are free: serve --max-context-length 192"
     with pytest.raises(ValueError, match=f"a context of 256 tokens {remedy}"):
         build_engine(settings(tiny_checkpoint), manifest)
     _, facts = build_engine(settings(tiny_checkpoint, max_context_length=192), manifest)
     assert (facts.num_blocks, facts.max_context_length) == (12, 192)
-    has_free(monkeypatch, 0, manifest)
+    has_free(monkeypatch, 0)
     with pytest.raises(ValueError, match="0 MiB of memory are free: take a smaller model or --block-size"):
         build_engine(settings(tiny_checkpoint), manifest)
 
@@ -213,7 +246,7 @@ def test_a_cache_too_small_for_one_context_is_refused_with_what_is_needed(
 def test_a_cache_larger_than_the_memory_is_refused_before_it_is_made(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    has_free(monkeypatch, 100 * 2**20, manifest)
+    has_free(monkeypatch, 100 * 2**20)
     with pytest.raises(ValueError, match="--kv-cache-memory 101: only 100 MiB are free"):
         build_engine(settings(tiny_checkpoint, kv_cache_memory=101), manifest)
 

@@ -57,9 +57,6 @@ class ScriptedEngine:
     def check_integrity(self) -> None:
         self.calls.append("check")
 
-    def while_idle(self) -> None:
-        """Nothing else is to be done."""
-
     def step(self, *, before: Callable[[list[str]], None]) -> Result:
         before(list(self.live))
         self.before_step()
