@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from loadtest.provenance import quiet_or_warned
+from model.system.limits import usable_cpus
 from model.training.attention import attend_documents
 from service.engine_builder import keep_freed_memory
-from service.settings import usable_cpus
 
 _LENGTHS = (100, 200, 300, 512, 1024)
 _TOKENS = 8192

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from loadtest.provenance import provenance, quiet_or_warned
+from model.system.limits import usable_cpus
 from model.training.config import TrainConfig, load_train_config
 from model.training.corpus import Corpus, read_corpus
 from model.training.data import CorpusError
 from model.training.optimizer import Optimizers
 from model.training.state import deterministic
 from model.training.train import RunSettings, Trainer, can_compile, default_precision
-from service.settings import usable_cpus
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "model" / "training" / "configs" / "kvasir.toml"

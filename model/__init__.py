@@ -31,6 +31,7 @@ tokenizer/     text to ids and back: byte-level BPE as a tiktoken.Encoding, or t
 manifest       the door to a checkpoint directory of either kind, verified before anything is loaded, torch-free
 checkpoint_files  JSON, plain names, hashes; CheckpointError
 safetensors_header  which tensor stands where in a file, torch-free
+system/        the machine below: CPUs and memory that this process may use, torch-free
 parent_death   a process that ends with the one that has started it, torch-free
 error_line     what an error says as one line, whatever stood in the file, torch-free
 families/      other people's checkpoints: config map and name map of each Hugging Face family, torch-free

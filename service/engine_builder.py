@@ -4,7 +4,6 @@ import ctypes
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -17,6 +16,7 @@ from model.kernels.loading import KERNELS
 from model.linear import can_pack, replace_each, replace_linears
 from model.manifest import Manifest
 from model.native_transformer import NativeTransformer, by_native_kernels, computes, library_for
+from model.system.limits import available_memory_bytes, usable_cpus
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import Tokenizer
 from model.transformer import Transformer
@@ -32,7 +32,7 @@ from service.engine.accelerated import (
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.memory import LargestStep
-from service.settings import ModelSettings, SettingsError, context_length, usable_cpus
+from service.settings import ModelSettings, SettingsError, context_length
 
 _MIB = 2**20
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
@@ -346,14 +346,5 @@ def _shorter(fitting: int) -> str:
 
 
 def free_bytes(device: str) -> int:
-    """Memory that can be had: the device's, or the machine's within the limit of our control group (v2)."""
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(meminfo["MemAvailable"].split()[0]) * 1024
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return available
-    return available if limit == "max" else min(available, max(0, int(limit) - used))
+    """Return the memory that can still be allocated: the device's, or what this process may use of the machine's."""
+    return torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory_bytes()

@@ -5,7 +5,6 @@ group on the help page all come from it. A flag wins over the environment, which
 Torch-free: what "auto" means on a device is decided by the worker, which knows the device.
 """
 
-import math
 import os
 import re
 import sys
@@ -319,16 +318,6 @@ def context_length(settings: ModelSettings, config: ModelConfig) -> int:
             f"ask for at most {available}, or leave it at auto"
         )
     return wanted
-
-
-def usable_cpus() -> int:
-    """CPUs this process may use: its affinity, within the CPU quota of its control group (v2)."""
-    count = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return count
-    return count if quota == "max" else max(1, min(count, math.ceil(int(quota) / int(period))))
 
 
 def _warn_of_unknown_variables(command: str) -> None:

@@ -167,6 +167,7 @@ def test_everything_public_says_what_it_is(path: Path) -> None:
         "model/kernels",
         "model/conversion",
         "model/evaluation",
+        "model/system",
         "model/tokenizer",
         "model/training",
         "service",

@@ -23,6 +23,7 @@ from model.evaluation.held_out import rolling_log_likelihoods
 from model.evaluation.pairs import accuracy, by_group, read_pairs
 from model.evaluation.samples import Sampler
 from model.manifest import Manifest, file_digest, read_manifest
+from model.system.limits import usable_cpus
 from model.tokenizer.interface import Tokenizer
 from model.training.config import SourceConfig, load_train_config
 from model.training.data import check_sources, read_source
@@ -30,7 +31,7 @@ from model.transformer import Transformer
 from service.batch_completion import complete_batch
 from service.command_settings import EvalSettings
 from service.engine_builder import find_cache_dtype, find_device, find_eight_bits, prepare_matrices
-from service.settings import SettingsError, usable_cpus
+from service.settings import SettingsError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _USUAL_CONTEXT = 2048

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 
 from model.error_line import error_line
+from model.system.limits import usable_cpus
 from model.training.config import MAX_NAME_CHARACTERS, TrainConfig, load_train_config
 from model.training.own_run import RECIPE_FILE, Wish, train_own_text
 from model.training.state import RUN_FILES
@@ -26,7 +27,7 @@ from service.batch_completion import complete_batch
 from service.command_settings import TrainSettings
 from service.commands.program import program
 from service.engine_builder import free_bytes, keep_freed_memory
-from service.settings import SettingsError, usable_cpus
+from service.settings import SettingsError
 
 _INTERRUPTED = 130
 _MINUTES = 10.0

@@ -259,18 +259,6 @@ def test_a_device_that_is_not_there_is_refused(
         build_engine(settings(tiny_checkpoint, device="cuda"), manifest)
 
 
-def test_a_control_group_bounds_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {
-        "/proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 2048 kB\n",
-        "/sys/fs/cgroup/memory.max": "1500000",
-        "/sys/fs/cgroup/memory.current": "500000",
-    }
-    monkeypatch.setattr(Path, "read_text", lambda path: files[str(path)])
-    assert engine_builder.free_bytes("cpu") == 1_000_000
-    files["/sys/fs/cgroup/memory.max"] = "max"
-    assert engine_builder.free_bytes("cpu") == 2048 * 1024
-
-
 def test_matrices_are_packed_or_of_eight_bits(manifest: Manifest, tiny_checkpoint: Path) -> None:
     kinds = {}
     for flags in ({}, {"quantize": "int8"}, {"dtype": "float64"}):

@@ -17,7 +17,6 @@ from service.settings import (
     context_length,
     effective_values,
     read_settings,
-    usable_cpus,
 )
 
 
@@ -247,10 +246,3 @@ def test_the_choice_of_attention_is_the_table_of_backends() -> None:
     for kind in (ServeSettings, GenerateSettings):
         annotation = kind.model_fields["attention"].annotation
         assert set(getattr(annotation, "__args__", ())) == set(ATTENTION_BACKENDS) | {"auto", "paged"}
-
-
-def test_a_cpu_quota_bounds_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
-    for quota, count in (("max 100000", 8), ("150000 100000", 2), ("50000 100000", 1), ("9900000 100000", 8)):
-        monkeypatch.setattr(Path, "read_text", lambda _, quota=quota: quota)
-        assert usable_cpus() == count

@@ -1,0 +1,168 @@
+"""CPUs and memory that this process may use, torch-free.
+
+A container's limits are those of its control group (cgroup). Linux has two versions of control groups, and a machine
+may mount both: version 2 has one tree (`cpu.max`, `memory.max`), version 1 has a tree for each controller
+(`cpu.cfs_quota_us`, `memory.limit_in_bytes`). A group is also bound by the limits of its parents, so every directory
+from the process's group up to the mount point is read.
+Sources: https://docs.kernel.org/admin-guide/cgroup-v2.html, https://docs.kernel.org/admin-guide/cgroup-v1/memory.html
+
+Every function reads below `root`, which is another directory than / in tests only.
+"""
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+_ROOT = Path("/")
+# Version 1 has no word for "no limit": the file then holds the largest multiple of a page below 2^63.
+_NO_LIMIT = 2**62
+_ESCAPE = re.compile(r"\\([0-7]{3})")  # of spaces in mountinfo
+
+
+class _Names(NamedTuple):
+    """The files of one version's memory controller, and the entry of memory.stat for unused page cache."""
+
+    limit: str
+    usage: str
+    reclaimable: str
+
+
+_MEMORY_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_MEMORY_V2 = _Names("memory.max", "memory.current", "inactive_file")
+
+
+def usable_cpus(root: Path = _ROOT) -> int:
+    """Return the number of CPUs this process may use: its affinity, within the CPU quota, at least 1."""
+    count = len(os.sched_getaffinity(0))
+    quota = cpu_quota(root)
+    return count if quota is None else max(1, min(count, math.ceil(quota)))
+
+
+def cpu_quota(root: Path = _ROOT) -> float | None:
+    """Return the CPU quota in CPUs, the smallest of all groups this process is in; None if there is none."""
+    quotas = [_quota_v1(directory) for directory in _groups("cpu", root)]
+    quotas += [_quota_v2(directory) for directory in _groups(None, root)]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def memory_limit_bytes(root: Path = _ROOT) -> int | None:
+    """Return the smallest memory limit of all groups this process is in; None if there is none."""
+    return min((limit for limit, _ in _memory(root)), default=None)
+
+
+def total_memory_bytes(root: Path = _ROOT) -> int:
+    """Return the memory that this process and its neighbours in the control group may use together."""
+    total = _meminfo(root)["MemTotal"]
+    limit = memory_limit_bytes(root)
+    return total if limit is None else min(total, limit)
+
+
+def available_memory_bytes(root: Path = _ROOT) -> int:
+    """Return the memory that can still be allocated, on the machine and within every limit.
+
+    Page cache that is not in use is reclaimed by the kernel before it kills a process, so it counts as available.
+    Swap does not.
+    """
+    return max(0, min([_meminfo(root)["MemAvailable"], *(limit - used for limit, used in _memory(root))]))
+
+
+def _memory(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield the limit and the bytes in use of each group that has a memory limit."""
+    for controller, names in (("memory", _MEMORY_V1), (None, _MEMORY_V2)):
+        for directory in _groups(controller, root):
+            limit = _number(directory / names.limit)
+            if limit is not None and limit < _NO_LIMIT:
+                used = _number(directory / names.usage) or 0
+                yield limit, max(0, used - _statistics(directory).get(names.reclaimable, 0))
+
+
+def _statistics(directory: Path) -> dict[str, int]:
+    """Return the entries of memory.stat."""
+    pairs = (line.split() for line in _lines(directory / "memory.stat"))
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
+
+
+def _quota_v1(directory: Path) -> float | None:
+    quota, period = _number(directory / "cpu.cfs_quota_us"), _number(directory / "cpu.cfs_period_us")
+    return quota / period if quota and period else None
+
+
+def _quota_v2(directory: Path) -> float | None:
+    words = " ".join(_lines(directory / "cpu.max")).split()
+    return int(words[0]) / int(words[1]) if len(words) == 2 and all(map(_is_positive, words)) else None
+
+
+def _groups(controller: str | None, root: Path) -> Iterator[Path]:
+    """Yield the directories of this process's group and of its parents, up to the mount point.
+
+    Args:
+        controller: of version 1; None: the tree of version 2.
+    """
+    group = _own_group(controller, root)
+    if group is None:
+        return
+    for mounted, mount_point in _mounts(controller, root):
+        # A container often sees its own group as the root of the mount, under the path that the host knows.
+        inside = group.relative_to(mounted) if group.is_relative_to(mounted) else PurePosixPath()
+        directory = mount_point / inside
+        if ".." in inside.parts or not directory.is_dir():
+            directory = mount_point
+        yield directory
+        yield from (parent for parent in directory.parents if parent.is_relative_to(mount_point))
+
+
+def _own_group(controller: str | None, root: Path) -> PurePosixPath | None:
+    """Return the path of this process's group by /proc/self/cgroup; None if the controller has no tree."""
+    for line in _lines(root / "proc/self/cgroup"):
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if (number == "0" and not controllers) if controller is None else controller in controllers.split(","):
+            return PurePosixPath(path)
+    return None
+
+
+def _mounts(controller: str | None, root: Path) -> Iterator[tuple[PurePosixPath, Path]]:
+    """Yield the group at the root of each mount of a tree, and the mount point.
+
+    /proc/self/mountinfo: ID, parent, device, root, mount point, options, any number of optional fields, a hyphen, type
+    of the file system, source, its options (https://man7.org/linux/man-pages/man5/proc_pid_mountinfo.5.html).
+    """
+    for line in _lines(root / "proc/self/mountinfo"):
+        mount, _, file_system = line.partition(" - ")
+        fields, types = mount.split(" "), file_system.split(" ")
+        if len(fields) < 5 or len(types) < 3:
+            continue
+        is_wanted = types[0] == "cgroup2" if controller is None else controller in types[2].split(",")
+        if is_wanted and types[0] in ("cgroup", "cgroup2"):
+            yield PurePosixPath(_unescape(fields[3])), root / _unescape(fields[4]).lstrip("/")
+
+
+def _unescape(text: str) -> str:
+    return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), text)
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    """Return /proc/meminfo in bytes."""
+    pairs = (line.split()[:2] for line in _lines(root / "proc/meminfo"))
+    return {name.removesuffix(":"): int(kibibytes) * 1024 for name, kibibytes in pairs}
+
+
+def _number(path: Path) -> int | None:
+    """Return the number a file holds; None if there is no such file, or no positive number in it."""
+    word = " ".join(_lines(path)).strip()
+    return int(word) if _is_positive(word) else None
+
+
+def _is_positive(word: str) -> bool:
+    return word.isascii() and word.isdecimal() and int(word) > 0
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of a file; none if it cannot be read."""
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
