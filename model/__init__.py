@@ -37,6 +37,7 @@ error_line     what an error says as one line, whatever stood in the file, torch
 families/      other people's checkpoints: config map and name map of each Hugging Face family, torch-free
 weights        tensors from files into their final place, never a second copy
 freed_memory   what was freed goes back to the system, torch-free
+shards         weight files: model.safetensors, or shards of at most 5 GB with an index
 checkpoint     a directory as a model, a model as a directory
 conversion/    checkpoints of one kind made into another: nanoGPT, pickles, to Hugging Face; no code in a file is run
 formula        closed formulas that know their value

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 
 from model.attention.interface import AttentionBackend
@@ -16,12 +15,12 @@ from model.chatml import TEMPLATE, knows_chatml
 from model.config import ModelConfig
 from model.generation_config import GENERATION_CONFIG_FILE
 from model.manifest import CONFIG_FILE, MANIFEST_FILE, CheckpointError, Manifest, write_manifest
+from model.shards import remove_shards, write_shards
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.native import save_native
 from model.transformer import Transformer
 from model.weights import read_weights
 
-MAX_SHARD_BYTES = 15 * 2**20
 # What every way to pack replaces.
 _MATRICES = tuple(f"{name}.weight" for name in ("qkv", "out", "gate_up", "up", "down", "lm_head"))
 
@@ -80,7 +79,7 @@ def save_checkpoint(
     dtype: torch.dtype = torch.float32,
     generation: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a complete checkpoint directory: config, tokenizer, shards of at most 15 MiB, manifest last.
+    """Write a complete checkpoint directory: config, tokenizer, weights, manifest last.
 
     With a tokenizer that has the marks of ChatML comes its chat template.
 
@@ -110,29 +109,17 @@ def save_checkpoint(
 def write_weights(
     directory: Path, config: ModelConfig, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None
 ) -> None:
-    """Write config.json and the shards; `dtype` None keeps each tensor's own."""
-    for stale in directory.glob("model-*-of-*.safetensors"):
-        stale.unlink()
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    for key, tensor in tensors.items():
-        stored = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
-        if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + stored.nbytes > MAX_SHARD_BYTES:
-            shards.append({})
-        shards[-1][key] = stored
-    for number, shard in enumerate(shards, start=1):
-        save_shard(shard, directory / f"model-{number:05}-of-{len(shards):05}.safetensors")
+    """Write config.json and the weight files; `dtype` None keeps each tensor's own."""
+    remove_shards(directory)
+    num_bytes = {name: tensor.numel() * (dtype or tensor.dtype).itemsize for name, tensor in tensors.items()}
+    stored = (tensor.detach().to(device="cpu", dtype=dtype).contiguous() for tensor in tensors.values())
+    write_shards(directory, num_bytes, stored)
     (directory / CONFIG_FILE).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
 
 
 def _write_or_remove(path: Path, text: str | None) -> None:
     """None removes what an earlier save left there."""
     path.unlink(missing_ok=True) if text is None else path.write_text(text)
-
-
-def save_shard(tensors: dict[str, torch.Tensor], path: Path, *, metadata: dict[str, str] | None = None) -> None:
-    """One safetensors file that everybody may read: the library makes them 0600, and another user may serve them."""
-    save_file(tensors, path, metadata=metadata)
-    path.chmod(0o644)
 
 
 def check_writable(directory: Path, *, may_replace: bool = True) -> None:

@@ -3,7 +3,7 @@
 Ours:
 
     config.json               the ModelConfig
-    model-00001-of-0000N.safetensors   the tensors
+    model.safetensors         the tensors; over 5 GB: model-00001-of-0000N.safetensors, ... and their index
     tokenizer.tiktoken, tokenizer_spec.json, or another tokenizer that `load_tokenizer` knows
     chat_template.jinja       of a model that was taught conversations
     generation_config.json    how a request is sampled that does not say, if the model wants it otherwise than usual
@@ -27,7 +27,7 @@ from typing import Any
 from model.chat_template import TEMPLATE_FILE
 from model.checkpoint_files import CheckpointError, check_is_file, check_plain_name, file_digest, read_json
 from model.config import ModelConfig
-from model.families.directory import find_weight_files, what_is_wrong
+from model.families.directory import INDEX_FILE, find_weight_files, what_is_wrong
 from model.families.family import Family
 from model.families.placement import Placement, place_tensors
 from model.families.table import read_family_config
@@ -183,7 +183,7 @@ def _read_native(directory: Path) -> Manifest:
         check_plain_name(directory / MANIFEST_FILE, file_name)
     if CONFIG_FILE not in files:
         raise CheckpointError(f"{directory / MANIFEST_FILE}: {CONFIG_FILE} is not listed")
-    if all(file_name == CONFIG_FILE or file_name.endswith(".safetensors") for file_name in files):
+    if all(file_name in (CONFIG_FILE, INDEX_FILE) or file_name.endswith(".safetensors") for file_name in files):
         raise CheckpointError(f"{directory / MANIFEST_FILE}: no tokenizer is listed")
     try:
         config = ModelConfig.from_dict(read_json(directory / CONFIG_FILE))
@@ -198,7 +198,7 @@ def write_manifest(
     directory: Path, *, name: str, training: dict[str, Any], tokenizer_files: tuple[str, ...] = (RANKS_FILE, SPEC_FILE)
 ) -> None:
     """Hash what stands in the directory and write manifest.json beside it, last and atomically."""
-    optional = [name for name in (TEMPLATE_FILE, GENERATION_CONFIG_FILE) if (directory / name).exists()]
+    optional = [name for name in (TEMPLATE_FILE, GENERATION_CONFIG_FILE, INDEX_FILE) if (directory / name).exists()]
     shards = sorted(path.name for path in directory.glob("*.safetensors"))
     names = dict.fromkeys((CONFIG_FILE, *tokenizer_files, *optional, *shards))
     files = {n: {"bytes": (directory / n).stat().st_size, "sha256": file_digest(directory / n)} for n in names}

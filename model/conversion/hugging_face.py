@@ -1,6 +1,7 @@
 """One of our checkpoints as a Hugging Face directory that the transformers library computes alike."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,20 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.checkpoint import save_shard
 from model.checkpoint_files import read_json
 from model.config import ModelConfig
 from model.conversion.safetensors_directory import METADATA
 from model.conversion.whole import written_whole
-from model.families.directory import INDEX_FILE, SINGLE_FILE
 from model.families.export import describe
 from model.families.family import Family, full_name, sources
 from model.generation_config import GENERATION_CONFIG_FILE
 from model.manifest import CONFIG_FILE, Manifest, read_manifest
+from model.shards import write_shards
 from model.tokenizer.export import export_tokenizer
 from model.weights import part_views, read_weights
 
-MAX_SHARD_BYTES = 2**30
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -55,18 +54,9 @@ def _export_weights(manifest: Manifest, family: Family, out: Path) -> torch.dtyp
     stored = {header.dtype for place in placements.values() for header in place.parts}
     dtype = _DTYPES[stored.pop()] if len(stored) == 1 else torch.float32
     tensors = read_weights(placements, manifest.config, device="cpu", dtype=dtype)
-    shards: list[dict[str, Tensor]] = [{}]
-    for name, tensor in _renamed(tensors, manifest.config, family):
-        if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > MAX_SHARD_BYTES:
-            shards.append({})
-        shards[-1][name] = tensor
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        save_shard(shard, out / name, metadata=METADATA)
-        weight_map |= dict.fromkeys(shard, name)
-    if len(shards) > 1:
-        _write_json(out / INDEX_FILE, {"weight_map": weight_map})
+    parts = [part for source in sources(manifest.config, family).values() for part in source.parts]
+    num_bytes = {full_name(family, part.name): math.prod(part.shape) * dtype.itemsize for part in parts}
+    write_shards(out, num_bytes, _taken_apart(tensors, manifest.config, family), metadata=METADATA)
     return dtype
 
 
@@ -74,9 +64,9 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n")
 
 
-def _renamed(tensors: Mapping[str, Tensor], config: ModelConfig, family: Family) -> Iterator[tuple[str, Tensor]]:
-    """Our tensors taken apart into the family's."""
+def _taken_apart(tensors: Mapping[str, Tensor], config: ModelConfig, family: Family) -> Iterator[Tensor]:
+    """Yield the family's tensors, in the order of its sources."""
     for name, source in sources(config, family).items():
         views = part_views(tensors[name], source.layout, (part.shape[0] for part in source.parts), config)
         for part, view in zip(source.parts, views, strict=True):
-            yield full_name(family, part.name), view.reshape(part.shape).contiguous()
+            yield view.reshape(part.shape).contiguous()

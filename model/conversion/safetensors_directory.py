@@ -6,12 +6,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from model.checkpoint import save_shard
 from model.checkpoint_files import CheckpointError, check_plain_name, read_json
 from model.conversion.pickles import read_torch_file
 from model.conversion.whole import written_whole
 from model.families.directory import INDEX_FILE, SINGLE_FILE
 from model.manifest import Manifest, read_manifest
+from model.shards import save_shard
 
 _PICKLE, _PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _KEPT = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.bpe")

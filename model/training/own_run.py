@@ -15,6 +15,7 @@ from typing import Self
 from model.checkpoint import check_writable
 from model.evaluation.samples import Complete, complete_one_by_one
 from model.manifest import CONFIG_FILE, MANIFEST_FILE
+from model.shards import SHARD_PATTERNS
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.native import RANKS_FILE, SPEC_FILE, save_native
 from model.training.bpe import train_bpe
@@ -131,7 +132,7 @@ def _remove_half_written(directory: Path, checkpoint: Path) -> None:
     if not (directory / _FACTS_FILE).exists() or (checkpoint / MANIFEST_FILE).exists():
         return
     if _Facts.read(directory / _FACTS_FILE).checkpoint == str(checkpoint.resolve()):
-        for name in (*_CHECKPOINT_FILES, "model-*-of-*.safetensors"):
+        for name in (*_CHECKPOINT_FILES, *SHARD_PATTERNS):
             for file in checkpoint.glob(name):
                 file.unlink()
 

@@ -141,16 +141,16 @@ def refused_start(checkpoint: Path, *flags: str, port: int | None = None) -> tup
 
 
 def damage_missing(checkpoint: Path) -> None:
-    (checkpoint / "model-00001-of-00001.safetensors").unlink()
+    (checkpoint / "model.safetensors").unlink()
 
 
 def damage_truncated(checkpoint: Path) -> None:
-    path = checkpoint / "model-00001-of-00001.safetensors"
+    path = checkpoint / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
 
 
 def damage_hash(checkpoint: Path) -> None:
-    path = checkpoint / "model-00001-of-00001.safetensors"
+    path = checkpoint / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

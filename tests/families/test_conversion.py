@@ -45,7 +45,7 @@ def test_the_library_computes_the_shipped_model_alike(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back_is_the_same_checkpoint(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.conversion.hugging_face.MAX_SHARD_BYTES", 30_000)
+    monkeypatch.setattr("model.shards.MAX_SHARD_BYTES", 30_000)
     CASES[case].build().bfloat16().save_pretrained(tmp_path / "first")
     write_byte_level(tmp_path / "first", 300)
     second = export_checkpoint(tmp_path / "first", tmp_path / "second")

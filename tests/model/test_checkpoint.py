@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +14,14 @@ from model.attention.metadata import AttentionMetadata
 from model.checkpoint import load_model, save_checkpoint
 from model.manifest import MANIFEST_FILE, CheckpointError, read_manifest, write_manifest
 from model.safetensors_header import read_headers
+from model.shards import plan_shards, write_shards
 from model.tokenizer.native import RANKS_FILE, save_native
 from model.training.bpe import train_bpe
 from tests.model.configs import VARIANTS, build
 
 CONFIG = VARIANTS["gpt2"]
 AESOP = (Path(__file__).parents[1] / "data" / "aesop.txt").read_text()
-SHARD = "model-00001-of-00001.safetensors"
+SHARD = "model.safetensors"
 
 
 @pytest.fixture
@@ -93,22 +94,59 @@ def test_matrices_that_are_packed_next_are_their_files_pages(directory: Path, dt
     assert torch.equal(again["layers.0.mlp.down.weight"], copied["layers.0.mlp.down.weight"]), "the file is as it was"
 
 
-def test_large_models_are_cut_into_shards(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.checkpoint.MAX_SHARD_BYTES", 20_000)
-    model = build(CONFIG)
-    save_checkpoint(
-        directory,
-        config=CONFIG,
-        tensors=dict(model.state_dict()),
-        tokenizer=train_bpe(["a b c"], 260),
-        name="test",
-        training={},
-    )
-    manifest = read_manifest(directory)
+def save(directory: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = dict(build(CONFIG).state_dict())
+    tokenizer = train_bpe(["a b c"], 260)
+    save_checkpoint(directory, config=CONFIG, tensors=tensors, tokenizer=tokenizer, name="test", training={})
+    return tensors
+
+
+def test_a_save_leaves_one_file_or_shards_and_their_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each save replaces the files of the one before it."""
+    save(tmp_path)
+    assert [path.name for path in sorted(tmp_path.glob("model*"))] == ["model.safetensors"]
+    with monkeypatch.context() as smaller:
+        smaller.setattr("model.shards.MAX_SHARD_BYTES", 20_000)
+        tensors = save(tmp_path)
+    manifest = read_manifest(tmp_path)
     manifest.verify()
-    assert len(manifest.weight_files) > 2
-    single = max(tensor.nbytes for tensor in model.state_dict().values())
-    assert all(path.stat().st_size < max(20_000, single) + 4_000 for path in manifest.weight_files)
+    files = manifest.weight_files
+    assert len(files) > 2
+    count = len(files)
+    assert [path.name for path in files] == [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+    assert sorted(tmp_path.glob("*.safetensors")) == files
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
+    assert index["weight_map"] == {name: path.name for path in files for name in read_headers(path)}
+    assert index["weight_map"].keys() == tensors.keys()
+    assert "model.safetensors.index.json" in manifest.files
+    single = max(tensor.nbytes for tensor in tensors.values())
+    assert all(path.stat().st_size < max(20_000, single) + 4_000 for path in files)
+    save(tmp_path)
+    assert [path.name for path in sorted(tmp_path.glob("model*"))] == ["model.safetensors"]
+    read_manifest(tmp_path).verify()
+
+
+def test_shards_hold_up_to_5_gigabytes() -> None:
+    """By sizes alone: 310 matrices of 8 MB are one file, as are exactly 5 GB."""
+    assert len(plan_shards({str(n): 8_000_000 for n in range(310)})) == 1
+    assert len(plan_shards({str(n): 1_000_000_000 for n in range(5)})) == 1
+    sizes = {"a": 3_000_000_000, "b": 2_000_000_001, "c": 9_000_000_000, "d": 1}
+    assert plan_shards(sizes) == [["a"], ["b"], ["c"], ["d"]]
+
+
+def test_a_shard_is_written_before_the_next_one_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that memory holds converted tensors of one shard at most."""
+    monkeypatch.setattr("model.shards.MAX_SHARD_BYTES", 8)
+    num_written: list[int] = []
+
+    def tensors() -> Iterator[torch.Tensor]:
+        for _ in range(5):
+            num_written.append(len(list(tmp_path.glob("*.safetensors"))))
+            yield torch.zeros(1)
+
+    write_shards(tmp_path, dict.fromkeys("abcde", 4), tensors())
+    assert num_written == [0, 0, 1, 1, 2]
 
 
 def _truncate(directory: Path) -> None:

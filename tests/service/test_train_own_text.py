@@ -174,7 +174,7 @@ def test_the_end_says_how_to_talk_to_it_and_a_second_time_too(here: Path, capfd:
     assert served in again
 
     (here / "out" / "mine" / "manifest.json").unlink()  # as if killed before it was written
-    (here / "out" / "mine" / "model-00001-of-00001.safetensors").write_bytes(b"half")
+    (here / "out" / "mine" / "model.safetensors").write_bytes(b"half")
     assert run() == 0
     read_manifest(here / "out" / "mine").verify()
 
