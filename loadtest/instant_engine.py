@@ -48,9 +48,6 @@ class InstantEngine:
         """Forget a sequence."""
         self._live.pop(uid, None)
 
-    def check_integrity(self) -> None:
-        """There is nothing that could break."""
-
     def step(self, *, before: Callable[[list[str]], None] | None = None) -> "InstantResult":
         """A token for everybody. `before` is told who that is."""
         if before is not None:

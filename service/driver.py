@@ -74,7 +74,6 @@ class Driver:
             RuntimeError: the engine failed again, right after it was cleared.
         """
         if not self._engine.has_work and not self._looks:
-            self._engine.check_integrity()
             self._metrics.observe_idle()
             self._take(self._next_parcel())
         with suppress(Empty):

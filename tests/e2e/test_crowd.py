@@ -26,8 +26,9 @@ _MOST_PAUSES_A_SECOND = 60
 def crowded(long_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A small engine: most of the 64 wait for one of 8 places."""
     flags = ("--max-num-running", "8", "--max-batched-tokens", "64", "--kv-cache-memory", "3")
-    with serving(long_checkpoint, tmp_path_factory.mktemp("crowd"), *flags) as service:
+    with serving(long_checkpoint, tmp_path_factory.mktemp("crowd"), *flags, program="tests.e2e.checked") as service:
         yield service
+        assert "Traceback" not in service.log.read_text(), "the engine's invariants hold whenever it is idle"
 
 
 def request(number: int) -> dict[str, Any]:

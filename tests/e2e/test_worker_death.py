@@ -90,7 +90,8 @@ def kill_and_look(service: Service) -> None:
 
 @pytest.fixture(scope="module")
 def service(long_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with serving(long_checkpoint, tmp_path_factory.mktemp("death"), "--standby", "--max-num-running", "96") as running:
+    flags = ("--standby", "--max-num-running", "96")
+    with serving(long_checkpoint, tmp_path_factory.mktemp("death"), *flags, program="tests.e2e.checked") as running:
         yield running
 
 

@@ -74,7 +74,8 @@ class Result:
 def run(checkpoint: Path, directory: Path, plan: Plan, *flags: str) -> Result:
     """Start a server, run the plan, and stop it."""
     seen: dict[int, psutil.Process] = {}
-    with serving(checkpoint, directory, *SERVER, "--dtype", plan.dtype, *flags) as service:
+    arguments = (*SERVER, "--dtype", plan.dtype, *flags)
+    with serving(checkpoint, directory, *arguments, program="tests.e2e.checked") as service:
         wait_until(lambda: served_by(service) == KERNELS[plan.dtype], what=f"kernels: {KERNELS[plan.dtype]}")
         result = asyncio.run(_run(service, plan, seen))
         log = service.log

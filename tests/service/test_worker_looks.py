@@ -63,7 +63,7 @@ def look(uid: str) -> Look:
 def test_a_look_alone(bench: LookingBench) -> None:
     bench.put(look("a"), api=2)
     bench.driver.turn()
-    assert bench.engine.calls == ["check", ("look", (1, 2), 1, (0, 3))]
+    assert bench.engine.calls == [("look", (1, 2), 1, (0, 3))]
     assert bench.looked() == [(2, "a", b"weights")]
 
 
@@ -78,7 +78,7 @@ def test_streams_get_a_step_between_two_looks(bench: LookingBench) -> None:
     for _ in range(3):
         bench.driver.turn()
     did = [call if isinstance(call, str) else call[0] for call in bench.engine.calls]
-    assert did == ["check", "submit", "step", "look", "step", "look", "step"]
+    assert did == ["submit", "step", "look", "step", "look", "step"]
     assert [uid for _, uid, _ in bench.looked()] == ["a", "b"]
 
 

@@ -1,0 +1,42 @@
+"""`kvasir serve` that checks the engine's invariants while it is idle: `python -m tests.e2e.checked serve …`.
+
+A violation ends the worker with a traceback. The service leaves these checks out: they walk every block.
+"""
+
+import sys
+from typing import Any
+
+from service import logs
+from service.server import build_server
+from service.settings import ServeSettings, read_settings
+from service.worker import EngineAPI
+
+
+class CheckedEngine:
+    """An engine that calls its `check_integrity` before each wait for work."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def while_idle(self) -> None:
+        """Check the invariants. The engine has no work now."""
+        self._engine.check_integrity()
+        self._engine.while_idle()
+
+
+class CheckedAPI(EngineAPI):
+    """Build a checked engine."""
+
+    def build(self) -> Any:
+        """See `EngineAPI.build`."""
+        engine, facts = super().build()
+        return CheckedEngine(engine), facts
+
+
+if __name__ == "__main__":
+    settings = read_settings(ServeSettings, sys.argv[2:], command="serve", summary="")
+    logs.configure(settings.log_level)
+    raise SystemExit(build_server(settings, engine_api=CheckedAPI).serve())
