@@ -32,7 +32,7 @@ manifest       the door to a checkpoint directory of either kind, verified befor
 checkpoint_files  JSON, plain names, hashes; CheckpointError
 safetensors_header  which tensor stands where in a file, torch-free
 system/        the machine below: CPUs and memory that this process may use, torch-free
-parent_death   a process that ends with the one that has started it, torch-free
+parent_death   processes that end with the process that started them, torch-free
 error_line     what an error says as one line, whatever stood in the file, torch-free
 families/      other people's checkpoints: config map and name map of each Hugging Face family, torch-free
 weights        tensors from files into their final place, never a second copy

@@ -1,15 +1,45 @@
-"""A process that ends with the one that has started it, however that one ends. Torch-free."""
+"""Processes that end with the process that started them, however that one ends. Torch-free.
+
+As a program, `python parent_death.py PARENT SIGNAL COMMAND…` binds itself to its parent and becomes the command.
+"""
 
 import ctypes
+import os
 import signal
+import sys
+from collections.abc import Sequence
 
-# Looked up here: between fork and exec nothing may be loaded. Linux alone has it.
+# Linux alone has it.
 _PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """From now on the kernel sends this process that signal when the thread that has started it ends; also in the
-    middle of work, and across exec. Nothing where a system cannot."""
+    """Have the kernel send this process that signal when the thread that started it ends.
+
+    The setting survives exec. Does nothing on systems without prctl.
+    """
     if _PRCTL is not None:
         _PRCTL(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def bound_to_us(command: Sequence[str], number: signal.Signals) -> list[str]:
+    """Return a command line that runs `command` and sends it that signal when the calling thread ends.
+
+    An interpreter sets the signal and then execs the command. `preexec_fn` would run Python between fork and exec,
+    which can deadlock in a process with threads (https://docs.python.org/3/library/subprocess.html).
+    """
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(number)), *command]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a command bound to its parent. Exit codes: 1 the parent has ended already, else the command's own."""
+    parent, number, *command = argv
+    end_with_parent(signal.Signals(int(number)))
+    if os.getppid() != int(parent):  # it ended before the kernel knew of us
+        return 1
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

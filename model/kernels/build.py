@@ -25,11 +25,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 from model.kernels.levels import LEVELS, Level
-from model.parent_death import end_with_parent
+from model.parent_death import bound_to_us
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +45,9 @@ _FLAGS = (
 )
 _UNFINISHED = ".building-"
 _DIGEST_BYTES = hashlib.sha256().digest_size
-# A compiler is several programs. This one stays beside them, in their process group: when it is told to end, as the
-# kernel does when who asked for the compiler is gone, it ends all of them and removes what they have begun. Requests go
-# first, but a busy processor leaves a compiler some of its time: at 10 a tenth; at 19 it would be a hundredth.
+# A compiler is several programs. This shell stays in their process group: at SIGTERM, which the kernel sends when the
+# builder ends, it ends all of them and removes their temporary files. Requests go first, but the compiler keeps some
+# time of a busy processor: a tenth at nice 10, a hundredth at nice 19.
 _KEEPER = """
 scratch=$1
 shift
@@ -139,10 +138,9 @@ def _compile(compiler: str, level: Level, made: Path) -> None:
     sources = map(str, _sources("*.cpp"))
     command = ["sh", "-c", _KEEPER, "sh", str(made.parent)]
     command += [compiler, *_FLAGS, *level.flags, *sources, "-o", str(made)]
-    nothing, pipe, end = subprocess.DEVNULL, subprocess.PIPE, partial(end_with_parent, signal.SIGTERM)
-    with subprocess.Popen(
-        command, stdin=nothing, stdout=nothing, stderr=pipe, process_group=0, preexec_fn=end
-    ) as keeper:
+    command = bound_to_us(command, signal.SIGTERM)
+    nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
+    with subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=pipe, process_group=0) as keeper:
         try:
             _, said = keeper.communicate(timeout=_COMPILE_SECONDS)
         except BaseException as error:

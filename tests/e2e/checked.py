@@ -1,4 +1,4 @@
-"""`kvasir serve` that checks the engine's invariants while it is idle: `python -m tests.e2e.checked serve …`.
+"""`kvasir serve` that checks the engine's invariants whenever it has no work left: `python -m tests.e2e.checked serve …`.
 
 A violation ends the worker with a traceback. The service leaves these checks out: they walk every block.
 """
@@ -13,7 +13,7 @@ from service.worker import EngineAPI
 
 
 class CheckedEngine:
-    """An engine that calls its `check_integrity` before each wait for work."""
+    """An engine that checks its invariants whenever it has computed all of its work."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -21,10 +21,12 @@ class CheckedEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def while_idle(self) -> None:
-        """Check the invariants. The engine has no work now."""
-        self._engine.check_integrity()
-        self._engine.while_idle()
+    def step(self, **options: Any) -> Any:
+        """Compute a step, and check the invariants when no work is left."""
+        result = self._engine.step(**options)
+        if not self._engine.has_work:
+            self._engine.check_integrity()
+        return result
 
 
 class CheckedAPI(EngineAPI):

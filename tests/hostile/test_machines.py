@@ -5,7 +5,8 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -30,8 +31,13 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 
-def within(limit: int, value: int) -> Callable[[], None]:
-    return lambda: resource.setrlimit(limit, (value, value))
+def limited(limit: int, value: int, command: Sequence[str]) -> list[str]:
+    """Return a command line that runs `command` under a resource limit."""
+    program = (
+        f"import os, resource, sys; resource.setrlimit({limit}, ({value}, {value})); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    return [sys.executable, "-I", "-S", "-c", program, *command]
 
 
 @pytest.mark.parametrize(
@@ -47,8 +53,7 @@ def test_a_machine_with_too_little_is_told_so_in_a_line(
     tiny_checkpoint: Path, limit: int, value: int, flags: Sequence[str], said: str
 ) -> None:
     ended = subprocess.run(
-        command(tiny_checkpoint, free_port(), "--log-level", "warning", *flags),
-        preexec_fn=within(limit, value),
+        limited(limit, value, command(tiny_checkpoint, free_port(), "--log-level", "warning", *flags)),
         env=clean_environment(),
         capture_output=True,
         text=True,
