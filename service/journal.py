@@ -81,7 +81,9 @@ class Journal:
         # The first choice is the first to begin, and when one has begun, the others have all the time they need.
         deadlines = [terms.deadline(request.arrival_seconds), *[None] * (len(request.choices) - 1)]
         for choice, deadline in zip(request.choices, deadlines, strict=True):
-            choice.submit = msgspec.structs.replace(choice.submit, owner=terms.owner, deadline_seconds=deadline)
+            choice.submit = msgspec.structs.replace(
+                choice.submit, owner=terms.owner, cache_namespace=terms.cache_namespace, deadline_seconds=deadline
+            )
         if not self._choices:
             self.last_event_seconds = time.monotonic()
         self._requests[request] = None

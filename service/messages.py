@@ -35,7 +35,9 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
 
     `prior_token_ids` are completion tokens the client already has from an earlier attempt: generation goes on
     after them. `attempt` grows with each resubmission; events of older attempts are ignored.
-    `priority`: lower goes first, see `service.engine.sequence`. `cache_salt`: prefixes are shared only among equals.
+    `priority`: lower goes first, see `service.engine.sequence`.
+    `cache_salt`, `cache_namespace`: prefixes are shared only where both are equal. The client chooses the salt, the API
+    key the namespace.
     `pooling`: the prompt's embedding is wanted, and nothing drawn; `params.max_tokens` is 0.
     `grammar`: what the completion has to follow, see `model.grammar`.
     `deadline_seconds`: one that has not begun by then ends as aborted. `owner`: among owners places are shared.
@@ -50,6 +52,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
     deadline_seconds: float | None
     priority: int = 0
     cache_salt: str = ""
+    cache_namespace: str = ""
     pooling: Pooling | None = None
     grammar: str | None = None
     owner: str = ""

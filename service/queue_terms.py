@@ -28,12 +28,14 @@ class QueueTerms:
     """The terms of one request.
 
     owner: whose it is. Among owners, not among requests, places and room are shared.
+    cache_namespace: requests of different namespaces share no prefixes.
     timeout_seconds: after so long in the queue it is ended.
     patience_seconds: what would wait longer, by prediction, is refused.
     is_retry: the client was refused before, and has come back.
     """
 
     owner: str = ""
+    cache_namespace: str = ""
     timeout_seconds: float = math.inf
     patience_seconds: float = math.inf
     is_retry: bool = False
@@ -49,10 +51,12 @@ class QueueLimits:
 
     max_seconds: the longest wait of any request, and so of a `timeout`.
     target_seconds: the patience of a request that says nothing of it.
+    shares_prefix_cache: API keys share one namespace of the prefix cache.
     """
 
     max_seconds: float = math.inf
     target_seconds: float = math.inf
+    shares_prefix_cache: bool = False
 
     def terms(self, request: Request, timeout: float | None) -> QueueTerms:
         """The terms of a request whose body has that `timeout`.
@@ -70,6 +74,7 @@ class QueueLimits:
         is_retry = request.headers.get(_RETRY_COUNT, "0").strip("0").isdecimal()
         return QueueTerms(
             owner=owner_of(request),
+            cache_namespace="" if self.shares_prefix_cache else getattr(request.state, KEY_NAME, ""),
             timeout_seconds=limit,
             # Who asks for a time is content to wait that long; an SDK always says one, and means no such thing. But it
             # comes back twice and then gives up: who was refused once is let in where there is room.
@@ -82,7 +87,9 @@ def queue_limits(settings: ServeSettings) -> QueueLimits:
     """What the settings allow; 0 is no limit."""
     longest, target = settings.max_queue_seconds, settings.target_queue_seconds
     return QueueLimits(
-        max_seconds=longest if longest > 0.0 else math.inf, target_seconds=target if target > 0.0 else math.inf
+        max_seconds=longest if longest > 0.0 else math.inf,
+        target_seconds=target if target > 0.0 else math.inf,
+        shares_prefix_cache=settings.share_prefix_cache,
     )
 
 

@@ -151,6 +151,11 @@ class ServeSettings(ModelSettings):
     api_key: SecretStr | None = secret("access", "one more key, without a name")
     open_probes: bool = option("access", "/health and /ready ask for no key", True)
     open_metrics: bool = option("access", "/metrics asks for no key", True)
+    share_prefix_cache: bool = option(
+        "access",
+        "let all API keys use one prefix cache; cached_tokens and TTFT then show one key what another has sent",
+        False,
+    )
     cors_origins: Annotated[tuple[str, ...], NoDecode, NAMES] = option(
         "access",
         "origin whose pages may use the server, https://example.com, or * for all; may be repeated (default: none)",

@@ -12,12 +12,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 
-def root_hash(salt: str) -> bytes:
-    """What the hash of a sequence's first block is chained to: nothing, or 16 bytes that stand for its salt.
+def root_hash(salt: str, namespace: str = "") -> bytes:
+    """Return the parent hash of a sequence's first block: 16 bytes, or none without a salt and a namespace.
 
-    Of another kind than `block_hash`'s: nobody can choose a salt that stands for somebody's tokens.
+    BLAKE2b's personalization keeps it apart from `block_hash`: no salt has the hash of another prompt's tokens. A
+    namespace holds no NUL, which ends it here: no salt has the hash of another namespace.
     """
-    return hashlib.blake2b(salt.encode(), digest_size=16, person=b"cache salt").digest() if salt else b""
+    if not salt and not namespace:
+        return b""
+    return hashlib.blake2b(f"{namespace}\0{salt}".encode(), digest_size=16, person=b"cache salt").digest()
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:

@@ -107,7 +107,7 @@ class Sequence:
             max_length=min(len(submit.prompt_token_ids) + submit.params.max_tokens, max_context_length),
             rank=(submit.arrival_seconds + submit.priority * AGEING_SECONDS, arrival_number),
             rules=rules,
-            root_hash=root_hash(submit.cache_salt),
+            root_hash=root_hash(submit.cache_salt, submit.cache_namespace),
             arrival_seconds=submit.arrival_seconds,
             deadline_seconds=submit.deadline_seconds,
             pooling=submit.pooling,

@@ -184,6 +184,7 @@ def make_submit(
     arrival: float = 0.0,
     priority: int = 0,
     salt: str = "",
+    namespace: str = "",
     **params: object,
 ) -> Submit:
     """A submission with what a test does not care about filled in."""
@@ -197,6 +198,7 @@ def make_submit(
         deadline_seconds=deadline,
         priority=priority,
         cache_salt=salt,
+        cache_namespace=namespace,
     )
 
 

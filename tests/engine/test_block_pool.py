@@ -155,3 +155,18 @@ def test_no_salt_stands_for_anybodys_tokens() -> None:
     assert root_hash("a\0\0\0b\0\0\0") != first
     assert root_hash("") == b""
     assert len({root_hash("a"), root_hash("b"), root_hash("A")}) == 3
+
+
+def test_salts_do_not_reach_into_another_namespace() -> None:
+    """A client chooses its salt, and may choose another key's name or what it would be joined to."""
+    pairs = [
+        ("", ""),
+        ("", "bob"),
+        ("bob", ""),
+        ("x", "bob"),
+        ("bobx", ""),
+        ("bob\0x", ""),
+        ("\0x", "bob"),
+        ("x", "bo"),
+    ]
+    assert len({root_hash(salt, namespace) for salt, namespace in pairs}) == len(pairs)

@@ -91,3 +91,13 @@ def test_salts_separate_prefix_caches_and_equal_ones_share() -> None:
         engine.submit(make_submit(str(number), range(10), max_tokens=1, ignore_eos=True, salt=salt))
         hits.append(engine.step().stats.num_prefix_hits)
     assert hits == [0, 0, 8, 0, 8]
+
+
+def test_namespaces_separate_prefix_caches_and_salts_within_them() -> None:
+    engine, _ = make_engine(max_batched_tokens=30)
+    hits = []
+    for number, (namespace, salt) in enumerate([("ann", ""), ("bob", ""), ("ann", ""), ("", ""), ("bob", "mine")]):
+        submit = make_submit(str(number), range(10), max_tokens=1, ignore_eos=True, salt=salt, namespace=namespace)
+        engine.submit(submit)
+        hits.append(engine.step().stats.num_prefix_hits)
+    assert hits == [0, 0, 8, 0, 0]

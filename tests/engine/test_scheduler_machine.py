@@ -46,6 +46,7 @@ class EngineMachine(RuleBasedStateMachine):
         stop_token_ids=st.lists(st.integers(0, 255), max_size=20),
         priority=st.sampled_from([0, 0, 0, -1, 2]),
         salt=st.sampled_from(["", "", "mine"]),
+        namespace=st.sampled_from(["", "", "bob"]),
         bad_word_ids=st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=2).map(tuple), max_size=2).map(tuple),
     )
     def submit(self, prompt: list[int], max_tokens: int, min_tokens: int, **params: Any) -> None:

@@ -45,8 +45,11 @@ def test_what_is_submitted_again_is_the_same_work() -> None:
     desk = Desk()
     choice = make_choice("a", frequency_penalty=1.0, bad_word_ids=((5, 6),), logprobs=0)
     choice.submit = msgspec.structs.replace(choice.submit, priority=-4, cache_salt="mine", arrival_seconds=3.0)
-    first = choice.submit
-    desk.open(choice)
+    request = make_request(choice)
+    request.terms = QueueTerms(owner="key bob", cache_namespace="bob")
+    desk.journal.open(request)
+    (first,) = desk.submits()
+    assert (first.owner, first.cache_namespace) == ("key bob", "bob")
     desk.journal.receive([make_delta("a", ids=(5,))])
     desk.journal.receive([make_hello(1)])
     assert desk.submits()[-1] == msgspec.structs.replace(first, attempt=1, prior_token_ids=(5,))

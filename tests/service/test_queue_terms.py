@@ -84,6 +84,12 @@ def test_an_owner_is_a_key_or_where_a_request_comes_from() -> None:
     assert owner_of(Request({"type": "http", "headers": [], "client": None})) == "address "
 
 
+def test_each_key_has_its_own_prefix_cache_unless_the_setting_shares_it() -> None:
+    shared = queue_limits(make_settings(share_prefix_cache=True))
+    for limits, namespaces in ((queue_limits(make_settings()), ["", "bob"]), (shared, ["", ""])):
+        assert [limits.terms(make(key=key), None).cache_namespace for key in (None, "bob")] == namespaces
+
+
 def test_the_settings_are_the_limits_and_0_is_none() -> None:
     assert queue_limits(make_settings()) == QueueLimits(max_seconds=60.0, target_seconds=0.05)
     assert queue_limits(make_settings(max_queue_seconds=7.0, target_queue_seconds=3.0)) == QueueLimits(
