@@ -45,14 +45,25 @@ _FLAGS = (
 )
 _UNFINISHED = ".building-"
 _DIGEST_BYTES = hashlib.sha256().digest_size
-# A compiler is several programs. This shell stays in their process group: at SIGTERM, which the kernel sends when the
-# builder ends, it ends all of them and removes their temporary files. Requests go first, but the compiler keeps some
-# time of a busy processor: a tenth at nice 10, a hundredth at nice 19.
+# Compiles each source in a process of its own, then links them: a service waits for this at its first start. The shell
+# stays beside the compilers, in their process group: when it is told to end, as the kernel does when the process that
+# asked for the library ends, it ends all of them and removes their files. Other processes go first, but a busy CPU
+# leaves a niceness of 10 a tenth of its time; at 19 it would be a hundredth.
 _KEEPER = """
-scratch=$1
-shift
+made=$1 sources=$2
+shift 2
+scratch=${made%/*}
 trap 'trap "" TERM; kill 0; rm -rf "$scratch"; exit 1' TERM
-TMPDIR=$scratch nice -n 10 "$@" &
+export TMPDIR=$scratch
+compilers=
+for source in $sources; do
+    nice -n 10 "$@" -c "$source" -o "$scratch/${source##*/}.o" &
+    compilers="$compilers $!"
+done
+for each in $compilers; do
+    wait "$each" || exit
+done
+nice -n 10 "$@" "$scratch"/*.o -o "$made" &
 wait "$!"
 """
 # A compiler that takes longer is given up.
@@ -134,13 +145,12 @@ def _wait_for(descriptor: int, directory: Path) -> None:
 
 
 def _compile(compiler: str, level: Level, made: Path) -> None:
-    """Compile beside the file that is made, in its directory, which goes if we end before that is done."""
-    sources = map(str, _sources("*.cpp"))
-    command = ["sh", "-c", _KEEPER, "sh", str(made.parent)]
-    command += [compiler, *_FLAGS, *level.flags, *sources, "-o", str(made)]
+    """Compile the sources into `made`, whose directory holds the compilers' files and goes if this process ends."""
+    sources = " ".join(path.name for path in _sources("*.cpp"))
+    command = ["sh", "-c", _KEEPER, "sh", str(made.resolve()), sources, compiler, *_FLAGS, *level.flags]
     command = bound_to_us(command, signal.SIGTERM)
     nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
-    with subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=pipe, process_group=0) as keeper:
+    with subprocess.Popen(command, cwd=SOURCES, stdin=nothing, stdout=nothing, stderr=pipe, process_group=0) as keeper:
         try:
             _, said = keeper.communicate(timeout=_COMPILE_SECONDS)
         except BaseException as error:

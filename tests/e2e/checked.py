@@ -1,4 +1,4 @@
-"""`kvasir serve` that checks the engine's invariants whenever it has no work left: `python -m tests.e2e.checked serve …`.
+"""`kvasir serve` that checks the engine's invariants when no work is left: `python -m tests.e2e.checked serve …`.
 
 A violation ends the worker with a traceback. The service leaves these checks out: they walk every block.
 """
