@@ -57,7 +57,9 @@ def _parser() -> _Parser:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--checkpoint", metavar="DIR", help="checkpoint directory")
     model.add_argument(
-        "--shape", choices=sorted(SHAPE_SIZES), help="instead: random weights, S 28 and M 109 million parameters"
+        "--shape",
+        choices=sorted(SHAPE_SIZES),
+        help="instead: random weights; S has 28, M 109, qwen3-0.6b 596 million parameters",
     )
     add("--out", type=Path, metavar="FILE", help="write JSON there, with every repeat's value")
     add("--quick", action="store_true", help="batch 1 and 16 at context 128, one prompt, 3 rounds, unless said")

@@ -23,4 +23,16 @@ SHAPE_SIZES: Final[dict[str, dict[str, int]]] = {
         "head_dim": 64,
         "mlp_size": 2048,
     },
+    # Source: https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json, but for the context: 2,048 of 40,960
+    # positions, as many as the other shapes have, bound the KV-cache and change no speed.
+    "qwen3-0.6b": {
+        "vocab_size": 151936,
+        "max_context_length": 2048,
+        "num_layers": 28,
+        "hidden_size": 1024,
+        "num_heads": 16,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "mlp_size": 3072,
+    },
 }

@@ -1,12 +1,14 @@
 """Models of random weights, for measuring without a checkpoint: speed depends on shapes, not on what was learned.
 
-Both are of Llama's architecture with tied embeddings. Tokens are bytes, then pairs, then triples of printable ASCII
-characters, so that what such a model says is text. Imports torch.
+S and M have Llama's architecture, qwen3-0.6b has Qwen3's; all tie their embeddings. Tokens are bytes, then pairs, then
+triples of printable ASCII characters, so that what such a model says is text. Imports torch.
 """
 
 import dataclasses
 import itertools
 from pathlib import Path
+
+import torch
 
 from loadtest.shape_names import SHAPE_SIZES
 from model.attention.interface import ATTENTION_BACKENDS
@@ -22,17 +24,18 @@ _PRINTABLE = [bytes([byte]) for byte in range(0x20, 0x7F)]
 
 
 def shape_config(name: str) -> ModelConfig:
-    """The model of this name, a key of `SHAPE_SIZES`."""
+    """Return the model of this name, a key of `SHAPE_SIZES`."""
+    is_qwen3 = name.startswith("qwen3")
     return ModelConfig(
         **SHAPE_SIZES[name],
         position=PositionKind.ROTARY,
-        rope_theta=10000.0,
+        rope_theta=1e6 if is_qwen3 else 1e4,
         norm=NormKind.RMS_NORM,
-        norm_eps=1e-5,
+        norm_eps=1e-6 if is_qwen3 else 1e-5,
         mlp=MlpKind.SWIGLU,
         attention_bias=False,
         mlp_bias=False,
-        qk_norm=False,
+        qk_norm=is_qwen3,
         tie_embeddings=True,
     )
 
@@ -53,11 +56,18 @@ def shape_tokenizer(vocab_size: int) -> ByteLevelTokenizer:
 
 
 def write_random_checkpoint(
-    directory: Path, name: str, *, seed: int = 0, max_context_length: int | None = None
+    directory: Path,
+    name: str,
+    *,
+    seed: int = 0,
+    max_context_length: int | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """A complete checkpoint of this shape, float32, the same for the same seed. Returns the directory.
+    """Write a complete checkpoint of this shape, the same for the same seed, and return the directory.
 
-    max_context_length: where it is to be another than the shape's.
+    Args:
+        max_context_length: replaces the shape's.
+        dtype: of the weights in the file.
     """
     config = shape_config(name)
     if max_context_length is not None:
@@ -67,6 +77,12 @@ def write_random_checkpoint(
     tokenizer = shape_tokenizer(config.vocab_size)
     tensors = {key: tensor for key, tensor in model.state_dict().items() if key in config.parameter_shapes()}
     save_checkpoint(
-        directory, config=config, tensors=tensors, tokenizer=tokenizer, name=f"shape-{name}", training={"steps": 0}
+        directory,
+        config=config,
+        tensors=tensors,
+        tokenizer=tokenizer,
+        name=f"shape-{name}",
+        training={"steps": 0},
+        dtype=dtype,
     )
     return directory

@@ -1,8 +1,9 @@
-"""Our export as a GGUF file: `python -m loadtest.peers.llama_cpp_model HUGGING_FACE_DIR OUT.gguf`.
+"""Convert our export to a GGUF file: `python -m loadtest.peers.llama_cpp_model HUGGING_FACE_DIR OUT.gguf`.
 
-Written by llama.cpp's own gguf package, float32. Its own converter knows no tokenizer that it has not met before, and
-that of random weights is such a one. Rows of queries and keys are reordered as that converter does: llama.cpp turns
-neighbouring pairs of a head's numbers, transformers its two halves.
+Written in float32 by llama.cpp's own gguf package: its converter refuses tokenizers that it does not know, such as that
+of random weights. As its converter does, rows of Llama's queries and keys are reordered: llama.cpp's "llama" rotates
+neighbouring pairs of a head's numbers, transformers rotates its two halves. llama.cpp's "qwen3" rotates halves, too.
+Source: convert_hf_to_gguf.py and llama_model_rope_type() of llama.cpp.
 """
 
 import json
@@ -12,7 +13,11 @@ from typing import Any
 
 import gguf
 import numpy as np
-from safetensors.numpy import load_file
+
+from model.safetensors_header import TensorHeader, read_headers
+
+# GGUF's names of Hugging Face's model types.
+_ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3"}
 
 _NAMES = {
     "input_layernorm": "attn_norm",
@@ -20,6 +25,8 @@ _NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -28,20 +35,25 @@ _NAMES = {
 
 
 def main() -> None:
-    """Read the export, write the file."""
+    """Read the export, write the file. Exits with one line for a model type that has no name here."""
     source, out = Path(sys.argv[1]), Path(sys.argv[2])
     config = json.loads((source / "config.json").read_text())
-    writer = gguf.GGUFWriter(out, "llama")
+    model_type = config["model_type"]
+    if model_type not in _ARCHITECTURES:
+        sys.exit(f"{source}: model type {model_type!r}; only {', '.join(_ARCHITECTURES)} are converted to GGUF")
+    writer = gguf.GGUFWriter(out, _ARCHITECTURES[model_type])
     _write_sizes(writer, config)
     _write_tokenizer(writer, json.loads((source / "tokenizer.json").read_text()))
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    reordered = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    if model_type != "llama":
+        reordered = {}
     for path in sorted(source.glob("*.safetensors")):
-        for name, tensor in load_file(path).items():
-            ours, array = _name(name), tensor.astype(np.float32)
-            for part, count in heads.items():
-                if ours.endswith(f"{part}.weight"):
-                    array = _as_pairs(array, count)
-            writer.add_tensor(ours, np.ascontiguousarray(array))
+        for name, header in read_headers(path).items():
+            gguf_name, array = _gguf_name(name), _read_float32(header)
+            part = gguf_name.removesuffix(".weight").rpartition(".")[2]
+            if part in reordered:
+                array = _as_pairs(array, reordered[part])
+            writer.add_tensor(gguf_name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -57,6 +69,9 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
+    # Without these llama.cpp takes hidden size / heads for the size of a head.
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_dimension_count(config["head_dim"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
@@ -78,8 +93,17 @@ def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any]) -> None
     writer.add_add_bos_token(False)
 
 
-def _name(name: str) -> str:
-    """llama.cpp's name of a tensor of transformers'."""
+def _read_float32(header: TensorHeader) -> np.ndarray:
+    """Return a tensor of a file as float32. NumPy has no bfloat16: it is the upper half of a float32."""
+    stored = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}[header.dtype]
+    array = np.memmap(header.path, dtype=stored, mode="r", offset=header.begin, shape=header.shape)
+    if header.dtype == "BF16":
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32)
+
+
+def _gguf_name(name: str) -> str:
+    """Return llama.cpp's name of one of transformers' tensors."""
     parts = name.removeprefix("model.").removesuffix(".weight")
     if parts in ("embed_tokens", "norm", "lm_head"):
         return {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}[parts] + ".weight"
@@ -88,10 +112,10 @@ def _name(name: str) -> str:
 
 
 def _as_pairs(weight_FE: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of each head so that what were its halves are neighbours."""
+    """Reorder the rows of each head: row i of its first half comes before row i of its second half."""
     rows, inputs = weight_FE.shape
     halves = weight_FE.reshape(num_heads, 2, rows // num_heads // 2, inputs)
-    return halves.swapaxes(1, 2).reshape(rows, inputs)
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, inputs))
 
 
 if __name__ == "__main__":

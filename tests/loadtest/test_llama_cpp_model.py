@@ -1,0 +1,134 @@
+"""GGUF files of our exports, by a recording stand-in for the gguf package, which only the peer's environment has."""
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from loadtest import shape_names, shapes
+from model.conversion.hugging_face import export_checkpoint
+
+# Heads that are not hidden size / number of heads, as Qwen3-0.6B's.
+TINY = {
+    "vocab_size": 300,
+    "max_context_length": 128,
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "mlp_size": 32,
+}
+
+
+class Writer:
+    """Keeps what GGUFWriter is given: `add_x(value)` under x, tensors by name."""
+
+    def __init__(self, path: Path, architecture: str) -> None:
+        self.architecture = architecture
+        self.fields: dict[str, Any] = {}
+        self.tensors: dict[str, np.ndarray] = {}
+        self.written: list[str] = []
+
+    def add_tensor(self, name: str, array: np.ndarray) -> None:
+        """As GGUFWriter's."""
+        assert array.dtype == np.float32
+        assert array.flags.c_contiguous
+        self.tensors[name] = array
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("add_"):
+            return lambda value: self.fields.__setitem__(name.removeprefix("add_"), value)
+        return lambda: self.written.append(name)
+
+
+@pytest.fixture
+def convert(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Writer]:
+    """Run the module on an export, return the writer."""
+    writers: list[Writer] = []
+
+    def make(path: Path, architecture: str) -> Writer:
+        writers.append(Writer(path, architecture))
+        return writers[-1]
+
+    gguf = ModuleType("gguf")
+    gguf.__dict__.update(
+        GGUFWriter=make,
+        LlamaFileType=SimpleNamespace(ALL_F32=0),
+        TokenType=SimpleNamespace(CONTROL=3, NORMAL=1),
+    )
+    monkeypatch.setitem(sys.modules, "gguf", gguf)
+    monkeypatch.delitem(sys.modules, "loadtest.peers.llama_cpp_model", raising=False)
+    module = importlib.import_module("loadtest.peers.llama_cpp_model")
+
+    def run(exported: Path) -> Writer:
+        monkeypatch.setattr(sys, "argv", ["llama_cpp_model", str(exported), str(exported / "out.gguf")])
+        module.main()
+        (writer,) = writers
+        assert writer.written == ["write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"]
+        return writer
+
+    return run
+
+
+def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, dtype: torch.dtype) -> Path:
+    """An export of a tiny model of the shape's architecture."""
+    monkeypatch.setitem(shape_names.SHAPE_SIZES, shape, TINY)
+    export_checkpoint(shapes.write_random_checkpoint(tmp_path / "ours", shape, dtype=dtype), tmp_path / "exported")
+    return tmp_path / "exported"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", ["S", "qwen3-0.6b"])
+def test_sizes_names_and_rows_are_those_llama_cpp_reads(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    convert: Callable[[Path], Writer],
+    shape: str,
+    dtype: torch.dtype,
+) -> None:
+    exported = export(tmp_path, monkeypatch, shape, dtype)
+    writer = convert(exported)
+    is_qwen3 = shape == "qwen3-0.6b"
+    assert writer.architecture == ("qwen3" if is_qwen3 else "llama")
+    sizes = ("key_length", "value_length", "rope_dimension_count", "head_count", "head_count_kv", "embedding_length")
+    assert [writer.fields[name] for name in sizes] == [8, 8, 8, 4, 2, 16]
+    assert (writer.fields["rope_freq_base"], writer.fields["layer_norm_rms_eps"]) == (
+        (1e6, 1e-6) if is_qwen3 else (1e4, 1e-5)
+    )
+    stored = load_file(exported / "model.safetensors")
+    assert len(writer.tensors) == len(stored)
+    norms = {name for name in writer.tensors if name.endswith(("attn_q_norm.weight", "attn_k_norm.weight"))}
+    assert len(norms) == (4 if is_qwen3 else 0)
+    assert all(writer.tensors[name].shape == (8,) for name in norms)
+    embedding = stored["model.embed_tokens.weight"]
+    assert embedding.dtype is dtype
+    assert np.array_equal(writer.tensors["token_embd.weight"], embedding.float().numpy())
+    for part, heads in (("q", 4), ("k", 2)):
+        theirs = stored[f"model.layers.1.self_attn.{part}_proj.weight"].float().view(heads, 8, 16)
+        pairs = theirs if is_qwen3 else theirs[:, [0, 4, 1, 5, 2, 6, 3, 7]]
+        assert np.array_equal(writer.tensors[f"blk.1.attn_{part}.weight"], pairs.reshape(-1, 16).numpy())
+
+
+def test_another_model_type_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, convert: Callable[[Path], Writer]
+) -> None:
+    exported = export(tmp_path, monkeypatch, "S", torch.float32)
+    config = json.loads((exported / "config.json").read_text())
+    (exported / "config.json").write_text(json.dumps({**config, "model_type": "gemma"}))
+    with pytest.raises(SystemExit, match="model type 'gemma'; only llama, qwen3 are converted to GGUF"):
+        convert(exported)
+
+
+def test_the_qwen3_shape_is_the_published_one() -> None:
+    config = shapes.shape_config("qwen3-0.6b")
+    assert config.num_parameters == 596_049_920  # https://huggingface.co/Qwen/Qwen3-0.6B, tied embeddings counted once
+    assert (config.head_dim, config.qk_norm, config.rope_theta, config.norm_eps) == (128, True, 1e6, 1e-6)
