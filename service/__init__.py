@@ -3,6 +3,7 @@
 messages         the contract between frontend and worker: frozen, torch-free values
 settings         the only reader of environment and arguments; the settings of what runs a model
 command_settings the settings of the other commands
+default_checkpoint  the shipped model, for commands that were given no checkpoint
 options          how a setting is declared
 flags            what a command's flags are called, and its help page
 complaints       pydantic's complaints in our words

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode
 
-from service.options import CONFIG, LISTED, AutoOrCount, CacheDtype, option
+from service.options import CHECKPOINT_DEFAULT, CONFIG, LISTED, AutoOrCount, CacheDtype, option
 
 
 class CheckpointSettings(BaseSettings):
@@ -17,7 +17,7 @@ class CheckpointSettings(BaseSettings):
 
     model_config = CONFIG
 
-    checkpoint: Path = option("model", "checkpoint directory")
+    checkpoint: Path = option("model", "checkpoint directory", told=CHECKPOINT_DEFAULT)
 
 
 class InspectSettings(CheckpointSettings):

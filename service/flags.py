@@ -89,15 +89,16 @@ def _parser(kind: type[BaseSettings], command: str, summary: str, epilog: str) -
             continue
         title = str(extra["group"])
         group = groups[title] if title in groups else groups.setdefault(title, parser.add_argument_group(title))
-        required, is_switch = field.is_required(), field.annotation is bool
-        default = f" (default: {extra.get('told') or field.default})"
-        if required or field.default is None or field.default is False or field.default == ():
+        is_switch, told = field.annotation is bool, extra.get("told")
+        needed = field.is_required() and not told
+        default = f" (default: {told or field.default})"
+        if needed or field.default is None or field.default is False or field.default == ():
             default = ""
         group.add_argument(
             flag_of(name),
             dest=name,
             default=argparse.SUPPRESS,
-            help=f"{field.description}{default}{' (needed)' if required else ''}".replace("%", "%%"),
+            help=f"{field.description}{default}{' (needed)' if needed else ''}".replace("%", "%%"),
             **(_switch(field.default) if is_switch else _value(field.annotation, extra["metavar"])),
         )
     return parser

@@ -10,6 +10,8 @@ from pydantic_settings import SettingsConfigDict
 PREFIX = "KVASIR_"
 CONFIG = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
 AutoOrCount = Literal["auto"] | Annotated[int, Field(ge=1)]
+# What the help page says of every --checkpoint; `service.default_checkpoint` looks for it.
+CHECKPOINT_DEFAULT = "checkpoints/kvasir-9m in the working directory, else beside the package"
 CacheDtype = Literal["auto", "float16"]
 # A variable holds several values as PATH does; flags give one each.
 LISTED = BeforeValidator(lambda value: value.split(os.pathsep) if isinstance(value, str) else value)
@@ -38,7 +40,8 @@ def option(
     Args:
         group: under which title the help page shows it.
         metavar: what its value looks like there; by its type where none is given.
-        told: what is said of the default there; its value where none is given.
+        told: what is said of the default there; its value where none is given. Of a required setting: where its value
+            is looked for.
         bounds: what pydantic's `Field` checks.
     """
     extra: dict[str, Any] = {"group": group, "metavar": metavar, "told": told}

@@ -26,8 +26,9 @@ from service.command_settings import (
     TrainSettings,
 )
 from service.complaints import EMPTY, in_words
+from service.default_checkpoint import find_default_checkpoint
 from service.flags import FlagError, flag_of, is_secret, parse_flags, variable_of
-from service.options import CONFIG, NAMES, PREFIX, AutoOrCount, CacheDtype, option, secret
+from service.options import CHECKPOINT_DEFAULT, CONFIG, NAMES, PREFIX, AutoOrCount, CacheDtype, option, secret
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 # As browsers send it (https://fetch.spec.whatwg.org/#origin-header).
@@ -43,7 +44,7 @@ class ModelSettings(BaseSettings):
 
     model_config = CONFIG
 
-    checkpoint: Path = option("model", "checkpoint directory")
+    checkpoint: Path = option("model", "checkpoint directory", told=CHECKPOINT_DEFAULT)
     device: Literal["auto", "cpu", "cuda"] = option("model", "auto takes CUDA where there is any", "auto")
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = option(
         "model",
@@ -280,8 +281,9 @@ def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, su
     except FlagError as error:
         raise SettingsError(str(error)) from None
     _warn_of_unknown_variables(command)
+    default = _default_checkpoint(kind, given)
     try:
-        return kind(**given)
+        settings = kind(**given, **default)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         if not first["loc"]:
@@ -295,6 +297,17 @@ def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, su
         value = ", ".join(map(str, first["input"])) if isinstance(first["input"], list) else first["input"]
         instead = "" if problem == EMPTY or is_secret(kind, name) else f", not {value!r}"
         raise SettingsError(f"{source}: {problem}{instead}") from None
+    for path in default.values():
+        print(f"kvasir {command}: no --checkpoint given; using the shipped model, {path}", file=sys.stderr)
+    return settings
+
+
+def _default_checkpoint(kind: type[BaseSettings], given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the shipped model as `checkpoint`, if the command takes one and none was given; otherwise nothing."""
+    if "checkpoint" not in kind.model_fields or "checkpoint" in given or os.environ.get(variable_of("checkpoint")):
+        return {}
+    found = find_default_checkpoint()
+    return {} if found is None else {"checkpoint": found}
 
 
 def effective_values(settings: BaseSettings, found: Mapping[str, object]) -> Iterable[str]:

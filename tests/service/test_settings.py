@@ -7,7 +7,8 @@ import pytest
 
 from model.attention.interface import ATTENTION_BACKENDS
 from model.manifest import read_manifest
-from service.command_settings import EvalSettings, TrainSettings
+from service.command_settings import EvalSettings, TokenizeSettings, TrainSettings
+from service.default_checkpoint import find_default_checkpoint
 from service.flags import is_secret, variable_of
 from service.schemas import MAX_PROMPTS
 from service.settings import (
@@ -122,7 +123,6 @@ def test_every_flag_of_the_contract_is_read() -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ((), "--checkpoint is needed (or KVASIR_CHECKPOINT)"),
         (("--checkpoint",), "--checkpoint: expected one argument"),
         (("--checkpoint", "c", "--prot", "1"), "unrecognized arguments: --prot 1; see kvasir serve --help"),
         (("--checkpoint", "c", "--max-num", "1"), "unrecognized arguments: --max-num 1"),
@@ -144,6 +144,49 @@ def test_what_cannot_be_used_is_named_in_one_line(argv: tuple[str, ...], said: s
         read(*argv)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def place(root: Path) -> Path:
+    """A directory that looks like the shipped model's, below this one."""
+    directory = root / "checkpoints" / "kvasir-9m"
+    directory.mkdir(parents=True)
+    (directory / "manifest.json").write_text("{}")
+    return directory
+
+
+def test_without_a_checkpoint_the_shipped_model_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the working directory, else beside the package, and in one line; a flag or a variable wins."""
+    here, package = tmp_path / "here", tmp_path / "package"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr("service.default_checkpoint._PACKAGE_ROOT", package)
+    with pytest.raises(SettingsError, match=r"^--checkpoint is needed \(or KVASIR_CHECKPOINT\)$"):
+        read()
+    beside = place(package)
+    assert read().checkpoint == beside
+    said = "kvasir serve: no --checkpoint given; using the shipped model, "
+    assert capsys.readouterr().err == f"{said}{beside}\n"
+    place(here)
+    assert read().checkpoint == Path("checkpoints/kvasir-9m")
+    assert capsys.readouterr().err == f"{said}checkpoints/kvasir-9m\n"
+    tokenize = read_settings(TokenizeSettings, ["--text", "x"], command="tokenize", summary="")
+    assert tokenize.checkpoint == Path("checkpoints/kvasir-9m")
+    capsys.readouterr()
+    with pytest.raises(SettingsError, match="--port: must be"):
+        read("--port", "1")
+    assert read("--checkpoint", "c").checkpoint == Path("c")
+    monkeypatch.setenv("KVASIR_CHECKPOINT", "v")
+    assert read().checkpoint == Path("v")
+    assert capsys.readouterr().err == ""
+
+
+def test_the_shipped_model_is_beside_an_editable_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = find_default_checkpoint()
+    assert found is not None
+    assert read_manifest(found).name == "kvasir-9m"
 
 
 def test_what_is_empty_is_not_shown() -> None:
@@ -199,6 +242,8 @@ def test_the_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixtur
         assert (variable_of(name) if is_secret(ServeSettings, name) else f"--{name.replace('_', '-')}") in text
         if not field.is_required() and field.default not in (None, ()):
             assert f"(default: {field.default})" in text
+    assert "(default: checkpoints/kvasir-9m in the working directory, else beside the package)" in text
+    assert "(needed)" not in text
     for title in ("model:", "engine:", "http:", "access:", "admission:", "operation:"):
         assert title in text
 
