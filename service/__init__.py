@@ -80,6 +80,8 @@ step_tally       what metrics are told of steps, gathered
 metrics          observes, and exposes what all processes have observed
 engine/          single-threaded and synchronous: scheduler, blocks, runner
 playground/      the page people open first
+entry            the program `kvasir`: Ctrl-C first, then the command line
+interrupts       Ctrl-C before a command runs: exit code 130, nothing printed
 cli              `kvasir`: one table of commands
 commands/        one file a command
 """

@@ -24,6 +24,7 @@ from service.command_settings import (
     TrainSettings,
 )
 from service.early_worker import EARLY_WORKER
+from service.interrupts import EXIT_CODE, raise_on_interrupt
 from service.settings import GenerateSettings, ServeSettings, SettingsError, read_settings
 
 # What torch's libraries read from the environment, unless it says otherwise.
@@ -112,7 +113,9 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
             given = read_settings(command.settings, argv, command=name, summary=summary)
         if isinstance(given, ServeSettings):
             EARLY_WORKER.begin(given.checkpoint)
-        code: int = importlib.import_module(command.module).main(given)
+        module = importlib.import_module(command.module)
+        raise_on_interrupt()
+        code: int = module.main(given)
         sys.stdout.flush()
     except SettingsError as error:
         print(f"kvasir {name}: {error}", file=sys.stderr)
@@ -121,7 +124,7 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        return 130
+        return EXIT_CODE
     finally:
         EARLY_WORKER.end()
     return code

@@ -100,10 +100,14 @@ class EarlyWorker:
             command = spawn.get_command_line()
             arguments = (theirs.fileno(), os.getpid(), checkpoint, self._imports)
             command[command.index("-c") + 1] = _PROGRAM.format(path=sys.path, arguments=arguments)
+            # Ctrl-C reaches every process of a terminal. The new one inherits the mask, until it ignores SIGINT.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 self._begun = Begun(util.spawnv_passfds(os.fsencode(command[0]), command, [theirs.fileno()]), ours)
             except OSError:
                 ours.close()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def take(self) -> Begun | None:
         """The process, if there is one; from now on it is the caller's."""
@@ -128,7 +132,8 @@ def spawn_main(descriptor: int, parent: int, checkpoint: str | None, imports: Se
     Args:
         checkpoint: what to read ahead; None for a process that has time.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # main drains, then tells the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # main drains, then ends its workers
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     end_with_parent()
     if os.getppid() != parent:
         os._exit(1)

@@ -23,6 +23,7 @@ from litserve import LitServer
 from service import first_worker
 from service.early_worker import EarlyWorker, read_ahead
 from service.first_worker import EarlyProcess, launch_worker
+from tests.interrupted import interrupting_environment
 
 VARIABLE = "KVASIR_TEST_OF_EARLY_WORKERS"
 NOTES_ITS_PRIORITY = "notes_its_priority"
@@ -70,6 +71,20 @@ def test_it_is_what_it_was_told(early: EarlyWorker, monkeypatch: pytest.MonkeyPa
     assert connection.wait([process.sentinel], PATIENCE_SECONDS) == [process.sentinel]
     process.join()
     assert process.exitcode == 7
+
+
+def test_an_interrupt_while_it_begins_does_not_end_it(
+    early: EarlyWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C in a terminal reaches it before it can ignore SIGINT."""
+    for name, value in interrupting_environment(tmp_path, "service.early_worker").items():
+        monkeypatch.setenv(name, value)
+    waiting = begun(early, tmp_path)
+    process, answers = started(7)
+    assert answers.recv() == (waiting.pid, None, True, True)
+    process.join()
+    assert process.exitcode == 7
+    assert capfd.readouterr().err == ""
 
 
 def tell_priorities(answers: Connection) -> None:

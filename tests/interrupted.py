@@ -1,0 +1,23 @@
+"""Ctrl-C at a moment of a test's choice: a sitecustomize that sends SIGINT when a module is imported."""
+
+import os
+from pathlib import Path
+
+VARIABLE = "INTERRUPT_AT_IMPORT_OF"
+_HOOK = f"""
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ.get("{VARIABLE}"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+"""
+
+
+def interrupting_environment(directory: Path, module: str) -> dict[str, str]:
+    """Return variables under which a Python process interrupts itself as it imports the module."""
+    (directory / "sitecustomize.py").write_text(_HOOK)
+    paths = [str(directory), os.environ.get("PYTHONPATH", "")]
+    return {VARIABLE: module, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
