@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from loadtest.bench_peers_cells import (
+    DEFAULTS,
     KINDS,
     PRECISIONS,
     QUIET_CORES,
@@ -126,7 +127,7 @@ class Contest:
                 return
 
     def _give_model(self, peer: Peer, cell: Cell) -> None:
-        give_our_model(self._place, cell.shape)
+        give_our_model(self._place, cell.shape, cell.precision)
         give_model(self._place, peer.environment, cell.shape, cell.precision)
 
     def _start(self, cell: Cell, peer: Peer, *, theirs: bool) -> None:
@@ -257,7 +258,13 @@ def _parser() -> argparse.ArgumentParser:
     names = [peer.name for peer in PEERS]
     add("--out", type=Path, metavar="FILE", help="write JSON there (default: standard output)")
     add("--shapes", nargs="+", choices=sorted(SHAPE_SIZES), default=["S", "M"], help="default: S M")
-    add("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="default: all")
+    add(
+        "--precisions",
+        nargs="+",
+        choices=(*PRECISIONS, DEFAULTS),
+        default=list(PRECISIONS),
+        help=f"default: all but {DEFAULTS}, which is a bfloat16 file served without flags",
+    )
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="default: all")
     add("--peers", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
     add("--rounds", type=int, default=3, metavar="N", help="pairs of a cell (default: %(default)s)")

@@ -17,6 +17,8 @@ from loadtest.spread import Spread
 Kind = Literal["decode", "prompt", "http"]
 KINDS: Final[tuple[Kind, ...]] = ("decode", "http", "prompt")
 PRECISIONS: Final = ("bfloat16", "int8", "float32")
+# In place of a precision: a bfloat16 file, and each server started without flags.
+DEFAULTS: Final = "defaults"
 STREAMS: Final = (1, 4, 16, 64)
 HTTP_STREAMS: Final = (1, 16, 64)
 LONG_STREAMS: Final = (1, 4, 16)
@@ -55,10 +57,15 @@ class Cell:
 
 
 def make_cells(shapes: Sequence[str], precisions: Sequence[str], kinds: Sequence[Kind]) -> list[Cell]:
-    """All cells that were asked for: what matters most first, a shape after the other."""
+    """Return the cells that were asked for, shape after shape. `DEFAULTS` has cells of kind http only."""
     cells = []
     for shape, precision in itertools.product(shapes, precisions):
         rows: list[tuple[Kind, int, int, int]] = []
+        if precision == DEFAULTS:
+            for streams in STREAMS if "http" in kinds else ():
+                sizes = {"streams": streams, "prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS}
+                cells.append(Cell(shape=shape, precision=precision, kind="http", **sizes))
+            continue
         for streams in STREAMS:
             output = OUTPUT_TOKENS_ALONE if streams == 1 else OUTPUT_TOKENS
             rows.append(("decode", streams, PROMPT_TOKENS, output))

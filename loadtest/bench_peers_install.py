@@ -12,9 +12,11 @@ import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from loadtest.bench_peers_cells import DEFAULTS
+
 ROOT = Path(__file__).resolve().parent.parent
 PINS = Path(__file__).resolve().parent / "peers"
-_QUANTIZED = {"bfloat16": "BF16", "int8": "Q8_0"}
+_QUANTIZED = {"bfloat16": "BF16", "int8": "Q8_0", DEFAULTS: "BF16"}
 _BUILD_FLAGS = (
     *("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_OPENSSL=OFF"),
     *("-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF"),
@@ -111,7 +113,7 @@ def give_model(place: Place, peer: str, shape: str, precision: str) -> None:
     Raises:
         PeerUnavailable: the reason.
     """
-    hugging_face = place.model(shape, "hugging_face")
+    hugging_face = place.model(shape, exported_weights(precision))
     if peer == "llama_cpp":
         whole = place.model(shape, "llama_cpp_float32.gguf")
         if not whole.is_file():
@@ -137,12 +139,23 @@ def openvino_weights(precision: str) -> str:
     return "openvino_int8" if precision == "int8" else "openvino_float32"
 
 
-def give_our_model(place: Place, shape: str) -> None:
-    """Random weights as a checkpoint of ours, and its export that all others are made from."""
-    ours, exported = place.model(shape, "ours"), place.model(shape, "hugging_face")
+def our_weights(precision: str) -> str:
+    """Return the name of our checkpoint. Other precisions than the defaults' are rounded from float32 when served."""
+    return "ours_bfloat16" if precision == DEFAULTS else "ours"
+
+
+def exported_weights(precision: str) -> str:
+    """Return the name of our checkpoint's export."""
+    return "hugging_face_bfloat16" if precision == DEFAULTS else "hugging_face"
+
+
+def give_our_model(place: Place, shape: str, precision: str) -> None:
+    """Write random weights as a checkpoint of ours, and its export, from which the peers' files are made."""
+    ours, exported = place.model(shape, our_weights(precision)), place.model(shape, exported_weights(precision))
     if not (ours / "manifest.json").is_file():
-        make = "from pathlib import Path; from loadtest.shapes import write_random_checkpoint as write; "
-        run([sys.executable, "-c", f"{make}write(Path({str(ours)!r}), {shape!r})"])
+        make = "import torch; from pathlib import Path; from loadtest.shapes import write_random_checkpoint as write; "
+        dtype = "bfloat16" if precision == DEFAULTS else "float32"
+        run([sys.executable, "-c", f"{make}write(Path({str(ours)!r}), {shape!r}, dtype=torch.{dtype})"])
     if not (exported / "config.json").is_file():
         kvasir = str(Path(sys.executable).with_name("kvasir"))
         run([kvasir, "convert", "--export", str(ours), "--out", str(exported)])

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from loadtest.bench_peers_cells import PROMPT_TOKENS, Cell
-from loadtest.bench_peers_install import Place, openvino_weights
+from loadtest.bench_peers_cells import DEFAULTS, PROMPT_TOKENS, Cell
+from loadtest.bench_peers_install import Place, openvino_weights, our_weights
 from loadtest.bench_peers_processes import Driver, Server
 from loadtest.shape_names import SHAPE_SIZES
 from service.cli import LIBRARY_ENVIRONMENT
@@ -57,10 +57,13 @@ def our_engine(setting: Setting) -> Driver:
 
 
 def our_server(setting: Setting) -> Server:
-    """Ours, whole; what comes waits as it does at the others, however long."""
+    """Return our server. Requests wait without a limit, as they do at the peers; with defaults, by our own limits."""
     port = _free_port()
-    command = [str(Path(sys.executable).with_name("kvasir")), "serve", *_our_settings(setting)]
-    return Server([*command, "--port", str(port), "--target-queue-seconds", "0"], port, "/ready")
+    command = [str(Path(sys.executable).with_name("kvasir")), "serve", "--port", str(port)]
+    if setting.precision == DEFAULTS:
+        checkpoint = setting.place.model(setting.shape, our_weights(setting.precision))
+        return Server([*command, "--checkpoint", str(checkpoint)], port, "/ready")
+    return Server([*command, *_our_settings(setting), "--target-queue-seconds", "0"], port, "/ready")
 
 
 def _our_settings(setting: Setting) -> list[str]:
@@ -86,6 +89,8 @@ def _llama_server(setting: Setting) -> Server:
     port = _free_port()
     model = setting.place.model(setting.shape, f"llama_cpp_{setting.precision}.gguf")
     command = [setting.place.program("llama-server"), "-m", str(model), "--host", "127.0.0.1", "--port", str(port)]
+    if setting.precision == DEFAULTS:
+        return Server(command, port, "/health")
     command += ["-t", str(setting.threads), "-tb", str(setting.threads), "-np", str(_MOST_STREAMS)]
     # No copies of prompts for later: none comes again, and keeping them would cost it time.
     return Server([*command, "-c", str(_MOST_STREAMS * _SLOT_TOKENS), "--cache-ram", "0"], port, "/health")
@@ -127,10 +132,11 @@ PEERS: Final = (
     Peer(
         name="llama.cpp",
         environment="llama_cpp",
-        precisions=("bfloat16", "int8", "float32"),
+        precisions=("bfloat16", "int8", "float32", DEFAULTS),
         engine=_llama_engine,
         server=_llama_server,
-        note="llama-batched-bench, which draws no tokens; llama-server of 64 slots; Q8_0 for int8; KV-cache float16",
+        note="llama-batched-bench, which samples no tokens; llama-server of 64 slots; Q8_0 for int8; KV-cache float16; "
+        "defaults: llama-server without flags, a bfloat16 file",
     ),
     Peer(
         name="OpenVINO GenAI",

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from loadtest import bench_peers
-from loadtest.bench_peers_cells import Cell, make_cells
+from loadtest import bench_peers, bench_peers_table
+from loadtest.bench_peers_cells import DEFAULTS, Cell, make_cells
 from loadtest.bench_peers_install import PeerUnavailable, Place, run
 from loadtest.bench_peers_processes import Driver, Prompts, Server, TokensRequest, num_prompts
 from loadtest.bench_peers_table import PEERS, Peer, Setting
@@ -142,6 +142,25 @@ def test_a_peer_is_asked_for_what_it_can() -> None:
 def test_every_peer_is_asked_for_every_cell_of_both_floating_precisions(precision: str, kind: Any) -> None:
     for asked in make_cells(["S", "M"], [precision], [kind]):
         assert [peer.name for peer in PEERS if not peer.can(asked)] == []
+
+
+def test_defaults_are_servers_without_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = make_cells(["S"], [DEFAULTS], ["decode", "http", "prompt"])
+    assert [(cell.kind, cell.streams) for cell in asked] == [("http", 1), ("http", 4), ("http", 16), ("http", 64)]
+    assert [peer.name for peer in PEERS if peer.can(asked[0])] == ["llama.cpp"]
+    started: list[list[str]] = []
+    monkeypatch.setattr(bench_peers_table, "Server", lambda command, port, path: started.append(command[1:]))
+    setting = Setting(place=Place(tmp_path), shape="S", precision=DEFAULTS, threads=2)
+    bench_peers_table.our_server(setting)
+    (llama,) = (peer for peer in PEERS if peer.name == "llama.cpp")
+    assert llama.server is not None
+    llama.server(setting)
+    (serve, _, our_port, *ours), (*theirs, their_port) = started
+    assert (serve, ours) == ("serve", ["--checkpoint", str(tmp_path / "models" / "S" / "ours_bfloat16")])
+    file = tmp_path / "models" / "S" / "llama_cpp_defaults.gguf"
+    assert theirs == ["-m", str(file), "--host", "127.0.0.1", "--port"]
+    assert our_port.isdecimal()
+    assert their_port.isdecimal()
 
 
 def test_a_step_that_fails_is_a_reason() -> None:
