@@ -49,16 +49,16 @@ rates            how fast the service has worked of late
 backlog          what is kept of an answer until its client takes it, bounded
 live_request     a request between admission and its end: its completions, and what has arrived of them
 journal          every unfinished request: what was submitted, what came back, who waits
-suspects         who may have killed a worker
+poison_detector  find the request that kills workers, and retry suspects alone
 best_of          of each prompt's completions, those that are told
 delivery         a stream of server-sent events, or one body
 embedding_schemas the wire contract of texts as vectors
 embeddings       the route of texts as vectors, which the engine pools
 tokenizer_routes  the tokenizer and the chat template for those who count or compare
-inspection       what a prompt's tokens attend to: its routes, and the looks under way
+inspection       the routes of attention looks: what a prompt's tokens attend to
 frontend         LitSpec: routes, tokenization, admission, SSE, cancel, replay
 lifecycle        what the processes must know of each other, in shared memory
-readiness        whether a request would be served now, and if not, why and how long
+readiness        can a request be served now, and if not, why and how long
 serving_path     by which path tokens are computed: whose kernels, how, in which numbers
 batch_completion many completions by the engine, without a server
 engine_builder   from settings and a checkpoint to an engine; what "auto" means here

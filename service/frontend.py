@@ -42,6 +42,7 @@ from service.requests import json_response
 from service.serving import Serving
 from service.settings import ServeSettings
 from service.tokenizer_routes import TokenizerRoutes
+from service.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self.api_path = API_PATH
         self._settings = settings
         self._lifecycle = lifecycle
+        self._worker_watchdog = Watchdog(lambda: lifecycle.worker_signs)
         self._metrics = metrics
         self.model_name = serving.model_name
         self._card = _model_card(serving)
@@ -89,7 +91,8 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             max_tokens=settings.max_inspect_tokens,
             max_body_bytes=max_body_bytes,
             refuse_when_draining=self._refuse_when_draining,
-            send=self._send,
+            journal=self._journal,
+            limits=self._queue_limits,
             on_change=self._count_active,
         )
         self._recordings = Recordings(
@@ -210,16 +213,12 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
 
     def end_all(self) -> None:
         """The time to finish is over: tell every client that is still here."""
-        over = Draining("the server is shutting down", retry_after_seconds=1.0)
-        self._journal.fail_all(over)
-        self._inspection.fail_all(over)
+        self._journal.fail_all(Draining("the server is shutting down", retry_after_seconds=1.0))
 
     def receive(self, message: bytes) -> None:
         """One message of a worker. Raises nothing: nobody would be told."""
         try:
-            events = decode_events(message)
-            self._journal.receive(events)
-            self._inspection.receive(events)
+            self._journal.receive(decode_events(message))
         except Exception:
             logger.exception("a worker's message could not be read")
             self._journal.fail_all(ApiError("internal error"))
@@ -229,7 +228,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         return readiness_of(
             self._lifecycle,
             self._hello,
-            silent_seconds=time.monotonic() - self._journal.last_event_seconds if self._journal.num_choices else 0.0,
+            silent_seconds=self._worker_watchdog.silence(),
             drain_seconds=self._settings.drain_seconds,
         )
 
@@ -271,7 +270,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self._count_active()
 
     def _count_active(self) -> None:
-        self._lifecycle.num_active.value = self._journal.num_requests + self._inspection.num_looks
+        self._lifecycle.num_active.value = self._journal.num_requests + self._journal.num_looks
 
     def _send(self, commands: Sequence[Command]) -> None:
         """Put commands on the worker's queue, or on its dead predecessor's: one trip through LitServe's manager.

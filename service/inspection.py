@@ -1,18 +1,16 @@
 """`/inspect/attention`: what a prompt's tokens attend to, computed by the worker between its steps.
 
-A look changes nothing and costs no KV-cache. What it costs the streams is bounded on three sides: tokens by
-`--max-inspect-tokens`, looks under way by `MAX_LOOKS`, and the worker takes one a step.
+A look changes nothing and costs no KV-cache. Three bounds limit its cost to the streams: `--max-inspect-tokens` for a
+prompt, `MAX_LOOKS` for the looks under way, and one look a step.
 
 Legend: H heads, T tokens of the prompt.
 """
 
 import asyncio
-import contextlib
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -30,16 +28,17 @@ from service.errors import (
     InvalidRequest,
     Overloaded,
 )
+from service.journal import Journal
+from service.live_request import LiveLook
 from service.logprobs import token_name
-from service.messages import Cancel, Command, Event, Hello, Look, Looked, Started
+from service.messages import Look, Looked
 from service.plan import Planner
+from service.queue_terms import QueueLimits
 from service.requests import json_response, read_body
 from service.schemas import RequestModel, TokenIds, parse_body
 
 # Looks that may be under way: the worker computes one between two steps.
 MAX_LOOKS = 4
-# A look during whose computation so many workers died is what kills them.
-_MAX_DEATHS = 2
 # Weights on the wire are whole millionths: a row of 512 sums to 1 within 3e-4.
 _MILLION = 1_000_000
 _WANTED = {
@@ -94,18 +93,8 @@ class Attention(msgspec.Struct, kw_only=True):
     timings: LookTimings
 
 
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """A look under way. `has_started`: the worker that has it now computes it."""
-
-    look: Look
-    answer: "asyncio.Future[Looked]"
-    has_started: bool = False
-    num_deaths: int = 0
-
-
 class Inspection:
-    """The routes, and the looks that are under way. One thread: the API process' event loop.
+    """The routes. One thread: the API process' event loop.
 
     Args:
         planner: names the model and encodes prompts.
@@ -113,8 +102,9 @@ class Inspection:
         max_tokens: of a prompt; 0 switches looking off.
         max_body_bytes: of a request.
         refuse_when_draining: raises `Draining` where the service takes on nothing new.
-        send: puts commands on the worker's queue.
-        on_change: told when `num_looks` has changed.
+        journal: gives looks to the worker, and to the next one if that dies.
+        limits: how long a look may wait for its turn.
+        on_change: called when the number of looks under way has changed.
     """
 
     def __init__(
@@ -125,7 +115,8 @@ class Inspection:
         max_tokens: int,
         max_body_bytes: int,
         refuse_when_draining: Callable[[], None],
-        send: Callable[[Sequence[Command]], None],
+        journal: Journal,
+        limits: QueueLimits,
         on_change: Callable[[], None],
     ) -> None:
         self._planner = planner
@@ -133,14 +124,9 @@ class Inspection:
         self._max_tokens = min(max_tokens, planner.max_context_length)
         self._max_body_bytes = max_body_bytes
         self._refuse_when_draining = refuse_when_draining
-        self._send = send
+        self._journal = journal
+        self._limits = limits
         self._on_change = on_change
-        self._looks: dict[str, _Waiting] = {}
-
-    @property
-    def num_looks(self) -> int:
-        """Requests whose answer is not computed yet."""
-        return len(self._looks)
 
     # Routes.
 
@@ -162,47 +148,17 @@ class Inspection:
         body = await read_body(request, max_bytes=self._max_body_bytes)
         look = self._plan(_parse(body))
         self._refuse_when_draining()
-        if len(self._looks) >= MAX_LOOKS:
+        if self._journal.num_looks >= MAX_LOOKS:
             raise Overloaded(f"{MAX_LOOKS} looks are under way, try again later", retry_after_seconds=1.0)
-        looked = await self._answer(look, request.receive)
+        waiting = asyncio.get_running_loop().create_future()
+        terms = self._limits.terms(request, None)
+        live = LiveLook(look=look, arrival_seconds=arrival_seconds, terms=terms, answer=waiting)
+        looked = await self._answer(live, request.receive)
         if looked.weights is None:
             raise EngineFailed("the engine failed on this request", retry=True)
         # In a thread: 8 heads of 128 tokens are 131,000 numbers.
         answer = await asyncio.to_thread(self._attention, look, looked, arrival_seconds)
         return answer
-
-    # What comes back.
-
-    def receive(self, events: Sequence[Event]) -> None:
-        """Take this message's answers to looks. A worker that is up and empty gets all that are unanswered."""
-        if not self._looks:
-            return
-        for event in events:
-            if isinstance(event, Hello):
-                self._replay()
-            elif isinstance(event, Started | Looked) and (waiting := self._looks.get(event.uid)) is not None:
-                if isinstance(event, Started):
-                    waiting.has_started = waiting.has_started or event.attempt == waiting.look.attempt
-                elif not waiting.answer.done():
-                    waiting.answer.set_result(event)
-
-    def fail_all(self, error: ApiError) -> None:
-        """End every look."""
-        for waiting in self._looks.values():
-            _fail(waiting, error)
-
-    def _replay(self) -> None:
-        again: list[Look] = []
-        for waiting in self._looks.values():
-            waiting.num_deaths += waiting.has_started
-            if waiting.num_deaths >= _MAX_DEATHS:
-                _fail(waiting, EngineFailed("the worker died repeatedly on this request", retry=False))
-            elif not waiting.answer.done():
-                waiting.look = msgspec.structs.replace(waiting.look, attempt=waiting.look.attempt + 1)
-                waiting.has_started = False
-                again.append(waiting.look)
-        if again:
-            self._send(again)
 
     def _refuse_when_off(self) -> None:
         if self._max_tokens == 0:
@@ -248,37 +204,25 @@ class Inspection:
             param="prompt",
         )
 
-    async def _answer(self, look: Look, receive: Receive) -> Looked:
+    async def _answer(self, live: LiveLook, receive: Receive) -> Looked:
         """Ask the worker and wait. A client that leaves cancels.
 
         Raises:
             ClientGone: it left.
-            ApiError: what `fail_all` was told.
+            ApiError: the look has failed, waited too long, or the service ends.
         """
-        waiting: asyncio.Future[Looked] = asyncio.get_running_loop().create_future()
-        with self._under_way(look, waiting):
-            self._send([look])
-            watch = asyncio.create_task(_disconnected(receive))
-            try:
-                await asyncio.wait((waiting, watch), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                watch.cancel()
-            if not waiting.done():
-                raise ClientGone("the client closed the connection")
-            return waiting.result()
-
-    @contextlib.contextmanager
-    def _under_way(self, look: Look, answer: "asyncio.Future[Looked]") -> Iterator[None]:
-        """Count a look while it lasts; tell the worker if nobody waits for it any more."""
-        self._looks[look.uid] = _Waiting(look, answer)
+        self._journal.open_look(live)
         self._on_change()
+        watch = asyncio.create_task(_disconnected(receive))
         try:
-            yield
+            await asyncio.wait((live.answer, watch), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            del self._looks[look.uid]
+            watch.cancel()
+            self._journal.close_look(live)
             self._on_change()
-            if not answer.done():
-                self._send([Cancel(uid=look.uid)])
+        if not live.answer.done():
+            raise ClientGone("the client closed the connection")
+        return live.answer.result()
 
     def _attention(self, look: Look, looked: Looked, arrival_seconds: float) -> Response:
         assert looked.weights is not None
@@ -299,11 +243,6 @@ class Inspection:
             ),
         )
         return json_response(answer)
-
-
-def _fail(waiting: _Waiting, error: ApiError) -> None:
-    if not waiting.answer.done():
-        waiting.answer.set_exception(error)
 
 
 def _parse(body: bytes) -> AttentionRequest:

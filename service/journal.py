@@ -1,4 +1,4 @@
-"""Every unfinished request of this API process: what was submitted, what has come back, and who waits for it.
+"""Every unfinished request of this API process: what was submitted, what has come back, and the task that waits.
 
 The journal is what survives a worker: a worker that says hello is empty, and gets everything unfinished again with
 the tokens its clients already have. Nothing here may raise into LitServe's reader task, which would stop for good.
@@ -6,14 +6,13 @@ the tokens its clients already have. Nothing here may raise into LitServe's read
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from service.admission import Admission
 from service.errors import ApiError, EngineFailed, InvalidRequest, QueueTimeout
-from service.live_request import Choice, LiveRequest
+from service.live_request import Choice, LiveLook, LiveRequest
 from service.messages import (
     Cancel,
     Command,
@@ -21,11 +20,12 @@ from service.messages import (
     Finish,
     FinishReason,
     Hello,
+    Looked,
     Started,
     Submit,
     TokenDelta,
 )
-from service.suspects import GUILTY, Suspects
+from service.poison_detector import PoisonRequestDetector, Work
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ class Journal:
         self._on_late = on_late
         self._choices: dict[str, tuple[LiveRequest, Choice]] = {}
         self._requests: dict[LiveRequest, None] = {}  # in order of arrival
-        self._suspects = Suspects()
-        self.last_event_seconds = time.monotonic()
+        self._looks: dict[str, LiveLook] = {}  # in order of arrival
+        self._detector = PoisonRequestDetector()
 
     @property
     def num_requests(self) -> int:
@@ -69,6 +69,10 @@ class Journal:
     @property
     def num_choices(self) -> int:
         return len(self._choices)
+
+    @property
+    def num_looks(self) -> int:
+        return len(self._looks)
 
     def open(self, request: LiveRequest) -> None:
         """Admit a request and submit all its choices at once.
@@ -84,12 +88,10 @@ class Journal:
             choice.submit = msgspec.structs.replace(
                 choice.submit, owner=terms.owner, cache_namespace=terms.cache_namespace, deadline_seconds=deadline
             )
-        if not self._choices:
-            self.last_event_seconds = time.monotonic()
         self._requests[request] = None
         self._choices |= {choice.submit.uid: (request, choice) for choice in request.choices}
         try:
-            self._give([c.submit for c in request.choices if not self._suspects.keeps_back(c.submit.uid)])
+            self._submit([choice.submit for choice in request.choices])
         except BaseException:
             del self._requests[request]
             for choice in request.choices:
@@ -101,14 +103,33 @@ class Journal:
         self._requests.pop(request, None)
         unfinished = [choice for choice in request.choices if choice.submit.uid in self._choices]
         for choice in unfinished:
-            self._forget(choice)
+            self._drop(choice)
         if unfinished:
             self._send([Cancel(uid=choice.submit.uid) for choice in unfinished])
+            self._release()
         return len(unfinished)
+
+    def open_look(self, live: LiveLook) -> None:
+        """Submit an attention look. Call `close_look` once it is answered or given up."""
+        self._looks[live.look.uid] = live
+        try:
+            self._submit([live.look])
+        except BaseException:
+            del self._looks[live.look.uid]
+            self._detector.forget(live.look.uid)
+            raise
+
+    def close_look(self, live: LiveLook) -> None:
+        """Forget a look, and cancel it if it is unanswered."""
+        uid = live.look.uid
+        del self._looks[uid]
+        self._detector.forget(uid)
+        if not live.is_answered:
+            self._send([Cancel(uid=uid)])
+        self._release()
 
     def receive(self, events: Sequence[Event]) -> None:
         """Distribute one message of a worker."""
-        self.last_event_seconds = time.monotonic()
         touched: dict[LiveRequest, None] = {}
         token_counts: list[int] = []
         for event in events:
@@ -118,10 +139,10 @@ class Journal:
                     touched[request] = None
             elif isinstance(event, Hello):
                 self._replay(event)
-            elif isinstance(event, Started) and (
-                (entry := self._choices.get(event.uid)) is not None and event.attempt == entry[1].submit.attempt
-            ):
-                self._suspects.start(event.uid)
+            elif isinstance(event, Started):
+                self._receive_start(event)
+            else:
+                self._receive_look(event)
         # What the kernel does follows all that Python does: so each finds its code in the caches.
         for send in [request.tell() for request in touched]:
             if send is not None:
@@ -130,14 +151,48 @@ class Journal:
 
     def fail_all(self, error: ApiError) -> None:
         """End every live request."""
-        for request in self._requests:
-            request.fail(error)
+        for live in self._live():
+            live.fail(error)
+
+    def expire(self, now: float, *, is_stalled: bool) -> None:
+        """End the requests that have waited longer than they may.
+
+        The engine ends them itself between two steps, but not while it hangs.
+
+        Args:
+            is_stalled: the worker hangs. Then a request that it has begun and not answered expires, too.
+        """
+        for live in self._live():
+            if live.is_expired(now) and not live.has_failed and (is_stalled or not live.is_scheduled):
+                live.fail(self._queue_timeout(live, has_begun=live.is_scheduled))
 
     def poke_silent(self, *, since_seconds: float) -> None:
         """Wake the requests to which nothing was sent since that time."""
         for request in self._requests:
             if request.last_sent_seconds < since_seconds:
                 request.poke()
+
+    def _live(self) -> list[LiveRequest | LiveLook]:
+        return [*self._requests, *self._looks.values()]
+
+    def _receive_start(self, started: Started) -> None:
+        """Note that the worker is about to compute a choice or a look."""
+        entry, look = self._choices.get(started.uid), self._looks.get(started.uid)
+        if entry is not None and started.attempt == entry[1].submit.attempt:
+            entry[1].is_scheduled = True
+        elif look is not None and started.attempt == look.look.attempt:
+            look.is_scheduled = True
+        else:
+            return  # of a worker that died, or of a request that has ended
+        self._detector.record_start(started.uid)
+
+    def _receive_look(self, looked: Looked) -> None:
+        live = self._looks.get(looked.uid)
+        if live is None:
+            return
+        live.set_answer(looked)
+        self._detector.forget(looked.uid)
+        self._release()
 
     def _receive_delta(self, delta: TokenDelta) -> LiveRequest | None:
         """Returns the request that got news of it."""
@@ -161,9 +216,8 @@ class Journal:
         # Of those that are whole, another sample has brought them.
         if delta.prompt_logprobs and len(choice.prompt_logprobs) < choice.num_prompt_tokens:
             choice.prompt_logprobs.extend(delta.prompt_logprobs)
-        if not self._suspects.are_none:
-            self._suspects.clear(delta.uid)
-            self._release()
+        if not self._detector.is_empty:
+            self._record_progress(request, choice, is_over=delta.finish is not None)
         if delta.finish is not None:
             choice.finish = delta.finish
             self._forget(choice)
@@ -179,86 +233,96 @@ class Journal:
         self._on_hello(hello)
         if hello.epoch == 0:
             return
-        self._end_guilty(self._suspects.strike())
-        resubmitted: list[Submit] = []
+        if (uid := self._detector.record_crash()) is not None:
+            self._fail_poison(uid)
+        again: list[Work] = []
         for request in self._requests:
             waiting = [choice for choice in request.choices if choice.submit.uid in self._choices]
             if request.has_failed:
                 for choice in waiting:
-                    self._suspects.clear(choice.submit.uid)
-            if not waiting or request.has_failed:
-                continue
-            scored = {c.prompt_index: c.submit.params.prompt_logprobs for c in reversed(request.choices)}
-            for choice in waiting:
-                choice.submit = _next_attempt(choice, scored[choice.prompt_index])
-                if not self._suspects.keeps_back(choice.submit.uid, has_begun=choice.has_started):
-                    resubmitted.append(choice.submit)
-            self._on_replay("resubmitted")
-        self._give(resubmitted)
+                    self._detector.forget(choice.submit.uid)
+            elif waiting:
+                again += [_retry(request, choice) for choice in waiting]
+                self._on_replay("resubmitted")
+        for uid, live in self._looks.items():
+            if live.has_failed or live.is_answered:
+                self._detector.forget(uid)
+            else:
+                again.append(live.retry())
+        self._submit(again)
         self._release()
 
-    def _end_guilty(self, suspects: dict[str, int]) -> None:
-        """End the request that killed the worker, once that is known."""
-        requests = {self._choices[uid][0] for uid in suspects}
-        if len(requests) == 1 and max(suspects.values()) >= GUILTY:
-            guilty = requests.pop()
-            whose, uids = guilty.terms.owner, ", ".join(suspects)
-            logger.error("a request (%s, %s) ends with an error: it killed worker after worker", whose, uids)
-            guilty.fail(EngineFailed("the worker died repeatedly on this request", retry=False))
-            self._on_replay("gave_up")
+    def _fail_poison(self, uid: str) -> None:
+        """End the request that kills workers."""
+        live = self._looks[uid] if uid in self._looks else self._choices[uid][0]
+        logger.error("a request (%s, %s) ends with an error: it killed worker after worker", live.terms.owner, uid)
+        live.fail(EngineFailed("the worker died repeatedly on this request", retry=False))
+        self._on_replay("gave_up")
+
+    def _record_progress(self, request: LiveRequest, choice: Choice, *, is_over: bool) -> None:
+        """Remove a choice's strikes. Where the next suspect is to be tried, it leaves the worker until that is over."""
+        if self._detector.record_progress(choice.submit.uid) and not is_over:
+            self._send([Cancel(uid=choice.submit.uid)])
+            self._submit([_retry(request, choice)])
+        self._release()
+
+    def _submit(self, work: Sequence[Work]) -> None:
+        """Give work to the worker, or hold it while a suspect is tried."""
+        if admitted := self._detector.admit(work):
+            self._send(admitted)
 
     def _release(self) -> None:
-        """Submit what has waited for a suspect."""
-        self._give([self._choices[uid][1].submit for uid in self._suspects.released()])
-
-    def _give(self, submits: Sequence[Submit]) -> None:
-        if submits:
-            self._send(submits)
+        """Submit held work that need not wait any longer."""
+        if released := self._detector.release():
+            self._send(released)
 
     def _failure(self, request: LiveRequest, choice: Choice, finish: Finish) -> ApiError:
         """What a client is told of a sequence that could not be finished."""
         if finish.reason is not FinishReason.ABORT or choice.token_ids:
             return _failure(choice, finish)
-        # Nothing is told of a sequence that is cancelled: this one's time has passed.
-        counts = [choice.num_counted_tokens for choice in request.choices]
+        # A cancelled sequence sends no event, so this one's deadline has passed.
+        return self._queue_timeout(request, has_begun=False)
+
+    def _queue_timeout(self, live: LiveRequest | LiveLook, *, has_begun: bool) -> QueueTimeout:
+        counts = [choice.num_counted_tokens for choice in live.choices] if isinstance(live, LiveRequest) else [1]
+        what = "answered" if has_begun else "begun"
         return QueueTimeout(
-            f"the request was not begun within its time, {request.terms.timeout_seconds:g} s; try again later",
-            retry_after_seconds=self._admission.retry_after(counts, request.terms),
+            f"the request was not {what} within its time, {live.terms.timeout_seconds:g} s; try again later",
+            retry_after_seconds=self._admission.retry_after(counts, live.terms),
         )
 
     def _forget(self, choice: Choice) -> None:
-        may_release = not self._suspects.are_none
         self._drop(choice)
-        if may_release:
-            self._release()
+        self._release()
 
     def _drop(self, choice: Choice) -> None:
         del self._choices[choice.submit.uid]
-        self._suspects.clear(choice.submit.uid)
+        self._detector.forget(choice.submit.uid)
         if not choice.has_started:
             choice.has_started = True
             self._admission.started(choice.num_counted_tokens, choice.submit.owner)
         self._admission.ended(choice.submit.owner, choice)
 
 
-def _next_attempt(choice: Choice, num_prompt_logprobs: int | None) -> Submit:
-    """The same work after a worker's death, going on from the tokens that are already here.
+def _retry(request: LiveRequest, choice: Choice) -> Submit:
+    """Make the choice's next attempt, which goes on from the tokens that are already here.
 
-    `num_prompt_logprobs`: what the first sample of its prompt was asked for. Who comes back first is not known: each
-    scores a prompt whose scores are not here.
+    Of several samples of a prompt it is unknown which comes first: each scores a prompt whose scores are incomplete.
     """
+    num_prompt_logprobs = None
     if len(choice.prompt_logprobs) < choice.num_prompt_tokens:
-        choice.prompt_logprobs.clear()  # came in part: all of it again
-    else:
-        num_prompt_logprobs = None
-    params = dataclasses.replace(choice.submit.params, prompt_logprobs=num_prompt_logprobs)
-    return msgspec.structs.replace(
+        choice.prompt_logprobs.clear()
+        first = next(each for each in request.choices if each.prompt_index == choice.prompt_index)
+        num_prompt_logprobs = first.submit.params.prompt_logprobs
+    choice.is_scheduled = choice.has_started
+    choice.submit = msgspec.structs.replace(
         choice.submit,
         attempt=choice.submit.attempt + 1,
         prior_token_ids=tuple(choice.token_ids),
-        params=params,
+        params=dataclasses.replace(choice.submit.params, prompt_logprobs=num_prompt_logprobs),
         deadline_seconds=None if choice.has_started else choice.submit.deadline_seconds,
     )
+    return choice.submit
 
 
 def _failure(choice: Choice, finish: Finish) -> ApiError:

@@ -60,6 +60,11 @@ class Lifecycle:
         """Give a sign of life; the worker only."""
         self.num_beats.value += 1
 
+    @property
+    def worker_signs(self) -> tuple[int, int, int]:
+        """The worker's signs of life, for a `Watchdog`: beats, and starts of another worker."""
+        return self.num_beats.value, self.ready_epoch.value, self.epoch.value
+
     def beat_api(self) -> None:
         """Give a sign of life; the API process only."""
         self.num_api_beats.value += 1

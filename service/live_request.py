@@ -1,4 +1,4 @@
-"""A request between admission and the end of its response: its completions, and what has arrived of them."""
+"""A request between admission and the end of its response: its completions and what has arrived of them; or a look."""
 
 import asyncio
 import logging
@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import msgspec
+
 from service.backlog import MAX_BACKLOG_BYTES, kept_bytes
 from service.errors import ApiError, ClientGone
-from service.messages import Finish, Submit, TokenDelta, TokenLogprob
+from service.messages import Finish, Look, Looked, Submit, TokenDelta, TokenLogprob
 from service.queue_terms import QueueTerms
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,8 @@ class Choice:
         another brings its first token, for the engine serves equals in the order in which they came.
     has_asked_length: the client said how long it may get; else `max_tokens` is what the context leaves.
     grammar_param: the field of the request that its grammar is from.
+    is_scheduled: the worker has begun to compute it.
+    has_started: its first event has come.
     """
 
     index: int
@@ -37,6 +41,7 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
+    is_scheduled: bool = False
     has_started: bool = False
     first_token_seconds: float | None = None
     last_token_seconds: float | None = None
@@ -139,5 +144,57 @@ class LiveRequest:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ends with an error, told or not yet."""
+        """Whether it ends with an error, sent or not yet."""
         return self._failure is not None
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether the worker has begun to compute one of its choices."""
+        return any(choice.is_scheduled for choice in self.choices)
+
+    def is_expired(self, now: float) -> bool:
+        """Whether its time is over, and nothing of its answer has come."""
+        deadline = self.terms.deadline(self.arrival_seconds)
+        return deadline is not None and deadline < now and not any(choice.has_started for choice in self.choices)
+
+
+@dataclass(slots=True, eq=False)
+class LiveLook:
+    """An attention look that is under way, and the future that its route waits for."""
+
+    look: Look
+    arrival_seconds: float
+    terms: QueueTerms
+    answer: "asyncio.Future[Looked]"
+    is_scheduled: bool = False
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the worker's answer has come."""
+        return self.answer.done() and not self.has_failed
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ends with an error, or its client has gone."""
+        return self.answer.cancelled() or (self.answer.done() and self.answer.exception() is not None)
+
+    def is_expired(self, now: float) -> bool:
+        """Whether its time is over without an answer."""
+        deadline = self.terms.deadline(self.arrival_seconds)
+        return deadline is not None and deadline < now and not self.is_answered
+
+    def set_answer(self, looked: Looked) -> None:
+        """Wake the route with the worker's answer. The first ending counts."""
+        if not self.answer.done():
+            self.answer.set_result(looked)
+
+    def fail(self, error: ApiError) -> None:
+        """Wake the route with an error. The first ending counts."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+    def retry(self) -> Look:
+        """Make the look's next attempt."""
+        self.is_scheduled = False
+        self.look = msgspec.structs.replace(self.look, attempt=self.look.attempt + 1)
+        return self.look

@@ -156,7 +156,7 @@ def _paths() -> dict[str, Any]:
                 "What a prompt's tokens attend to in one layer",
                 inspection.AttentionRequest,
                 _json(inspection.Attention),
-                (*_COMPUTATION, inspection.SwitchedOff),
+                (*_COMPUTATION, inspection.SwitchedOff, errors.QueueTimeout),
             ),
         },
         "/health": _get("Is the process alive?", _json(responses.Health)),

@@ -93,9 +93,7 @@ class Supervisor:
         self._start_seconds: float | None = None  # that the first worker took
         self._queue_dog = Watchdog(lambda: self._num_answers, clock=clock)
         self._api_dog = Watchdog(lambda: lifecycle.num_api_beats.value, clock=clock)
-        self._worker_dog = Watchdog(
-            lambda: (lifecycle.num_beats.value, lifecycle.ready_epoch.value, lifecycle.epoch.value), clock=clock
-        )
+        self._worker_dog = Watchdog(lambda: lifecycle.worker_signs, clock=clock)
         self._launching = threading.Lock()  # workers are replaced by one thread, and standbys kept by another
 
     def replace(self, dead: BaseProcess) -> BaseProcess:

@@ -3,9 +3,11 @@
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from model.attention.weights import weights_of_layer
 from model.checkpoint import load_model
 from model.manifest import read_manifest
 from tests.e2e.process import Service, serving, wait_until
+from tests.e2e.slow_looks import VARIABLE
 
 pytestmark = pytest.mark.slow
 ROUTE = "/inspect/attention"
@@ -77,3 +80,35 @@ def test_a_look_whose_worker_dies_is_answered_by_the_next(tiny_checkpoint: Path,
         worker.send_signal(signal.SIGKILL)
         answer = asked.result()
         assert (answer.status_code, answer.json()["weights"]) == (200, expected)
+
+
+def test_a_slow_look_that_two_unrelated_deaths_meet_is_answered(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    until = tmp_path / "looks"
+    began = until.with_suffix(".began")
+
+    def computes_the_look(worker: psutil.Process) -> bool:
+        return began.exists() and began.read_text() == str(worker.pid)
+
+    def num_restarts_is(number: int) -> bool:
+        return service.metric("llm_worker_restarts_total") == number
+
+    flags = ("--hang-seconds", "0")
+    variables = {VARIABLE: str(until)}
+    with (
+        serving(tiny_checkpoint, tmp_path, *flags, program="tests.e2e.slow_looks", **variables) as service,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        asked = threads.submit(service.post, ROUTE, prompt="a", layer=0)
+        for deaths in (1, 2):
+            worker = service.worker
+            wait_until(partial(computes_the_look, worker), what="the look to be under way")
+            worker.kill()
+            wait_until(partial(num_restarts_is, deaths), what="the death to be noticed")
+            wait_until(service.is_ready, what="the next worker")
+        wait_until(partial(computes_the_look, service.worker), what="the look to be tried alone")
+        beside = threads.submit(service.text, "once", max_tokens=2)
+        until.touch()
+        answer = asked.result()
+        assert (answer.status_code, len(answer.json()["weights"])) == (200, 4)
+        assert beside.result() is not None
+        assert service.metric("llm_requests_replayed_total", outcome="gave_up") == 0

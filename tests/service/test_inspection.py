@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,8 +13,10 @@ from fastapi import FastAPI, Request
 from starlette.testclient import TestClient
 
 from model.tokenizer.interface import Tokenizer
-from service.errors import ApiError, ClientGone, Draining, EngineFailed, Overloaded
+from service.admission import Admission
+from service.errors import ApiError, ClientGone, Draining, EngineFailed, Overloaded, QueueTimeout
 from service.inspection import MAX_LOOKS, Inspection
+from service.journal import Journal
 from service.messages import (
     Cancel,
     Command,
@@ -26,6 +29,7 @@ from service.messages import (
     encode_events,
 )
 from service.plan import Planner
+from service.queue_terms import QueueLimits
 from service.requests import install_error_handlers
 from tests.service.sequences import make_delta, make_hello
 from tests.tiny_model import tiny_config
@@ -50,14 +54,22 @@ class Bench:
         self.weights: Callable[[Look], bytes | None] = even_weights
         self.answers = True
         planner = Planner(tokenizer=tokenizer, model_name="tiny", max_context_length=256, max_num_choices=4)
+        self.journal = Journal(
+            send=self._take,
+            admission=Admission(max_num_running=1, max_waiting_requests=1, max_waiting_tokens=100),
+            on_hello=lambda hello: None,
+            on_replay=lambda outcome: None,
+            on_late=lambda num_tokens: None,
+        )
         self.inspection = Inspection(
             planner=planner,
             config=tiny_config(274),
             max_tokens=max_tokens,
             max_body_bytes=100_000,
             refuse_when_draining=self._refuse_when_draining,
-            send=self._take,
-            on_change=lambda: self.counts.append(self.inspection.num_looks),
+            journal=self.journal,
+            limits=QueueLimits(max_seconds=60.0),
+            on_change=lambda: self.counts.append(self.journal.num_looks),
         )
 
     def _refuse_when_draining(self) -> None:
@@ -69,7 +81,7 @@ class Bench:
             self.sent.append(command)
             if isinstance(command, Look) and self.answers:
                 looked = Looked(uid=command.uid, weights=self.weights(command), compute_seconds=0.0125)
-                self.inspection.receive(decode_events(encode_events([looked])))
+                self.journal.receive(decode_events(encode_events([looked])))
 
     def client(self) -> TestClient:
         app = FastAPI()
@@ -231,10 +243,10 @@ def test_only_a_few_at_a_time(bench: Bench) -> None:
             await bench.inspection.attention(request_of({"prompt": "a", "layer": 0}))
         assert refused.value.status == 429
         assert refused.value.headers()["retry-after"] == "1"
-        assert bench.inspection.num_looks == MAX_LOOKS
-        bench.inspection.fail_all(ApiError("enough"))
+        assert bench.journal.num_looks == MAX_LOOKS
+        bench.journal.fail_all(ApiError("enough"))
         assert all(isinstance(ending, ApiError) for ending in await asyncio.gather(*tasks, return_exceptions=True))
-        assert bench.inspection.num_looks == 0
+        assert bench.journal.num_looks == 0
 
     asyncio.run(crowd())
 
@@ -255,15 +267,13 @@ def test_a_client_that_leaves_cancels(bench: Bench) -> None:
 def answer_all(bench: Bench) -> None:
     """What a worker answers to all that was sent."""
     looks = [command for command in bench.sent if isinstance(command, Look)]
-    bench.inspection.receive([Looked(uid=k.uid, weights=even_weights(k), compute_seconds=0.0) for k in looks])
+    bench.journal.receive([Looked(uid=k.uid, weights=even_weights(k), compute_seconds=0.0) for k in looks])
 
 
 def test_a_look_whose_worker_dies_is_computed_by_the_next(bench: Bench) -> None:
     async def die() -> None:
         tasks = await waiting(bench, 2)
-        bench.inspection.receive(
-            [Looked(uid=bench.sent[1].uid, weights=None, compute_seconds=0.0), make_hello(epoch=1)]
-        )
+        bench.journal.receive([Looked(uid=bench.sent[1].uid, weights=None, compute_seconds=0.0), make_hello(epoch=1)])
         first, _, again = bench.sent
         assert isinstance(first, Look)
         assert again == msgspec.structs.replace(first, attempt=1), "the one without an answer"
@@ -273,27 +283,46 @@ def test_a_look_whose_worker_dies_is_computed_by_the_next(bench: Bench) -> None:
             await tasks[1]
 
     asyncio.run(die())
-    assert bench.inspection.num_looks == 0
+    assert bench.journal.num_looks == 0
 
 
-def test_a_look_that_kills_two_workers_ends(bench: Bench) -> None:
+def test_a_look_that_kills_three_workers_ends(bench: Bench) -> None:
     async def die() -> None:
         (task,) = await waiting(bench, 1)
-        for epoch in range(1, 5):  # nobody computes it
-            bench.inspection.receive([make_hello(epoch), Started(uid=bench.sent[0].uid, attempt=0)])
-        for epoch in (5, 6):
+        for epoch in range(1, 5):  # no worker has begun this attempt when it dies
+            bench.journal.receive([make_hello(epoch), Started(uid=bench.sent[0].uid, attempt=0)])
+        for epoch in (5, 6, 7):
             assert not task.done()
-            bench.inspection.receive([Started(uid=bench.sent[0].uid, attempt=epoch - 1), make_hello(epoch)])
+            bench.journal.receive([Started(uid=bench.sent[0].uid, attempt=epoch - 1), make_hello(epoch)])
         with pytest.raises(EngineFailed, match="died repeatedly") as caught:
             await task
         assert caught.value.headers() == {"x-should-retry": "false"}
 
     asyncio.run(die())
-    assert len(bench.sent) == 6
+    assert [type(command) for command in bench.sent] == [*[Look] * 7, Cancel]
+
+
+def test_a_look_that_waits_longer_than_requests_may_ends_with_a_408(bench: Bench) -> None:
+    async def wait() -> None:
+        began, running = await waiting(bench, 2)
+        bench.journal.receive([Started(uid=bench.sent[1].uid, attempt=0)])
+        bench.journal.expire(time.monotonic() + 59.0, is_stalled=False)
+        await asyncio.sleep(0)
+        assert not began.done()
+        bench.journal.expire(time.monotonic() + 61.0, is_stalled=False)
+        with pytest.raises(QueueTimeout, match="not begun within its time, 60 s"):
+            await began
+        assert not running.done(), "the worker computes it"
+        bench.journal.expire(time.monotonic() + 61.0, is_stalled=True)
+        with pytest.raises(QueueTimeout, match="not answered within its time, 60 s"):
+            await running
+
+    asyncio.run(wait())
+    assert [type(command) for command in bench.sent] == [Look, Look, Cancel, Cancel]
 
 
 def test_other_events_and_late_answers_pass_by(bench: Bench) -> None:
     delta = make_delta("a", ids=(1,), text="x")
     late = Looked(uid="unknown", weights=None, compute_seconds=0.0)
-    bench.inspection.receive([late, delta])
-    assert bench.inspection.num_looks == 0
+    bench.journal.receive([late, delta])
+    assert bench.journal.num_looks == 0

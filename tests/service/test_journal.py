@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from service.errors import ApiError, ClientGone, Draining, EngineFailed, InvalidRequest, Overloaded
-from service.messages import Cancel, FinishReason, Submit, TokenDelta
+from service.errors import ApiError, ClientGone, Draining, EngineFailed, InvalidRequest, Overloaded, QueueTimeout
+from service.messages import Cancel, FinishReason, Started, Submit, TokenDelta
+from service.queue_terms import QueueTerms
 from tests.service.desk import Desk, run, texts
-from tests.service.sequences import make_choice, make_delta, make_finish
+from tests.service.sequences import make_choice, make_delta, make_finish, make_hello, make_request
 
 
 def test_events_reach_their_request_in_order() -> None:
@@ -169,6 +170,40 @@ def test_fail_all_ends_every_request_with_the_first_error_it_had() -> None:
             assert type(caught.value) is kind
 
     run(test)
+
+
+def test_a_request_expires_in_the_queue_and_a_begun_one_only_where_the_worker_hangs() -> None:
+    async def test() -> None:
+        desk = Desk()
+        terms = QueueTerms(timeout_seconds=5.0)
+        waits, begun, streams, patient = (make_request(make_choice(uid)) for uid in ("w", "b", "s", "p"))
+        waits.terms = begun.terms = streams.terms = terms
+        for request in (waits, begun, streams, patient):
+            desk.journal.open(request)
+        desk.journal.receive([Started(uid=uid, attempt=0) for uid in "bs"])
+        desk.journal.receive([make_delta("s", ids=(1,))])
+        desk.journal.expire(5.0, is_stalled=True)
+        assert not any(request.has_failed for request in (waits, begun, streams, patient))
+        desk.journal.expire(5.1, is_stalled=False)
+        assert [request.has_failed for request in (waits, begun, streams, patient)] == [True, False, False, False]
+        desk.journal.expire(5.2, is_stalled=True)
+        assert [request.has_failed for request in (waits, begun, streams, patient)] == [True, True, False, False]
+        with pytest.raises(QueueTimeout, match="not begun within its time, 5 s; try again later"):
+            await waits.next_deltas()
+        with pytest.raises(QueueTimeout, match="not answered within its time, 5 s; try again later"):
+            await begun.next_deltas()
+
+    run(test)
+
+
+def test_what_the_next_worker_has_not_begun_expires_again_in_the_queue() -> None:
+    desk = Desk()
+    request = make_request(make_choice("a"))
+    request.terms = QueueTerms(timeout_seconds=5.0)
+    desk.journal.open(request)
+    desk.journal.receive([Started(uid="a", attempt=0), make_hello(1)])
+    desk.journal.expire(6.0, is_stalled=False)
+    assert request.has_failed
 
 
 def test_unknown_uids_are_ignored() -> None:

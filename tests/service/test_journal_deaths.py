@@ -1,10 +1,13 @@
-"""What becomes of requests when their worker dies, and who is suspected of it."""
+"""Requests whose worker dies: replay, and trials of those that may have killed it."""
+
+import asyncio
 
 import msgspec
 import pytest
 
 from service.errors import EngineFailed
-from service.messages import Started, TokenLogprob
+from service.live_request import LiveLook
+from service.messages import Cancel, Command, Look, Looked, Started, TokenLogprob
 from service.queue_terms import QueueTerms
 from tests.service.desk import Desk, run, texts
 from tests.service.sequences import make_choice, make_delta, make_finish, make_hello, make_request
@@ -68,6 +71,15 @@ def sent_after(desk: Desk, epoch: int) -> list[str]:
     return [submit.uid for submit in desk.submits()[before:]]
 
 
+def sent_since(desk: Desk, before: int) -> list[str]:
+    """Commands in their order: a uid for a submission."""
+    return [name_of(command) for command in desk.sent[before:]]
+
+
+def name_of(command: Command) -> str:
+    return f"cancel {command.uid}" if isinstance(command, Cancel) else command.uid
+
+
 def tell(desk: Desk, uid: str, index: int = 0) -> None:
     attempts = {submit.uid: submit.attempt for submit in desk.submits()}
     desk.journal.receive([make_delta(uid, index=index, ids=(1,), attempt=attempts[uid])])
@@ -118,7 +130,7 @@ def test_a_request_that_kills_three_workers_fails_alone_and_is_not_to_be_repeate
     assert caplog.messages == ["a request (key mallory, p) ends with an error: it killed worker after worker"]
 
 
-def test_suspects_come_back_one_by_one_as_the_last_is_cleared() -> None:
+def test_suspects_are_tried_one_by_one_and_leave_the_worker_when_cleared() -> None:
     desk = Desk()
     for uid in "abc":
         desk.open(make_choice(uid))
@@ -126,12 +138,16 @@ def test_suspects_come_back_one_by_one_as_the_last_is_cleared() -> None:
     for epoch in (1, 2):
         begin(desk, "a", "b")
         given = sent_after(desk, epoch)
-    assert given == ["c", "a"]
+    assert given == ["a"], "alone: the stream that made progress waits, too"
     begin(desk, "a")
-    tell(desk, "c", index=1)
-    assert desk.submits()[-1].uid == "a", "one that is no suspect clears nobody"
+    before = len(desk.sent)
     tell(desk, "a")
-    assert desk.submits()[-1].uid == "b"
+    assert sent_since(desk, before) == ["cancel a", "b"], "the worker is empty before the next trial"
+    begin(desk, "b")
+    before = len(desk.sent)
+    tell(desk, "b")
+    assert sent_since(desk, before) == ["c", "a"], "the last one cleared goes on, and the others with it"
+    assert desk.submits()[-1].prior_token_ids == (1,), "a goes on after the token of its trial"
 
 
 def test_a_suspect_whose_client_leaves_makes_room_for_the_next() -> None:
@@ -140,8 +156,9 @@ def test_a_suspect_whose_client_leaves_makes_room_for_the_next() -> None:
     for epoch in (1, 2):
         begin(desk, "a", "b")
         desk.journal.receive([make_hello(epoch)])
+    before = len(desk.sent)
     desk.journal.close(first)
-    assert desk.submits()[-1].uid == "b"
+    assert sent_since(desk, before) == ["cancel a", "b"]
 
 
 def test_no_request_is_condemned_while_another_may_be_guilty() -> None:
@@ -157,8 +174,7 @@ def test_no_request_is_condemned_while_another_may_be_guilty() -> None:
     assert not any(request.has_failed for request in requests)
 
 
-def test_while_a_suspect_is_tried_nothing_else_begins() -> None:
-    """Else a stream of new requests would always be suspected beside it, and a poison kill worker after worker."""
+def test_while_a_suspect_is_tried_nothing_else_runs_or_begins() -> None:
     desk = Desk()
     poison, waiting, leaving = (desk.open(make_choice(uid)) for uid in ("p", "waiting", "leaving"))
     running = desk.open(make_choice("running"))
@@ -166,13 +182,72 @@ def test_while_a_suspect_is_tried_nothing_else_begins() -> None:
     for epoch in (1, 2):
         begin(desk, "p")
         given = sent_after(desk, epoch)
-    assert given == ["running", "p"]
+    assert given == ["p"]
     new = desk.open(make_choice("new"))
     desk.journal.close(leaving)
     assert desk.submits()[-1].uid == "p"
     begin(desk, "p")
     assert sent_after(desk, 3) == ["waiting", "running", "new"]
     assert [request.has_failed for request in (poison, waiting, running, new)] == [True, False, False, False]
+
+
+def open_look(desk: Desk, uid: str) -> LiveLook:
+    look = Look(uid=uid, token_ids=(1, 2), layer=0, heads=(0,))
+    answer = asyncio.get_running_loop().create_future()
+    live = LiveLook(look=look, arrival_seconds=0.0, terms=QueueTerms(), answer=answer)
+    desk.journal.open_look(live)
+    return live
+
+
+def begin_look(desk: Desk, live: LiveLook) -> None:
+    desk.journal.receive([Started(uid=live.look.uid, attempt=live.look.attempt)])
+
+
+def test_an_innocent_look_that_meets_two_deaths_is_tried_alone_and_answered() -> None:
+    async def test() -> None:
+        desk = Desk()
+        desk.open(make_choice("s"))
+        look = open_look(desk, "look")
+        tell(desk, "s")
+        for epoch in (1, 2):
+            begin_look(desk, look)
+            before = len(desk.sent)
+            desk.journal.receive([make_hello(epoch)])
+        assert sent_since(desk, before) == ["look"], "alone, after two strikes"
+        before = len(desk.sent)
+        desk.open(make_choice("new"))
+        assert sent_since(desk, before) == []
+        begin_look(desk, look)
+        desk.journal.receive([Looked(uid="look", weights=b"", compute_seconds=0.0)])
+        assert sent_since(desk, before) == ["s", "new"]
+        assert look.is_answered
+        desk.journal.close_look(look)
+        assert sent_since(desk, before) == ["s", "new"], "nothing is left to cancel"
+
+    run(test)
+
+
+def test_a_look_that_kills_three_workers_the_last_one_alone_is_the_poison() -> None:
+    async def test() -> None:
+        desk = Desk()
+        request, look = desk.open(make_choice("a")), open_look(desk, "look")
+        for epoch in (1, 2):
+            begin(desk, "a")
+            begin_look(desk, look)
+            assert not look.has_failed
+            desk.journal.receive([make_hello(epoch)])
+        begin(desk, "a")  # the first of the two suspects
+        tell(desk, "a")
+        begin_look(desk, look)
+        before = len(desk.sent)
+        desk.journal.receive([make_hello(3)])
+        with pytest.raises(EngineFailed, match="died repeatedly"):
+            await look.answer
+        assert sent_since(desk, before) == ["a"]
+        assert not request.has_failed
+        assert desk.outcomes.count("gave_up") == 1
+
+    run(test)
 
 
 @pytest.mark.parametrize("is_told", [True, False])

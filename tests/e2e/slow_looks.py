@@ -1,0 +1,51 @@
+"""`kvasir serve` whose attention looks wait for a file: `python -m tests.e2e.slow_looks serve …`.
+
+The file is named by the environment variable `SLOW_LOOKS_UNTIL`. Completions and steps are as ever.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from service import logs
+from service.server import build_server
+from service.settings import ServeSettings, read_settings
+from service.worker import EngineAPI
+
+VARIABLE = "SLOW_LOOKS_UNTIL"
+
+
+class SlowLookEngine:
+    """An engine whose looks last until a file is there."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def attention_weights(self, token_ids: tuple[int, ...], *, layer: int, heads: tuple[int, ...]) -> bytes:
+        """Compute a look when it may end. The file `….began` says that it has begun, in which process."""
+        until = Path(os.environ[VARIABLE])
+        until.with_suffix(".began").write_text(str(os.getpid()))
+        while not until.exists():
+            time.sleep(0.01)
+        weights: bytes = self._engine.attention_weights(token_ids, layer=layer, heads=heads)
+        return weights
+
+
+class SlowLookAPI(EngineAPI):
+    """Build it."""
+
+    def build(self) -> Any:
+        """See `EngineAPI.build`."""
+        engine, facts = super().build()
+        return SlowLookEngine(engine), facts
+
+
+if __name__ == "__main__":
+    settings = read_settings(ServeSettings, sys.argv[2:], command="serve", summary="")
+    logs.configure(settings.log_level)
+    raise SystemExit(build_server(settings, engine_api=SlowLookAPI).serve())
