@@ -134,12 +134,14 @@ def wait_until(condition: Callable[[], bool], *, seconds: float = PATIENCE_SECON
 
 
 def command(checkpoint: Path, port: int, *flags: str, program: str = "service.cli") -> list[str]:
-    """What starts a service that sends nobody away for the time that a slow machine would let it wait.
+    """Return the command line of a service that refuses and ends no request because a slow machine lets it wait.
 
     It keeps a standby where the flags say so: to have one ready takes longer than most tests.
     """
     if "--standby" not in flags:
         flags = ("--no-standby", *flags)
+    if "--max-queue-seconds" not in flags:
+        flags = ("--max-queue-seconds", "0", *flags)
     return [
         *(sys.executable, "-m", program, "serve", "--checkpoint", str(checkpoint)),
         *("--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--threads", "1"),
