@@ -47,6 +47,8 @@ from service.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 15.0
+# How often the process looks after itself: a wait that is too long ends so much later at most.
+_TICK_SECONDS = 1.0
 _PLAYGROUND = Path(__file__).parent / "playground" / "index.html"
 
 
@@ -195,15 +197,16 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
     # The process around the routes.
 
     async def tend(self) -> None:
-        """Run beside the routes: signs of life for silent streams, and an end if main is gone."""
+        """Run beside the routes: signs of life for silent streams, ends of waits, and an end if main is gone."""
         gc.freeze()  # what is here stays; to look through it for garbage would hold up every stream
         while True:
             self._lifecycle.beat_api()
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(_TICK_SECONDS)
             self._lifecycle.end_if_orphaned()
             self._recordings.tend()
             self._metrics.flush()
             self._journal.poke_silent(since_seconds=time.monotonic() - KEEP_ALIVE_SECONDS)
+            self._journal.expire(time.monotonic(), is_stalled=self.readiness().state == "stalled")
 
     def close(self) -> None:
         """End what this process started."""
@@ -233,11 +236,11 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         )
 
     def _engine_state(self) -> EngineState:
-        """As it is told to who watches. By this process alone: of two, the clock of the wall would choose."""
+        """The state that the metric reports. Only this process sets it: two would overwrite each other's."""
         state = self.readiness().state
         if state == "loading":
             return EngineState.STARTING if self._hello is None else EngineState.RESTARTING
-        return EngineState.DRAINING if state == "draining" else EngineState.READY
+        return EngineState(state)
 
     def count_error(self, error: ApiError) -> None:
         """Count a request that was refused or failed."""

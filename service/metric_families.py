@@ -33,6 +33,7 @@ class EngineState(StrEnum):
     STARTING = "starting"  # no worker has said hello yet
     READY = "ready"
     RESTARTING = "restarting"  # the worker died; requests wait for the next one
+    STALLED = "stalled"  # the worker hangs: it is up and gives no sign of life
     DRAINING = "draining"  # what runs may finish, new requests are refused
 
 

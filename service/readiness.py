@@ -1,4 +1,4 @@
-"""Whether a request would be served now, and if not, why and how long."""
+"""Readiness: can a request be served now, and if not, why and how long."""
 
 import time
 
@@ -7,18 +7,19 @@ from service.messages import Hello
 from service.responses import Readiness
 from service.serving_path import path_of
 
-# An engine that has work and says nothing for so long makes no progress.
-STALL_SECONDS = 60.0
+# A worker without a sign of life for so long hangs: it gives one after each step, and while idle each second. The
+# alert fires within 60 s of a hang: after this time, a scrape (5 s) and an evaluation of the rules (15 s).
+STALL_SECONDS = 20.0
 
 
 def readiness_of(
     lifecycle: Lifecycle, hello: Hello | None, *, silent_seconds: float, drain_seconds: float
 ) -> Readiness:
-    """What `GET /ready` answers.
+    """Return what `GET /ready` answers.
 
     Args:
-        hello: the last worker's, None before the first.
-        silent_seconds: for how long those who wait have heard nothing; 0 where nobody waits.
+        hello: the last worker's; None before the first worker is up.
+        silent_seconds: since the worker's last sign of life.
         drain_seconds: how long running requests may take to finish.
     """
     now = time.monotonic()
@@ -39,5 +40,5 @@ def readiness_of(
         return Readiness(state="loading", phase="starting a worker", elapsed_s=round(elapsed, 3), eta_s=usual)
     if silent_seconds > STALL_SECONDS:
         silence = round(silent_seconds, 3)
-        return Readiness(state="stalled", phase="no progress", elapsed_s=silence, eta_s=None, path=path)
+        return Readiness(state="stalled", phase="the worker hangs", elapsed_s=silence, eta_s=None, path=path)
     return Readiness(state="ready", phase="serving", elapsed_s=round(elapsed, 3), eta_s=0.0, path=path)

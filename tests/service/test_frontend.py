@@ -9,10 +9,12 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
+from service.errors import QueueTimeout
 from service.frontend import Frontend
 from service.lifecycle import Lifecycle, Phase
 from service.messages import Hello, encode_events
 from service.metrics import render
+from service.queue_terms import QueueTerms
 from service.readiness import STALL_SECONDS
 from tests.service.bad_requests import BAD_REQUESTS
 from tests.service.echo import EchoQueue
@@ -144,10 +146,8 @@ def say(frontend: Frontend, hello: Hello) -> None:
 
 
 def test_readiness_follows_worker_and_phase(
-    client: TestClient, frontend: Frontend, lifecycle: Lifecycle, queue: EchoQueue
+    client: TestClient, frontend: Frontend, lifecycle: Lifecycle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue.answers = False
-
     def ready() -> tuple[int, str]:
         response = client.get("/ready")
         assert (response.status_code == 503) == ("retry-after" in response.headers)
@@ -161,9 +161,11 @@ def test_readiness_follows_worker_and_phase(
     assert 3000 < client.get("/ready").json()["eta_s"] <= 3600, "the last start took an hour"
     say(frontend, make_hello(1))
     assert ready() == (200, "ready")
-    frontend._journal.open(make_request(make_choice("a")))
-    frontend._journal.last_event_seconds -= STALL_SECONDS + 1
+    monkeypatch.setattr(frontend._worker_watchdog, "silence", lambda: STALL_SECONDS + 1.0)
     assert ready() == (503, "stalled")
+    monkeypatch.setattr(frontend._worker_watchdog, "silence", lambda: 0.0)
+    assert ready() == (200, "ready")
+    monkeypatch.setattr(frontend._worker_watchdog, "silence", lambda: STALL_SECONDS + 1.0)
     lifecycle.enter(Phase.DRAINING)
     assert ready() == (503, "draining")
 
@@ -221,8 +223,31 @@ def test_the_state_that_is_exposed_is_that_of_now_whatever_the_clock_says(
     assert state() == ["restarting"]
     say(frontend, make_hello(1))
     assert state() == ["ready"]
+    monkeypatch.setattr(frontend._worker_watchdog, "silence", lambda: STALL_SECONDS + 1.0)
+    assert state() == ["stalled"]
     lifecycle.enter(Phase.DRAINING)
     assert state() == ["draining"]
+
+
+def test_while_it_runs_it_ends_waits_that_are_too_long(
+    frontend: Frontend, queue: EchoQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a word from the worker, which may hang."""
+    queue.answers = False
+    monkeypatch.setattr("service.frontend._TICK_SECONDS", 0.0)
+    say(frontend, make_hello(0))
+    request = make_request(make_choice("a"))
+    request.arrival_seconds, request.terms = time.monotonic() - 6.0, QueueTerms(timeout_seconds=5.0)
+    frontend._journal.open(request)
+
+    async def run() -> None:
+        tending = asyncio.create_task(frontend.tend())
+        while not request.has_failed:
+            await asyncio.sleep(0)
+        tending.cancel()
+
+    asyncio.run(run())
+    assert isinstance(request._failure, QueueTimeout)
 
 
 def test_while_it_runs_it_gives_signs_of_life(frontend: Frontend, lifecycle: Lifecycle) -> None:
