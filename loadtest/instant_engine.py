@@ -29,6 +29,8 @@ class InstantEngine:
         step_seconds: how far apart steps begin, at least.
     """
 
+    max_num_running = 1024
+
     def __init__(self, token_id: int, *, step_seconds: float) -> None:
         self._token_id = token_id
         self._step_seconds = step_seconds
@@ -82,6 +84,7 @@ class InstantResult:
         self.events = events
         self.stats = StepStats(
             num_running=num_running,
+            max_num_running=InstantEngine.max_num_running,
             num_waiting=0,
             num_blocks=_NUM_BLOCKS,
             num_free_blocks=_NUM_BLOCKS,

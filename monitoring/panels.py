@@ -97,10 +97,11 @@ ROWS: Final = (
             ),
             Panel(
                 "Scheduler State",
-                "Completions that compute, and that wait for room.",
+                "Completions that compute, that may compute at once, and that wait for room.",
                 "none",
                 (
                     Query(f"sum({_select('llm_num_requests_running')})", "Num Running"),
+                    Query(f"sum({_select('llm_max_num_requests_running')})", "Max Running"),
                     Query(f"sum({_select('llm_num_requests_waiting')})", "Num Waiting"),
                 ),
             ),

@@ -95,7 +95,7 @@ class Admission:
         draw: Callable[[], float] = random.random,
     ) -> None:
         self.max_num_sequences = max_num_running + max_waiting_requests
-        self._max_num_running = max_num_running
+        self._most_running = self._max_num_running = max_num_running
         self._max_waiting_tokens = max_waiting_tokens
         self._clock = clock
         self._draw = draw
@@ -154,6 +154,11 @@ class Admission:
         holding.num_waiting_tokens -= num_tokens
         self.num_waiting_tokens -= num_tokens
         self._watch()
+
+    def limit_running(self, max_num_running: int | None) -> None:
+        """Take up the engine's limit on running sequences; None: the configured one."""
+        most = self._most_running
+        self._max_num_running = most if max_num_running is None else min(max_num_running, most)
 
     def stepped(self, token_counts: Sequence[int]) -> None:
         """The engine has told of a step, in which answers got so many tokens each. 0: it told something else."""
@@ -241,9 +246,11 @@ class Admission:
             return self._started.seconds_for(num_starts)
         # Of those that wait for a first token, so many have a place, or will at the next step.
         num_placed = min(num_starts, max(0, self._max_num_running - self._num_running))
-        num_foreseen = min(num_starts - num_placed, num_seen)
+        # The first endings free no slot where more sequences run than the limit allows by now.
+        num_endings = num_starts - num_placed + max(0, self._num_running - self._max_num_running)
+        num_foreseen = min(num_endings, num_seen)
         seconds = self._places.seconds_until_ended(num_foreseen)
-        seconds += self._started.seconds_for(num_starts - num_placed - num_foreseen)
+        seconds += self._started.seconds_for(num_endings - num_foreseen)
         # Where prompts are what takes the time, places are free, and those who have them wait nevertheless.
         usual_seconds = self._places.seconds_for_tokens(_PROMPT_STEPS)
         return max(seconds, self._started.seconds_for(num_placed) - usual_seconds)

@@ -11,7 +11,17 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeAlias
 
-from service.messages import Cancel, Event, Look, Looked, Started, Submit, TokenDelta, decode_command
+from service.messages import (
+    Cancel,
+    Event,
+    Look,
+    Looked,
+    RunningLimitChanged,
+    Started,
+    Submit,
+    TokenDelta,
+    decode_command,
+)
 from service.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -66,6 +76,7 @@ class Driver:
         self._clock = clock
         self._next_look_seconds = -math.inf  # by the clock, while there are steps to compute
         self._num_failures = 0
+        self._max_num_running = engine.max_num_running  # as the API processes know it
 
     def turn(self) -> None:
         """Wait for work if there is none, take all commands, compute one step and one look, send what they gave.
@@ -161,5 +172,9 @@ class Driver:
             if delta.finish is not None:
                 del self._owners[delta.uid]
                 self._started.discard(delta.uid)
+        if messages and self._max_num_running != self._engine.max_num_running:
+            self._max_num_running = self._engine.max_num_running
+            for events in messages.values():
+                events.append(RunningLimitChanged(max_num_running=self._max_num_running))
         for api_id, events in messages.items():
             self._send(api_id, events)

@@ -1,6 +1,7 @@
 """Build an engine from settings and a checkpoint; decide what "auto" means on this machine. Imports torch."""
 
 import ctypes
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -159,6 +160,7 @@ def _engine_config(settings: ModelSettings, num_blocks: int, max_context_length:
         max_batched_tokens=settings.max_batched_tokens,
         max_draft_tokens=settings.speculative_tokens,
         prompt_slowdown=settings.prompt_slowdown,
+        target_itl_seconds=settings.target_itl_ms / 1000 or math.inf,
         enable_prefix_cache=settings.enable_prefix_cache,
         kv_cache_dtype=settings.kv_cache_dtype,
         max_context_length=max_context_length,

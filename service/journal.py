@@ -21,6 +21,7 @@ from service.messages import (
     FinishReason,
     Hello,
     Looked,
+    RunningLimitChanged,
     Started,
     Submit,
     TokenDelta,
@@ -139,6 +140,8 @@ class Journal:
                     touched[request] = None
             elif isinstance(event, Hello):
                 self._replay(event)
+            elif isinstance(event, RunningLimitChanged):
+                self._admission.limit_running(event.max_num_running)
             elif isinstance(event, Started):
                 self._receive_start(event)
             else:
@@ -231,6 +234,7 @@ class Journal:
     def _replay(self, hello: Hello) -> None:
         """A worker is up and empty. At the first start (epoch 0) nothing can have been lost."""
         self._on_hello(hello)
+        self._admission.limit_running(None)
         if hello.epoch == 0:
             return
         if (uid := self._detector.record_crash()) is not None:

@@ -172,13 +172,20 @@ class Looked(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
     compute_seconds: float
 
 
-Event: TypeAlias = TokenDelta | Hello | Looked | Started
+class RunningLimitChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """The engine runs at most this many sequences from now on, see `service.engine.running_limit`."""
+
+    max_num_running: int
+
+
+Event: TypeAlias = TokenDelta | Hello | Looked | Started | RunningLimitChanged
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     """Plain facts of one engine step, for metrics. Counters are this step's increments; `kv_usage` is 0..1."""
 
     num_running: int
+    max_num_running: int
     num_waiting: int
     num_blocks: int
     num_free_blocks: int

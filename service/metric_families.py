@@ -136,6 +136,8 @@ _FAMILIES = (
            ("reason",), (("cancelled",), ("failed",), ("unclaimed",))),
     # The scheduler.
     Family("num_requests_running", _G, "choices", "Choices that compute.", in_vllm=True),
+    Family("max_num_requests_running", _G, "choices",
+           "Choices that may compute at once: --max-num-running, or fewer to keep --target-itl-ms."),
     Family("num_requests_waiting", _G, "choices", "Choices that wait for room.", in_vllm=True),
     Family("num_preemptions", _C, "preemptions",
            "Choices put back in the queue for want of KV blocks.", in_vllm=True),

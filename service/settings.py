@@ -82,6 +82,14 @@ class ModelSettings(BaseSettings):
         1.75,
         ge=1,
     )
+    target_itl_ms: float = option(
+        "engine",
+        "longest mean time between two tokens of an answer, in ms: fewer sequences than --max-num-running compute at "
+        "once where it takes that; 0: none",
+        0.0,
+        ge=0,
+        le=60_000,
+    )
     speculative_tokens: int = option(
         "engine", "most tokens to guess ahead where a text repeats itself (prompt lookup); 0: none", 0, ge=0, le=64
     )

@@ -32,6 +32,7 @@ class StepTally:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._running = gauge("num_requests_running")
+        self._max_running = gauge("max_num_requests_running")
         self._waiting = gauge("num_requests_waiting")
         self._kv_usage = gauge("kv_cache_usage_perc")
         self._batch_size = Tally(histogram("batch_size"))
@@ -74,6 +75,7 @@ class StepTally:
         steps, self._gathered = self._gathered, []
         self._due_seconds = self._clock() + _SECONDS
         self._running.set(steps[-1].num_running)
+        self._max_running.set(steps[-1].max_num_running)
         self._waiting.set(steps[-1].num_waiting)
         self._kv_usage.set(steps[-1].kv_usage)
         for step in steps:

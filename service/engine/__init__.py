@@ -9,6 +9,7 @@ prompt_lookup drafts of what may follow, from what followed before
 step_cost     what one row more costs a step, measured
 drafting      whose next tokens a step guesses, and how many: where their chance is worth their price
 prompt_pace   how many of a prompt's tokens a step computes beside others' next ones
+running_limit how many sequences run at once, so that the mean time between tokens keeps a target
 fair_queue    who waits, and whose turn it is: owners by what they were served, their sequences by rank
 plan          what one step computes: a frozen value
 scheduler     who computes how much in the next step; pure Python

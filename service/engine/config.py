@@ -18,6 +18,7 @@ class EngineConfig:
     max_context_length: tokens at which every sequence ends; None for as many as the model has positions.
     max_draft_tokens: of a sequence in a step, see `prompt_lookup`; 0 for no drafts.
     prompt_slowdown: see `prompt_pace`; infinite for prompts as long as the budget allows.
+    target_itl_seconds: see `running_limit`; infinite for as many sequences as `max_num_running` allows.
 
     Raises:
         ValueError: a size is not positive, or the budget cannot serve every running sequence.
@@ -32,6 +33,7 @@ class EngineConfig:
     max_context_length: int | None = None
     max_draft_tokens: int = 0
     prompt_slowdown: float = math.inf
+    target_itl_seconds: float = math.inf
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "max_num_running", "max_batched_tokens", "max_context_length"):

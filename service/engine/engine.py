@@ -96,6 +96,11 @@ class Engine:
         """Whether `step` would do anything."""
         return self._scheduler.has_work or bool(self._refusals) or bool(self._grammars.num_held)
 
+    @property
+    def max_num_running(self) -> int:
+        """Limit on running sequences: the configured one, or less to keep the inter-token target."""
+        return self._scheduler.max_num_running
+
     def warm_up(self, max_tokens: int | None = None) -> None:
         """Compute a step as long as any, or of `max_tokens` where that will do, and a draw, for nobody.
 
@@ -318,6 +323,7 @@ class Engine:
                 num_drawn, num_first = num_drawn + len(event.token_ids), num_first + 1
         return StepStats(
             num_running=self._scheduler.num_running,
+            max_num_running=self._scheduler.max_num_running,
             num_waiting=self._scheduler.num_waiting + self._grammars.num_held,
             num_blocks=num_blocks,
             num_free_blocks=num_free,

@@ -26,6 +26,7 @@ from service.engine.lookahead import goes_on, plan_ahead
 from service.engine.plan import Chunk, StepPlan, step_plan
 from service.engine.prefix_cache import PrefixCache
 from service.engine.prompt_pace import PromptPace
+from service.engine.running_limit import RunningLimit
 from service.engine.sequence import Sequence, SequenceStatus, by_rank
 from service.messages import FinishReason
 
@@ -55,7 +56,8 @@ class Scheduler:
         self._prefix_cache = PrefixCache(self._pool, config)
         self._drafting = Drafting(config, self._pool)
         self._pace = PromptPace(config.prompt_slowdown)
-        self._scheduled_seconds = 0.0
+        self._limit = RunningLimit(config.target_itl_seconds, config.max_num_running)
+        self._scheduled_seconds = self._committed_seconds = 0.0
         self._sequences: dict[str, Sequence] = {}
         self._waiting = FairQueue()
         self._running: list[Sequence] = []  # by rank
@@ -72,6 +74,11 @@ class Scheduler:
     def num_running(self) -> int:
         """Sequences that own blocks."""
         return len(self._running)
+
+    @property
+    def max_num_running(self) -> int:
+        """Limit on running sequences, see `service.engine.running_limit`."""
+        return self._limit.num_sequences
 
     @property
     def num_free_blocks(self) -> int:
@@ -149,7 +156,7 @@ class Scheduler:
                 chunks.append(self._plan(sequence, wanted))
                 budget -= wanted
         queries = hits = cached = 0
-        while budget and self._waiting and len(self._running) < self._config.max_num_running:
+        while budget and self._waiting and len(self._running) < self._limit.num_sequences:
             if self._num_preemptions or (admitted := self._admit()) is None:
                 break
             sequence, num_queried = admitted
@@ -174,7 +181,7 @@ class Scheduler:
         """Decide the step after one that is being computed; None where more is to be decided than its sequences' next
         tokens. `commit` must follow of both, of the later one without the sequences that end in the first."""
         self._end_expired()
-        may_admit = self._waiting and sum(map(goes_on, plan.chunks)) < self._config.max_num_running
+        may_admit = self._waiting and sum(map(goes_on, plan.chunks)) < self._limit.num_sequences
         if self._ended or may_admit:
             return None
         ahead = plan_ahead(plan, self._pool, self._config.block_size, num_running=len(self._running))
@@ -210,6 +217,8 @@ class Scheduler:
             if ends:
                 self._retire(sequence)
                 finished.append(sequence)
+        self._limit.observe(plan, now - self._committed_seconds)
+        self._committed_seconds = now
         self._scheduled_seconds = now  # of a step ahead, which takes its time from here on
         return finished
 
@@ -236,6 +245,7 @@ class Scheduler:
         """Empty the prefix cache, and what steps took. Must follow one that failed between `schedule` and `commit`."""
         self._prefix_cache.forget()
         self._pace.forget()
+        self._limit.forget()
 
     def forbidden_token_ids(self, sequence: Sequence) -> tuple[int, ...]:
         """What the next draw must avoid, see `Endings.forbidden`."""

@@ -4,6 +4,7 @@ It drives the whole engine over a runner that stores token ids in place of keys 
 tokens show whether it ever read another's block.
 """
 
+import math
 from typing import Any
 
 import msgspec
@@ -21,12 +22,16 @@ class EngineMachine(RuleBasedStateMachine):
 
     max_draft_tokens = 0
     looks_ahead = False
+    target_itl_seconds = math.inf
 
     def __init__(self) -> None:
         super().__init__()
         # How much is drafted depends on how long steps take: hypothesis needs it to be the same each time.
         self.engine, self.runner = make_engine(
-            max_draft_tokens=self.max_draft_tokens, looks_ahead=self.looks_ahead, fakes_time=True
+            max_draft_tokens=self.max_draft_tokens,
+            looks_ahead=self.looks_ahead,
+            target_itl_seconds=self.target_itl_seconds,
+            fakes_time=True,
         )
         self.live: dict[str, Submit] = {}
         self.drawn: dict[str, list[int]] = {}
@@ -153,9 +158,37 @@ class LookaheadMachine(EngineMachine):
     looks_ahead = True
 
 
+class TargetMachine(EngineMachine):
+    """The same where an inter-token target lets one to four sequences run."""
+
+    target_itl_seconds = 1.15
+
+    @rule()
+    def become_slower_or_faster(self) -> None:
+        self.runner.step_seconds = 1.0 if self.runner.step_seconds > 1.0 else 1.5
+
+    @rule()
+    def step(self) -> None:
+        scheduler = self.engine._scheduler
+        most = max(scheduler.num_running, scheduler.max_num_running)
+        super().step()
+        assert scheduler.num_running <= most
+        assert 1 <= scheduler.max_num_running <= 4
+
+
+class TargetLookaheadMachine(TargetMachine):
+    """Both."""
+
+    looks_ahead = True
+
+
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestDraftingEngine = DraftingMachine.TestCase
 TestDraftingEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTargetEngine = TargetMachine.TestCase
+TestTargetEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTargetLookaheadEngine = TargetLookaheadMachine.TestCase
+TestTargetLookaheadEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestLookaheadEngine = LookaheadMachine.TestCase
 TestLookaheadEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

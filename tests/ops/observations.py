@@ -26,6 +26,7 @@ HELLO = Hello(
 )
 STEP = StepStats(
     num_running=3,
+    max_num_running=6,
     num_waiting=2,
     num_blocks=64,
     num_free_blocks=48,
@@ -106,6 +107,7 @@ _STOPPED = (
 _STEPPED = (
     {
         "num_requests_running": 3,
+        "max_num_requests_running": 6,
         "num_requests_waiting": 2,
         "kv_cache_usage_perc": 0.25,
         "prompt_tokens_total": 56,

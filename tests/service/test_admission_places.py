@@ -118,6 +118,25 @@ def test_the_journal_tells_of_every_token_and_every_ending() -> None:
     assert places.num_seen == 0
 
 
+def test_first_endings_free_no_slot_where_more_run_than_the_limit() -> None:
+    service = Steady(3, 8, 10, 50, 50, 50, 50, 50, num_waiting=0)
+    assert service.predicted_seconds == pytest.approx(3.0, rel=0.05)
+    service.admission.limit_running(6)
+    assert service.predicted_seconds == pytest.approx(10.0, rel=0.05)
+    service.admission.limit_running(4)  # four endings of eight are foreseen, later ones go by the rate: one a second
+    five_endings = service.predicted_seconds
+    service.admission.limit_running(2)
+    assert service.predicted_seconds == pytest.approx(five_endings + 2.0, abs=0.1)
+    service.admission.limit_running(None)
+    assert service.predicted_seconds == pytest.approx(3.0, rel=0.05)
+
+
+def test_a_limit_above_the_configured_one_changes_nothing() -> None:
+    service = Steady(3, 8, 10, 50)
+    service.admission.limit_running(400)
+    assert service.predicted_seconds == pytest.approx(8.0, rel=0.05)
+
+
 def test_whose_the_places_are_waits_no_longer_than_others_of_its_requests() -> None:
     """Two owners: one has three of four places, none of either waits."""
     terms = {name: QueueTerms(owner=name, patience_seconds=0.5) for name in ("many", "one", "new")}

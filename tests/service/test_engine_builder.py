@@ -213,6 +213,7 @@ def test_what_was_asked_for_is_what_is_built(
         max_num_running=3,
         max_batched_tokens=99,
         prompt_slowdown=3.0,
+        target_itl_ms=40,
         enable_prefix_cache=False,
         attention="eager",
     )
@@ -226,6 +227,7 @@ def test_what_was_asked_for_is_what_is_built(
             max_num_running=3,
             max_batched_tokens=99,
             prompt_slowdown=3.0,
+            target_itl_seconds=0.04,
             enable_prefix_cache=False,
             max_context_length=CONTEXT,
         )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from service.errors import ApiError, ClientGone, Draining, EngineFailed, InvalidRequest, Overloaded, QueueTimeout
-from service.messages import Cancel, FinishReason, Started, Submit, TokenDelta
+from service.messages import Cancel, FinishReason, RunningLimitChanged, Started, Submit, TokenDelta
 from service.queue_terms import QueueTerms
 from tests.service.desk import Desk, run, texts
 from tests.service.sequences import make_choice, make_delta, make_finish, make_hello, make_request
@@ -36,6 +36,15 @@ def test_admission_sees_each_sequence_wait_run_and_end() -> None:
     desk.journal.close(request)
     assert (desk.admission.num_sequences, desk.admission.num_waiting_tokens) == (0, 0)
     assert desk.sent[-1] == Cancel(uid="b")
+
+
+def test_admission_goes_by_the_engines_limit_until_another_worker_says_hello(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk()
+    limits: list[int | None] = []
+    monkeypatch.setattr(desk.admission, "limit_running", limits.append)
+    desk.journal.receive([RunningLimitChanged(max_num_running=1)])
+    desk.journal.receive([make_hello(1)])
+    assert limits == [1, None]
 
 
 def test_what_is_not_admitted_is_not_kept() -> None:

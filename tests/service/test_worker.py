@@ -16,6 +16,7 @@ from service.messages import (
     Command,
     Event,
     FinishReason,
+    RunningLimitChanged,
     Started,
     StepStats,
     Submit,
@@ -41,6 +42,7 @@ class ScriptedEngine:
     before_step: Callable[[], None] = lambda: None
     events_of_the_dead: list[TokenDelta] = field(default_factory=list)
     live: dict[str, tuple[Submit, int]] = field(default_factory=dict)
+    max_num_running: int = 8
 
     @property
     def has_work(self) -> bool:
@@ -140,6 +142,20 @@ def test_each_api_process_gets_its_own_events(bench: Bench) -> None:
         (0, ["a"]),
         (1, ["b"]),
     ]
+
+
+def test_a_changed_limit_on_running_sequences_goes_once_with_the_next_events(bench: Bench) -> None:
+    def limits() -> list[list[int]]:
+        told = [[e.max_num_running for e in events if isinstance(e, RunningLimitChanged)] for _, events in bench.sent]
+        return [each for each in told if each]
+
+    bench.put(make_submit("a"))
+    bench.driver.turn()
+    assert not limits()
+    for limit in (5, 5, 7):
+        bench.engine.max_num_running = limit
+        bench.driver.turn()
+    assert limits() == [[5], [7]]
 
 
 def test_commands_that_arrive_during_a_step_act_before_the_next(bench: Bench) -> None:

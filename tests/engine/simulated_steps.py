@@ -1,0 +1,117 @@
+"""Scheduler on a simulated machine: steps take as long as a line over their sequences and prompt tokens says."""
+
+import math
+import random
+from dataclasses import dataclass, field
+
+from service.engine.config import EngineConfig
+from service.engine.scheduler import Scheduler
+from service.engine.sequence import Sequence
+from tests.engine.fakes import EOS, make_submit
+
+MEAN_TOKENS = 60
+
+
+@dataclass(eq=False)
+class Answer:
+    """A sequence, and when its tokens came."""
+
+    sequence: Sequence
+    arrival_seconds: float
+    first_seconds: float = math.inf
+    last_seconds: float = math.inf
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        return self.sequence.max_length - len(self.sequence.token_ids)
+
+    @property
+    def ttft_seconds(self) -> float:
+        return self.first_seconds - self.arrival_seconds
+
+    @property
+    def tpot_seconds(self) -> float:
+        return (self.last_seconds - self.first_seconds) / (self.sequence.num_completion_tokens - 1)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Answers that got a token in a step, and those of them that got their first or their last."""
+
+    seconds: float
+    served: list[Answer]
+    began: list[Answer]
+    ended: list[Answer]
+
+
+@dataclass
+class SimulatedSteps:
+    """A scheduler, the time of its steps, and what became of the answers.
+
+    noise: spread of the logarithm of a step's time.
+    """
+
+    fixed: float = 0.016
+    per_sequence: float = 0.001
+    per_prompt_token: float = 0.0002
+    noise: float = 0.0
+    target_seconds: float = math.inf
+    max_num_running: int = 64
+    now: float = 0.0
+    slowdown: float = 1.0
+    ended: list[Answer] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        config = EngineConfig(
+            num_blocks=4000,
+            max_num_running=self.max_num_running,
+            prompt_slowdown=1.75,
+            enable_prefix_cache=False,
+            target_itl_seconds=self.target_seconds,
+        )
+        self.scheduler = Scheduler(config, max_context_length=4000, eos_token_ids=(EOS,), clock=lambda: self.now)
+        self.draw = random.Random(1)
+        self.answers: dict[str, Answer] = {}
+        self.num_arrived = 0
+
+    def arrive(self, at_seconds: float | None = None) -> Answer:
+        """A prompt of 64 tokens, and an answer of about `MEAN_TOKENS`."""
+        self.num_arrived += 1
+        num_tokens = 2 + int(self.draw.lognormvariate(math.log(MEAN_TOKENS * 0.83), 0.6))
+        submit = make_submit(f"s{self.num_arrived}", [7] * 64, max_tokens=num_tokens, ignore_eos=True)
+        sequence = Sequence.from_submit(submit, arrival_number=self.num_arrived, max_context_length=4000)
+        self.scheduler.add(sequence)
+        answer = Answer(sequence, self.now if at_seconds is None else at_seconds)
+        self.answers[sequence.uid] = answer
+        return answer
+
+    def step(self) -> Step:
+        plan = self.scheduler.schedule()
+        num_decodes = sum(chunk.draws and chunk.num_tokens == 1 for chunk in plan.chunks)
+        num_prompt_tokens = plan.num_tokens - num_decodes
+        seconds = self.fixed + self.per_sequence * num_decodes + self.per_prompt_token * num_prompt_tokens
+        seconds *= self.slowdown * math.exp(self.draw.gauss(0.0, self.noise) - self.noise**2 / 2)
+        self.now += seconds
+        served = [self.answers[chunk.sequence.uid] for chunk in plan.chunks if chunk.draws]
+        finished = self.scheduler.commit(plan, [7] * len(served))
+        began = [answer for answer in served if math.isinf(answer.first_seconds)]
+        for answer in began:
+            answer.first_seconds = self.now
+        over = [self.answers.pop(sequence.uid) for sequence in finished]
+        for answer in over:
+            answer.last_seconds = self.now
+        self.ended += over
+        return Step(seconds, served, began, over)
+
+    def run_full(self, num_steps: int) -> float:
+        """Compute steps while eight more always wait. Returns tokens per second; `ended` holds these steps' answers."""
+        began, num_tokens, self.ended = self.now, 0, []
+        for _ in range(num_steps):
+            while self.scheduler.num_waiting < 8:
+                self.arrive()
+            num_tokens += len(self.step().served)
+        return num_tokens / (self.now - began)
+
+    def share_within(self, seconds: float) -> float:
+        """Share of the ended answers whose mean time between tokens was within `seconds`."""
+        return sum(answer.tpot_seconds <= seconds for answer in self.ended) / len(self.ended)

@@ -1,0 +1,146 @@
+"""The inter-token target: how many sequences run at once, in virtual time."""
+
+import math
+from typing import Any
+
+import pytest
+
+from service.engine.plan import Chunk, step_plan
+from service.engine.running_limit import RunningLimit
+from service.engine.sequence import Sequence
+from tests.engine.fakes import make_submit
+from tests.engine.simulated_steps import SimulatedSteps
+
+TARGET = 0.05
+# Fixed part, and that of a sequence and of a prompt's token: about as assumed, none, nearly all; and a slow machine.
+MACHINES = {
+    "usual": (0.016, 0.001, 0.0002),
+    "proportional": (0.0, 0.002, 0.0005),
+    "flat": (0.03, 0.0004, 0.0001),
+    "slow": (0.004, 0.008, 0.002),
+}
+
+
+def machine(name: str = "usual", **values: Any) -> SimulatedSteps:
+    fixed, per_sequence, per_prompt_token = MACHINES[name]
+    values = {"fixed": fixed, "per_sequence": per_sequence, "per_prompt_token": per_prompt_token, **values}
+    return SimulatedSteps(**{"target_seconds": TARGET, **values})
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_it_settles_where_answers_keep_the_target_and_throughput_is_near_the_best(name: str) -> None:
+    limited = machine(name)
+    limited.run_full(600)
+    rate = limited.run_full(1200)
+    assert limited.share_within(TARGET) >= 0.97
+    best = 0.0
+    for max_num_running in (2, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56):  # the best limit, had it been known
+        fixed = machine(name, target_seconds=math.inf, max_num_running=max_num_running)
+        fixed.run_full(150)
+        fixed_rate = fixed.run_full(300)
+        if fixed.share_within(TARGET) < 0.97:
+            break
+        best = max(best, fixed_rate)
+    assert rate >= 0.8 * best
+
+
+def test_without_a_target_all_that_may_run_do_and_no_answer_keeps_it() -> None:
+    free = machine(target_seconds=math.inf)
+    free.run_full(600)
+    assert free.scheduler.max_num_running == 64
+    assert free.scheduler.num_running >= 60
+    assert free.share_within(TARGET) == 0.0
+
+
+def test_a_target_that_a_full_batch_keeps_changes_nothing() -> None:
+    limited, free = machine(target_seconds=1.0), machine(target_seconds=math.inf)
+    assert limited.run_full(300) == free.run_full(300)
+    assert limited.scheduler.max_num_running == 64
+
+
+def test_one_runs_where_even_one_is_too_slow() -> None:
+    limited = machine(target_seconds=0.001)
+    limited.run_full(1500)
+    assert limited.scheduler.max_num_running == limited.scheduler.num_running == 1
+
+
+def test_noise_moves_the_limit_little() -> None:
+    limited, noisy = machine(), machine(noise=0.3)
+    limited.run_full(600)
+    noisy.run_full(600)
+    limits = []
+    for _ in range(100):
+        noisy.run_full(10)
+        limits.append(noisy.scheduler.max_num_running)
+    settled = limited.scheduler.max_num_running
+    assert max(abs(limit - settled) for limit in limits) <= 0.2 * settled
+
+
+def test_one_step_that_takes_a_hundred_times_as_long_costs_a_few_slots_for_a_while() -> None:
+    limited = machine()
+    limited.run_full(600)
+    before = limited.scheduler.max_num_running
+    limited.slowdown = 100.0
+    limited.run_full(1)
+    limited.slowdown = 1.0
+    assert 0.85 * before <= limited.scheduler.max_num_running < before
+    limited.run_full(300)
+    assert limited.scheduler.max_num_running == pytest.approx(before, abs=1)
+
+
+def test_a_machine_that_gets_slower_and_fast_again_closes_and_opens() -> None:
+    limited = machine()
+    limited.run_full(600)
+    before = limited.scheduler.max_num_running
+    limited.slowdown = 1.5
+    limited.run_full(600)
+    slow = limited.scheduler.max_num_running
+    assert slow < 0.6 * before
+    limited.run_full(600)
+    assert limited.share_within(TARGET) >= 0.97
+    limited.slowdown = 1.0
+    limited.run_full(600)
+    assert limited.scheduler.max_num_running == pytest.approx(before, abs=1)
+
+
+def test_what_runs_is_not_thrown_out_and_time_without_work_does_not_count() -> None:
+    limited = machine()
+    for _ in range(20):
+        limited.arrive()
+    while limited.scheduler.num_running < 20:
+        limited.step()
+    limited.slowdown = 4.0
+    for _ in range(5):
+        limited.step()
+    assert limited.scheduler.max_num_running < limited.scheduler.num_running == 20
+    limited.slowdown = 1.0
+    while limited.scheduler.has_work:
+        limited.step()
+    before = limited.scheduler.max_num_running
+    limited.now += 3600.0
+    limited.arrive()
+    limited.step()
+    limited.step()
+    assert limited.scheduler.max_num_running >= before
+
+
+def test_what_was_learned_is_forgotten_after_a_failure() -> None:
+    limited = machine()
+    limited.run_full(100)
+    assert limited.scheduler.max_num_running < 64
+    limited.scheduler.forget_prefixes()
+    assert limited.scheduler.max_num_running == 64
+
+
+def test_tokens_of_a_draft_count_each() -> None:
+    """Steps that bring three tokens to each sequence may take three times as long."""
+    limits = []
+    for num_drafted, seconds in ((0, 0.03), (2, 0.09)):
+        limit = RunningLimit(TARGET, 64)
+        sequence = Sequence.from_submit(make_submit("a", [7] * 4), arrival_number=1, max_context_length=100)
+        sequence.token_ids += [7] * (1 + num_drafted)
+        chunk = Chunk(sequence, 4, 1 + num_drafted, True, (7,) * num_drafted)
+        sequence.token_ids += [7]
+        limit.observe(step_plan([chunk]), seconds)
+        limits.append(limit.num_sequences)
+    assert limits[0] == limits[1] < 64
