@@ -21,6 +21,7 @@ openapi_examples a request, an answer and an error of each kind, for that docume
 api_keys         who may use the server: keys with names, from a file or the environment
 access           who may ask, and from which pages: the middleware around the routes; pure ASGI
 http_protocol    HTTP itself, with bounds on a request's head, on waiting for clients, and on connections
+half_close       whether a client that has closed its sending side still reads
 checkpoint_stamp whether the weights are still those that were checked at the start
 machine          what the service needs of the machine, found out before it starts
 open_body        a way past ASGI's send for a body that is under way

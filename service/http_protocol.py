@@ -1,8 +1,12 @@
 """HTTP itself, within bounds: uvicorn's protocol on httptools, which waits for a client as long as the client likes.
 
 Bounded are a request's head (the request line and the header fields), the time that a client takes to send its request
-and to take its answer, the requests that it sends ahead, and the number of connections. What is refused is told in the
-shape of our errors, if no other answer is under way, and the connection is closed.
+and to take its answer, the bytes that it sends ahead, and the number of connections. A rejected request gets an error
+in the shape of our errors, after the answers to the requests before it, and the connection is closed.
+
+Pipelined requests are served in turn, any number of them. Bytes after a complete request are not parsed before it is
+answered, and not read beyond `MAX_AHEAD_BYTES`. A client that closes its sending side gets the answers to all complete
+requests; see `service.half_close`.
 """
 
 import asyncio
@@ -12,6 +16,7 @@ from http import HTTPStatus
 from typing import Any, Final
 
 import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from service.errors import (
@@ -22,6 +27,7 @@ from service.errors import (
     TooManyConnections,
     UnsupportedEncoding,
 )
+from service.half_close import EarlyBeginning
 from service.open_body import ChunkedBody, extension
 from service.queue_terms import TIMEOUT_HEADER
 from service.responses import encode
@@ -29,8 +35,10 @@ from service.responses import encode
 # What nginx takes by default is 32 KiB, and browsers send under a hundred fields.
 MAX_HEAD_BYTES: Final = 64 * 1024
 MAX_HEADERS: Final = 100
-# Requests of one connection that are not answered yet. Browsers and SDKs send one at a time.
-MAX_PIPELINED: Final = 32
+# Of a connection, read and not parsed, before reading pauses. A paused connection does not show that its client leaves.
+MAX_AHEAD_BYTES: Final = 64 * 1024
+# Parsed at a time: the shortest request has 18 bytes, so that at most 57 are parsed before the first is answered.
+_PARSED_BYTES: Final = 1024
 # A body gets a second more for so many bytes of it.
 BODY_BYTES_A_SECOND: Final = 10_000
 # What frames a body (sizes of chunks, fields after them) may be so many times longer than it, and a head beside.
@@ -58,6 +66,28 @@ class ConnectionLimits:
     max_body_bytes: int = 2 * 2**20
 
 
+class _HeldFlow(FlowControl):
+    """uvicorn's flow control, which an application that waits for a body cannot resume while `is_held`."""
+
+    is_held = False
+
+    def resume_reading(self) -> None:
+        """Read again, unless reading is held."""
+        if not self.is_held:
+            super().resume_reading()
+
+    def hold(self) -> None:
+        """Pause reading until `release`."""
+        self.is_held = True
+        self.pause_reading()
+
+    def release(self) -> None:
+        """Read again after `hold`."""
+        if self.is_held:
+            self.is_held = False
+            self.resume_reading()
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection. What uvicorn does, within bounds.
 
@@ -81,6 +111,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_body_bytes = 0  # received of this request's body
         self._num_framed_bytes = 0  # received since the head's end
         self._has_passed_head = False  # in these bytes
+        self._num_missing_bytes = 0  # of this request's body, by its Content-Length
+        self._unparsed = bytearray()
+        self._has_client_ended = False  # its sending side
+        self._early: EarlyBeginning | None = None
+        self._due: ApiError | None = None  # to be sent after the answers that are under way
         self._refusal: ApiError = InvalidRequest("this is not HTTP/1.1, or not whole")
         self._cycles: list[RequestResponseCycle] = []  # requests that are not answered yet
         self._waiting_since: float | None = None  # for the client to send
@@ -90,6 +125,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
         super().connection_made(transport)
+        self.flow: _HeldFlow = _HeldFlow(transport)
         self._waiting_since = self.loop.time()
         if len(self.connections) > self._limits.max_connections and not self._make_room():
             number = self._limits.max_connections
@@ -100,26 +136,92 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """The connection is gone: all its requests learn it, not only the last one."""
         if self._check is not None:
             self._check.cancel()
+        if self._early is not None:
+            self._early.stop()
+        self._unparsed.clear()
         super().connection_lost(exc)
         for cycle in self._unanswered():
             cycle.disconnected = True
             cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of the client."""
+        """Bytes of the client. What comes after a rejected request is dropped."""
         self._unset_keepalive_if_required()
+        if self.transport.is_closing() or self._due is not None:
+            return
+        self._unparsed += data
+        self._parse()
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio keeps open what returns True
+        """Keep the connection open while answers are due to a client that has closed its sending side."""
+        self._has_client_ended = self.flow.is_held = True
+        self._parse()
+        return not self.transport.is_closing()
+
+    def on_response_complete(self) -> None:
+        """An answer is complete: begin with the next request."""
+        super().on_response_complete()
         if self.transport.is_closing():
             return
+        if self._due is not None and not self._unanswered():
+            self._send_refusal(self._due)
+            return
+        if self._unparsed:
+            self._unset_keepalive_if_required()
+        self._parse()
+
+    def _parse(self) -> None:
+        """Parse up to the end of a request, which is answered before more is parsed."""
+        while self._unparsed and not (self.is_busy or self.transport.is_closing()):
+            # A body up to its end, so that what follows is parsed in its turn.
+            num_bytes = self._num_missing_bytes if self._num_missing_bytes > 0 else _PARSED_BYTES
+            piece = bytes(self._unparsed[:num_bytes])
+            del self._unparsed[:num_bytes]
+            self._feed(piece)
+        if self._has_client_ended:
+            if not (self._unparsed or self.transport.is_closing()):
+                self._end_requests()
+            self._probe_client()
+        elif len(self._unparsed) > MAX_AHEAD_BYTES:
+            self.flow.hold()
+        else:
+            self.flow.release()
+
+    def _feed(self, piece: bytes) -> None:
         was_in_body, self._has_passed_head = self._is_in_body, False
         try:
-            self.parser.feed_data(data)
+            self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade as upgrade:
-            self._stay_with_http_1(data[upgrade.args[0] :])
-            return
+            self._stay_with_http_1(piece[upgrade.args[0] :])
         except httptools.HttpParserError:
             self._refuse(self._refusal)
+        else:
+            self._bound_bytes(len(piece), was_in_body=was_in_body)
+
+    def _end_requests(self) -> None:
+        """No more requests come. One without its end is dropped, and the connection closes after the last answer."""
+        self._drop_incomplete()
+        if not self.is_busy:
+            self.transport.close()
+        elif self._due is None:
+            self._unanswered()[-1].keep_alive = False
+
+    def _drop_incomplete(self) -> None:
+        """Forget the request that is being received, if it waits behind others."""
+        self._is_in_head = self._is_in_body = False
+        self._waiting_since = None
+        if self.pipeline and self.pipeline[0][0].more_body:
+            cycle, _ = self.pipeline.popleft()
+            self._cycles.remove(cycle)
+
+    def _probe_client(self) -> None:
+        """Find out whether the client waits for an answer that has not begun."""
+        unanswered = self._unanswered()
+        if not unanswered or self.transport.is_closing():
             return
-        self._bound_bytes(len(data), was_in_body=was_in_body)
+        cycle = unanswered[0]
+        if not cycle.response_started and cycle.transport is self.transport:
+            self._early = EarlyBeginning(cycle, self.loop)
 
     def _bound_bytes(self, num_bytes: int, *, was_in_body: bool) -> None:
         """After so many more: bound what the parser holds of a head, or of what frames a body."""
@@ -143,12 +245,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         fields = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
         line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         self.parser = httptools.HttpRequestParser(self)
-        self.data_received(b"\r\n".join([line, *fields, b"", rest]))
+        self._unparsed[:0] = b"\r\n".join([line, *fields, b"", rest])
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
         super().on_message_begin()
-        self._is_in_head, self._num_head_bytes = True, 0
+        self._is_in_head, self._num_head_bytes, self._num_missing_bytes = True, 0, 0
         self._waiting_since = self.loop.time()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -173,9 +275,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             raise ValueError("a field that says two things")
         if self._offers_another_protocol():
             return
+        self._num_missing_bytes = int(dict(self.headers).get(b"content-length", b"0"))
         self._cycles = self._unanswered()
-        if len(self._cycles) >= MAX_PIPELINED:
-            raise ValueError("too many requests at once")
         super().on_headers_complete()
         if self.parser.get_http_version() != "1.1":
             _speak_http_1_0(self.cycle)
@@ -185,6 +286,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
         self._num_body_bytes += len(body)
+        self._num_missing_bytes -= len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -205,14 +307,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return [cycle for cycle in self._cycles if not cycle.response_complete]
 
     def _refuse(self, error: ApiError) -> None:
-        """Close, and say why unless that would be read as the answer to another request."""
+        """Reject the request that is being received, after the answers to those before it, and close."""
+        if self._due is not None:
+            return
         if self._count is not None:
             self._count(error)
         unanswered = self._unanswered()
-        is_received = self._is_in_body and unanswered == [self.cycle] and not self.cycle.response_started
-        if unanswered and not is_received:
-            self.transport.abort()
-            return
+        is_one_incomplete = bool(unanswered) and unanswered[-1].more_body
+        if len(unanswered) > is_one_incomplete:
+            self._due = error
+            self._unparsed.clear()
+            self._drop_incomplete()
+        elif is_one_incomplete and unanswered[-1].response_started:
+            self.transport.abort()  # another answer to it is under way
+        else:
+            self._send_refusal(error)
+
+    def _send_refusal(self, error: ApiError) -> None:
         body = encode(error.body())
         fields = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
@@ -263,7 +374,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Whether the client has had its time to send."""
         if self._waiting_since is None:
             return False
-        if self.flow.read_paused:  # we let the client wait
+        if self.flow.read_paused or self._unparsed:  # we let the client wait
             self._waiting_since = now
         num_bytes = min(self._num_body_bytes, self._limits.max_body_bytes) if self._is_in_body else 0
         return now - self._waiting_since > self._limits.client_seconds + num_bytes / BODY_BYTES_A_SECOND

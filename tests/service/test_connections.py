@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from service.errors import ApiError
-from service.http_protocol import MAX_HEAD_BYTES, MAX_PIPELINED, ConnectionLimits
+from service.http_protocol import MAX_AHEAD_BYTES, MAX_HEAD_BYTES, ConnectionLimits
 from tests.service import virtual_time
 from tests.service.wire import connect
 
@@ -197,23 +197,49 @@ def test_all_requests_of_a_lost_connection_learn_it() -> None:
     run(scene)
 
 
-def test_requests_ahead_of_their_answers_are_bounded() -> None:
+def test_reading_pauses_while_much_waits_to_be_parsed() -> None:
+    """Any number of requests is served, and the memory that they take before is bounded."""
+    number = MAX_AHEAD_BYTES // len(GET) + 100
+
     async def scene(app: App, state: ServerState) -> None:
+        app.go.clear()
         protocol, wire = connect(app, state, limits=PATIENT)
-        protocol.data_received(GET * MAX_PIPELINED)
-        await until(lambda: wire.written.count(b" 200 ") == MAX_PIPELINED)
-        protocol.data_received(GET * (MAX_PIPELINED + 1))
-        assert wire.is_aborted
+        protocol.data_received(GET * number)
+        await until(lambda: app.fields)
+        assert protocol.flow.read_paused
+        assert len(state.tasks) == 1
+        assert len(protocol.pipeline) < 60
+        app.go.set()
+        await until(lambda: wire.written.count(b" 200 ") == number)
+        assert not protocol.flow.read_paused
+        protocol.data_received(GET)
+        await until(lambda: wire.written.count(b" 200 ") == number + 1)
 
     run(scene)
 
 
-def test_no_refusal_is_read_as_the_answer_to_another_request() -> None:
+@pytest.mark.parametrize(
+    ("wrong", "status"),
+    [
+        (b"GARBAGE\r\n\r\n", b"400"),
+        (POST + b"transfer-encoding: gzip\r\n\r\n", b"415"),
+        (POST + b"content-length: 5\r\n\r\nab", b"408"),
+    ],
+)
+def test_a_refusal_comes_after_the_answers_to_the_requests_before(wrong: bytes, status: bytes) -> None:
+    """It would else be read as the answer to one of them."""
+
     async def scene(app: App, state: ServerState) -> None:
         app.go.clear()
-        protocol, wire = connect(app, state, limits=PATIENT)
-        protocol.data_received(GET + b"GARBAGE\r\n\r\n")
-        assert (wire.written, wire.is_aborted) == (b"", True)
+        refused: list[ApiError] = []
+        protocol, wire = connect(app, state, limits=QUICK, count=refused.append)
+        protocol.data_received(GET * 2 + wrong)
+        await until(lambda: refused)
+        assert wire.written == b""
+        app.go.set()
+        await until(lambda: wire.is_closed)
+        assert [part[:3] for part in wire.written.split(b"HTTP/1.1 ")[1:]] == [b"200", b"200", status]
+        assert (len(refused), wire.is_aborted) == (1, False)
 
     run(scene)
 
