@@ -1,12 +1,14 @@
 """The files of a checkpoint directory, read without torch: JSON, names, hashes; and their error."""
 
 import hashlib
+import os
 import stat
 from pathlib import Path
 from typing import Any
 
 from model.error_line import error_line
 from model.json_file import FileError, read_object
+from model.permissions import read_problem
 
 
 class CheckpointError(ValueError):
@@ -45,9 +47,19 @@ def check_is_file(path: Path) -> None:
         if stat.S_ISREG(path.stat().st_mode):
             return
     except OSError as error:
-        link = f"a link to nothing ({error.strerror})" if path.is_symlink() else error.strerror
-        raise CheckpointError(f"{path}: {link}; is the checkpoint complete, and may this user read it?") from error
+        link = "a link to nothing: " if path.is_symlink() and not isinstance(error, PermissionError) else ""
+        raise CheckpointError(f"{path}: {link}{read_problem(path, error)}") from error
     raise CheckpointError(f"{path}: not a regular file; put the file itself there")
+
+
+def check_is_searchable(directory: Path) -> None:
+    """Raises CheckpointError if this process may not look up files in the directory, or may not reach it."""
+    try:
+        os.stat(os.path.join(directory, "."))  # needs the right to search, as every file in it does
+    except PermissionError as error:
+        raise CheckpointError(f"{directory}: {read_problem(directory, error)}") from error
+    except OSError:
+        return  # the look-up of a file reports everything else
 
 
 def check_plain_name(path: Path, name: str) -> None:

@@ -10,6 +10,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from model.permissions import read_problem
+
 
 class FileError(ValueError):
     """A file cannot be used. One line without the file's name: what is wrong, what to do."""
@@ -35,7 +37,7 @@ def read_bytes(path: Path) -> bytes:
             raise FileError("a link to a file that is not there; download it again") from None
         raise FileError("missing; copy the file there") from None
     except OSError as error:
-        raise FileError(f"{error.strerror}; let this user read it") from error
+        raise FileError(read_problem(path, error)) from error
 
 
 def read_text(path: Path) -> str:

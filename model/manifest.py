@@ -25,7 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from model.chat_template import TEMPLATE_FILE
-from model.checkpoint_files import CheckpointError, check_is_file, check_plain_name, file_digest, read_json
+from model.checkpoint_files import (
+    CheckpointError,
+    check_is_file,
+    check_is_searchable,
+    check_plain_name,
+    file_digest,
+    read_json,
+)
 from model.config import ModelConfig
 from model.families.directory import INDEX_FILE, find_weight_files, what_is_wrong
 from model.families.family import Family
@@ -33,6 +40,7 @@ from model.families.placement import Placement, place_tensors
 from model.families.table import read_family_config
 from model.generation_config import GENERATION_CONFIG_FILE
 from model.json_file import is_named
+from model.permissions import read_problem
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from model.tokenizer.native import RANKS_FILE, SPEC_FILE
@@ -137,10 +145,11 @@ def read_manifest(directory: Path | str) -> Manifest:
     """Read what describes a checkpoint: manifest.json and config.json; `Manifest.verify` checks the rest.
 
     Raises:
-        CheckpointError: the directory or a file is missing, not JSON, names files outside the directory, or describes a
-            model we cannot compute.
+        CheckpointError: the directory or a file is missing, unreadable, not JSON, names files outside the directory,
+            or describes a model we cannot compute.
     """
     directory = Path(directory)
+    check_is_searchable(directory)
     if is_named(directory / MANIFEST_FILE):
         return _read_native(directory)
     if not is_named(directory / CONFIG_FILE):
@@ -220,7 +229,7 @@ def _check_file(path: Path, size: int, digest: str) -> None:
     try:
         actual_digest = file_digest(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; let this user read it") from error
+        raise CheckpointError(f"{path}: {read_problem(path, error)}") from error
     if actual_digest != digest.lower():
         raise CheckpointError(f"{path}: SHA-256 differs from {MANIFEST_FILE}; the file is damaged, copy it again")
 
@@ -229,7 +238,7 @@ def _size_of(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; let this user read it") from error
+        raise CheckpointError(f"{path}: {read_problem(path, error)}") from error
 
 
 def _name_of(directory: Path) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from model.checkpoint_files import CheckpointError, check_is_file
+from model.permissions import read_problem
 
 WEIGHT_BYTES: Mapping[str, int] = {"F32": 4, "BF16": 2, "F16": 2}  # the dtypes weights may have, and their sizes
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
@@ -78,9 +79,7 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
     except CheckpointError:
         raise
     except OSError as error:
-        raise CheckpointError(
-            f"{path}: {error.strerror}; is the checkpoint complete, and may this user read it?"
-        ) from error
+        raise CheckpointError(f"{path}: {read_problem(path, error)}") from error
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a safetensors file; copy it again") from error
     if size != max((tensor.end for tensor in headers.values()), default=8 + length):

@@ -8,6 +8,7 @@ from pathlib import Path
 from model.checkpoint_files import CheckpointError
 from model.config import ModelConfig
 from model.families.family import Family, Layout, Part, full_name, sources
+from model.permissions import read_problem
 from model.safetensors_header import TensorHeader, read_headers
 
 _CHUNK_BYTES = 2**24
@@ -138,5 +139,5 @@ def _are_equal(first: TensorHeader, second: TensorHeader) -> bool:
                     return False
                 left -= size
     except OSError as error:
-        raise CheckpointError(f"{first.path}: {error.strerror}; let this user read it") from error
+        raise CheckpointError(f"{first.path}: {read_problem(first.path, error)}") from error
     return True
