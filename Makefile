@@ -19,11 +19,12 @@ help: ## this list
 install: $(INSTALLED) ## make .venv with all that tests and measurements need; `make serve` makes what serving needs
 
 # Two stamps of one environment: what is installed for tests serves too, and what serves is completed for tests.
+# `plots` draws what `kvasir train` and `kvasir inspect attention` write; an image that only serves leaves it out.
 $(SERVING): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; name it with: make PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "Installing torch, LitServe and what else serving needs into .venv: some minutes, once."
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[plots]'
 	@touch $@
 
 $(INSTALLED): $(SERVING)

@@ -16,9 +16,8 @@ from matplotlib.ft2font import FT2Font
 from matplotlib.image import AxesImage
 from numpy.typing import NDArray
 
-SUFFIXES = (".png", ".svg", ".pdf")
-# More labels than this cannot be read in one picture.
-MAX_TOKENS = 64
+from service.token_labels import MAX_TOKENS, SUFFIXES
+
 _MAIN_FONT = "DejaVu Sans"  # comes with matplotlib
 _NO_FONT = "Last Resort"  # comes with it too, has a box for every character
 _COLOURS = "YlGnBu"

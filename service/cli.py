@@ -42,6 +42,9 @@ LIBRARY_ENVIRONMENT = {
     "LRU_CACHE_CAPACITY": "64",
 }
 
+# Packages of the extras in pyproject.toml, which serving does not need.
+EXTRA_MODULES = ("matplotlib",)
+
 
 class Command(NamedTuple):
     """What one word does.
@@ -120,6 +123,12 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
     except SettingsError as error:
         print(f"kvasir {name}: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA_MODULES:
+            raise
+        advice = f"needs {error.name}, which is not installed; run `pip install {error.name}`"
+        print(f"kvasir {name}: {advice}", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # `kvasir inspect | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

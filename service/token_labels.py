@@ -2,6 +2,11 @@
 
 import unicodedata
 
+# Of a picture of attention, `service.attention_picture`; here because that module needs matplotlib.
+SUFFIXES = (".png", ".svg", ".pdf")
+# More labels than this cannot be read in one picture.
+MAX_TOKENS = 64
+
 # As `service.logprobs.token_name` begins the name of a token that is not whole characters.
 _BYTES = "bytes:"
 _SPACE = "␣"

@@ -35,6 +35,7 @@ ENGINE_SIDE = {
 IMPORTS_LATE = {
     ("service/worker.py", "setup"),
     ("service/worker.py", "build"),
+    ("service/commands/inspect_attention.py", "_draw"),  # matplotlib is an extra
     ("loadtest/instant_engine.py", "build"),
 }
 TORCH_FREE = [

@@ -1,5 +1,6 @@
 """`kvasir inspect attention`."""
 
+import importlib.util
 import os
 import sys
 import textwrap
@@ -15,11 +16,10 @@ from model.checkpoint import load_model
 from model.config import ModelConfig
 from model.manifest import CheckpointError, Manifest, read_manifest
 from model.tokenizer.interface import Tokenizer, TokenizerError
-from service.attention_picture import MAX_TOKENS, SUFFIXES, draw_attention
 from service.command_settings import InspectAttentionSettings
 from service.logprobs import token_name
 from service.settings import SettingsError
-from service.token_labels import label
+from service.token_labels import MAX_TOKENS, SUFFIXES, label
 
 _NUM_TOLD = 12
 _LINE_WIDTH = 112
@@ -42,8 +42,7 @@ def main(settings: InspectAttentionSettings) -> int:
         print(*_told(weights_HTT, labels, layer=settings.layer, heads=heads), sep="\n")
         if settings.out is not None:
             title = f"{manifest.name}, layer {settings.layer}: each row is a token, and what it attends to"
-            short = [label(name, max_length=_DRAWN_LENGTH) for name in names]
-            draw_attention(settings.out, weights_HTT.numpy(), short, heads=heads, title=title)
+            _draw(settings.out, weights_HTT, names, heads=heads, title=title)
             print(f"\ndrawn in {settings.out}")
     except (CheckpointError, TokenizerError, RuntimeError, MemoryError, OSError) as error:
         print(f"kvasir inspect attention: {error}", file=sys.stderr)
@@ -59,6 +58,16 @@ def _check_out(path: Path) -> None:
         raise SettingsError(f"--out {path}: {'is a directory' if path.is_dir() else f'no directory {path.parent}'}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise SettingsError(f"--out {path}: may not be written by this user; choose another place")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise SettingsError("--out needs matplotlib, which is not installed; run `pip install matplotlib`")
+
+
+def _draw(path: Path, weights_HTT: Tensor, names: Sequence[str], *, heads: Sequence[int], title: str) -> None:
+    """Write the picture."""
+    from service.attention_picture import draw_attention  # needs matplotlib, which an image for serving lacks
+
+    labels = [label(name, max_length=_DRAWN_LENGTH) for name in names]
+    draw_attention(path, weights_HTT.numpy(), labels, heads=heads, title=title)
 
 
 def _heads(settings: InspectAttentionSettings, config: ModelConfig) -> list[int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BARE, WHOLE = "--editable .", "--editable '.[dev]'"
+BARE, WHOLE = "--editable '.[plots]'", "--editable '.[dev]'"
 
 
 @pytest.fixture

@@ -36,6 +36,48 @@ def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None
     assert error.count("\n") == 1
 
 
+WITHOUT_EXTRAS = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Missing(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in {"matplotlib", "sympy", "mpmath", "networkx"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+from service.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def without_extras(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command in an environment like the CPU image's, without what serving does not need."""
+    command = [sys.executable, "-c", WITHOUT_EXTRAS, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "--prompt", "Once", "--max-tokens", "2"),
+        ("generate", "--prompt", "Once", "--max-tokens", "2", "--dtype", "bfloat16"),
+        ("generate", "--prompt", "Once", "--max-tokens", "2", "--quantize", "int8"),
+        ("inspect", "attention", "--prompt", "Once", "--layer", "0"),
+    ],
+)
+def test_serving_needs_neither_matplotlib_nor_sympy(arguments: tuple[str, ...], tiny_checkpoint: Path) -> None:
+    done = without_extras(*arguments, "--checkpoint", str(tiny_checkpoint))
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_command_that_needs_an_extra_names_it(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("A text of one's own. " * 5_000)
+    done = without_extras("train", "--corpus", str(tmp_path / "text"), "--out", str(tmp_path / "mine"))
+    assert done.returncode == 1
+    assert done.stderr == "kvasir train: needs matplotlib, which is not installed; run `pip install matplotlib`\n"
+
+
 EVERY = [[name] for name in COMMANDS] + [["inspect", look] for look in LOOKS]
 
 

@@ -76,6 +76,17 @@ def test_refuses_in_one_line(
     assert err == f"kvasir inspect attention: {complaint}\n"
 
 
+def test_a_picture_without_matplotlib_is_refused_at_once(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, told, err = run("--prompt", PROMPT, "--layer", 0, "--out", tmp_path / "a.png")
+    assert (code, told) == (2, "")
+    assert err == (
+        "kvasir inspect attention: --out needs matplotlib, which is not installed; run `pip install matplotlib`\n"
+    )
+
+
 def test_a_directory_is_no_picture(run: Run, tmp_path: Path) -> None:
     (tmp_path / "a.png").mkdir()
     code, _, err = run("--prompt", PROMPT, "--layer", 0, "--out", tmp_path / "a.png")
