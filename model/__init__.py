@@ -36,6 +36,7 @@ parent_death   processes that end with the process that started them, torch-free
 error_line     what an error says as one line, whatever stood in the file, torch-free
 families/      other people's checkpoints: config map and name map of each Hugging Face family, torch-free
 weights        tensors from files into their final place, never a second copy
+finite_weights NaN and infinity in stored weights, refused as they are read
 freed_memory   what was freed goes back to the system, torch-free
 shards         weight files: model.safetensors, or shards of at most 5 GB with an index
 checkpoint     a directory as a model, a model as a directory

@@ -2,7 +2,8 @@
 
 A mapped page that was read counts as this process's memory until the file is unmapped. So a file is opened anew every
 few dozen MB, and a tensor is copied in slices, each converted to its final dtype on the way. A matrix that is packed
-next is copied then, and until then is the file's own pages, which go when it goes.
+next is copied then, and until then is the file's own pages, which go when it goes. Each slice is checked for NaN and
+infinity as it is read, see `model.finite_weights`.
 
 Legend: H heads, D head dimension, E hidden size.
 """
@@ -21,6 +22,8 @@ from model.checkpoint_files import CheckpointError
 from model.config import ModelConfig
 from model.families.family import Layout
 from model.families.placement import Placement
+from model.finite_weights import check_finite
+from model.safetensors_header import TensorHeader
 
 SLICE_BYTES = 2**24
 MAPPED_BYTES = 2**25
@@ -44,10 +47,10 @@ def read_weights(
             is wanted, in `dtype` and on the CPU, it is that file's pages: whoever writes to the file changes it.
 
     Raises:
-        CheckpointError: a file cannot be read.
+        CheckpointError: a file cannot be read, or a tensor is not finite.
     """
     tensors: dict[str, Tensor] = {}
-    copies: dict[Path, list[tuple[str, Tensor]]] = {}
+    copies: dict[Path, list[tuple[TensorHeader, Tensor]]] = {}
     for name, place in placements.items():
         if name in packed_next and torch.device(device).type == "cpu" and _is_as_wanted(place, dtype):
             tensors[name] = _pages_of(place, dtype)
@@ -55,7 +58,7 @@ def read_weights(
         tensors[name] = torch.empty(place.shape, dtype=dtype, device=device)
         targets = part_views(tensors[name], place.layout, (header.shape[0] for header in place.parts), config)
         for header, target in zip(place.parts, targets, strict=True):
-            copies.setdefault(header.path, []).append((header.name, target))
+            copies.setdefault(header.path, []).append((header, target))
     for path, wanted in copies.items():
         try:
             _copy_file(path, wanted)
@@ -74,7 +77,7 @@ def _pages_of(place: Placement, dtype: torch.dtype) -> Tensor:
     """A tensor that is a part of its file, unmapped when nobody has it any more. Writing to it changes no file.
 
     Raises:
-        CheckpointError: the file cannot be mapped.
+        CheckpointError: the file cannot be mapped, or the tensor is not finite.
     """
     (header,) = place.parts
     first = header.begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
@@ -85,7 +88,10 @@ def _pages_of(place: Placement, dtype: torch.dtype) -> Tensor:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{header.path}: {error}; copy it again") from error
     count = math.prod(place.shape)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=header.begin - first).view(place.shape)
+    tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=header.begin - first).view(place.shape)
+    check_finite(tensor, header, dtype)
+    memory.madvise(mmap.MADV_DONTNEED)  # until the tensor is packed, its pages are the page cache's alone
+    return tensor
 
 
 def part_views(tensor: Tensor, layout: Layout, rows: Iterable[int], config: ModelConfig) -> tuple[Tensor, ...]:
@@ -105,15 +111,20 @@ def part_views(tensor: Tensor, layout: Layout, rows: Iterable[int], config: Mode
             return (tensor.view(3, config.num_heads, config.head_dim, *tensor.shape[1:]).transpose(0, 1),)
 
 
-def _copy_file(path: Path, wanted: list[tuple[str, Tensor]]) -> None:
-    """Fill each target from the tensor of that name."""
-    pending = deque((name, *piece) for name, target in wanted for piece in _slices(target))
+def _copy_file(path: Path, wanted: list[tuple[TensorHeader, Tensor]]) -> None:
+    """Fill each target from the file's tensor beside it.
+
+    Raises:
+        CheckpointError: a tensor is not finite.
+    """
+    pending = deque((header, *piece) for header, target in wanted for piece in _slices(target))
     while pending:
         mapped = 0
         with safe_open(path, framework="pt", device="cpu") as file:
             while pending and mapped < MAPPED_BYTES:
-                name, target, start, stop = pending.popleft()
-                rows = file.get_slice(name)[start:stop]
+                header, target, start, stop = pending.popleft()
+                rows = file.get_slice(header.name)[start:stop]
+                check_finite(rows, header, target.dtype)
                 target.copy_(rows.reshape(target.shape))
                 mapped += rows.nbytes
                 del rows

@@ -1,8 +1,10 @@
 """Starting, draining, dying: what operators and clients see of it."""
 
 import json
+import math
 import signal
 import socket
+import struct
 import subprocess
 import threading
 from collections.abc import Callable
@@ -13,6 +15,8 @@ import httpx
 import psutil
 import pytest
 
+from model.manifest import write_manifest
+from model.safetensors_header import read_headers
 from service.cli import main
 from tests.e2e.process import (
     PATIENCE_SECONDS,
@@ -209,6 +213,19 @@ def test_a_damaged_checkpoint_does_not_start(copied_checkpoint: Path) -> None:
     code, error = refused_start(copied_checkpoint)
     assert code == 1
     assert "SHA-256 differs" in error
+    assert error.count("\n") == 1
+
+
+def test_weights_that_are_not_finite_do_not_start(copied_checkpoint: Path) -> None:
+    path = copied_checkpoint / "model-00001-of-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    header = read_headers(path)["layers.1.mlp.down.weight"]
+    data[header.begin : header.begin + 4] = struct.pack("<f", math.nan)
+    path.write_bytes(data)
+    write_manifest(copied_checkpoint, name="tiny", training={"steps": 0})
+    code, error = refused_start(copied_checkpoint)
+    assert code == 1
+    assert error.startswith(f"kvasir serve: {path}: tensor layers.1.mlp.down.weight holds NaN or infinity; copy ")
     assert error.count("\n") == 1
 
 
