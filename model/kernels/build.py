@@ -3,7 +3,7 @@
     python -m model.kernels.build [--directory DIRECTORY]
 
 builds every level of this kind of machine, for an image; without a directory, beside the sources, where every process
-looks first. What a service builds for itself goes to its cache, and is only the best level of its machine.
+looks first. `--local` builds only the best level of this machine in the cache, as a service does for itself.
 
 A library is named by what it depends on: sources, flags, kind of machine. Not by PyTorch, whose headers and libraries
 it does not use, nor by the compiler, which is not there where an image has been built elsewhere. A file ends with the
@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from model.kernels.levels import LEVELS, Level
+from model.kernels.levels import LEVELS, Level, levels_here
 from model.parent_death import bound_to_us
 
 logger = logging.getLogger(__name__)
@@ -197,11 +197,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command. Exit codes: 0 built, 1 not."""
     parser = argparse.ArgumentParser(prog="python -m model.kernels.build", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--directory", type=Path, default=SHIPPED, help=f"default: {SHIPPED}")
-    directory: Path = parser.parse_args(argv).directory
+    parser.add_argument("--local", action="store_true", help=f"only this processor's best level, in {CACHE}")
+    arguments = parser.parse_args(argv)
+    levels = [level for level in LEVELS if level.machine in (None, platform.machine())]
+    directory: Path = arguments.directory
+    if arguments.local:
+        levels, directory = [levels_here()[0]], CACHE.expanduser()
     try:
-        for level in LEVELS:
-            if level.machine in (None, platform.machine()):
-                print(build(level, directory))
+        for level in levels:
+            print(build(level, directory))
     except BuildError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
