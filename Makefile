@@ -25,6 +25,7 @@ $(SERVING): pyproject.toml constraints.txt
 	@echo "Installing torch, LitServe and what else serving needs into .venv: some minutes, once."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[plots]'
+	@$(BIN)/python -m model.kernels.build --local || echo "Without native kernels PyTorch's serve, more slowly: install a C++ compiler, then run make again."
 	@touch $@
 
 $(INSTALLED): $(SERVING)
