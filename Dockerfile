@@ -1,56 +1,99 @@
-# syntax=docker/dockerfile:1
 # docker build .                                     the service, for CPUs
 # docker build --build-arg TORCH_VARIANT=cuda .      the service, for NVIDIA GPUs
-# docker build --target loadtest .                   the same, with locust
+# docker build --target loadtest .                   locust and the load test, without torch
+#
+# Needs BuildKit: Docker Engine 23.0, 20.10 with DOCKER_BUILDKIT=1, or Podman 4.3 with --format docker (for HEALTHCHECK).
 ARG PYTHON_VERSION=3.12
-ARG TORCH_VARIANT=cpu
 
 FROM python:${PYTHON_VERSION}-slim AS base
 ENV PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/kvasir/bin:$PATH
+# A numeric id, so that an orchestrator can verify that the user is not root.
+RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin kvasir
 
-# Where torch comes from: its CPU wheels are a tenth of the size of PyPI's, which bring CUDA.
-FROM base AS torch-cpu
-ENV TORCH_INDEX=https://download.pytorch.org/whl/cpu
-FROM base AS torch-cuda
-ENV TORCH_INDEX=https://pypi.org/simple
+# The requirements of each image. Only these files invalidate the layers of dependencies.
+FROM base AS requirements
+WORKDIR /src
+COPY pyproject.toml constraints.txt ./
+RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+    lists = {'service': project['dependencies'], 'loadtest': project['optional-dependencies']['loadtest']}; \
+    [open(name + '.txt', 'w').write('\n'.join(lines) + '\n') for name, lines in lists.items()]"
+
+FROM base AS build-loadtest
+WORKDIR /src
+RUN python -m venv /opt/kvasir
+COPY --from=requirements /src ./
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip install --only-binary=:all: --constraint constraints.txt --requirement loadtest.txt
+
+FROM base AS loadtest
+RUN install --directory --owner=kvasir --group=kvasir /results
+COPY --from=build-loadtest /opt/kvasir /opt/kvasir
+COPY loadtest /srv/loadtest
+# Variables and no CMD: an argument of `docker run` replaces one default and keeps the others.
+ENV PYTHONPATH=/srv \
+    LOCUST_LOCUSTFILE=/srv/loadtest/locustfile.py \
+    LOCUST_HEADLESS=true \
+    LOCUST_HOST=http://kvasir:8000 \
+    LOCUST_USERS=16 \
+    LOCUST_SPAWN_RATE=16 \
+    LOCUST_RUN_TIME=60s \
+    LOCUST_RESULTS=/results
+WORKDIR /tmp
+USER 10001:10001
+ENTRYPOINT ["locust"]
 
 # Dependencies before sources: they change less often, and torch takes minutes. Wheels only; the compiler is for our own
 # kernels, which the wheel then carries.
-# hadolint ignore=DL3006
-FROM torch-${TORCH_VARIANT} AS build
+FROM base AS build
 WORKDIR /src
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/kvasir
-COPY pyproject.toml constraints.txt ./
-RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
-    > requirements.txt
+COPY --from=requirements /src ./
+# torch comes from PyTorch's own index, which has a build for each CUDA version and one without CUDA, a tenth of the size.
+# TORCH_INDEX names another index, such as a mirror, or the build for another CUDA version.
+ARG TORCH_VARIANT=cpu
+ARG TORCH_INDEX
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install --only-binary=:all: --constraint constraints.txt --index-url "$TORCH_INDEX" torch \
-    && pip install --only-binary=:all: --constraint constraints.txt --requirement requirements.txt
-COPY README.md LICENSE ./
+    case "$TORCH_VARIANT" in \
+        cpu) build=cpu ;; \
+        cuda) build=cu130 ;; \
+        *) echo "TORCH_VARIANT is cpu or cuda, not $TORCH_VARIANT" >&2; exit 1 ;; \
+    esac \
+    && pip install --no-compile --only-binary=:all: --constraint constraints.txt \
+        --index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/$build}" torch \
+    && pip install --no-compile --only-binary=:all: --constraint constraints.txt --requirement service.txt
+COPY README.md LICENSE pyproject.toml ./
 COPY model model
 COPY service service
 COPY loadtest loadtest
 RUN python -m model.kernels.build
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip wheel --no-deps --wheel-dir /wheels . && pip install --no-deps /wheels/*.whl
+    pip wheel --no-deps --wheel-dir /wheels . && pip install --no-compile --no-deps /wheels/*.whl
+# Remove what serving never loads: torch's headers and tests, pip, and on CPUs what only torch.compile needs. Then write
+# bytecode, which a read-only root cannot keep later, for what a start imports: 40 MB instead of 150.
+RUN cd /opt/kvasir/lib/python*/site-packages \
+    && rm -rf torch/include torch/share torch/test \
+    && find torch/bin -type f ! -name torch_shm_manager -delete \
+    && if [ "$TORCH_VARIANT" = cpu ]; then pip uninstall --quiet --yes sympy mpmath networkx; fi \
+    && pip uninstall --quiet --yes pip \
+    && python -m compileall -q model service \
+    && python -c "import service.cli, service.commands.serve, service.engine_builder, service.worker, pydantic.v1, \
+        uvicorn.lifespan.on, uvicorn.loops.auto, uvicorn.protocols.http.auto, uvicorn.protocols.websockets.auto"
 
-FROM base AS runtime-cpu
-FROM base AS runtime-cuda
+FROM base AS service
+ARG TORCH_VARIANT=cpu
 # Triton compiles a few lines of C for each kernel, when it is first used.
 # hadolint ignore=DL3008
-RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc libc6-dev \
-    && rm -rf /var/lib/apt/lists/*
-
-# hadolint ignore=DL3006
-FROM runtime-${TORCH_VARIANT} AS service
-# A number, so that an orchestrator can see that it is not root's. The cache holds compiled kernels.
-RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin kvasir \
-    && install --directory --owner=kvasir --group=kvasir /var/cache/kvasir
+RUN if [ "$TORCH_VARIANT" = cuda ]; then \
+        apt-get update \
+        && apt-get install --yes --no-install-recommends gcc libc6-dev \
+        && rm -rf /var/lib/apt/lists/*; \
+    fi
+# The cache holds compiled kernels.
+RUN install --directory --owner=kvasir --group=kvasir /var/cache/kvasir
 COPY --from=build /opt/kvasir /opt/kvasir
 ENV KVASIR_CHECKPOINT=/checkpoint \
     KVASIR_HOST=0.0.0.0 \
@@ -60,19 +103,5 @@ ENV KVASIR_CHECKPOINT=/checkpoint \
 WORKDIR /tmp
 USER 10001:10001
 EXPOSE 8000
-# Slim images have no curl. http.client, because urllib would ask a proxy if the environment names one.
-HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --start-interval=1s --retries=3 \
-    CMD ["python", "-c", "from http.client import HTTPConnection as C; c = C('127.0.0.1', 8000, timeout=4); c.request('GET', '/ready'); raise SystemExit(c.getresponse().status != 200)"]
+HEALTHCHECK --interval=5s --timeout=5s --start-period=120s --retries=3 CMD ["python", "-m", "service.healthcheck"]
 CMD ["kvasir", "serve"]
-
-FROM service AS loadtest
-USER 0
-RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
-    --mount=type=cache,target=/root/.cache/pip \
-    pip install --only-binary=:all: "$(echo /wheels/*.whl)[loadtest]" \
-    && install --directory --owner=kvasir --group=kvasir /results
-COPY loadtest/locustfile.py /loadtest/locustfile.py
-USER 10001:10001
-HEALTHCHECK NONE
-ENTRYPOINT ["locust", "--locustfile", "/loadtest/locustfile.py", "--headless", "--results", "/results"]
-CMD ["--host", "http://kvasir:8000", "--users", "16", "--spawn-rate", "16", "--run-time", "60s"]

@@ -9,10 +9,10 @@ an E2E row with its kind as the failure. The times are those of our own socket r
 helpers buffer 1,024 bytes, and time a streamed request to its headers. locust patches the standard library for
 gevent when it is imported: keep this file out of any program that uses asyncio. `locust --help` does not show
 a locustfile's options; they are those of `python -m loadtest.bench_http --help`, with --results for its --out.
-A service that asks for an API key gets the one in KVASIR_API_KEY.
+A service that asks for an API key gets the one in KVASIR_API_KEY. The environment sets defaults as for locust's own
+options (LOCUST_HOST, LOCUST_USERS, ...): LOCUST_RESULTS for --results.
 """
 
-import argparse
 import itertools
 import logging
 import math
@@ -25,6 +25,7 @@ from typing import Any
 
 import locust.stats
 from locust import User, constant, events, task
+from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 from locust.exception import StopUser
 from locust.runners import LocalRunner
@@ -149,7 +150,7 @@ class CompletionUser(User):
 
 
 @events.init_command_line_parser.add_listener
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: LocustArgumentParser) -> None:
     """Add our options to locust's."""
     add_workload_arguments(parser.add_argument_group("Workload"))
     slo.add_arguments(parser.add_argument_group("Objectives (exit code 1 when one is missed)"))
@@ -157,7 +158,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", help="model id (default: the first of /v1/models)")
     group.add_argument("--requests", type=int, metavar="N", help="end after so many, if time is not up before")
     group.add_argument("--request-timeout", type=float, default=120.0, metavar="S", help="default: 120")
-    group.add_argument("--results", metavar="DIR", help="directory for results.json, report.md, report.png")
+    group.add_argument(
+        "--results",
+        metavar="DIR",
+        env_var="LOCUST_RESULTS",
+        help="directory for results.json, report.md, report.png",
+    )
 
 
 @events.test_start.add_listener

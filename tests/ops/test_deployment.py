@@ -1,5 +1,6 @@
 """The Dockerfile and docker-compose.yml hold together: with the schema, the repository, the settings, each other."""
 
+import json
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from jsonschema.validators import validator_for
 
 from model.kernels.build import library_name
 from model.kernels.levels import LEVELS
+from service import healthcheck
 from service.options import PREFIX
 from service.server import _CLOSE_SECONDS
 from service.settings import ServeSettings
@@ -156,7 +158,20 @@ def test_every_path_that_compose_names_exists() -> None:
         if "build" in service:
             assert (ROOT / service["build"]["context"] / "Dockerfile").is_file()
             assert service["build"]["target"] in {instruction.stage for instruction in DOCKERFILE}
-            assert f"torch-{service['build']['args']['TORCH_VARIANT']}" in {each.stage for each in DOCKERFILE}
+
+
+def test_the_files_need_no_newer_docker_than_the_page_says() -> None:
+    """docs/operations.md names Docker Engine 20.10, Podman 4.3 and Compose 2.20."""
+    text = (ROOT / "Dockerfile").read_text()
+    assert "# syntax" not in text, "names an image of Docker's registry"
+    assert "--start-interval" not in text, "Docker Engine 25"
+    assert not [each for each in DOCKERFILE if each.name == "FROM" and "TORCH" in each.value], (
+        "Podman 4.3 skips stages that are named by an argument"
+    )
+    assert "start_interval" not in (ROOT / "docker-compose.yml").read_text(), "Docker Engine 25"
+    page = (ROOT / "docs" / "operations.md").read_text()
+    for version in ("Docker Engine 20.10", "Podman 4.3", "Compose 2.20"):
+        assert version in page
 
 
 def test_every_variable_is_documented() -> None:
@@ -183,17 +198,18 @@ def test_the_service_is_started_as_nobody_and_without_a_shell() -> None:
 def test_no_compiler_comes_along() -> None:
     for instruction in DOCKERFILE:
         # But for our own kernels, where the wheel is made, and for GPUs: Triton needs one when a kernel is first run.
-        assert "apt-get" not in instruction.value or instruction.stage in ("build", "runtime-cuda")
+        assert "apt-get" not in instruction.value or instruction.stage in ("build", "service")
         if "pip install" in instruction.value and "--no-deps" not in instruction.value:
             assert instruction.value.count("pip install") == instruction.value.count("--only-binary=:all:")
 
 
 def test_sources_come_after_dependencies() -> None:
     order = [f"{each.name} {each.value}" for each in DOCKERFILE if each.stage == "build"]
-    installed = next(i for i, text in enumerate(order) if "--requirement requirements.txt" in text)
+    installed = next(i for i, text in enumerate(order) if "--requirement service.txt" in text)
     first_source = next(i for i, text in enumerate(order) if text.startswith("COPY model"))
     assert installed < first_source
-    assert order[installed - 2] == "COPY pyproject.toml constraints.txt ./"
+    copied = [each.value for each in DOCKERFILE if each.name == "COPY" and each.stage in ("requirements", "build")]
+    assert copied[:2] == ["pyproject.toml constraints.txt ./", "--from=requirements /src ./"]
 
 
 def test_the_wheel_carries_our_kernels() -> None:
@@ -218,33 +234,135 @@ def test_what_is_copied_exists_and_is_sent() -> None:
                 assert (ROOT / source).exists(), f"{source} does not exist"
 
 
-def test_the_default_is_a_cpu_image_of_a_python_we_support() -> None:
+def test_the_default_is_an_image_of_a_python_we_support() -> None:
     arguments = {name: value for each in instructions("ARG", "") for name, value in each.pairs().items()}
-    assert arguments["TORCH_VARIANT"] == "cpu"
     requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
     assert tuple(map(int, arguments["PYTHON_VERSION"].split("."))) >= tuple(
         map(int, requires.removeprefix(">=").split("."))
     )
-    assert environment("torch-cpu")["TORCH_INDEX"] != environment("torch-cuda")["TORCH_INDEX"]
+
+
+def test_torch_comes_from_an_index_that_is_named() -> None:
+    """PyPI's wheel for Linux would bring CUDA into the CPU image."""
+    (install,) = [each.value for each in DOCKERFILE if "download.pytorch.org" in each.value]
+    builds = dict(re.findall(r"(\w+)\) build=(\w+) ;;", install))
+    assert builds.keys() == {service["build"]["args"]["TORCH_VARIANT"] for service in map(SERVICES.get, sorted(KVASIR))}
+    assert builds["cpu"] == "cpu"
+    assert re.fullmatch(r"cu\d+", builds["cuda"])
+    assert '--index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/$build}" torch' in install
+    assert {"ARG TORCH_VARIANT=cpu", "ARG TORCH_INDEX"} <= {
+        f"ARG {each.value}" for each in instructions("ARG", "build")
+    }
+    assert re.search(r"^torch==\d+\.\d+\.\d+$", (ROOT / "constraints.txt").read_text(), re.M)
+
+
+def test_the_default_target_is_the_service() -> None:
+    assert DOCKERFILE[-1].stage == "service"
+
+
+def test_bytecode_is_written_for_what_a_start_imports_alone() -> None:
+    """All bytecode would be 150 MB; without any, every start compiles, since the root is read-only."""
+    build = [each.value for each in DOCKERFILE if each.stage == "build" and each.name == "RUN"]
+    installs = [part for value in build for part in value.split("&&") if "pip install" in part]
+    assert all("--no-compile" in part for part in installs)
+    (imported,) = re.findall(r'python -c "import ([\w., ]+)"$', build[-1])
+    modules = imported.split(", ")
+    assert {"service.commands.serve", "service.worker", "service.engine_builder"} <= set(modules)
+    assert "python -m compileall -q model service" in build[-1]
+
+
+# The load test's image.
+
+
+def locust_options(environment: dict[str, str], *arguments: str) -> dict[str, Any]:
+    """What locust and our locustfile make of environment and arguments, in a process that locust may patch."""
+    code = (
+        "import json, sys; from locust.argument_parser import get_parser; import loadtest.locustfile; "
+        "print(json.dumps(vars(get_parser().parse_args(sys.argv[1:])), default=str))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={"PATH": "", "PYTHONPATH": str(ROOT)} | environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    options: dict[str, Any] = json.loads(done.stdout)
+    return options
+
+
+def locust_environment() -> dict[str, str]:
+    return {name: value for name, value in environment("loadtest").items() if name.startswith("LOCUST_")}
+
+
+def test_an_argument_of_the_load_test_replaces_one_default() -> None:
+    (entrypoint,) = instructions("ENTRYPOINT", "loadtest")
+    assert entrypoint.exec_form() == ["locust"]
+    assert instructions("CMD", "loadtest") == [], "arguments of `docker run` would replace all of it"
+    defaults = locust_options(locust_environment())
+    expected = {
+        "host": "http://kvasir:8000",
+        "num_users": 16,
+        "spawn_rate": 16.0,
+        "run_time": 60,
+        "headless": True,
+        "results": "/results",
+        "locustfile": "/srv/loadtest/locustfile.py",
+    }
+    assert {name: defaults[name] for name in expected} == expected
+    for name, arguments, value in [
+        ("num_users", ("--users", "64"), 64),
+        ("run_time", ("--run-time", "2m"), 120),
+        ("spawn_rate", ("--spawn-rate", "2"), 2.0),
+        ("host", ("--host", "http://127.0.0.1:9"), "http://127.0.0.1:9"),
+        ("results", ("--results", "elsewhere"), "elsewhere"),
+    ]:
+        assert locust_options(locust_environment(), *arguments) == defaults | {name: value}
+
+
+def test_the_load_tests_image_holds_what_locust_imports_and_no_torch() -> None:
+    """The locustfile runs without the packages that only serving needs."""
+    blocked = "import sys; sys.modules.update(dict.fromkeys(('torch', 'litserve', 'pydantic', 'service', 'model'))); "
+    done = subprocess.run(
+        [sys.executable, "-c", blocked + "import loadtest.locustfile"], cwd=ROOT, capture_output=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    copied = [each.value for each in instructions("COPY", "loadtest")]
+    assert "loadtest /srv/loadtest" in copied
+
+
+@pytest.mark.parametrize("name", [*sorted(KVASIR), "loadtest"])
+def test_the_api_key_reaches_the_health_check_and_the_load_test(name: str) -> None:
+    assert SERVICES[name]["environment"]["KVASIR_API_KEY"] is None, "taken from the environment of compose"
 
 
 # The health check.
 
 
-def health_check() -> str:
+def check_health(**variables: str) -> subprocess.CompletedProcess[str]:
+    """The command of the image's HEALTHCHECK, in an environment of these variables."""
     (instruction,) = instructions("HEALTHCHECK", "service")
-    program, flag, code = instruction.exec_form()
-    assert (program, flag) == ("python", "-c")
-    return code
+    program, *arguments = instruction.exec_form()
+    assert program == "python"
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={"PYTHONPATH": str(ROOT)} | variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 @contextmanager
-def answering(status: int) -> Iterator[int]:
-    """A server whose /ready has this status; its port."""
+def answering(status: int, *, key: str | None = None) -> Iterator[int]:
+    """Run a server whose /ready has this status, or 401 without the key; its port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(status if self.path == "/ready" else 404)
+            is_known = key is None or self.headers["Authorization"] == f"Bearer {key}"
+            self.send_response((status if is_known else 401) if self.path == "/ready" else 404)
             self.end_headers()
 
         def log_message(self, format: str, *args: Any) -> None:
@@ -260,27 +378,52 @@ def answering(status: int) -> Iterator[int]:
             thread.join()
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 @pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False)])
-def test_the_health_check_asks_whether_the_service_is_ready(status: int, healthy: bool) -> None:
+def test_the_health_check_asks_whether_the_service_is_ready(host: str, status: int, healthy: bool) -> None:
+    """At the port of the settings, and at an address that can be connected to."""
     with answering(status) as port:
-        code = health_check().replace("8000", str(port))
-        done = subprocess.run([sys.executable, "-c", code], timeout=300)
+        done = check_health(KVASIR_HOST=host, KVASIR_PORT=str(port))
     assert (done.returncode == 0) is healthy
+    assert done.stdout == ("" if healthy else "GET /ready: 503\n")
+
+
+def test_the_health_check_sends_the_api_key() -> None:
+    with answering(200, key="sk-Secret") as port:
+        done = check_health(KVASIR_PORT=str(port), KVASIR_API_KEY="sk-Secret")
+        without = check_health(KVASIR_PORT=str(port))
+    assert done.returncode == 0
+    assert without.returncode == 1
+    assert "401; --no-open-probes" in without.stdout
 
 
 def test_nobody_listening_is_unhealthy() -> None:
     with answering(200) as port:
         pass
-    code = health_check().replace("8000", str(port))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300)
-    assert done.returncode != 0
-    assert b"ConnectionRefusedError" in done.stderr
+    done = check_health(KVASIR_PORT=str(port))
+    assert done.returncode == 1
+    assert "Connection refused" in done.stdout
+    assert done.stderr == ""
+
+
+def test_the_health_check_has_the_defaults_of_the_settings() -> None:
+    defaults = ServeSettings.model_fields
+    assert defaults["host"].default == healthcheck.DEFAULT_HOST
+    assert defaults["port"].default == int(healthcheck.DEFAULT_PORT)
+
+
+def test_the_health_check_is_cheap_to_start() -> None:
+    code = "import sys, service.healthcheck; print(*{name.partition('.')[0] for name in sys.modules})"
+    # -S: an editable installation's finder imports much for itself.
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"http", "email", "ssl", "urllib", "pydantic", "torch"} & set(done.stdout.split())
 
 
 @pytest.mark.parametrize("name", sorted(KVASIR))
-def test_compose_and_the_image_have_the_same_health_check(name: str) -> None:
-    check = SERVICES[name]["healthcheck"]
-    assert check["test"] == ["CMD", "python", "-c", health_check()]
+def test_the_health_check_is_the_images_alone(name: str) -> None:
+    """A second one in docker-compose.yml could differ."""
+    assert "healthcheck" not in SERVICES[name]
     (instruction,) = instructions("HEALTHCHECK", "service")
-    for option in ("interval", "timeout", "retries", "start_period", "start_interval"):
-        assert f"--{option.replace('_', '-')}={check[option]} " in instruction.value
+    timeout = re.search(r"--timeout=(\d+)s", instruction.value)
+    assert timeout
+    assert float(timeout[1]) > healthcheck.TIMEOUT_SECONDS
