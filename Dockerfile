@@ -73,7 +73,7 @@ RUN python -m model.kernels.build
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip wheel --no-deps --wheel-dir /wheels . && pip install --no-compile --no-deps /wheels/*.whl
 # Remove what serving never loads: torch's headers and tests, pip, and on CPUs what only torch.compile needs. Then write
-# bytecode, which a read-only root cannot keep later, for what a start imports: 40 MB instead of 150.
+# bytecode, which a read-only root cannot keep later, for what a start imports: 40 MB instead of 115.
 RUN cd /opt/kvasir/lib/python*/site-packages \
     && rm -rf torch/include torch/share torch/test \
     && find torch/bin -type f ! -name torch_shm_manager -delete \

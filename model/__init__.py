@@ -32,6 +32,7 @@ manifest       the door to a checkpoint directory of either kind, verified befor
 checkpoint_files  JSON, plain names, hashes; CheckpointError
 safetensors_header  which tensor stands where in a file, torch-free
 system/        the machine below: CPUs and memory that this process may use, torch-free
+permissions    advice for files that this process may not read, torch-free
 parent_death   processes that end with the process that started them, torch-free
 error_line     what an error says as one line, whatever stood in the file, torch-free
 families/      other people's checkpoints: config map and name map of each Hugging Face family, torch-free

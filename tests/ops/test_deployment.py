@@ -261,7 +261,7 @@ def test_the_default_target_is_the_service() -> None:
 
 
 def test_bytecode_is_written_for_what_a_start_imports_alone() -> None:
-    """All bytecode would be 150 MB; without any, every start compiles, since the root is read-only."""
+    """All bytecode would be 115 MB; without any, every start compiles, since the root is read-only."""
     build = [each.value for each in DOCKERFILE if each.stage == "build" and each.name == "RUN"]
     installs = [part for value in build for part in value.split("&&") if "pip install" in part]
     assert all("--no-compile" in part for part in installs)
