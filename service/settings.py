@@ -62,7 +62,11 @@ class ModelSettings(BaseSettings):
         "model has no biases in its scores; else sdpa",
         "auto",
     )
-    cache_dir: Path = option("model", "where native kernels compiled for this machine are kept", CACHE)
+    cache_dir: Path = option(
+        "model",
+        "where native kernels compiled for this machine are kept; $XDG_CACHE_HOME/kvasir, if that is set",
+        CACHE,
+    )
     cuda_graphs: bool = option("engine", "on CUDA with paged attention: record steps and replay them", True)
     lookahead: bool = option("engine", "on CUDA: launch a decode step before the last one's tokens are read", True)
     threads: AutoOrCount = option(

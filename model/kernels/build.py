@@ -35,8 +35,19 @@ logger = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent
 # Where an image or a package has them.
 SHIPPED = SOURCES / "built"
-# Where a machine's own are kept, unless told otherwise.
-CACHE = Path("~/.cache/kvasir")
+
+
+def cache_directory() -> Path:
+    """Return the default cache: $XDG_CACHE_HOME/kvasir if the variable is an absolute path, else ~/.cache/kvasir.
+
+    Source: https://specifications.freedesktop.org/basedir-spec/latest/, which has relative paths ignored.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path("~/.cache")) / "kvasir"
+
+
+# Where libraries that this machine has compiled are kept, unless --cache-dir names another directory.
+CACHE = cache_directory()
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),

@@ -22,6 +22,7 @@ from model.kernels.build import build, find_built, library_name
 from model.kernels.levels import LEVELS, Level, levels_here
 from model.kernels.loading import Kernels
 
+ROOT = Path(__file__).parents[2]
 LEVEL = LEVELS[-1]
 COMPILES = """#!/bin/sh
 case " $* " in *" -c "*) ;; *) echo one >> {log};; esac
@@ -57,6 +58,28 @@ def use_sources(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     source.write_text("// one")
     monkeypatch.setattr(build_module, "SOURCES", source.parent)
     return source
+
+
+@pytest.mark.parametrize(
+    ("variable", "directory"),
+    [
+        ("/var/cache/me", "/var/cache/me/kvasir"),
+        ("", "~/.cache/kvasir"),
+        ("relative/path", "~/.cache/kvasir"),
+        ("~/cache", "~/.cache/kvasir"),
+        (None, "~/.cache/kvasir"),
+    ],
+)
+def test_the_cache_is_where_xdg_puts_it(variable: str | None, directory: str) -> None:
+    """As --cache-dir's default, in a fresh process. The specification has paths ignored that are not absolute."""
+    environment = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
+    if variable is not None:
+        environment["XDG_CACHE_HOME"] = variable
+    code = "from service.settings import ServeSettings; print(ServeSettings.model_fields['cache_dir'].default)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{directory}\n"
 
 
 def test_what_is_built_is_found_again(compilations: Path, tmp_path: Path) -> None:
