@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from loadtest.step_work import Machine
+from model.linear import can_pack
 
 _READ_BYTES = 256 * 2**20
 _SIDES = (512, 2048)
@@ -65,7 +66,7 @@ def products(weight_type: str, side: int, device: str) -> list[Callable[[], torc
     dtype: torch.dtype = getattr(torch, weight_type)
     x_MK, weight_NK = torch.randn(2, side, side, device=device).to(dtype).unbind()
     ways: list[Callable[[], torch.Tensor]] = [lambda: torch.nn.functional.linear(x_MK, weight_NK)]
-    if device == "cpu" and weight_type in ("float32", "bfloat16") and torch.backends.mkldnn.is_available():
+    if can_pack(device, dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK, None)
         ways.append(lambda: torch.ops.mkldnn._linear_pointwise(x_MK, packed, None, "none", [], ""))
     return ways

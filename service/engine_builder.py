@@ -122,7 +122,8 @@ def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, E
     eight_bits = find_eight_bits(settings.quantize, device, dtype)
     place = Place(config=manifest.config, device=torch.device(device), dtype=dtype, block_size=settings.block_size)
     attending = _attend(settings, place)
-    packs = device == "cpu" and _matrix_kind(settings.quantize, device, dtype) != "plain"
+    is_native = _is_native(settings, manifest.config, dtype, device)
+    packs = device == "cpu" and (is_native or _matrix_kind(settings.quantize, device, dtype) != "plain")
     loaded = load_model(manifest, device=device, dtype=dtype, attention=attending.backend, packs_next=packs)
     matrices = prepare_matrices(loaded, settings.quantize, eight_bits)
     fuse_for_gpu(loaded)
@@ -248,10 +249,12 @@ def prepare_matrices(model: Transformer, quantize: str, eight_bits: EightBits | 
     Loaded native kernels pack float matrices themselves, see `by_native_kernels`.
     """
     weight = model.token_embedding.weight
+    if quantize == "none" and library_for(model) is not None:
+        return "packed"
     kind = _matrix_kind(quantize, weight.device, weight.dtype)
     if eight_bits is not None:
         replace_each(model, eight_bits.make)
-    elif kind == "int8" or (kind == "packed" and library_for(model) is None):
+    elif kind in ("int8", "packed"):
         replace_linears(model, kind)
     return kind
 

@@ -1,6 +1,7 @@
 // What attention is told, how it is cut into tasks, and what these need of memory.
 #pragma once
 
+#include <cstdio>
 #include <cstdlib>
 
 #include "attention_tile.h"
@@ -31,11 +32,17 @@ struct Scratch {
     char* memory = nullptr;
     size_t size = 0;
 
+    // Ends the process if the system has no more memory: a kernel runs in threads that cannot raise an exception to
+    // their caller, and the service replaces a worker that ends.
     char* of(size_t wanted) {
         if (wanted > size) {
             std::free(memory);
             size = (wanted + 4095) / 4096 * 4096;
             memory = static_cast<char*>(std::aligned_alloc(4096, size));
+            if (memory == nullptr) {
+                std::fprintf(stderr, "kvasir: out of memory: attention needs %zu bytes of scratch memory\n", size);
+                std::abort();
+            }
         }
         return memory;
     }
