@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic import ByteSize
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -161,7 +162,7 @@ def with_room(arguments: argparse.Namespace, settings: ModelSettings, config: Mo
     held_as = settings.dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
     value_bytes = WEIGHT_BYTES.get(held_as, WEIGHT_BYTES["float32"])  # auto is no wider
     size = tokens * config.kv_bytes_per_token(value_bytes)
-    return settings.model_copy(update={"kv_cache_memory": -(-size // _MIB) + 1})
+    return settings.model_copy(update={"kv_cache_memory": ByteSize((-(-size // _MIB) + 1) * _MIB)})
 
 
 def measure(arguments: argparse.Namespace, settings: ModelSettings) -> dict[str, Any]:

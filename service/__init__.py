@@ -5,6 +5,7 @@ settings         the only reader of environment and arguments; the settings of w
 command_settings the settings of the other commands
 default_checkpoint  the shipped model, for commands that were given no checkpoint
 options          how a setting is declared
+sizes            sizes of memory in settings: 512M, 2GiB
 flags            what a command's flags are called, and its help page
 complaints       pydantic's complaints in our words
 errors           the tree of errors that answer a request, and their HTTP statuses

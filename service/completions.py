@@ -44,7 +44,7 @@ class Completions:
     ) -> None:
         self._model_name = serving.model_name
         self._tokenizer = serving.tokenizer
-        self._max_body_bytes = settings.max_body_mb * 2**20
+        self._max_body_bytes = settings.max_body_size
         self._limits = queue_limits(settings)
         self._planner = planner
         self._chat = chat

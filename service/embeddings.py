@@ -54,7 +54,7 @@ class Embeddings:
         self._limits = queue_limits(settings)
         self._pooling = Pooling(settings.embedding_pooling)
         self._max_group = settings.max_num_running
-        self._max_body_bytes = settings.max_body_mb * 2**20
+        self._max_body_bytes = settings.max_body_size
         self._intake = intake
         self._planner = planner
         self._width = width

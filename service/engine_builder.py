@@ -333,13 +333,14 @@ def _num_blocks(
         usual = min(blocks_per_context, -(-_USUAL_LENGTH // settings.block_size))
         useful = round(settings.max_num_running * usual * (1 + _PREFIX_CACHE_SHARE))
         return max(blocks_per_context, min(useful, usual_share // block_bytes))
-    num_blocks = settings.kv_cache_memory * _MIB // block_bytes
-    if free < settings.kv_cache_memory * _MIB:
-        raise ValueError(f"--kv-cache-memory {settings.kv_cache_memory}: only {free // _MIB} MiB are free")
+    asked = settings.kv_cache_memory
+    num_blocks = asked // block_bytes
+    if free < asked:
+        raise ValueError(f"--kv-cache-memory {asked.human_readable()}: only {free // _MIB} MiB are free")
     if num_blocks < blocks_per_context:
         raise SettingsError(
-            f"--kv-cache-memory {settings.kv_cache_memory} holds {num_blocks * settings.block_size} tokens, less "
-            f"than the context of {max_context_length}: give it {needed_mib}, or "
+            f"--kv-cache-memory {asked.human_readable()} holds {num_blocks * settings.block_size} tokens, less "
+            f"than the context of {max_context_length}: give it {needed_mib}MiB, or "
             f"{_shorter(num_blocks * settings.block_size)}"
         )
     return num_blocks

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
+from pydantic import ByteSize
 from pydantic_settings import BaseSettings
 
 from service.options import PREFIX
@@ -54,6 +55,12 @@ def is_secret(kind: type[BaseSettings], name: str) -> bool:
     return isinstance(extra, dict) and bool(extra.get("secret"))
 
 
+def older_names(kind: type[BaseSettings]) -> dict[str, str]:
+    """Return the earlier name of each field that has one."""
+    extras = ((name, field.json_schema_extra) for name, field in kind.model_fields.items())
+    return {name: str(extra["older_name"]) for name, extra in extras if isinstance(extra, dict) and extra["older_name"]}
+
+
 def _directory(kind: type[BaseSettings], unknown: Sequence[str]) -> str | None:
     """What was meant as the checkpoint, perhaps: a directory without a flag."""
     is_one = "checkpoint" in kind.model_fields and len(unknown) == 1 and Path(unknown[0]).is_dir()
@@ -82,6 +89,7 @@ def _parser(kind: type[BaseSettings], command: str, summary: str, epilog: str) -
         allow_abbrev=False,
     )
     groups: dict[str, argparse._ArgumentGroup] = {}
+    older = older_names(kind)
     for name, field in kind.model_fields.items():
         extra = field.json_schema_extra
         assert isinstance(extra, dict), f"{name} must be declared with `option`"
@@ -95,7 +103,7 @@ def _parser(kind: type[BaseSettings], command: str, summary: str, epilog: str) -
         if needed or field.default is None or field.default is False or field.default == ():
             default = ""
         group.add_argument(
-            flag_of(name),
+            *map(flag_of, filter(None, (name, older.get(name)))),
             dest=name,
             default=argparse.SUPPRESS,
             help=f"{field.description}{default}{' (needed)' if needed else ''}".replace("%", "%%"),
@@ -118,8 +126,8 @@ def _value(annotation: Any, metavar: object) -> dict[str, Any]:
 
 def _metavar(annotation: Any) -> str:
     """What a value looks like: the choices of a Literal, else the type."""
-    if annotation in (int, float, str, Path):
-        return {int: "N", float: "X", str: "TEXT", Path: "DIR"}[annotation]
+    if annotation in (int, float, str, Path, ByteSize):
+        return {int: "N", float: "X", str: "TEXT", Path: "DIR", ByteSize: "SIZE"}[annotation]
     parts = get_args(annotation)
     if get_origin(annotation) is Literal:
         return "|".join(parts)

@@ -76,7 +76,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             max_prompts=settings.max_prompts,
         )
         self._chat = ChatPrompts(serving.template, serving.tokenizer, max_waiting=admission.max_num_sequences)
-        max_body_bytes = settings.max_body_mb * 2**20
+        max_body_bytes = settings.max_body_size
         self._tokenizer_routes = TokenizerRoutes(
             serving, planner=self._planner, chat=self._chat, max_body_bytes=max_body_bytes
         )

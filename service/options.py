@@ -33,6 +33,7 @@ def option(
     *,
     metavar: str | None = None,
     told: str | None = None,
+    older_name: str | None = None,
     **bounds: Any,
 ) -> Any:
     """A setting.
@@ -42,12 +43,15 @@ def option(
         metavar: what its value looks like there; by its type where none is given.
         told: what is said of the default there; its value where none is given. Of a required setting: where its value
             is looked for.
+        older_name: of the field; its flag and its variable still work.
         bounds: what pydantic's `Field` checks.
     """
-    extra: dict[str, Any] = {"group": group, "metavar": metavar, "told": told}
+    extra: dict[str, Any] = {"group": group, "metavar": metavar, "told": told, "older_name": older_name}
     return Field(default, description=help_, json_schema_extra=extra, **bounds)
 
 
 def secret(group: str, help_: str) -> Any:
     """A setting without a flag, since flags show in the list of processes. Its type is `SecretStr | None`."""
-    return Field(None, description=help_, json_schema_extra={"group": group, "metavar": None, "secret": True})
+    return Field(
+        None, description=help_, json_schema_extra={"group": group, "metavar": None, "older_name": None, "secret": True}
+    )

@@ -84,7 +84,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         self._connection_limits = ConnectionLimits(
             max_connections=connections_within_limits(settings.max_connections),
             client_seconds=settings.client_seconds,
-            max_body_bytes=settings.max_body_mb * 2**20,
+            max_body_bytes=settings.max_body_size,
         )
         self._lifecycle = lifecycle
         self._metrics = metrics

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import SecretStr, ValidationError, field_validator, model_validator
+from pydantic import ByteSize, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode
 
 from model.config import ModelConfig
@@ -27,8 +27,9 @@ from service.command_settings import (
 )
 from service.complaints import EMPTY, in_words
 from service.default_checkpoint import find_default_checkpoint
-from service.flags import FlagError, flag_of, is_secret, parse_flags, variable_of
+from service.flags import FlagError, flag_of, is_secret, older_names, parse_flags, variable_of
 from service.options import CHECKPOINT_DEFAULT, CONFIG, NAMES, PREFIX, AutoOrCount, CacheDtype, option, secret
+from service.sizes import AutoOrSize, Size
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 # As browsers send it (https://fetch.spec.whatwg.org/#origin-header).
@@ -98,11 +99,11 @@ class ModelSettings(BaseSettings):
         "engine", "most tokens to guess ahead where a text repeats itself (prompt lookup); 0: none", 0, ge=0, le=64
     )
     block_size: int = option("engine", "tokens a KV-cache block holds", 16, ge=1, le=1024)
-    kv_cache_memory: AutoOrCount = option(
+    kv_cache_memory: AutoOrSize = option(
         "engine",
-        "KV-cache size in MiB; auto: every running sequence at full length, or 8192 tokens of each if that is less, "
-        "and half again for shared prefixes, within half of free memory (of a GPU, within --gpu-memory-share); at "
-        "least one sequence at full length",
+        "KV-cache size, such as 512MiB or 2GiB; a number alone is in MiB; auto: every running sequence at full length, "
+        "or 8192 tokens of each if that is less, and half again for shared prefixes, within half of free memory (of a "
+        "GPU, within --gpu-memory-share); at least one sequence at full length",
         "auto",
     )
     kv_cache_dtype: CacheDtype = option(
@@ -142,7 +143,12 @@ class ServeSettings(ModelSettings):
         metavar="auto|plain|none|FILE",
         min_length=1,
     )
-    max_body_mb: int = option("http", "largest request body, in MiB", 2, ge=1, le=1024)
+    max_body_size: Size = option(
+        "http",
+        "largest request body, 1KiB to 1GiB; a number alone is in MiB",
+        "2MiB",
+        older_name="max_body_mb",
+    )
     max_connections: int = option(
         "http", "connections of all clients; one more ends the one that is idle longest", 1024, ge=1, le=65_536
     )
@@ -227,6 +233,13 @@ class ServeSettings(ModelSettings):
     def _localhost_is_an_address(cls, value: Any) -> Any:
         return "127.0.0.1" if value == "localhost" else value
 
+    @field_validator("max_body_size")
+    @classmethod
+    def _bodies_are_bounded(cls, value: ByteSize) -> ByteSize:
+        if not 2**10 <= value <= 2**30:
+            raise ValueError("must be a size from 1KiB to 1GiB, such as 2MiB")
+        return value
+
     @field_validator("cors_origins")
     @classmethod
     def _origins_are_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -295,13 +308,13 @@ def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, su
     _warn_of_unknown_variables(command)
     default = _default_checkpoint(kind, given)
     try:
-        settings = kind(**given, **default)
+        settings = kind(**{**_older_variables(kind), **given, **default})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         if not first["loc"]:
             raise SettingsError(first["msg"].removeprefix("Value error, ")) from None
         name = str(first["loc"][0])
-        source = flag_of(name) if name in given or variable_of(name) not in os.environ else variable_of(name)
+        source = flag_of(name) if name in given else _variable_in_force(kind, name) or flag_of(name)
         if first["type"] == "missing":
             raise SettingsError(f"{source} is needed (or {variable_of(name)})") from None
         is_union = kind.model_fields[name].annotation == AutoOrCount
@@ -322,13 +335,26 @@ def _default_checkpoint(kind: type[BaseSettings], given: Mapping[str, Any]) -> M
     return {} if found is None else {"checkpoint": found}
 
 
+def _older_variables(kind: type[BaseSettings]) -> dict[str, str]:
+    """Return the values of variables that have a setting's older name, where the present one has no value."""
+    older = {name: variable_of(earlier) for name, earlier in older_names(kind).items()}
+    return {name: os.environ[older[name]] for name in older if _variable_in_force(kind, name) == older[name]}
+
+
+def _variable_in_force(kind: type[BaseSettings], name: str) -> str | None:
+    """Return the variable that sets a field, of those that have a value; None without one."""
+    names = [name, *filter(None, [older_names(kind).get(name)])]
+    return next((variable_of(each) for each in names if os.environ.get(variable_of(each))), None)
+
+
 def effective_values(settings: BaseSettings, found: Mapping[str, object]) -> Iterable[str]:
     """One line a setting: its name and the value in force.
 
     Args:
         found: what "auto" and None came to, and further facts, by name.
     """
-    values = {**settings.model_dump(), **found}
+    values = {**dict(settings), **found}
+    values = {name: value.human_readable() if isinstance(value, ByteSize) else value for name, value in values.items()}
     width = max(map(len, values))
     return (f"{name:<{width}}  {value}" for name, value in values.items())
 
@@ -353,7 +379,7 @@ def context_length(settings: ModelSettings, config: ModelConfig) -> int:
 def _warn_of_unknown_variables(command: str) -> None:
     """Name variables that look like settings and are none. Only a warning: an orchestrator adds some of its own,
     as Kubernetes gives every pod KVASIR_SERVICE_HOST for a service of that name."""
-    known = {variable_of(name) for kind in _COMMANDS for name in kind.model_fields}
+    known = {variable_of(name) for kind in _COMMANDS for name in (*kind.model_fields, *older_names(kind).values())}
     for name in sorted(set(os.environ) - known):
         if name.startswith(PREFIX):
             print(f"kvasir {command}: warning: {name} is not a setting; ignored", file=sys.stderr)

@@ -232,7 +232,7 @@ def test_weights_that_are_not_finite_do_not_start(copied_checkpoint: Path) -> No
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--kv-cache-memory", "1"), "--kv-cache-memory 1 holds 4096 tokens, less than the context of 8192"),
+        (("--kv-cache-memory", "1"), "--kv-cache-memory 1.0MiB holds 4096 tokens, less than the context of 8192"),
         (("--device", "cpu", "--quantize", "fp8"), "--quantize fp8: only on a GPU; give --quantize int8"),
     ],
 )

@@ -239,17 +239,17 @@ def test_what_was_asked_for_is_what_is_built(
 def test_a_cache_too_small_for_one_context_is_refused_with_what_is_needed(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_builder, "_MIB", 1024)  # so that one "MiB" is less than the tiny model's context
-    with pytest.raises(SettingsError, match=r"63 holds 240 tokens.*: give it 64, or serve --max-context-length 240"):
-        build_engine(settings(tiny_checkpoint, kv_cache_memory=63), manifest)
-    assert build_engine(settings(tiny_checkpoint, kv_cache_memory=64), manifest)[1].num_blocks == 16
+    remedy = r"63.0KiB holds 240 tokens.*: give it 1MiB, or serve --max-context-length 240"
+    with pytest.raises(SettingsError, match=remedy):
+        build_engine(settings(tiny_checkpoint, kv_cache_memory="63KiB"), manifest)
+    assert build_engine(settings(tiny_checkpoint, kv_cache_memory="64KiB"), manifest)[1].num_blocks == 16
 
 
 def test_a_cache_larger_than_the_memory_is_refused_before_it_is_made(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_free(monkeypatch, 100 * 2**20)
-    with pytest.raises(ValueError, match="--kv-cache-memory 101: only 100 MiB are free"):
+    with pytest.raises(ValueError, match=r"--kv-cache-memory 101.0MiB: only 100 MiB are free"):
         build_engine(settings(tiny_checkpoint, kv_cache_memory=101), manifest)
 
 

@@ -23,7 +23,7 @@ from service.settings import (
 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ServeSettings.model_fields:
+    for name in (*ServeSettings.model_fields, "max_body_mb"):
         monkeypatch.delenv(f"KVASIR_{name.upper()}", raising=False)
 
 
@@ -81,13 +81,13 @@ def test_every_flag_of_the_contract_is_read() -> None:
         "prompt_slowdown": math.inf,
         "target_itl_ms": 40.0,
         "block_size": 32,
-        "kv_cache_memory": 12,
+        "kv_cache_memory": 12 * 2**20,
         "kv_cache_dtype": "float16",
         "enable_prefix_cache": False,
         "host": "0.0.0.0",
         "port": 9000,
         "model_name": "m",
-        "max_body_mb": 4,
+        "max_body_size": 4 * 2**20,
         "max_connections": 20,
         "client_seconds": 2.5,
         "model_alias": ("x:1", "y", "z"),
@@ -127,7 +127,23 @@ def test_every_flag_of_the_contract_is_read() -> None:
         (("--checkpoint", "c", "--port", "80"), "--port: must be greater than or equal to 1024, not '80'"),
         (("--checkpoint", "c", "--device", "tpu"), "--device: must be 'auto', 'cpu' or 'cuda', not 'tpu'"),
         (("--checkpoint", "c", "--threads", "0"), "--threads: must be auto or at least 1, not '0'"),
-        (("--checkpoint", "c", "--kv-cache-memory", "big"), "--kv-cache-memory: must be auto or at least 1"),
+        (
+            ("--checkpoint", "c", "--kv-cache-memory", "big"),
+            "--kv-cache-memory: must be auto, or a size such as 512MiB, 2GiB or 1.5G, not 'big'",
+        ),
+        (
+            ("--checkpoint", "c", "--kv-cache-memory", "0"),
+            "--kv-cache-memory: must be auto, or at least a byte, such as",
+        ),
+        (
+            ("--checkpoint", "c", "--max-body-size", "-1"),
+            "--max-body-size: must be a size such as 512MiB, 2GiB or 1.5G",
+        ),
+        (
+            ("--checkpoint", "c", "--max-body-size", "2G"),
+            "--max-body-size: must be a size from 1KiB to 1GiB, such as 2MiB",
+        ),
+        (("--checkpoint", "c", "--max-body-mb", "0"), "--max-body-size: must be at least a byte"),
         (("--checkpoint", "c", "--drain-seconds", "-1"), "--drain-seconds: must be greater than or equal to 0"),
         (("--checkpoint", "c", "--max-batched-tokens", "8"), "--max-batched-tokens 8 is under --max-num-running 64"),
     ],
@@ -233,7 +249,7 @@ def test_the_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixtur
     text = " ".join(capsys.readouterr().out.split())
     for name, field in ServeSettings.model_fields.items():
         assert (variable_of(name) if is_secret(ServeSettings, name) else f"--{name.replace('_', '-')}") in text
-        if not field.is_required() and field.default not in (None, ()):
+        if not field.is_required() and field.default is not False and field.default not in (None, ()):
             assert f"(default: {field.default})" in text
     assert "(default: checkpoints/kvasir-9m in the working directory, else beside the package)" in text
     assert "(needed)" not in text
@@ -246,6 +262,56 @@ def test_effective_values_have_a_line_each() -> None:
     assert len(lines) == len(ServeSettings.model_fields) + 1
     for words in (["port", "9000"], ["threads", "7"], ["end_of_text", "</s>"]):
         assert [line.split() for line in lines].count(words) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("6M", 6_000_000),
+        ("512MB", 512_000_000),
+        ("1.5g", 1_500_000_000),
+        ("512Mi", 512 * 2**20),
+        ("2GiB", 2**31),
+        (" 2 gib ", 2**31),
+        ("70000b", 70_000),
+        ("64K", 64_000),
+        ("12", 12 * 2**20),
+        ("0.5", 2**19),
+    ],
+)
+def test_sizes_take_units_and_are_mebibytes_without(text: str, num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read("--checkpoint", "c", "--kv-cache-memory", text).kv_cache_memory == num_bytes
+    monkeypatch.setenv("KVASIR_KV_CACHE_MEMORY", text)
+    assert read("--checkpoint", "c").kv_cache_memory == num_bytes
+
+
+@pytest.mark.parametrize("text", ["5Q", "M", "-3", "1e3", "512Mbit", "2G!", "2 G B", "i", "inf", "9" * 5000, "٣M", ""])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"--kv-cache-memory: must be auto, or a size such as 512MiB, 2GiB or 1.5G"):
+        read("--checkpoint", "c", "--kv-cache-memory", text)
+
+
+def test_an_older_name_of_a_setting_still_works(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The present name wins over the older one, and a flag over a variable."""
+    assert read("--checkpoint", "c").max_body_size == 2 * 2**20
+    assert read("--checkpoint", "c", "--max-body-mb", "4").max_body_size == 4 * 2**20
+    monkeypatch.setenv("KVASIR_MAX_BODY_MB", "8")
+    assert read("--checkpoint", "c").max_body_size == 8 * 2**20
+    assert read("--checkpoint", "c", "--max-body-size", "3MiB").max_body_size == 3 * 2**20
+    monkeypatch.setenv("KVASIR_MAX_BODY_MB", "8 MB each")
+    with pytest.raises(SettingsError, match=r"^KVASIR_MAX_BODY_MB: must be a size such as .*, not '8 MB each'$"):
+        read("--checkpoint", "c")
+    monkeypatch.setenv("KVASIR_MAX_BODY_SIZE", "512K")
+    assert read("--checkpoint", "c").max_body_size == 512_000
+    assert capsys.readouterr().err == ""
+
+
+def test_effective_sizes_are_readable() -> None:
+    lines = [line.split() for line in effective_values(read("--checkpoint", "c", "--kv-cache-memory", "2GiB"), {})]
+    assert ["kv_cache_memory", "2.0GiB"] in lines
+    assert ["max_body_size", "2.0MiB"] in lines
 
 
 def test_a_context_is_the_models_or_shorter(tiny_checkpoint: Path) -> None:
