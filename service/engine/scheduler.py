@@ -10,7 +10,7 @@ Why nothing starves: of those that run, what ranks first (by arrival, but for pr
 served first and may take blocks from whatever ranks later, and every sequence that is let in fits the pool alone. So
 the first always goes on, ends, and the next is first; and new arrivals rank later and later. Nobody is thrown out for
 a place among those that run: who gets the next one says `service.engine.fair_queue`, by turns among owners, by rank
-among the sequences of each.
+among the sequences of each. `service.engine.running_limit` says how many run at once.
 """
 
 import time
