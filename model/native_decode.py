@@ -19,7 +19,10 @@ from model.kv_cache import KVCache
 
 
 class Decoded(NamedTuple):
-    """What a step gave: each row's most likely id, the first of equals, and its logits BV float32."""
+    """What a step gave: each row's most likely id, the first of equals, and its logits BV float32.
+
+    The id is -1 where a logit, or a number of the hidden state before it, is NaN or infinite.
+    """
 
     ids: list[int]
     logits_BV: Tensor

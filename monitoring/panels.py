@@ -262,6 +262,12 @@ ROWS: Final = (
                 (Query(_rate("llm_wasted_tokens_total", "reason"), "{{reason}}"),),
             ),
             Panel(
+                "Non-Finite Sequences",
+                "Completions per second that ended with an error because the model computed NaN or infinity.",
+                "reqps",
+                (Query(_rate("llm_non_finite_sequences_total"), "Sequences"),),
+            ),
+            Panel(
                 "Start-up Time",
                 "Start of the newest worker to ready.",
                 "s",

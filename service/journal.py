@@ -14,6 +14,7 @@ from service.admission import Admission
 from service.errors import ApiError, EngineFailed, InvalidRequest, QueueTimeout
 from service.live_request import Choice, LiveLook, LiveRequest
 from service.messages import (
+    NON_FINITE,
     Cancel,
     Command,
     Event,
@@ -336,4 +337,6 @@ def _failure(choice: Choice, finish: Finish) -> ApiError:
         named = {"allowed_token_ids": params.allowed_token_ids, "bad_words": params.bad_word_ids}
         param = next((name for name, ids in named.items() if ids), choice.grammar_param)
         return InvalidRequest(finish.error or "no token may come next", param=param)
+    if finish.error == NON_FINITE:
+        return EngineFailed(NON_FINITE, retry=False)
     return EngineFailed("the engine failed on this request", retry=True)

@@ -23,6 +23,10 @@ class FinishReason(StrEnum):
     REFUSED = "refused"  # the request's own fault: what it forbids left no token to draw; `Finish.error` says so
 
 
+# `Finish.error` of a sequence whose numbers are NaN or infinite. The same request fails the same way again.
+NON_FINITE = "the model computed NaN or infinity for this request; change its prompt, or ask for another model"
+
+
 class Pooling(StrEnum):
     """Which of a text's hidden states, after the final norm, make its embedding."""
 
@@ -201,6 +205,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     num_draft_tokens: int
     num_accepted_tokens: int
     step_seconds: float
+    num_non_finite: int = 0
 
 
 def encode_command(command: Command) -> bytes:

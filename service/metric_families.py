@@ -134,6 +134,8 @@ _FAMILIES = (
     Family("wasted_tokens", _C, "tokens",
            "Completion tokens computed for nobody; unclaimed: kept for a client that did not come back.",
            ("reason",), (("cancelled",), ("failed",), ("unclaimed",))),
+    Family("non_finite_sequences", _C, "choices",
+           "Choices ended with an error because the model computed NaN or infinity for them."),
     # The scheduler.
     Family("num_requests_running", _G, "choices", "Choices that compute.", in_vllm=True),
     Family("max_num_requests_running", _G, "choices",

@@ -49,6 +49,7 @@ class StepTally:
             "num_drafts": counter("spec_decode_num_drafts"),
             "num_draft_tokens": counter("spec_decode_num_draft_tokens"),
             "num_accepted_tokens": counter("spec_decode_num_accepted_tokens"),
+            "num_non_finite": counter("non_finite_sequences"),
         }
         self._clock = clock
         self._gathered: list[StepStats] = []

@@ -21,11 +21,13 @@ from model.attention.ragged import RaggedView, ragged_view
 class DecodeView:
     """What the sequences that compute one token see of the cache: S slots each, from the first block in the window.
 
-    block_tables_BN: the blocks that hold those slots. distances_B1S: int64, how far the new token is from each slot's
-    position, negative behind the context. mask_B1S: additive float32, 0 where it sees, else -inf.
+    slots_BS: int64, where they lie in the cache. What a token does not see is replaced by its own slot: another
+    sequence may have left NaN there, and 0 * NaN is NaN.
+    distances_B1S: int64, how far the new token is from each slot's position, negative behind the context.
+    mask_B1S: additive float32, 0 where it sees, else -inf.
     """
 
-    block_tables_BN: Tensor
+    slots_BS: Tensor
     distances_B1S: Tensor
     mask_B1S: Tensor
 
@@ -105,14 +107,18 @@ class AttentionMetadata:
         width = max(length - first * block_size for length, first in zip(lengths, firsts, strict=True))
         blocks = torch.tensor(firsts, device=device)[:, None] + torch.arange(-(-width // block_size), device=device)
         tables_BN = self.block_tables_BN if self.is_decode else self.block_tables_BN[list(self.decode_rows)]
-        # Rows that need fewer blocks than the longest read any valid one; the mask hides it.
         tables_BN = tables_BN.gather(1, blocks.clamp(max=tables_BN.shape[1] - 1))
+        slots_BS = (tables_BN[:, :, None] * block_size + torch.arange(block_size, device=device)).flatten(1)[:, :width]
         lasts = [length - 1 - first * block_size for length, first in zip(lengths, firsts, strict=True)]
         distances_BS = torch.tensor(lasts, device=device)[:, None] - torch.arange(width, device=device)
-        mask_BS = torch.zeros(distances_BS.shape, device=device).masked_fill_(
-            ~visible(distances_BS, window), -torch.inf
+        visible_BS = visible(distances_BS, window)
+        own_B1 = slots_BS.gather(1, torch.tensor(lasts, device=device)[:, None])
+        mask_BS = torch.zeros(distances_BS.shape, device=device).masked_fill_(~visible_BS, -torch.inf)
+        return DecodeView(
+            slots_BS=torch.where(visible_BS, slots_BS, own_B1),
+            distances_B1S=distances_BS[:, None],
+            mask_B1S=mask_BS[:, None],
         )
-        return DecodeView(block_tables_BN=tables_BN, distances_B1S=distances_BS[:, None], mask_B1S=mask_BS[:, None])
 
     @property
     def is_decode(self) -> bool:

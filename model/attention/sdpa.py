@@ -71,8 +71,9 @@ def _attend_uncached(
 def _attend_decode(q_BHD: Tensor, form: AttentionForm, metadata: AttentionMetadata, kv_cache: KVCache) -> Tensor:
     """The one new token of each of the `decode_rows`, over its padded, masked context. Returns BHD."""
     view = metadata.decode_view(form.window, kv_cache.block_size)
-    num_slots = view.mask_B1S.shape[-1]
-    k_BSKD, v_BSKD = (x[:, :num_slots] for x in kv_cache.gather(form.layer, view.block_tables_BN))
+    slots_BS = view.slots_BS
+    found = kv_cache.gather_slots(form.layer, slots_BS.flatten())
+    k_BSKD, v_BSKD = (torch.unflatten(x_SKD, 0, slots_BS.shape) for x_SKD in found)
     # The G query heads of a group stand where query tokens would: they see the same keys.
     q_BKGD = torch.unflatten(q_BHD, 1, (k_BSKD.shape[2], -1))
     mask_BXXS = view.mask_B1S[:, None].to(v_BSKD.dtype)

@@ -77,10 +77,18 @@ def fits(config: ModelConfig) -> bool:
 
 
 def gathered(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: Tensor, kv_cache: KVCache) -> Tensor:
-    """A `DecodeWay` on any device: PyTorch's fused kernel over copies of all blocks of the tables."""
-    k_BSKD, v_BSKD = kv_cache.gather(form.layer, tables_BN)
-    distances_BS = positions_B[:, None] - torch.arange(k_BSKD.shape[1], device=q_BHD.device)
-    mask_BXXS = visible(distances_BS, form.window)[:, None, None]
+    """A `DecodeWay` on any device: PyTorch's fused kernel over copies of as many slots as the tables have.
+
+    A slot that a query does not see is replaced by its own: another sequence may have left NaN there.
+    """
+    size = kv_cache.block_size
+    slots_BS = (tables_BN[:, :, None] * size + torch.arange(size, device=q_BHD.device)).flatten(1)
+    distances_BS = positions_B[:, None] - torch.arange(slots_BS.shape[1], device=q_BHD.device)
+    visible_BS = visible(distances_BS, form.window)
+    seen_BS = torch.where(visible_BS, slots_BS, slots_BS.gather(1, positions_B[:, None]))
+    found = kv_cache.gather_slots(form.layer, seen_BS.flatten())
+    k_BSKD, v_BSKD = (torch.unflatten(x_SKD, 0, slots_BS.shape) for x_SKD in found)
+    mask_BXXS = visible_BS[:, None, None]
     # The G query heads of a group stand where query tokens would: they see the same keys.
     q_BKGD = torch.unflatten(q_BHD, 1, (k_BSKD.shape[2], -1))
     k_BKSD, v_BKSD = k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2)
@@ -190,7 +198,10 @@ def check(backend: PagedAttention, place: Place, queries: tuple[int, ...] = _QUE
 def _both(
     backend: PagedAttention, form: AttentionForm, place: Place, queries: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """The backend's and the oracle's outputs, float32 on the CPU, over scattered blocks."""
+    """The backend's and the oracle's outputs, float32 on the CPU, over scattered blocks.
+
+    Slots behind the contexts hold NaN, as a sequence may leave them whose numbers were not finite.
+    """
     size, config = place.block_size, place.config
     generator = torch.Generator().manual_seed(len(queries))
     needs = [-(-context // size) for context in _CONTEXTS]
@@ -213,6 +224,12 @@ def _both(
     heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
     shapes = [(len(positions_T), n, config.head_dim) for n in heads]
     drawn = [torch.randn(shape, generator=generator) for shape in (pool_shape, pool_shape, *shapes)]
+    known = torch.zeros(len(blocks) * size, dtype=torch.bool)
+    for row, context in enumerate(_CONTEXTS):
+        positions = torch.arange(context)
+        known[tables_BN[row, positions // size] * size + positions % size] = True
+    for pool_NPKD in drawn[:2]:
+        pool_NPKD.flatten(0, 1)[~known] = torch.nan
     keys, values, q_THD, k_TKD, v_TKD = (x.to(place.device, place.dtype) for x in drawn)
     outputs = []
     for attention in (backend, EagerAttention()):

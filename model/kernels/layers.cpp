@@ -98,9 +98,12 @@ class Step {
                  });
     }
 
-    // Where each row's highest logit is, of the first `size`.
+    // Where each row's highest logit is, of the first `size`; -1 where one of these, or of x, is NaN or infinite.
     void most_likely(const float* logits, int64_t row_stride, int64_t size, int64_t* ids) const {
-        each_row([&](int64_t row) { ids[row] = kvasir::most_likely(logits + row * row_stride, size); });
+        each_row([&](int64_t row) {
+            const bool is_known = is_finite(rows.x + row * stride, shape.hidden);
+            ids[row] = is_known ? kvasir::most_likely(logits + row * row_stride, size) : -1;
+        });
     }
 
    private:
@@ -296,7 +299,7 @@ struct Decode {
     const Matrix* head;
     const float *norm, *norm_bias;
     float* logits;  // head->outputs a row
-    int64_t* ids;   // of each row's highest logit, of the first num_ids
+    int64_t* ids;   // of each row's highest logit, of the first num_ids; -1 where a row is not finite
     int64_t num_ids;
 };
 

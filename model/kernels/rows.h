@@ -46,7 +46,7 @@ enum class Activation : int64_t { gelu = 0, gelu_exact = 1, relu = 2, silu = 3 }
 inline Lanes activate(Activation activation, Lanes x) {
     switch (activation) {
         case Activation::silu: return mul(x, sigmoid(x));
-        case Activation::relu: return max(x, zeros());
+        case Activation::relu: return max(zeros(), x);  // of this order, NaN stays NaN
         case Activation::gelu: {  // x (1 + tanh(u)) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
             const Lanes cubic = mul(mul(x, x), mul(x, splat(0.044715f)));
             return mul(x, sigmoid(mul(splat(1.59576912f), add(x, cubic))));
@@ -102,15 +102,23 @@ inline void normalize(Norm norm, const float* x, int64_t size, const float* weig
 
 inline uint8_t shifted(float rounded) { return static_cast<uint8_t>(static_cast<int>(rounded) + 128); }
 
-// A row as numbers of 8 bits with 128 added, and what the largest stands for: x = scale (out - 128).
+// A row as numbers of 8 bits with 128 added, and what the largest stands for: x = scale (out - 128). The scale of a row
+// that is not finite is NaN, for its integers would hide that.
 template <typename Number>
 inline float to_8_bits(const Number* x, int64_t size, uint8_t* out) {
-    Lanes most = zeros();
+    Lanes most = zeros(), odd = zeros();  // odd: 0 while all numbers are finite, else NaN
     int64_t at = 0;
-    for (; at + LANES <= size; at += LANES) most = max(most, max(load(x + at), sub(zeros(), load(x + at))));
-    float top = largest(most);
-    for (; at < size; ++at) top = std::fmax(top, std::fabs(to_float(x[at])));
-    const float scale = std::fmax(top, 1e-30f) / 127.f;
+    for (; at + LANES <= size; at += LANES) {
+        const Lanes some = load(x + at);
+        most = max(most, max(some, sub(zeros(), some)));
+        odd = fma(some, zeros(), odd);
+    }
+    float top = largest(most), last = 0.f;
+    for (; at < size; ++at) {
+        top = std::fmax(top, std::fabs(to_float(x[at])));
+        last += to_float(x[at]) * 0.f;
+    }
+    const float scale = std::fmax(top, 1e-30f) / 127.f + sum(odd) + last;
     for (at = 0; at + LANES <= size; at += LANES) {
         const Lanes quotient = divide(load(x + at), splat(scale));
 #if defined(__AVX512F__)
@@ -143,10 +151,15 @@ inline void copy(const float* from, int64_t size, bf16* to) {
     for (; at < size; ++at) to[at] = to_bf16(from[at]);
 }
 
-// Where the first of a row's highest numbers is, or of those that are none (as NumPy has it).
+// Whether all numbers, and their sum, are finite: numbers whose sum overflows are too large for any norm.
+inline bool is_finite(const float* x, int64_t size) {
+    return std::isfinite(sum_over(x, size, [](Lanes v) { return v; }));
+}
+
+// Where the first of a row's highest numbers is; -1 where one of them is NaN or infinite.
 inline int64_t most_likely(const float* x, int64_t size) {
     constexpr int64_t BLOCK = 16 * LANES;
-    Lanes odd = zeros();  // stays zero while all numbers are finite
+    Lanes odd = zeros();  // 0 while all numbers are finite, else NaN
     float most = -std::numeric_limits<float>::infinity();
     int64_t block = 0;
     for (int64_t start = 0; start < size; start += BLOCK) {
@@ -165,16 +178,9 @@ inline int64_t most_likely(const float* x, int64_t size) {
         }
         if (found > most) most = found, block = start;
     }
-    if (sum(odd) == 0.f) {
-        while (x[block] != most) ++block;
-        return block;
-    }
-    int64_t first = 0;
-    for (int64_t at = 0; at < size; ++at) {
-        if (std::isnan(x[at])) return at;
-        if (x[at] > x[first]) first = at;
-    }
-    return first;
+    if (sum(odd) != 0.f) return -1;
+    while (x[block] != most) ++block;
+    return block;
 }
 
 }  // namespace kvasir

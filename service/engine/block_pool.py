@@ -63,9 +63,7 @@ class BlockPool:
         for block in blocks:
             assert self._reference_counts[block] == 0
             self._reference_counts[block] = 1
-            known = self._hash_of_block.pop(block, None)
-            if known is not None:
-                del self._block_of_hash[known]
+        self.discard(blocks)
         return blocks
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
@@ -114,6 +112,13 @@ class BlockPool:
         """Find nothing any more: what the blocks hold is in doubt."""
         self._block_of_hash.clear()
         self._hash_of_block.clear()
+
+    def discard(self, blocks: Iterable[int]) -> None:
+        """No longer find these blocks by a hash; their owners keep them."""
+        for block in blocks:
+            known = self._hash_of_block.pop(block, None)
+            if known is not None:
+                del self._block_of_hash[known]
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Every block is owned by exactly the given block tables, or free, and the two hash maps mirror each other.

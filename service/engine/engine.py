@@ -23,7 +23,7 @@ from service.engine.runner import ModelRunner, Runner, StepOutputs
 from service.engine.scheduler import Scheduler
 from service.engine.sequence import Sequence
 from service.engine.steps import Steps
-from service.messages import FinishReason, StepStats, Submit, TokenDelta, TokenLogprob
+from service.messages import NON_FINITE, FinishReason, StepStats, Submit, TokenDelta, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +189,16 @@ class Engine:
             if before is not None:
                 before([chunk.sequence.uid for chunk in plan.chunks])
             self._steps.begin(plan, self._grammars.masks(plan))
-        plan, outputs = self._steps.finish()
+        plan, outputs, failed = self._steps.finish()
+        for sequence in failed:
+            self._refusals.append(ending(sequence, finish=finish_of(sequence, NON_FINITE)))
+            del self._texts[sequence.uid]
+            self._grammars.forget(sequence.uid)
         self._scheduler.commit(plan, outputs.token_ids)
         for sequence in self._grammars.advance(plan, outputs.token_ids):
             self._scheduler.finish(sequence, FinishReason.STOP)
         events = self._tell(plan, outputs)
-        return StepResult(events, self._stats(plan, events, time.perf_counter() - began))
+        return StepResult(events, self._stats(plan, events, len(failed), time.perf_counter() - began))
 
     def attention_weights(self, token_ids: tuple[int, ...], *, layer: int, heads: tuple[int, ...]) -> bytes:
         """What a text's tokens attend to, see `service.messages.Looked`. Sequences and their cache are not touched.
@@ -310,7 +314,7 @@ class Engine:
             finish=None if sequence.finish_reason is None else finish_of(sequence),
         )
 
-    def _stats(self, plan: StepPlan, events: list[TokenDelta], seconds: float) -> StepStats:
+    def _stats(self, plan: StepPlan, events: list[TokenDelta], num_non_finite: int, seconds: float) -> StepStats:
         num_blocks, num_free = self._config.num_blocks, self._scheduler.num_free_blocks
         num_prompt_tokens = num_drafts = num_draft_tokens = num_drawn = num_first = 0
         for chunk in plan.chunks:
@@ -339,4 +343,5 @@ class Engine:
             num_draft_tokens=num_draft_tokens,
             num_accepted_tokens=num_drawn - num_first,
             step_seconds=seconds,
+            num_non_finite=num_non_finite,
         )

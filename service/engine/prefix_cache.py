@@ -5,6 +5,8 @@ and values before any is read, so that sequences admitted to the same step can s
 change a sequence. What is findable, and for how long, is the block pool's.
 """
 
+from collections.abc import Iterable
+
 from service.engine.block_pool import BlockPool, block_hash
 from service.engine.config import EngineConfig
 from service.engine.sequence import Sequence
@@ -42,6 +44,10 @@ class PrefixCache:
         for index in range(sequence.num_registered_blocks, num_full):
             self._pool.register(sequence.block_table[index], sequence.block_hashes[index])
         sequence.num_registered_blocks = num_full
+
+    def discard(self, blocks: Iterable[int]) -> None:
+        """No longer find these blocks: a step has filled them with NaN or infinity."""
+        self._pool.discard(blocks)
 
     def forget(self) -> None:
         """Find nothing any more: a step that failed has not filled what was registered for it."""

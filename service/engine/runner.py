@@ -32,12 +32,15 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         nobody asked.
     prompt_logprobs: uid -> the scored successors of this chunk.
     pooled: uid -> the sum of the hidden states that `ModelInputs.pooled_rows` names, E float64.
+    non_finite: the step's packed tokens whose hidden state, logits or pooled sum are NaN or infinite. What was sampled
+        or scored of them means nothing.
     """
 
     token_ids: Sequence[int | None]
     logprobs: list[TokenLogprob | None]
     prompt_logprobs: dict[str, list[TokenLogprob]]
     pooled: dict[str, NDArray[np.float64]] = {}
+    non_finite: frozenset[int] = frozenset()
 
 
 class Launched(Protocol):
@@ -140,9 +143,9 @@ class ModelRunner:
     def launch(self, inputs: ModelInputs) -> Launched:
         """See `Runner`."""
         with torch.inference_mode():
-            _, logits_RV = self._compute(inputs)
+            x_TE, logits_RV = self._compute(inputs)
             self._drawn_B = sample_on_device(logits_RV[: len(inputs.params)], inputs.params, inputs.positions)
-            return _Draws(self._drawn_B)
+            return _Draws(self._drawn_B, _sums(x_TE, logits_RV, inputs.metadata.logit_rows_R))
 
     def _compute(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """The step's hidden states TE, and the logits RV that are wanted of them."""
@@ -174,10 +177,16 @@ class ModelRunner:
         if decoded is None:
             likely = None
             x_TE, logits_RV = self._compute(inputs)
+            non_finite = _non_finite(_sums(x_TE, logits_RV, inputs.metadata.logit_rows_R).cpu())
         else:
             likely, logits_RV = decoded
-            x_TE = logits_RV[:, :0]  # nobody pools what decodes
+            x_TE = logits_RV[:, :0]  # nothing is pooled of sequences that decode
+            non_finite = {row for row, token_id in enumerate(likely) if token_id < 0} if min(likely) < 0 else set()
         token_ids = _draw(logits_RV, inputs, likely) if inputs.params else []
+        pooled = self._pool(x_TE, inputs.pooled_rows) if inputs.pooled_rows else {}
+        for rows in inputs.pooled_rows:
+            if not np.isfinite(pooled[rows.uid]).all():
+                non_finite.add(rows.first_row)
         return StepOutputs(
             token_ids=token_ids,
             logprobs=_drawn_logprobs(logits_RV, token_ids, inputs.params) if inputs.wants_logprobs else [],
@@ -187,7 +196,8 @@ class ModelRunner:
                 )
                 for rows in inputs.prompt_rows
             },
-            pooled=self._pool(x_TE, inputs.pooled_rows) if inputs.pooled_rows else {},
+            pooled=pooled,
+            non_finite=frozenset(non_finite),
         )
 
     def _decode(self, inputs: ModelInputs) -> Decoded | None:
@@ -226,13 +236,12 @@ class ModelRunner:
 
 
 class _Draws:
-    """Ids that a device draws, on their way to the host: one copy, which nothing waits for until they are read."""
+    """Sampled ids and `_sums` on their way to the host: nothing waits for the copies until they are read."""
 
-    def __init__(self, drawn_B: Tensor) -> None:
-        self._ids_B, self._copied = drawn_B, None
+    def __init__(self, drawn_B: Tensor, sums_T: Tensor) -> None:
+        self._ids_B, self._sums_T, self._copied = drawn_B, sums_T, None
         if drawn_B.is_cuda:
-            self._ids_B = torch.empty(drawn_B.shape, dtype=drawn_B.dtype, pin_memory=True)
-            self._ids_B.copy_(drawn_B, non_blocking=True)
+            self._ids_B, self._sums_T = _pinned(drawn_B), _pinned(sums_T)
             self._copied = torch.cuda.Event()
             self._copied.record()
 
@@ -240,7 +249,30 @@ class _Draws:
         """See `Launched`."""
         if self._copied is not None:
             self._copied.synchronize()
-        return StepOutputs(token_ids=self._ids_B.tolist(), logprobs=[], prompt_logprobs={})
+        non_finite = frozenset(_non_finite(self._sums_T))
+        return StepOutputs(token_ids=self._ids_B.tolist(), logprobs=[], prompt_logprobs={}, non_finite=non_finite)
+
+
+def _pinned(x: Tensor) -> Tensor:
+    """A copy in the host's memory, which the device makes later."""
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return copy.copy_(x, non_blocking=True)
+
+
+def _sums(x_TE: Tensor, logits_RV: Tensor, rows_R: Tensor | None) -> Tensor:
+    """The sum of each packed token's hidden state and logits, T: finite where all of these numbers are.
+
+    A sum costs one pass where they are, and the host waits for nothing. A hidden state of finite numbers whose sum
+    overflows (over 1e34 each) is one that no norm can take either.
+    """
+    sums_T = x_TE.sum(dim=1, dtype=torch.float32)
+    of_logits_R = logits_RV.sum(dim=1, dtype=torch.float32)
+    return sums_T + of_logits_R if rows_R is None else sums_T.index_add_(0, rows_R.to(sums_T.device), of_logits_R)
+
+
+def _non_finite(sums_T: Tensor) -> set[int]:
+    """The packed tokens whose sum, on the host, is NaN or infinite."""
+    return set(np.flatnonzero(~np.isfinite(sums_T.numpy())).tolist())
 
 
 def _draw(logits_RV: Tensor, inputs: ModelInputs, likely: list[int] | None) -> Sequence[int | None]:

@@ -15,7 +15,7 @@ among the sequences of each. `service.engine.running_limit` says how many run at
 
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from service.engine.block_pool import BlockPool
 from service.engine.config import EngineConfig
@@ -221,6 +221,30 @@ class Scheduler:
         self._committed_seconds = now
         self._scheduled_seconds = now  # of a step ahead, which takes its time from here on
         return finished
+
+    def end_non_finite(self, plan: StepPlan, starts: Mapping[str, int]) -> list[Sequence]:
+        """End the sequences of a computed step whose numbers are NaN or infinite; `commit` follows without them.
+
+        Keys and values that the step wrote for them are not found again. A sequence that was to share these blocks in
+        the same step is preempted: attention may have spread NaN to all positions of the prompt, shared ones included.
+
+        Args:
+            starts: uid -> the first position that the step computed.
+        """
+        ended: list[Sequence] = []
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            if sequence.uid not in starts or sequence.status is not SequenceStatus.RUNNING:
+                continue  # a step launched ahead still has sequences that have ended; a preempted one is computed again
+            spoiled = set(sequence.block_table[starts[sequence.uid] // self._config.block_size :])
+            self._prefix_cache.discard(spoiled)
+            self.finish(sequence, FinishReason.ERROR)
+            ended.append(sequence)
+            for other in [running for running in self._running if not spoiled.isdisjoint(running.block_table)]:
+                first = next(place for place, block in enumerate(other.block_table) if block in spoiled)
+                self._prefix_cache.discard(other.block_table[first:])
+                self._preempt(other)
+        return ended
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """End a sequence for a reason that is not in its ids: a stop string, or a failure.

@@ -42,6 +42,7 @@ STEP = StepStats(
     num_draft_tokens=7,
     num_accepted_tokens=5,
     step_seconds=0.0625,
+    num_non_finite=1,
 )
 
 
@@ -119,6 +120,7 @@ _STEPPED = (
         "spec_decode_num_drafts_total": 2,
         "spec_decode_num_draft_tokens_total": 7,
         "spec_decode_num_accepted_tokens_total": 5,
+        "non_finite_sequences_total": 1,
         "engine_busy_seconds_total": 0.0625,
     }
     | _once("batch_size", 4)

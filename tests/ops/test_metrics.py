@@ -132,6 +132,7 @@ def test_a_step_without_prompts_leaves_the_prompt_counters(metrics: Metrics) -> 
             num_draft_tokens=0,
             num_accepted_tokens=0,
             step_seconds=0.03125,
+            num_non_finite=0,
         )
     )
     metrics.flush()

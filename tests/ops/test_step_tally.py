@@ -69,6 +69,7 @@ def test_what_was_gathered_is_seen_when_it_is_asked_for(bench: Bench) -> None:
         ("num_drafts", "spec_decode_num_drafts_total"),
         ("num_draft_tokens", "spec_decode_num_draft_tokens_total"),
         ("num_accepted_tokens", "spec_decode_num_accepted_tokens_total"),
+        ("num_non_finite", "non_finite_sequences_total"),
     ],
 )
 def test_what_a_step_counts_adds_up(bench: Bench, field: str, name: str) -> None:

@@ -1,0 +1,33 @@
+"""`kvasir serve` with a model that computes NaN for one token: `python -m tests.e2e.non_finite serve …`."""
+
+import math
+import sys
+from typing import Any
+
+import torch
+
+from service import logs
+from service.server import build_server
+from service.settings import ServeSettings, read_settings
+from service.worker import EngineAPI
+
+POISON = 1
+
+
+class DamagedAPI(EngineAPI):
+    """Damages one row of the embedding once the engine has packed its matrices: no check of the file finds it."""
+
+    def build(self) -> Any:
+        """See `EngineAPI.build`."""
+        engine, facts = super().build()
+        engine.warm_up(1)
+        with torch.inference_mode():
+            runner: Any = engine._runner
+            runner._model.token_embedding.weight[POISON] = math.nan
+        return engine, facts
+
+
+if __name__ == "__main__":
+    settings = read_settings(ServeSettings, sys.argv[2:], command="serve", summary="")
+    logs.configure(settings.log_level)
+    raise SystemExit(build_server(settings, engine_api=DamagedAPI).serve())

@@ -1,0 +1,266 @@
+"""A sequence whose numbers turn to NaN or infinity ends with an error, and its neighbours' bits stay what they were.
+
+One row of the embedding is NaN, infinite, or so large that its sums overflow: only prompts with this token go wrong.
+"""
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Ordered
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from model.attention.native import NativeAttention
+from model.attention.paged import PagedAttention
+from model.attention.ways import gathered, one_by_one
+from model.kernels.loading import Kernels
+from model.linear import replace_linears
+from model.training.bpe import train_bpe
+from model.transformer import Transformer
+from service.engine.config import EngineConfig
+from service.engine.engine import Engine
+from service.engine.graphs import call_again
+from service.engine.plan import Chunk, StepPlan, step_plan
+from service.engine.runner import ModelRunner
+from service.engine.sequence import Sequence
+from service.engine.steps import sound_chunks
+from service.messages import NON_FINITE, FinishReason, Pooling, Submit, TokenDelta
+from tests.engine.fakes import make_submit
+from tests.model.configs import VARIANTS, build
+from tests.model.kernel_libraries import BUILDABLE, library_of
+
+TOKENIZER = train_bpe([], 300)
+POISON = 0  # padding rows of a step have this token: theirs are not finite either
+BLOCK = 4
+CONFIG: dict[str, Any] = {"block_size": BLOCK, "num_blocks": 60, "max_num_running": 8, "max_batched_tokens": 24}
+BEST = list(BUILDABLE)[:1]
+HUGE = 1e38
+NATIVE = [("float32", math.nan), ("float32", math.inf), ("float32", HUGE), ("bfloat16", math.nan), ("int8", math.nan)]
+ALL = [
+    *(("native", *kind) for kind in NATIVE[:1] if BEST),
+    *(("sdpa", *kind) for kind in NATIVE),
+    ("eager", "float32", math.nan),
+    ("paged", "float32", math.nan),
+    ("paged", "bfloat16", HUGE),
+]
+
+
+def poisoned(backend: str, numbers: str, value: float, variant: str = "rotary-mqa-untied") -> Transformer:
+    model = build(VARIANTS[variant], backend if backend in ("sdpa", "eager") else "sdpa")
+    with torch.no_grad():
+        model.token_embedding.weight[POISON] = value
+    if numbers == "int8":
+        replace_linears(model, "int8")
+    else:
+        model = model.to(getattr(torch, numbers))
+    if backend == "native":
+        kernels = Kernels()
+        kernels.loaded = library_of(BEST[0])
+        use(model, NativeAttention(kernels))
+    if backend == "paged":
+        use(model, PagedAttention(gathered, one_by_one))
+    return model
+
+
+def use(model: Transformer, attention: Any) -> None:
+    for block in model.layers:
+        block.attention.backend = attention  # type: ignore[union-attr]
+
+
+class Answers:
+    """Submissions that arrive one a step, and all events of each."""
+
+    def __init__(self, model: Transformer, *, looks_ahead: bool = False, **config: Any) -> None:
+        self.engine = Engine(model, TOKENIZER, EngineConfig(**{**CONFIG, **config}), looks_ahead=looks_ahead)
+        self.events: dict[str, list[TokenDelta]] = {}
+        self.num_non_finite = self.largest_batch = self.num_preemptions = self.num_accepted = 0
+
+    def drive(self, submits: Ordered[Submit], *, at_once: bool = False) -> "Answers":
+        waiting = list(submits)
+        while waiting or self.engine.has_work:
+            for submit in waiting[: None if at_once else 1]:
+                self.engine.submit(submit)
+                waiting.remove(submit)
+            result = self.engine.step()
+            self.engine.check_integrity()
+            self.num_non_finite += result.stats.num_non_finite
+            self.num_accepted += result.stats.num_accepted_tokens
+            self.largest_batch = max(self.largest_batch, result.stats.batch_size)
+            for event in result.events:
+                self.events.setdefault(event.uid, []).append(event)
+        assert result.stats.num_free_blocks == result.stats.num_blocks
+        return self
+
+    def told(self, uid: str) -> list[object]:
+        """All but times: to the last bit."""
+        found: list[object] = []
+        for event in self.events[uid]:
+            found += [*event.token_ids, event.text, *(event.logprobs or ()), event.embedding]
+            found += event.prompt_logprobs or ()
+            found.append(event.finish and event.finish.reason)
+        return found
+
+    def check_failed(self, uid: str) -> None:
+        *before, last = self.events[uid]
+        assert last.finish is not None
+        assert (last.finish.reason, last.finish.error) == (FinishReason.ERROR, NON_FINITE)
+        assert (last.token_ids, last.text, last.embedding, last.prompt_logprobs) == ((), "", None, None)
+        entries = [entry for event in before for entry in event.logprobs or ()]
+        assert all(entry.logprob is not None and math.isfinite(entry.logprob) for entry in entries)
+
+
+def good(count: int, seed: int) -> list[Submit]:
+    """Greedy and seeded completions, texts to embed, prompts to score."""
+    rng = random.Random(seed)
+    made = []
+    for number in range(count):
+        prompt = [rng.randrange(1, 256) for _ in range(rng.randint(1, 30))]
+        params: dict[str, Any] = {"temperature": number % 2, "seed": number, "logprobs": 2, "ignore_eos": True}
+        if number % 5 == 3:
+            made.append(
+                msgspec.structs.replace(
+                    make_submit(f"g{number}", prompt, max_tokens=0), pooling=rng.choice(list(Pooling))
+                )
+            )
+            continue
+        params["prompt_logprobs"] = 1 if number % 5 == 4 else None
+        params["bad_word_ids"] = ((POISON,),)
+        made.append(make_submit(f"g{number}", prompt, max_tokens=rng.randint(2, 20), **params))
+    return made
+
+
+def with_token(submits: Ordered[Submit], token_id: int, place: Callable[[int], int]) -> list[Submit]:
+    """The same requests under other names, with a token put where `place` says of the prompt's length."""
+    made = []
+    for submit in submits:
+        ids = list(submit.prompt_token_ids)
+        ids.insert(place(len(ids)), token_id)
+        uid = submit.uid.replace("g", "b")
+        made.append(msgspec.structs.replace(submit, uid=uid, prompt_token_ids=tuple(ids)))
+    return made
+
+
+def forced(uid: str) -> Submit:
+    """Samples the token itself: its first token is finite, the second is not."""
+    return make_submit(uid, [5, 6, 7], max_tokens=9, allowed_token_ids=(POISON,), temperature=0.0, logprobs=1)
+
+
+@pytest.mark.parametrize(("numbers", "value"), NATIVE)
+@pytest.mark.parametrize("level", BEST)
+def test_natively_an_answer_has_the_same_bits_with_and_without_such_neighbours(
+    level: str, numbers: str, value: float
+) -> None:
+    """In random batches, in chunks, with blocks that are used again."""
+    rng = random.Random(2)
+    healthy, ill = good(10, seed=1), with_token(good(6, seed=2), POISON, lambda length: rng.randint(0, length))
+    mixed = [*healthy, *ill, forced("forced")]
+    rng.shuffle(mixed)
+    together = Answers(poisoned("native", numbers, value)).drive(mixed)
+    apart = Answers(poisoned("native", numbers, value)).drive(healthy)
+    assert together.largest_batch > 3
+    for submit in healthy:
+        assert together.told(submit.uid) == apart.told(submit.uid), submit.uid
+    for submit in [*ill, forced("forced")]:
+        together.check_failed(submit.uid)
+    assert [event.token_ids for event in together.events["forced"]] == [(POISON,), ()]
+    assert (together.num_non_finite, apart.num_non_finite) == (len(ill) + 1, 0)
+
+
+@pytest.mark.parametrize(("backend", "numbers", "value"), ALL)
+def test_neighbours_have_the_bits_that_they_have_beside_others_of_the_same_lengths(
+    backend: str, numbers: str, value: float
+) -> None:
+    """PyTorch's products round by the shape of a step, so its steps have the same shapes with and without the token."""
+    healthy = good(10, seed=1)
+    once = [dataclasses.replace(submit.params, max_tokens=min(1, submit.params.max_tokens)) for submit in healthy]
+    short = [msgspec.structs.replace(submit, params=params) for submit, params in zip(good(10, 2), once, strict=True)]
+    answers = []
+    for token_id in (POISON, POISON + 1):
+        others = with_token(short, token_id, lambda length: length)
+        submits = [each for pair in zip(healthy, others, strict=True) for each in pair]
+        answers.append(Answers(poisoned(backend, numbers, value)).drive(submits))
+    beside_ill, beside_healthy = answers
+    assert beside_ill.largest_batch > 3
+    for submit in healthy:
+        assert beside_ill.told(submit.uid) == beside_healthy.told(submit.uid), submit.uid
+    for number in range(len(short)):
+        beside_ill.check_failed(f"b{number}")
+    assert (beside_ill.num_non_finite, beside_healthy.num_non_finite) == (len(short), 0)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager", "paged"])
+def test_a_neighbour_that_was_to_share_blocks_of_the_same_step_is_computed_again(backend: str) -> None:
+    """0 * NaN is NaN: of a prompt in one step, PyTorch's attention also spoils positions before the token."""
+    common = list(range(20, 20 + 3 * BLOCK))
+    ill = make_submit("b", [*common, POISON, 9], temperature=0.0, logprobs=1)
+    healthy = make_submit("g", [*common, 7, 8], temperature=0.0, logprobs=1, ignore_eos=True)
+    together = Answers(poisoned(backend, "float32", math.nan), max_batched_tokens=64)
+    together.drive([ill, healthy], at_once=True)
+    alone = Answers(poisoned(backend, "float32", math.nan), max_batched_tokens=64).drive([healthy])
+    together.check_failed("b")
+    assert together.told("g") == alone.told("g")
+    finish = together.events["g"][-1].finish
+    assert finish is not None
+    assert finish.num_preemptions == 1
+
+
+@pytest.mark.parametrize("backend", [*(["native"] if BEST else []), "sdpa", "eager"])
+def test_blocks_of_a_step_that_was_not_finite_are_not_found_again(backend: str) -> None:
+    common = list(range(20, 20 + 3 * BLOCK))
+    answers = Answers(poisoned(backend, "float32", math.nan), max_batched_tokens=64)
+    answers.drive([make_submit("b0", [*common, POISON, 9])])
+    for number, healthy in enumerate(([*common, 7, 8], common)):
+        answers.drive([make_submit(f"g{number}", healthy, logprobs=0, ignore_eos=True)])
+    answers.drive([make_submit("b1", [*common, POISON, 9])])
+    for uid in ("b0", "b1"):
+        answers.check_failed(uid)
+    finishes = [answers.events[uid][-1].finish for uid in ("b0", "g0", "g1", "b1")]
+    assert [finish and finish.num_cached_tokens for finish in finishes] == [0, 0, 2 * BLOCK, 3 * BLOCK]
+    entries = [entry for event in answers.events["g1"] for entry in event.logprobs or ()]
+    assert len(entries) == 8
+    assert all(entry.logprob is not None and math.isfinite(entry.logprob) for entry in entries)
+
+
+def test_steps_that_are_recorded_and_launched_ahead() -> None:
+    """The step behind one that is not finite has been launched with the sequence before that is known."""
+    answers = []
+    healthy = [
+        make_submit(f"g{number}", [20 + number, 30], max_tokens=20, temperature=0.0, ignore_eos=True)
+        for number in range(4)
+    ]
+    for token_id in (POISON, POISON + 1):
+        model = poisoned("paged", "float32", math.nan)
+        runner = ModelRunner(model, num_blocks=60, block_size=BLOCK, vocab_size=TOKENIZER.vocab_size)
+        runner._model.token_embedding.weight[POISON], kept = 0.0, runner._model.token_embedding.weight[POISON].clone()
+        runner.record(call_again, max_rows=8, max_context_length=64)
+        runner._model.token_embedding.weight[POISON] = kept
+        ahead = Answers(model)
+        ahead.engine = Engine(model, TOKENIZER, EngineConfig(**CONFIG), runner=runner, looks_ahead=True)
+        late = make_submit("b", [5, token_id], max_tokens=1 if token_id else 9, temperature=0.0)
+        answers.append(ahead.drive([*healthy, late], at_once=True))
+    answers[0].check_failed("b")
+    for submit in healthy:
+        assert answers[0].told(submit.uid) == answers[1].told(submit.uid)
+    assert answers[0].num_non_finite == 1
+
+
+def test_a_draft_is_cut_before_what_is_not_finite() -> None:
+    """A drafted token is not the sequence's until it is sampled: the next step computes it again, and finds out."""
+    first, second = (
+        Sequence.from_submit(make_submit(uid, [1, 2, 3, 4, 5]), arrival_number=1, max_context_length=64) for uid in "ab"
+    )
+    plan = step_plan((Chunk(first, 4, 4, True, (7, 8, 9)), Chunk(second, 0, 5, False)))
+    assert sound(plan, frozenset({2})) == ({}, [(2, (7,)), (5, ())])
+    assert sound(plan, frozenset({1, 3})) == ({}, [(1, ()), (5, ())])
+    assert sound(plan, frozenset({0, 2})) == ({"a": 4}, [(2, (7,)), (5, ())])
+    assert sound(plan, frozenset({8})) == ({"b": 0}, [(4, (7, 8, 9)), (5, ())])
+    assert sound(plan, frozenset({9, 11})) == ({}, [(4, (7, 8, 9)), (5, ())])
+
+
+def sound(plan: StepPlan, rows: frozenset[int]) -> tuple[dict[str, int], list[tuple[int, tuple[int, ...]]]]:
+    starts, chunks = sound_chunks(plan, rows)
+    return starts, [(chunk.num_tokens, chunk.draft) for chunk in chunks]
