@@ -23,15 +23,15 @@ _ESCAPE = re.compile(r"\\([0-7]{3})")  # of spaces in mountinfo
 
 
 class _Names(NamedTuple):
-    """The files of one version's memory controller, and the entry of memory.stat for unused page cache."""
+    """The files of one version's memory controller, and the entries of memory.stat for page cache."""
 
     limit: str
     usage: str
-    reclaimable: str
+    page_cache: tuple[str, str]
 
 
-_MEMORY_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_MEMORY_V2 = _Names("memory.max", "memory.current", "inactive_file")
+_MEMORY_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+_MEMORY_V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
 def usable_cpus(root: Path = _ROOT) -> int:
@@ -63,10 +63,14 @@ def total_memory_bytes(root: Path = _ROOT) -> int:
 def available_memory_bytes(root: Path = _ROOT) -> int:
     """Return the memory that can still be allocated, on the machine and within every limit.
 
-    Page cache that is not in use is reclaimed by the kernel before it kills a process, so it counts as available.
-    Swap does not.
+    Pages of files are reclaimed by the kernel before it kills a process, so they count as available. Swap does not.
     """
     return max(0, min([_meminfo(root)["MemAvailable"], *(limit - used for limit, used in _memory(root))]))
+
+
+def own_anonymous_bytes(root: Path = _ROOT) -> int:
+    """Return the memory of this process that no file holds, and that no other process can share from its start."""
+    return _kibibytes(root / "proc/self/status")["RssAnon"]
 
 
 def _memory(root: Path) -> Iterator[tuple[int, int]]:
@@ -76,7 +80,8 @@ def _memory(root: Path) -> Iterator[tuple[int, int]]:
             limit = _number(directory / names.limit)
             if limit is not None and limit < _NO_LIMIT:
                 used = _number(directory / names.usage) or 0
-                yield limit, max(0, used - _statistics(directory).get(names.reclaimable, 0))
+                statistics = _statistics(directory)
+                yield limit, max(0, used - sum(statistics.get(name, 0) for name in names.page_cache))
 
 
 def _statistics(directory: Path) -> dict[str, int]:
@@ -145,9 +150,13 @@ def _unescape(text: str) -> str:
 
 
 def _meminfo(root: Path) -> dict[str, int]:
-    """Return /proc/meminfo in bytes."""
-    pairs = (line.split()[:2] for line in _lines(root / "proc/meminfo"))
-    return {name.removesuffix(":"): int(kibibytes) * 1024 for name, kibibytes in pairs}
+    return _kibibytes(root / "proc/meminfo")
+
+
+def _kibibytes(path: Path) -> dict[str, int]:
+    """Return the sizes of a file with lines such as "MemTotal: 4096 kB", in bytes."""
+    words = (line.split() for line in _lines(path))
+    return {line[0].removesuffix(":"): int(line[1]) * 1024 for line in words if len(line) == 3 and line[2] == "kB"}
 
 
 def _number(path: Path) -> int | None:

@@ -8,6 +8,7 @@ from model.system.limits import (
     available_memory_bytes,
     cpu_quota,
     memory_limit_bytes,
+    own_anonymous_bytes,
     total_memory_bytes,
     usable_cpus,
 )
@@ -31,8 +32,9 @@ def tree(root: Path, groups: str, mounts: str, files: dict[str, str]) -> Path:
     return root
 
 
-def v1_memory(path: str, limit: int, usage: int = 0, inactive_file: int = 0) -> dict[str, str]:
-    statistics = f"cache {inactive_file}\ninactive_file 1\ntotal_inactive_file {inactive_file}\n"
+def v1_memory(path: str, limit: int, usage: int = 0, page_cache: int = 0) -> dict[str, str]:
+    statistics = f"cache {page_cache}\ninactive_file 1\ntotal_inactive_file {page_cache // 2}\n"
+    statistics += f"total_active_file {page_cache - page_cache // 2}\n"
     return {
         f"memory{path}/memory.limit_in_bytes": f"{limit}\n",
         f"memory{path}/memory.usage_in_bytes": f"{usage}\n",
@@ -40,11 +42,11 @@ def v1_memory(path: str, limit: int, usage: int = 0, inactive_file: int = 0) -> 
     }
 
 
-def v2_memory(path: str, limit: int | str, usage: int = 0, inactive_file: int = 0) -> dict[str, str]:
+def v2_memory(path: str, limit: int | str, usage: int = 0, page_cache: int = 0) -> dict[str, str]:
     return {
         f"{path}/memory.max": f"{limit}\n",
         f"{path}/memory.current": f"{usage}\n",
-        f"{path}/memory.stat": f"anon 5\ninactive_file {inactive_file}\n",
+        f"{path}/memory.stat": f"anon 5\ninactive_file {page_cache // 4}\nactive_file {page_cache - page_cache // 4}\n",
     }
 
 
@@ -145,6 +147,13 @@ def test_garbage_is_no_limit(tmp_path: Path, garbage: str) -> None:
         path.write_bytes(garbage.encode(errors="surrogateescape"))
     assert (cpu_quota(root), memory_limit_bytes(root)) == (None, None)
     assert available_memory_bytes(root) == 3000 * 1024
+
+
+def test_a_process_counts_what_no_file_holds(tmp_path: Path) -> None:
+    path = tmp_path / "proc/self/status"
+    path.parent.mkdir(parents=True)
+    path.write_text("Name:\tpython 1\nRssAnon:\t  2048 kB\nRssFile:\t  4096 kB\nThreads:\t1\n")
+    assert own_anonymous_bytes(tmp_path) == 2 * 2**20
 
 
 def test_more_used_than_allowed_leaves_nothing(tmp_path: Path) -> None:
