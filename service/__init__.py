@@ -62,6 +62,7 @@ frontend         LitSpec: routes, tokenization, admission, SSE, cancel, replay
 lifecycle        what the processes must know of each other, in shared memory
 readiness        can a request be served now, and if not, why and how long
 healthcheck      a container's health check: GET /ready with the standard library alone
+server_memory    what a server on a CPU needs of the machine's memory beside the KV-cache, torch-free
 serving_path     by which path tokens are computed: whose kernels, how, in which numbers
 batch_completion many completions by the engine, without a server
 engine_builder   from settings and a checkpoint to an engine; what "auto" means here

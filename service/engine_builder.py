@@ -33,6 +33,7 @@ from service.engine.accelerated import (
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.memory import LargestStep
+from service.server_memory import LoadedModel, MemoryPlan, ServerNeeds, plan_memory
 from service.settings import ModelSettings, SettingsError, context_length
 
 _MIB = 2**20
@@ -43,7 +44,9 @@ _PREFIX_CACHE_SHARE = 0.5
 _USUAL_LENGTH = 8192
 # Of free memory, for one context that is too long for half of it.
 _MOST_OF_MEMORY = 0.8
+# In a safetensors file.
 _STORED_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_STORED_AS = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -55,6 +58,7 @@ class EngineFacts:
     kernel_level: instruction level of the native kernels, where they compute every step whole; else None.
     matrices: plain, packed, int8 or fp8, see `model.linear`, `model.eight_bits`.
     reasons: why a setting's "auto" came to its value, by the setting's name.
+    has_standby: a standby worker is wanted, and fits into memory.
     """
 
     device: str
@@ -69,6 +73,7 @@ class EngineFacts:
     kv_cache_bytes: int
     kv_cache_dtype: str
     reasons: Mapping[str, str]
+    has_standby: bool = True
 
     def __str__(self) -> str:
         return (
@@ -98,8 +103,13 @@ class EngineFacts:
         return values | {name: f"{values[name]} ({reason})" for name, reason in self.reasons.items()}
 
 
-def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, EngineFacts]:
+def build_engine(
+    settings: ModelSettings, manifest: Manifest, *, server: ServerNeeds | None = None
+) -> tuple[Engine, EngineFacts]:
     """Load the model and make the engine around it. Native kernels are compiled first where they are missing.
+
+    Args:
+        server: the server that needs memory beside this process; None: there is none.
 
     Raises:
         CheckpointError: the tensors cannot be read.
@@ -124,6 +134,7 @@ def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, E
     attending = _attend(settings, place)
     is_native = _is_native(settings, manifest.config, dtype, device)
     packs = device == "cpu" and (is_native or _matrix_kind(settings.quantize, device, dtype) != "plain")
+    plan = _plan(server, settings, manifest, place, packs=packs, cache_value_bytes=held_as.itemsize)
     loaded = load_model(manifest, device=device, dtype=dtype, attention=attending.backend, packs_next=packs)
     matrices = prepare_matrices(loaded, settings.quantize, eight_bits)
     fuse_for_gpu(loaded)
@@ -132,8 +143,9 @@ def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, E
     block_bytes = settings.block_size * manifest.config.kv_bytes_per_token(held_as.itemsize)
     largest, records = _largest_step(settings, max_context_length), settings.cuda_graphs and attending.recordable
     usable = cache_bytes(loaded, largest, settings.gpu_memory_share, records=records)
-    free = free_bytes(device) if usable is None else usable
-    num_blocks = _num_blocks(settings, max_context_length, block_bytes, free, is_shared=usable is None)
+    free = max(0, free_bytes(device) - plan.reserved_bytes) if usable is None else usable
+    known = server.num_blocks if server is not None and usable is None else 0
+    num_blocks = known or _num_blocks(settings, max_context_length, block_bytes, free, is_shared=usable is None)
     config = _engine_config(settings, num_blocks, max_context_length)
     engine = _make_engine(model, load_tokenizer(manifest.directory), config, attending, settings)
     facts = EngineFacts(
@@ -149,8 +161,46 @@ def build_engine(settings: ModelSettings, manifest: Manifest) -> tuple[Engine, E
         kv_cache_bytes=num_blocks * block_bytes,
         kv_cache_dtype=str(held_as).removeprefix("torch."),
         reasons={"dtype": dtype_reason, "threads": threads_reason},
+        has_standby=plan.has_standby,
     )
     return engine, facts
+
+
+def _plan(
+    server: ServerNeeds | None,
+    settings: ModelSettings,
+    manifest: Manifest,
+    place: Place,
+    *,
+    packs: bool,
+    cache_value_bytes: int,
+) -> MemoryPlan:
+    """Return the memory that the first worker of a server on a CPU leaves to the rest of the server.
+
+    Raises:
+        ValueError: the server does not fit into memory.
+    """
+    if server is None or server.num_blocks or place.device.type != "cpu":
+        return MemoryPlan(reserved_bytes=0, has_standby=server is not None and server.standby)
+    is_native = _is_native(settings, manifest.config, place.dtype, place.device.type)
+    loaded = LoadedModel(
+        config=manifest.config,
+        value_bytes=place.dtype.itemsize,
+        cache_value_bytes=cache_value_bytes,
+        num_copies=_num_copies(manifest, place.dtype, packs=packs) if is_native else 1,
+        max_context_length=context_length(settings, manifest.config),
+    )
+    return plan_memory(loaded, settings, standby=server.standby)
+
+
+def _num_copies(manifest: Manifest, dtype: torch.dtype, *, packs: bool) -> int:
+    """Return how many times the matrices are in memory while native kernels pack them.
+
+    Args:
+        packs: matrices of the model's dtype are the file's own pages until they are packed.
+    """
+    stored = {part.dtype for place in manifest.place_tensors().values() for part in place.parts}
+    return 1 if packs and stored == {_STORED_AS.get(dtype)} else 2
 
 
 def _engine_config(settings: ModelSettings, num_blocks: int, max_context_length: int) -> EngineConfig:

@@ -38,6 +38,8 @@ class Lifecycle:
     num_api_beats: signs of life of the API process, every second; written by it.
     num_active: completion requests whose response is not finished; written by the API process.
     manager_pid: LitServe's queue process, 0 until it is up; written by main.
+    num_blocks: of the KV-cache, 0 before it is known; written by the first worker, and taken by the next ones.
+    has_standby_memory: 0 if a standby worker does not fit into memory; written by the first worker.
     """
 
     main_pid: int
@@ -50,6 +52,8 @@ class Lifecycle:
     num_api_beats: c_long = field(default_factory=lambda: RawValue(c_long, 0))
     num_active: c_int = field(default_factory=lambda: RawValue(c_int, 0))
     manager_pid: c_int = field(default_factory=lambda: RawValue(c_int, 0))
+    num_blocks: c_int = field(default_factory=lambda: RawValue(c_int, 0))
+    has_standby_memory: c_int = field(default_factory=lambda: RawValue(c_int, 1))
 
     def enter(self, phase: Phase) -> None:
         """Begin a phase; main only."""

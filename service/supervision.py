@@ -162,9 +162,13 @@ class Supervisor:
             self._fail(f"the queue process {cause_of_death(queue)}")
         elif self._hang_seconds and self._end_hung(api=api, queue=queue, worker=worker):
             pass
-        elif self._has_standby and lifecycle.ready_epoch.value == lifecycle.epoch.value:
+        elif self._wants_standby and lifecycle.ready_epoch.value == lifecycle.epoch.value:
             with self._launching:
                 self._standby.keep()
+
+    @property
+    def _wants_standby(self) -> bool:
+        return self._has_standby and self._lifecycle.has_standby_memory.value != 0
 
     def _end_hung(self, *, api: BaseProcess, queue: BaseProcess, worker: Callable[[], BaseProcess]) -> bool:
         """Kill whoever has been silent for too long. Whether there was one."""

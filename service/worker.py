@@ -35,6 +35,7 @@ from service.messages import (
     encode_events,
 )
 from service.metrics import WORKER, Metrics
+from service.server_memory import ServerNeeds
 from service.serving_path import path_of
 from service.settings import ServeSettings, SettingsError, effective_values
 from service.standby import wait_for_word
@@ -125,7 +126,12 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
         """The engine, ready to serve, and what "auto" came to. Raises what `engine_builder.build_engine` does."""
         from service.engine_builder import build_engine
 
-        engine, facts = build_engine(self.settings, self.manifest)
+        lifecycle = self.lifecycle
+        server = ServerNeeds(standby=self.settings.standby, num_blocks=lifecycle.num_blocks.value)
+        engine, facts = build_engine(self.settings, self.manifest, server=server)
+        if not lifecycle.num_blocks.value:
+            lifecycle.num_blocks.value = facts.num_blocks
+            lifecycle.has_standby_memory.value = facts.has_standby
         engine.warm_up(_CPU_WARM_UP_TOKENS if facts.device == "cpu" else None)
         return engine, facts
 

@@ -10,9 +10,10 @@ from torch import nn
 from model.eight_bits import FORMATS, PLAIN, EightBitLinear, EightBits
 from model.kernels.loading import Kernels
 from model.manifest import Manifest, read_manifest
-from service import engine_builder
+from service import engine_builder, server_memory
 from service.engine.config import EngineConfig
-from service.engine_builder import build_engine
+from service.engine_builder import EngineFacts, build_engine
+from service.server_memory import LoadedModel, ServerNeeds, plan_memory
 from service.settings import ModelSettings, SettingsError
 from tests.service.sequences import make_submit
 from tests.tiny_model import save_tiny_checkpoint
@@ -158,16 +159,34 @@ def test_a_context_that_does_not_fit_is_refused_with_one_that_does(
         build_engine(settings(tiny_checkpoint), manifest)
 
 
-def test_what_is_packed_later_is_not_free(
-    manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PyTorch's way has packed its own already."""
-    monkeypatch.setattr(engine_builder, "free_bytes", lambda device: 20 * CONTEXT * BYTES_PER_TOKEN)
-    facts = [build_engine(settings(tiny_checkpoint, attention=name), manifest)[1] for name in ("native", "sdpa")]
-    rest = 20 * CONTEXT * BYTES_PER_TOKEN - 4 * manifest.config.num_parameters
-    useful = facts[1].num_blocks
-    assert facts[0].num_blocks == min(useful, rest // 2 // (16 * BYTES_PER_TOKEN))
-    assert facts[0].num_blocks < useful
+def server_with(
+    monkeypatch: pytest.MonkeyPatch, manifest: Manifest, *, contexts: int, standby_bytes: int, **server: Any
+) -> EngineFacts:
+    """Build a server's engine where the plan leaves room for so many contexts, of which the cache takes half."""
+    for module in (engine_builder, server_memory):
+        monkeypatch.setattr(module, "available_memory_bytes", lambda: 2**30)
+    monkeypatch.setattr(server_memory, "memory_limit_bytes", lambda: 2**30)
+    monkeypatch.setattr(server_memory, "own_anonymous_bytes", lambda: standby_bytes)
+    asked = settings(manifest.directory, attention="sdpa", max_num_running=1024, max_batched_tokens=1024)
+    plan = plan_memory(LoadedModel(manifest.config, 4, 4, 1, CONTEXT), asked, standby=server["standby"])
+    room = plan.reserved_bytes + contexts * CONTEXT * BYTES_PER_TOKEN
+    monkeypatch.setattr(engine_builder, "available_memory_bytes", lambda: room)
+    return build_engine(asked, manifest, server=ServerNeeds(**server))[1]
+
+
+def test_the_cache_of_a_server_leaves_room_for_its_plan(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    fits = server_with(monkeypatch, manifest, contexts=20, standby_bytes=100 * 2**20, standby=True, num_blocks=0)
+    assert (fits.num_blocks, fits.has_standby) == (10 * CONTEXT / 16, True)
+    fits_not = server_with(monkeypatch, manifest, contexts=20, standby_bytes=2**30, standby=True, num_blocks=0)
+    assert (fits_not.num_blocks, fits_not.has_standby) == (10 * CONTEXT / 16, False)
+
+
+def test_a_worker_that_replaces_another_has_its_cache(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is free by then: the API process is there, too."""
+    monkeypatch.setattr(engine_builder, "free_bytes", lambda device: 0)
+    asked = settings(manifest.directory)
+    _, facts = build_engine(asked, manifest, server=ServerNeeds(standby=True, num_blocks=17))
+    assert facts.num_blocks == 17
 
 
 def test_a_shorter_context_sizes_the_cache_and_ends_sequences(manifest: Manifest, tiny_checkpoint: Path) -> None:

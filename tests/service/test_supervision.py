@@ -176,6 +176,14 @@ def test_the_end_of_the_api_process_is_seen_at_once(metrics: Metrics, monkeypatc
     assert bench.failures == ["the API process was killed by SIGKILL (out of memory?)"]
 
 
+def test_a_standby_that_does_not_fit_into_memory_is_not_started(bench: Bench) -> None:
+    bench.lifecycle.has_standby_memory.value = False
+    bench.watch()
+    assert bench.launched == []
+    bench.die()
+    assert bench.launched == [(1, False)]
+
+
 def test_without_a_standby_a_worker_is_started(metrics: Metrics) -> None:
     bench = Bench(metrics, has_standby=False)
     bench.watch()
