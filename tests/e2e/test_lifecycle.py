@@ -217,7 +217,7 @@ def test_a_damaged_checkpoint_does_not_start(copied_checkpoint: Path) -> None:
 
 
 def test_weights_that_are_not_finite_do_not_start(copied_checkpoint: Path) -> None:
-    path = copied_checkpoint / "model-00001-of-00001.safetensors"
+    path = copied_checkpoint / "model.safetensors"
     data = bytearray(path.read_bytes())
     header = read_headers(path)["layers.1.mlp.down.weight"]
     data[header.begin : header.begin + 4] = struct.pack("<f", math.nan)

@@ -60,7 +60,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with serving(CHECKPOINT, tmp_path_factory.mktemp("service")) as running:
+    with serving(CHECKPOINT, tmp_path_factory.mktemp("service"), "--dtype", "float32") as running:
         yield running
 
 

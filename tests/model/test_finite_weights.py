@@ -21,7 +21,7 @@ from tests.model.configs import VARIANTS, build
 
 CONFIG = VARIANTS["gpt2"]
 STORED = (torch.float32, torch.bfloat16, torch.float16)
-SHARD = "model-00001-of-00001.safetensors"
+SHARD = "model.safetensors"
 MATRIX = "layers.1.mlp.down.weight"
 
 

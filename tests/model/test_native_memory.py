@@ -21,7 +21,8 @@ from tests.model.test_native_attention import Scene
 torch.set_num_threads(1)
 kernels = Kernels()
 kernels.loaded = library_of(sys.argv[1])
-scene = Scene((64, 1, 256, 16), [(96, 96)])
+small, large = Scene((4, 1, 64, 16), [(1, 1)]), Scene((64, 1, 256, 16), [(96, 96)])
+small.attend(NativeAttention(kernels))  # makes the library's thread-local variables
 attend = kernels.loaded.function
 
 class Limited(type(kernels.loaded)):
@@ -39,7 +40,7 @@ class Limited(type(kernels.loaded)):
         return call
 
 kernels.loaded = Limited()
-scene.attend(NativeAttention(kernels))
+large.attend(NativeAttention(kernels))
 """
 
 

@@ -212,10 +212,10 @@ def test_a_longer_context_than_the_models_is_refused_with_both_numbers(
 def test_a_dtype_is_that_of_weights_and_keys(
     name: str, dtype: torch.dtype, manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models: list[torch.nn.Module] = []
+    models: list[Any] = []
     monkeypatch.setattr(engine_builder, "Engine", lambda model, tokenizer, config, **given: models.append(model))
     _, facts = build_engine(settings(tiny_checkpoint, kv_cache_memory=2, dtype=name), manifest)
-    assert {parameter.dtype for parameter in models[0].parameters()} == {dtype}
+    assert models[0].token_embedding.weight.dtype == dtype
     assert facts.num_blocks == 2 * 2**20 // (16 * BYTES_PER_TOKEN * dtype.itemsize // 4)
 
 
