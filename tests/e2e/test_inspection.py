@@ -29,7 +29,8 @@ def test_tells_the_models_own_weights(service: Service, tiny_checkpoint: Path) -
         read_manifest(tiny_checkpoint), device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["eager"]
     )
     told, wanted = torch.tensor(body["weights"]), weights_of_layer(model, body["token_ids"], layer=1)
-    torch.testing.assert_close(told, wanted, atol=2e-6, rtol=0)
+    # Six decimals, and logits by native kernels: float32 sums in another order than PyTorch's (2.03e-6 with AVX2).
+    torch.testing.assert_close(told, wanted, atol=4e-6, rtol=0)
     assert told.triu(1).count_nonzero() == 0
     torch.testing.assert_close(told.sum(-1), torch.ones(told.shape[:2]), atol=1e-4, rtol=0)
     assert body["token_ids"] == service.post("/tokenize", prompt=PROMPT).json()["tokens"]
