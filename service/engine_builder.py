@@ -122,8 +122,7 @@ def build_engine(
     keep_freed_memory()
     max_context_length = context_length(settings, manifest.config)
     device = find_device(settings.device)
-    if device == "cpu" and (settings.attention == "native" or (settings.attention == "auto" and has_vector_level())):
-        KERNELS.prepare(settings.cache_dir)
+    _prepare_kernels(settings, device)
     dtype_name, dtype_reason = _choose_dtype(settings, manifest, device)
     dtype = _DTYPES[dtype_name]
     threads, threads_reason = _choose_threads(settings, manifest.config, dtype, device)
@@ -148,7 +147,7 @@ def build_engine(
     num_blocks = known or _num_blocks(settings, max_context_length, block_bytes, free, is_shared=usable is None)
     config = _engine_config(settings, num_blocks, max_context_length)
     engine = _make_engine(model, load_tokenizer(manifest.directory), config, attending, settings)
-    facts = EngineFacts(
+    return engine, EngineFacts(
         device=device,
         attention="sdpa" if attending.name == "native" and kernel_level is None else attending.name,
         kernel_level=kernel_level,
@@ -163,7 +162,6 @@ def build_engine(
         reasons={"dtype": dtype_reason, "threads": threads_reason},
         has_standby=plan.has_standby,
     )
-    return engine, facts
 
 
 def _plan(
@@ -244,6 +242,12 @@ def _make_engine(
         return Engine(model, tokenizer, config, looks_ahead=looks_ahead)
     runner = recorded_runner(model, config, tokenizer.vocab_size, capture)
     return Engine(model, tokenizer, config, runner=runner, looks_ahead=looks_ahead)
+
+
+def _prepare_kernels(settings: ModelSettings, device: str) -> None:
+    """Load the native kernels where they are to compute, or compile them first."""
+    if device == "cpu" and (settings.attention == "native" or (settings.attention == "auto" and has_vector_level())):
+        KERNELS.prepare(settings.cache_dir)
 
 
 def _choose_dtype(settings: ModelSettings, manifest: Manifest, device: str) -> tuple[str, str]:

@@ -119,7 +119,6 @@ def test_everything_is_shown(checkpoint: Path) -> None:
     assert found == {
         "model_name": "tiny",
         "max_context_length": 100,
-        "threads": 3,
         "chat_template": "plain: the checkpoint has none",
         "generation_config": "temperature 0.5",
         "begin_of_text": "none",
