@@ -49,20 +49,31 @@ ALL = [
 ]
 
 
-def poisoned(backend: str, numbers: str, value: float, variant: str = "rotary-mqa-untied") -> Transformer:
-    model = build(VARIANTS[variant], backend if backend in ("sdpa", "eager") else "sdpa")
+def poisoned(backend: str, numbers: str, value: float, num_layers: int = 2) -> Transformer:
+    config = dataclasses.replace(VARIANTS["rotary-mqa-untied"], num_layers=num_layers)
+    model = build(config, backend if backend in ("sdpa", "eager") else "sdpa")
     with torch.no_grad():
         model.token_embedding.weight[POISON] = value
-    if numbers == "int8":
-        replace_linears(model, "int8")
-    else:
-        model = model.to(getattr(torch, numbers))
     if backend == "native":
-        kernels = Kernels()
-        kernels.loaded = library_of(BEST[0])
-        use(model, NativeAttention(kernels))
+        return natively(model, numbers)
+    model = in_numbers(model, numbers)
     if backend == "paged":
         use(model, PagedAttention(gathered, one_by_one))
+    return model
+
+
+def natively(model: Transformer, numbers: str) -> Transformer:
+    kernels = Kernels()
+    kernels.loaded = library_of(BEST[0])
+    model = in_numbers(model, numbers)
+    use(model, NativeAttention(kernels))
+    return model
+
+
+def in_numbers(model: Transformer, numbers: str) -> Transformer:
+    if numbers != "int8":
+        return model.to(getattr(torch, numbers))
+    replace_linears(model, "int8")
     return model
 
 
@@ -194,18 +205,25 @@ def test_neighbours_have_the_bits_that_they_have_beside_others_of_the_same_lengt
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager", "paged"])
 def test_a_neighbour_that_was_to_share_blocks_of_the_same_step_is_computed_again(backend: str) -> None:
-    """0 * NaN is NaN: of a prompt in one step, PyTorch's attention also spoils positions before the token."""
-    common = list(range(20, 20 + 3 * BLOCK))
-    ill = make_submit("b", [*common, POISON, 9], temperature=0.0, logprobs=1)
-    healthy = make_submit("g", [*common, 7, 8], temperature=0.0, logprobs=1, ignore_eos=True)
-    together = Answers(poisoned(backend, "float32", math.nan), max_batched_tokens=64)
-    together.drive([ill, healthy], at_once=True)
-    alone = Answers(poisoned(backend, "float32", math.nan), max_batched_tokens=64).drive([healthy])
+    """0 * NaN is NaN: of a prompt in one step, PyTorch's attention also spoils positions before the token.
+
+    The neighbour's own block of that step is not found again either: a later request begins with the same tokens. Of
+    three layers, the first spoils outputs, the second keys and values of shared blocks, the third the neighbour's.
+    """
+    common, rest = list(range(20, 20 + 3 * BLOCK)), list(range(40, 41 + BLOCK))
+    params: dict[str, Any] = {"temperature": 0.0, "logprobs": 1, "ignore_eos": True}
+    ill = make_submit("b", [*common, POISON, 9], **params)
+    healthy = make_submit("g", [*common, *rest], **params)
+    later = make_submit("h", [*common, *rest, 3], **params)
+    together = Answers(poisoned(backend, "float32", math.nan, 3), max_batched_tokens=64)
+    together.drive([ill, healthy], at_once=True).drive([later])
+    alone = Answers(poisoned(backend, "float32", math.nan, 3), max_batched_tokens=64).drive([healthy]).drive([later])
     together.check_failed("b")
-    assert together.told("g") == alone.told("g")
-    finish = together.events["g"][-1].finish
-    assert finish is not None
-    assert finish.num_preemptions == 1
+    assert [together.told(uid) for uid in "gh"] == [alone.told(uid) for uid in "gh"]
+    first, second = (together.events[uid][-1].finish for uid in "gh")
+    assert first is not None
+    assert second is not None
+    assert (first.num_preemptions, second.num_cached_tokens) == (1, 4 * BLOCK)
 
 
 @pytest.mark.parametrize("backend", [*(["native"] if BEST else []), "sdpa", "eager"])
@@ -264,3 +282,23 @@ def test_a_draft_is_cut_before_what_is_not_finite() -> None:
 def sound(plan: StepPlan, rows: frozenset[int]) -> tuple[dict[str, int], list[tuple[int, tuple[int, ...]]]]:
     starts, chunks = sound_chunks(plan, rows)
     return starts, [(chunk.num_tokens, chunk.draft) for chunk in chunks]
+
+
+@pytest.mark.parametrize("level", BEST)
+def test_a_decode_step_sees_a_hidden_state_that_no_norm_can_take(level: str) -> None:
+    """The norm makes zeros of it, and the logits are finite."""
+    answers = Answers(poisoned("native", "float32", HUGE)).drive([forced("b")])
+    answers.check_failed("b")
+    assert [event.token_ids for event in answers.events["b"]] == [(POISON,), ()]
+
+
+@pytest.mark.parametrize("level", BEST)
+def test_rounding_to_eight_bits_does_not_hide_what_overflows_in_a_layer(level: str) -> None:
+    """Among the hidden values of an MLP, infinity times 0 is NaN; the residual stream before it is finite."""
+    model = poisoned("sdpa", "float32", 0.0)
+    block: Any = model.layers[0]
+    weight = block.mlp.gate_up.weight
+    weight[0], weight[len(weight) // 2] = 3e38, 0.0
+    answers = Answers(natively(model, "int8"))
+    answers.drive([make_submit("b", [5, 6, 7], temperature=0.0)])
+    answers.check_failed("b")
