@@ -31,18 +31,18 @@ def check_finite(rows: Tensor, header: TensorHeader, dtype: torch.dtype) -> None
     Raises:
         CheckpointError: a number is NaN or infinite, or too large for `dtype`.
     """
+    if not _has_bits_from(_BEYOND.get((rows.dtype, dtype), _INFINITY[rows.dtype]), rows):
+        return
     if _has_bits_from(_INFINITY[rows.dtype], rows):
         raise CheckpointError(
             f"{header.path}: tensor {header.name} holds NaN or infinity; "
             "copy the file again, or take a checkpoint from before its training diverged"
         )
-    beyond = _BEYOND.get((rows.dtype, dtype))
-    if beyond is not None and _has_bits_from(beyond, rows):
-        name = str(dtype).removeprefix("torch.")
-        raise CheckpointError(
-            f"{header.path}: tensor {header.name} holds numbers that are too large for {name}; "
-            "choose the dtype it was saved with"
-        )
+    name = str(dtype).removeprefix("torch.")
+    raise CheckpointError(
+        f"{header.path}: tensor {header.name} holds numbers that are too large for {name}; "
+        "choose the dtype it was saved with"
+    )
 
 
 def _has_bits_from(least: int, rows: Tensor) -> bool:
