@@ -46,7 +46,7 @@ def check_finite(rows: Tensor, header: TensorHeader, dtype: torch.dtype) -> None
 
 
 def _has_bits_from(least: int, rows: Tensor) -> bool:
-    """Whether some number's bits, but for its sign, are at least these."""
+    """Return whether the bits of any number, without its sign, are at least `least`."""
     is_short = rows.dtype.itemsize == 2
     signed = rows.view(torch.int16 if is_short else torch.int32).numpy().reshape(-1)
     sign = 0x8000 if is_short else 0x8000_0000

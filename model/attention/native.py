@@ -5,8 +5,8 @@ follows from a token's position alone. So a token's output has the same bits wha
 and how a prompt was cut into chunks, and the same when a token that was decoded comes again in a prompt.
 
 What the kernel does not know goes to PyTorch's: sequences without a cache (training), other devices, float64,
-keys of no numbers (average attention), heads over 256, biases that depend on content (DeBERTa). So does everything
-until the kernels are loaded; they are looked for once a step, so that they take over between two steps.
+keys of no numbers (average attention), heads over 256, biases that depend on content (DeBERTa). Without loaded kernels
+everything does.
 
 Legend: T packed tokens, B sequences, N blocks of a table, H query heads, K key/value heads, D head dimension.
 """

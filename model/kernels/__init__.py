@@ -27,6 +27,6 @@ flags a library, so that a file may say `#if defined(__AVX512BF16__)` and no cod
 `function` is a look in a dictionary after the first time. ctypes lets go of the interpreter's lock while a kernel runs.
 `kernel.h` has `parallel_for`, which runs on threads of our own (threads.cpp says why they are not OpenMP's);
 `lanes.h` has 16 floats as one value on every level, and `halves.h` makes them of float16. Look at `KERNELS.loaded` once
-a step, not once a layer, so that the kernels take over between two steps. Sums must have one order, whatever the number
+a step, not once a layer. Sums must have one order, whatever the number
 of threads and of rows: the same bits alone and in any batch.
 """
