@@ -1,6 +1,7 @@
 """Fixtures that every part of the tests may use."""
 
 import logging
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,6 +50,8 @@ settings.load_profile("any machine")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Where tests run beside each other, a thread of torch's each: threads that share a core wait for each other."""
+    # A background job of a shell ignores SIGINT, and so would every process that a test starts and interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
     # Compiled once on a machine, before the servers of tests would do it beside them.

@@ -226,7 +226,7 @@ def test_defaults_of_the_checkpoint_act_and_are_shown(tmp_path: Path) -> None:
     assert service.log.read_text().count("no_repeat_ngram_size: not supported, ignored") == 1
     assert printed["generation_config"] == "temperature 0.7, top_k 20, top_p 0.9, max_new_tokens 24"
     assert (printed["device"], printed["dtype"]) == ("cpu", "float32 (auto: the checkpoint is float32)")
-    assert printed["threads"] == f"{usable_cpus()} (auto: all usable CPUs)"
+    assert printed["threads"] == f"1 (as set; usable CPUs: {usable_cpus()})"
     assert printed["max_context_length"] == "200"
     assert printed["kv_cache_memory"].startswith("KV-cache of 1248 blocks of 16 tokens (")
     assert printed["chat_template"] == str(checkpoint / "tokenizer_config.json")

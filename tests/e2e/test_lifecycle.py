@@ -240,9 +240,9 @@ def test_a_setting_that_the_worker_cannot_use_is_one_line_and_no_start(
     long_checkpoint: Path, flags: tuple[str, ...], said: str
 ) -> None:
     code, error = refused_start(long_checkpoint, *flags)
-    assert code == 2
     assert error.startswith(f"kvasir serve: {said}")
     assert error.count("\n") == 1
+    assert code == 2
 
 
 def test_a_port_in_use_is_one_line_and_no_start(tiny_checkpoint: Path) -> None:

@@ -46,7 +46,7 @@ def test_without_kernels_there_is_nothing_to_measure(
 ) -> None:
     kernels = Kernels()
     kernels.trouble = "no C++ compiler"
-    monkeypatch.setattr(kernels, "prepare", lambda cache, *, wait: None)
+    monkeypatch.setattr(kernels, "prepare", lambda cache: None)
     monkeypatch.setattr(bench_kernels, "KERNELS", kernels)
     assert bench_kernels.main(ASKED) == 1
     assert capsys.readouterr().err == "python -m loadtest.bench_kernels: no C++ compiler\n"

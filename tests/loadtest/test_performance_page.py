@@ -140,12 +140,23 @@ PEERS = FACTS | {
         peer_cell("decode", 64),
     ],
 }
+DEFAULTS = FACTS | {
+    "kind": "peers",
+    "command": "python -m loadtest.bench_peers --precisions defaults",
+    "settings": {"threads": 2, "rounds": 1},
+    "shapes": {"S": SIZES},
+    "cells": [
+        peer_cell("http", streams, slow=rate) | {"precision": "defaults"}
+        for streams, rate in ((1, 500.0), (4, 500.0), (16, 500.0), (64, 50.0))
+    ],
+}
 # Their sections have tests of their own.
 OTHERS = {
     name: json.loads((performance_page.RESULTS / f"{name}.json").read_text())
     for name in ("kernels", "latency", "scaling")
 }
 RESULTS: dict[str, Any] = {"engine": ENGINE, "service": SERVICE, "frontend": FRONTEND, "peers": PEERS} | OTHERS
+RESULTS["defaults"] = DEFAULTS
 
 
 def test_every_figure_stands_beside_its_command() -> None:
@@ -174,6 +185,15 @@ def test_peers_are_compared_by_the_hardest_of_them() -> None:
     assert "| S | bfloat16 | 16 | slow | 20 / 30 | 20 / 30 | 1.00 | 5 % |" in part
 
 
+def test_servers_without_flags_are_compared() -> None:
+    part = page_peers.defaults_section(DEFAULTS)
+    assert "| S | 1 | slow | 1000 (1000–1000) | 500.0 (450.0–550.0) | 2.00 (1.80–2.20) | 1.0 | yes |" in part
+    assert "| 2.00 (1.80–2.20) |  |  |" in part  # at 4 streams nothing is aimed at
+    assert "| S | 16 | slow | 1000 (1000–1000) | 500.0 (450.0–550.0) | 2.00 (1.80–2.20) | 3.0 | **no** |" in part
+    assert "| S | 64 | slow | 1000 (1000–1000) | 50.0 (45.0–55.0) | 20.00 (18.00–22.00) | 3.0 | yes |" in part
+    assert "| S | defaults | 64 | slow | 20 / 30 | 20 / 30 | 1.00 | 5 % |" in part
+
+
 def test_a_disturbed_figure_is_not_told_and_leaves_an_aim_open() -> None:
     cells = [peer_cell("decode", 4, fast=800.0, late=5.0), peer_cell("decode", 64, fast=800.0, late=5.0)]
     part = page_peers.section(PEERS | {"cells": [*cells, peer_cell("decode", 1, late=5.0)]}, "picture.png")
@@ -198,6 +218,9 @@ def test_a_peer_that_cannot_be_had_is_named_with_the_reason() -> None:
         ("prompt", "int8", 1, 1.0),
         ("http", "int8", 64, 1.5),
         ("http", "int8", 1, None),
+        ("http", "defaults", 1, 1.0),
+        ("http", "defaults", 4, None),
+        ("http", "defaults", 64, 3.0),
     ],
 )
 def test_what_is_aimed_at(kind: str, precision: str, streams: int, aim: float | None) -> None:

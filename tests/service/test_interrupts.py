@@ -10,6 +10,7 @@ import pytest
 
 from service.entry import main
 from service.interrupts import EXIT_CODE
+from tests.e2e.process import START_SECONDS
 from tests.interrupted import interrupting_environment
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,7 @@ def run(command: str, environment: dict[str, str], *prefix: str) -> subprocess.C
         capture_output=True,
         text=True,
         check=False,
+        timeout=START_SECONDS,
     )
 
 
