@@ -301,14 +301,15 @@ class NativeTransformer:
             return
         config, dtype = self.config, self._dtype
         hidden, mlp = padded(config.hidden_size), padded(config.mlp_size)
-        widest = max(hidden, mlp, padded(config.num_heads * config.head_dim))
+        mixed = padded(config.num_heads * config.head_dim)
+        widest = max(hidden, mlp, mixed)
         with torch.inference_mode(False):  # whoever asks first, all may write to them
             self._buffers = {
                 "x": torch.zeros(count, hidden),
                 "added": torch.zeros(count, hidden),
                 "qkv": torch.zeros(count, self._layers[0].qkv.outputs, dtype=dtype),
                 "mixed": torch.zeros(count, config.num_heads * config.head_dim, dtype=dtype),
-                "wide": torch.zeros(count, hidden + mlp, dtype=dtype),
+                "wide": torch.zeros(count, max(hidden + mlp, mixed)),
                 "narrow": torch.zeros(count, widest, dtype=torch.uint8),
                 "scales": torch.zeros(count),
             }

@@ -49,6 +49,12 @@ inline Lanes load(const bf16* from) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
+// Of sixteen pairs the first numbers, or the second ones.
+inline Lanes load_of_pairs(const bf16* from, bool is_second) {
+    const __m512i pairs = _mm512_loadu_si512(from);
+    return {_mm512_castsi512_ps(is_second ? _mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000)))
+                                          : _mm512_slli_epi32(pairs, 16))};
+}
 inline void store(float* to, Lanes x) { _mm512_storeu_ps(to, x.v); }
 inline Lanes add(Lanes a, Lanes b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Lanes sub(Lanes a, Lanes b) { return {_mm512_sub_ps(a.v, b.v)}; }
@@ -81,6 +87,14 @@ inline __m256 widen(const bf16* from) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
 inline Lanes load(const bf16* from) { return {widen(from), widen(from + 8)}; }
+inline __m256 widen_of_pairs(const bf16* from, bool is_second) {
+    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return _mm256_castsi256_ps(is_second ? _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000)))
+                                         : _mm256_slli_epi32(pairs, 16));
+}
+inline Lanes load_of_pairs(const bf16* from, bool is_second) {
+    return {widen_of_pairs(from, is_second), widen_of_pairs(from + 16, is_second)};
+}
 inline void store(float* to, Lanes x) {
     _mm256_storeu_ps(to, x.low);
     _mm256_storeu_ps(to + 8, x.high);
@@ -135,6 +149,11 @@ inline Lanes load(const float* from, int count) {
 inline Lanes load(const bf16* from) {
     float buffer[LANES];
     for (int lane = 0; lane < LANES; ++lane) buffer[lane] = to_float(from[lane]);
+    return load(buffer);
+}
+inline Lanes load_of_pairs(const bf16* from, bool is_second) {
+    float buffer[LANES];
+    for (int lane = 0; lane < LANES; ++lane) buffer[lane] = to_float(from[2 * lane + is_second]);
     return load(buffer);
 }
 inline void store(float* to, Lanes x) { std::memcpy(to, &x.v, sizeof x.v); }

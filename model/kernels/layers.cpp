@@ -1,4 +1,6 @@
 // A transformer's layers but for attention: between two layers' attentions everything is one call.
+#include <type_traits>
+
 #include "batch.h"
 #include "linear.h"
 #include "rows.h"
@@ -11,8 +13,7 @@ struct LayerWeights {
     const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias, *query_norm, *key_norm;
 };
 
-// What all layers share. `numbers` are those of the model (float32 or bfloat16): of queries, keys, values, and hidden
-// values of the MLP. `rotated` dimensions of a head are turned. norm_scope 0: each head alone, 1: all heads at once.
+// What all layers share. `numbers` are those of the model (float32 or bfloat16): of queries, keys and values. `rotated` dimensions of a head are turned. norm_scope 0: each head alone, 1: all heads at once.
 struct Shape {
     int64_t hidden, heads, kv_heads, head_dim, mlp;
     int64_t rotated, norm_scope;
@@ -29,7 +30,7 @@ struct Rows {
     float* x;         // the residual stream, count rows of padded(hidden)
     float* added;     // as x: what a half adds, where it is normed first or both halves read one x
     void* qkv;        // queries, keys and values, rows of qkv.outputs
-    void* wide;       // inputs of a matrix, rows of the widest one: what is normed, hidden values, eight bits
+    float* wide;      // inputs of a matrix: what is normed or widened, and behind it hidden values of the MLP
     void* narrow;     // the same, for what is rounded to eight bits
     float* scales;    // of rows of eight bits
     const float *cosines, *sines;  // of every position: rotated / 2
@@ -57,7 +58,7 @@ class Step {
     void finish(const LayerWeights& layer, const void* mixed) const {
         const int64_t width = shape.heads * shape.head_dim;
         const Sum sum = shape.norms_outputs || shape.is_parallel ? Sum::set : Sum::add;
-        into(layer.out, mixed, width, width, sum == Sum::set ? rows.added : rows.x, sum);
+        into(layer.out, static_cast<const Number*>(mixed), width, width, sum == Sum::set ? rows.added : rows.x, sum);
         if (shape.norms_outputs) {
             add_normed(layer.attention_norm, layer.attention_norm_bias);
             mlp(layer, rows.x, nullptr, nullptr, rows.added, Sum::set);
@@ -124,7 +125,6 @@ class Step {
     // The norm of x (x itself where there is none) in what the matrix takes.
     Inputs prepare(const Matrix& matrix, const float* x, const float* norm, const float* bias) const {
         const bool is_int8 = matrix.numbers == Numbers::int8;
-        auto* wide = static_cast<Number*>(rows.wide);
         auto* narrow = static_cast<uint8_t*>(rows.narrow);
         each_row([&](int64_t row) {
             constexpr int64_t most = 65536;
@@ -137,26 +137,33 @@ class Step {
             if (is_int8) {
                 rows.scales[row] = to_8_bits(from, shape.hidden, narrow + row * stride);
             } else {
-                copy(from, shape.hidden, wide + row * stride);
+                copy(from, shape.hidden, rows.wide + row * stride);
             }
         });
         return {is_int8 ? rows.narrow : rows.wide, stride};
     }
 
-    // Rows of the model's numbers in what the matrix takes.
-    Inputs prepare(const Matrix& matrix, const void* x, int64_t size, int64_t x_stride) const {
-        if (matrix.numbers != Numbers::int8) return {x, x_stride};
+    // Rows in what the matrix takes.
+    template <typename From>
+    Inputs prepare(const Matrix& matrix, const From* x, int64_t size, int64_t x_stride) const {
+        const bool is_int8 = matrix.numbers == Numbers::int8;
+        if (!is_int8 && std::is_same_v<From, float>) return {x, x_stride};
         const int64_t to_stride = padded(size);
         auto* narrow = static_cast<uint8_t*>(rows.narrow);
         each_row([&](int64_t row) {
-            const auto* from = static_cast<const Number*>(x) + row * x_stride;
-            rows.scales[row] = to_8_bits(from, size, narrow + row * to_stride);
+            const From* from = x + row * x_stride;
+            if (is_int8) {
+                rows.scales[row] = to_8_bits(from, size, narrow + row * to_stride);
+            } else {
+                copy(from, size, rows.wide + row * to_stride);
+            }
         });
-        return {rows.narrow, to_stride};
+        return {is_int8 ? rows.narrow : rows.wide, to_stride};
     }
 
     // A product that becomes, or is added to, rows of floats.
-    void into(const Matrix& matrix, const void* x, int64_t size, int64_t x_stride, float* to, Sum sum) const {
+    template <typename From>
+    void into(const Matrix& matrix, const From* x, int64_t size, int64_t x_stride, float* to, Sum sum) const {
         const Inputs inputs = prepare(matrix, x, size, x_stride);
         multiply(matrix, inputs.x, inputs.stride, rows.scales, rows.count, rows.threads,
                  [&](int64_t row, int64_t output, const Lanes* results) {
@@ -179,11 +186,11 @@ class Step {
              Sum sum) const {
         const Inputs inputs = prepare(layer.up, x, norm, bias);
         // Hidden values go behind what is read meanwhile.
-        auto* hidden = static_cast<Number*>(rows.wide) + rows.count * stride;
+        float* hidden = rows.wide + rows.count * stride;
         const int64_t hidden_stride = padded(shape.mlp);
         multiply(layer.up, inputs.x, inputs.stride, rows.scales, rows.count, rows.threads,
                  [&](int64_t row, int64_t output, const Lanes* results) {
-                     Number* at = hidden + row * hidden_stride + (shape.gated ? output / 2 : output);
+                     float* at = hidden + row * hidden_stride + (shape.gated ? output / 2 : output);
                      if (shape.gated) {  // blocks of gates and of what they gate take turns
                          for (int b = 0; b < TILE_BLOCKS; b += 2, at += LANES) {
                              store(at, mul(activate(shape.activation, results[b]), results[b + 1]));
@@ -277,11 +284,7 @@ KVASIR_KERNEL int64_t kvasir_most_likely(const float* logits, int64_t size) { re
 // Logits of rows.x, float32, head.outputs a row.
 KVASIR_KERNEL void kvasir_logits(const kvasir::Shape* shape, const kvasir::Rows* rows, const kvasir::Matrix* head,
                                  const float* norm, const float* bias, float* logits) {
-    if (shape->numbers == kvasir::Numbers::float32) {
-        kvasir::Step<float>(*shape, *rows).logits(*head, norm, bias, logits);
-    } else {
-        kvasir::Step<kvasir::bf16>(*shape, *rows).logits(*head, norm, bias, logits);
-    }
+    kvasir::Step<float>(*shape, *rows).logits(*head, norm, bias, logits);
 }
 
 namespace kvasir {

@@ -7,49 +7,32 @@ namespace {
 constexpr int64_t TASK_ROWS = 96;
 constexpr int64_t FETCH_AHEAD = 24;  // groups of inputs: what memory gives while so many are computed
 
+// A kind of matrix has GROUP inputs of an output side by side, and computes with them in PARTS turns.
 struct Float32 {
     using Weight = float;
     using Input = float;
     using Sums = Lanes;
     using Spread = Lanes;
-    static constexpr int GROUP = 1;
+    static constexpr int GROUP = 1, PARTS = 1;
     static Sums zero() { return zeros(); }
-    static Lanes weights(const Weight* from) { return load(from); }
-    static Spread spread(const Input* from) { return splat(*from); }
+    static Lanes weights(const Weight* from, int) { return load(from); }
+    static Spread spread(const Input* from, int) { return splat(*from); }
     static Sums step(Sums sums, Lanes weights, Spread inputs) { return fma(weights, inputs, sums); }
 };
 
-#if defined(__AVX512BF16__)
+// Widened and multiplied as floats: an instruction for pairs of bfloat16 does half as many products a cycle on Intel's
+// processors. Pairs, for of these a shift or a mask makes floats.
 struct Bfloat16 {
     using Weight = bf16;
-    using Input = bf16;
-    using Sums = Lanes;
-    using Spread = __m512bh;
-    static constexpr int GROUP = 2;
-    static Sums zero() { return zeros(); }
-    static __m512bh weights(const Weight* from) { return (__m512bh)_mm512_loadu_si512(from); }
-    static Spread spread(const Input* from) {
-        int32_t two;
-        std::memcpy(&two, from, sizeof two);
-        return (__m512bh)_mm512_set1_epi32(two);
-    }
-    static Sums step(Sums sums, __m512bh weights, Spread inputs) {
-        return {_mm512_dpbf16_ps(sums.v, weights, inputs)};
-    }
-};
-#else
-struct Bfloat16 {
-    using Weight = bf16;
-    using Input = bf16;
+    using Input = float;
     using Sums = Lanes;
     using Spread = Lanes;
-    static constexpr int GROUP = 1;
+    static constexpr int GROUP = 2, PARTS = 2;
     static Sums zero() { return zeros(); }
-    static Lanes weights(const Weight* from) { return load(from); }
-    static Spread spread(const Input* from) { return splat(to_float(*from)); }
+    static Lanes weights(const Weight* from, int part) { return load_of_pairs(from, part == 1); }
+    static Spread spread(const Input* from, int part) { return splat(from[part]); }
     static Sums step(Sums sums, Lanes weights, Spread inputs) { return fma(weights, inputs, sums); }
 };
-#endif
 
 #if defined(__AVX512VNNI__)
 struct Int8 {
@@ -59,10 +42,10 @@ struct Int8 {
         __v16si v;
     };
     using Spread = __m512i;
-    static constexpr int GROUP = 4;
+    static constexpr int GROUP = 4, PARTS = 1;
     static Sums zero() { return {__v16si{}}; }
-    static __m512i weights(const Weight* from) { return _mm512_loadu_si512(from); }
-    static Spread spread(const Input* from) {
+    static __m512i weights(const Weight* from, int) { return _mm512_loadu_si512(from); }
+    static Spread spread(const Input* from, int) {
         int32_t four;
         std::memcpy(&four, from, sizeof four);
         return _mm512_set1_epi32(four);
@@ -87,14 +70,14 @@ struct Int8 {
     };
     using Weight = int8_t;
     using Input = uint8_t;
-    static constexpr int GROUP = 4;
+    static constexpr int GROUP = 4, PARTS = 1;
     static Sums zero() { return {}; }
-    static Sixty weights(const Weight* from) {
+    static Sixty weights(const Weight* from, int) {
         Sixty result;
         std::memcpy(result.v, from, sizeof result.v);
         return result;
     }
-    static Spread spread(const Input* from) { return {{from[0], from[1], from[2], from[3]}}; }
+    static Spread spread(const Input* from, int) { return {{from[0], from[1], from[2], from[3]}}; }
     static Sums step(Sums sums, const Sixty& weights, Spread inputs) {
         for (int lane = 0; lane < LANES; ++lane) {
             for (int input = 0; input < 4; ++input) sums.v[lane] += inputs.v[input] * weights.v[4 * lane + input];
@@ -163,16 +146,19 @@ inline void tile(const Matrix& matrix, const typename Kind::Input* x, int64_t st
                 __builtin_prefetch(ahead + at + FETCH_AHEAD * STEP + b * BLOCK, 0, 2);
             }
         }
-        decltype(Kind::weights(weight)) weights[TILE_BLOCKS];
+#pragma GCC unroll 2
+        for (int part = 0; part < Kind::PARTS; ++part) {
+            decltype(Kind::weights(weight, part)) weights[TILE_BLOCKS];
 #pragma GCC unroll 4
-        for (int b = 0; b < TILE_BLOCKS; ++b) {
-            weights[b] = Kind::weights(weight + at + b * BLOCK);
-        }
+            for (int b = 0; b < TILE_BLOCKS; ++b) {
+                weights[b] = Kind::weights(weight + at + b * BLOCK, part);
+            }
 #pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r) {
-            const auto inputs = Kind::spread(x + r * stride + group * Kind::GROUP);
+            for (int r = 0; r < ROWS; ++r) {
+                const auto inputs = Kind::spread(x + r * stride + group * Kind::GROUP, part);
 #pragma GCC unroll 4
-            for (int b = 0; b < TILE_BLOCKS; ++b) sums[r][b] = Kind::step(sums[r][b], weights[b], inputs);
+                for (int b = 0; b < TILE_BLOCKS; ++b) sums[r][b] = Kind::step(sums[r][b], weights[b], inputs);
+            }
         }
     }
 #pragma GCC unroll 8

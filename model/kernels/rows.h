@@ -151,6 +151,12 @@ inline void copy(const float* from, int64_t size, bf16* to) {
     for (; at < size; ++at) to[at] = to_bf16(from[at]);
 }
 
+inline void copy(const bf16* from, int64_t size, float* to) {
+    int64_t at = 0;
+    for (; at + LANES <= size; at += LANES) store(to + at, load(from + at));
+    for (; at < size; ++at) to[at] = to_float(from[at]);
+}
+
 // Whether all numbers, and their sum, are finite: numbers whose sum overflows are too large for any norm.
 inline bool is_finite(const float* x, int64_t size) {
     return std::isfinite(sum_over(x, size, [](Lanes v) { return v; }));
