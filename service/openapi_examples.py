@@ -110,7 +110,7 @@ _ANSWERS: Final[Sequence[msgspec.Struct]] = (
         elapsed_s=12.3,
         eta_s=0.0,
         path=ServingPath(
-            kernels="own", level="avx512bf16", attention="native", matrices="packed", dtype="float32", device="cpu"
+            kernels="own", level="avx512bf16fma", attention="native", matrices="packed", dtype="float32", device="cpu"
         ),
     ),
     responses.Health(),

@@ -30,7 +30,7 @@ struct Rows {
     float* x;         // the residual stream, count rows of padded(hidden)
     float* added;     // as x: what a half adds, where it is normed first or both halves read one x
     void* qkv;        // queries, keys and values, rows of qkv.outputs
-    float* wide;      // inputs of a matrix: what is normed or widened, and behind it hidden values of the MLP
+    void* wide;       // inputs of a matrix: what is normed or widened, and behind it hidden values of the MLP
     void* narrow;     // the same, for what is rounded to eight bits
     float* scales;    // of rows of eight bits
     const float *cosines, *sines;  // of every position: rotated / 2
@@ -113,9 +113,13 @@ class Step {
         const void* x;
         int64_t stride;
     };
+    // What a product takes of the model's numbers.
+    using Wide = std::conditional_t<std::is_same_v<Number, bf16>, Bfloat16Input, float>;
     const Shape& shape;
     const Rows& rows;
     const int64_t stride;
+
+    Wide* wide() const { return static_cast<Wide*>(rows.wide); }
 
     template <typename Work>
     void each_row(const Work& work) const {
@@ -137,7 +141,7 @@ class Step {
             if (is_int8) {
                 rows.scales[row] = to_8_bits(from, shape.hidden, narrow + row * stride);
             } else {
-                copy(from, shape.hidden, rows.wide + row * stride);
+                copy(from, shape.hidden, wide() + row * stride);
             }
         });
         return {is_int8 ? rows.narrow : rows.wide, stride};
@@ -147,7 +151,7 @@ class Step {
     template <typename From>
     Inputs prepare(const Matrix& matrix, const From* x, int64_t size, int64_t x_stride) const {
         const bool is_int8 = matrix.numbers == Numbers::int8;
-        if (!is_int8 && std::is_same_v<From, float>) return {x, x_stride};
+        if (!is_int8 && std::is_same_v<From, Wide>) return {x, x_stride};
         const int64_t to_stride = padded(size);
         auto* narrow = static_cast<uint8_t*>(rows.narrow);
         each_row([&](int64_t row) {
@@ -155,7 +159,7 @@ class Step {
             if (is_int8) {
                 rows.scales[row] = to_8_bits(from, size, narrow + row * to_stride);
             } else {
-                copy(from, size, rows.wide + row * to_stride);
+                copy(from, size, wide() + row * to_stride);
             }
         });
         return {is_int8 ? rows.narrow : rows.wide, to_stride};
@@ -186,11 +190,11 @@ class Step {
              Sum sum) const {
         const Inputs inputs = prepare(layer.up, x, norm, bias);
         // Hidden values go behind what is read meanwhile.
-        float* hidden = rows.wide + rows.count * stride;
+        Wide* hidden = wide() + rows.count * stride;
         const int64_t hidden_stride = padded(shape.mlp);
         multiply(layer.up, inputs.x, inputs.stride, rows.scales, rows.count, rows.threads,
                  [&](int64_t row, int64_t output, const Lanes* results) {
-                     float* at = hidden + row * hidden_stride + (shape.gated ? output / 2 : output);
+                     Wide* at = hidden + row * hidden_stride + (shape.gated ? output / 2 : output);
                      if (shape.gated) {  // blocks of gates and of what they gate take turns
                          for (int b = 0; b < TILE_BLOCKS; b += 2, at += LANES) {
                              store(at, mul(activate(shape.activation, results[b]), results[b + 1]));
@@ -284,7 +288,11 @@ KVASIR_KERNEL int64_t kvasir_most_likely(const float* logits, int64_t size) { re
 // Logits of rows.x, float32, head.outputs a row.
 KVASIR_KERNEL void kvasir_logits(const kvasir::Shape* shape, const kvasir::Rows* rows, const kvasir::Matrix* head,
                                  const float* norm, const float* bias, float* logits) {
-    kvasir::Step<float>(*shape, *rows).logits(*head, norm, bias, logits);
+    if (shape->numbers == kvasir::Numbers::float32) {
+        kvasir::Step<float>(*shape, *rows).logits(*head, norm, bias, logits);
+    } else {
+        kvasir::Step<kvasir::bf16>(*shape, *rows).logits(*head, norm, bias, logits);
+    }
 }
 
 namespace kvasir {

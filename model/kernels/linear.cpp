@@ -20,11 +20,29 @@ struct Float32 {
     static Sums step(Sums sums, Lanes weights, Spread inputs) { return fma(weights, inputs, sums); }
 };
 
-// Widened and multiplied as floats: an instruction for pairs of bfloat16 does half as many products a cycle on Intel's
-// processors. Pairs, for of these a shift or a mask makes floats.
+#if defined(KVASIR_BF16_DOT)
 struct Bfloat16 {
     using Weight = bf16;
-    using Input = float;
+    using Input = Bfloat16Input;
+    using Sums = Lanes;
+    using Spread = __m512bh;
+    static constexpr int GROUP = 2, PARTS = 1;
+    static Sums zero() { return zeros(); }
+    static __m512bh weights(const Weight* from, int) { return (__m512bh)_mm512_loadu_si512(from); }
+    static Spread spread(const Input* from, int) {
+        int32_t two;
+        std::memcpy(&two, from, sizeof two);
+        return (__m512bh)_mm512_set1_epi32(two);
+    }
+    static Sums step(Sums sums, __m512bh weights, Spread inputs) {
+        return {_mm512_dpbf16_ps(sums.v, weights, inputs)};
+    }
+};
+#else
+// Multiplied as floats, which a shift or a mask makes of pairs.
+struct Bfloat16 {
+    using Weight = bf16;
+    using Input = Bfloat16Input;
     using Sums = Lanes;
     using Spread = Lanes;
     static constexpr int GROUP = 2, PARTS = 2;
@@ -33,6 +51,7 @@ struct Bfloat16 {
     static Spread spread(const Input* from, int part) { return splat(from[part]); }
     static Sums step(Sums sums, Lanes weights, Spread inputs) { return fma(weights, inputs, sums); }
 };
+#endif
 
 #if defined(__AVX512VNNI__)
 struct Int8 {

@@ -21,6 +21,13 @@ struct Matrix {
     Numbers numbers;
 };
 
+// Rows that are multiplied with bfloat16.
+#if defined(KVASIR_BF16_DOT)
+using Bfloat16Input = bf16;
+#else
+using Bfloat16Input = float;
+#endif
+
 constexpr int64_t PANEL = 64;  // outputs that one task computes
 #if defined(__AVX512F__)
 constexpr int TILE_ROWS = 6, TILE_BLOCKS = 4;  // 24 of 32 registers hold sums

@@ -26,6 +26,14 @@ inline Lanes divide(Lanes a, Lanes b) {
 inline void store(bf16* to, Lanes x) {
 #if defined(__AVX512BF16__)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(x.v));
+#elif defined(__AVX512F__)
+    const __m512i bits = _mm512_castps_si512(x.v), half = _mm512_srli_epi32(bits, 16);
+    const __m512i odd = _mm512_and_si512(half, _mm512_set1_epi32(1));
+    const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    const __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
+    const __m512i quiet = _mm512_or_si512(half, _mm512_set1_epi32(0x40));
+    const __m512i rounded = _mm512_mask_blend_epi32(nan, _mm512_srli_epi32(sum, 16), quiet);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(rounded));
 #else
     float buffer[LANES];
     store(buffer, x);
@@ -143,7 +151,10 @@ inline void rotate(float* head, int64_t half, const float* cosines, const float*
     }
 }
 
-inline void copy(const float* from, int64_t size, float* to) { std::memcpy(to, from, static_cast<size_t>(size) * 4); }
+template <typename Number>
+inline void copy(const Number* from, int64_t size, Number* to) {
+    std::memcpy(to, from, static_cast<size_t>(size) * sizeof(Number));
+}
 
 inline void copy(const float* from, int64_t size, bf16* to) {
     int64_t at = 0;

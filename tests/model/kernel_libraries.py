@@ -5,12 +5,14 @@ import shutil
 
 from model.kernels import build as build_module
 from model.kernels.build import SHIPPED, build, find_built
-from model.kernels.levels import levels_here
+from model.kernels.levels import runnable_levels
 from model.kernels.loading import KernelLibrary
 
 CACHE = build_module.CACHE.expanduser()
 # Empty on a machine without a compiler: PyTorch's way is all there is, and all that is tested.
-BUILDABLE = {level.name: level for level in levels_here() if shutil.which("c++") or find_built(level, (SHIPPED, CACHE))}
+BUILDABLE = {
+    level.name: level for level in runnable_levels() if shutil.which("c++") or find_built(level, (SHIPPED, CACHE))
+}
 
 
 @functools.cache

@@ -19,7 +19,7 @@ import pytest
 from model.kernels import build as build_module
 from model.kernels import loading as loading_module
 from model.kernels.build import build, find_built, library_name
-from model.kernels.levels import LEVELS, Level, levels_here
+from model.kernels.levels import LEVELS, Level, levels_here, runnable_levels
 from model.kernels.loading import Kernels
 
 ROOT = Path(__file__).parents[2]
@@ -248,6 +248,20 @@ def test_a_level_needs_what_the_cpu_says(tmp_path: Path, monkeypatch: pytest.Mon
     assert [level.name for level in levels_here()] == ["avx2", "portable"]
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert [level.name for level in levels_here()] == ["portable"]
+
+
+@pytest.mark.parametrize(
+    ("vendor", "best"), [("AuthenticAMD", "avx512bf16"), ("GenuineIntel", "avx512bf16fma"), ("", "avx512bf16fma")]
+)
+def test_a_level_for_one_vendor_is_chosen_there_alone(
+    vendor: str, best: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"vendor_id\t: {vendor}\nflags\t\t: {' '.join(sorted(LEVELS[0].needs))}\n")
+    monkeypatch.setattr("model.kernels.levels.CPUINFO", cpuinfo)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert levels_here()[0].name == best
+    assert runnable_levels()[0].name == "avx512bf16"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
