@@ -15,16 +15,18 @@ from typing import Any
 import numpy as np
 
 from loadtest import bench_http
-from loadtest.bench_peers_cells import Cell
+from loadtest.bench_peers_cells import DEFAULTS, Cell
 from loadtest.bench_peers_install import ROOT, PeerUnavailable
 from loadtest.outcome import Ending
 from loadtest.sse_client import AsyncClient, Target
 from loadtest.workload import CompletionRequest
 
 START_SECONDS = 120.0
+REQUEST_SECONDS = 900.0  # llama-server without flags serves four at a time: of 64, some wait for minutes
 STOP_SECONDS = 20.0
 REQUESTS_PER_STREAM = 2
 MIN_REQUESTS = 3
+MAX_SLOW_REQUESTS = 64  # of a server without flags
 
 
 class Prompts:
@@ -176,7 +178,7 @@ class Server:
         }
 
     async def _load(self, requests: Sequence[CompletionRequest], num_streams: int) -> bench_http.Run:
-        client = AsyncClient(self._target)
+        client = AsyncClient(self._target, timeout_seconds=REQUEST_SECONDS)
         run = await bench_http.run_closed(client, requests, model=None, num_streams=num_streams)
         await client.close()
         return run
@@ -205,4 +207,7 @@ class Server:
 
 def num_prompts(cell: Cell) -> int:
     """How many a measurement of this cell takes."""
-    return max(MIN_REQUESTS, REQUESTS_PER_STREAM * cell.streams) if cell.kind == "http" else cell.streams
+    if cell.kind != "http":
+        return cell.streams
+    wanted = max(MIN_REQUESTS, REQUESTS_PER_STREAM * cell.streams)
+    return min(wanted, MAX_SLOW_REQUESTS) if cell.precision == DEFAULTS else wanted

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadtest.bench_peers_cells import QUIET_CORES, STEADY_SHARE, is_sound
+from loadtest.bench_peers_cells import DEFAULTS, QUIET_CORES, STEADY_SHARE, is_sound
 from loadtest.page_text import command, spread, table
 from loadtest.spread import Spread
 
@@ -17,6 +17,8 @@ _AIMS = {
 }
 _PROMPT_AIM = 1.0
 _HTTP_AIM, _HTTP_AIM_STREAMS = 1.5, (16, 64)
+# Both servers without flags.
+_DEFAULTS_AIMS = {1: 1.0, 16: 3.0, 64: 3.0}
 _AIMS_HEAD = ("shape", "precision", "what", "streams", "context", "best peer", "ours to it", "aim", "reached")
 _WHAT = {"decode": "decoding", "prompt": "prompt", "http": "HTTP, streaming"}
 
@@ -54,6 +56,8 @@ def _reached(cell: Mapping[str, Any], ratio: float, wanted: float | None) -> str
 
 def aim(cell: Mapping[str, Any]) -> float | None:
     """What our ratio to the best peer ought to be; None where nothing is aimed at."""
+    if cell["precision"] == DEFAULTS:
+        return _DEFAULTS_AIMS.get(cell["streams"])
     if cell["kind"] == "prompt":
         return _PROMPT_AIM
     if cell["kind"] == "http":
@@ -88,6 +92,29 @@ Ours to the best of them in the same precision:
 ![tokens/s over streams, of each engine]({picture})
 
 {_details(result)}"""
+
+
+def defaults_section(result: dict[str, Any]) -> str:
+    """The section on both servers started without flags: only the checkpoint, the address and the port are given."""
+    sizes = "; ".join(f"{name}: {_shape(sizes)}" for name, sizes in result["shapes"].items())
+    rows = []
+    for cell in result["cells"]:
+        wanted = aim(cell)
+        for name, figure in _sound(cell).items():
+            ratio = figure["ratio"]
+            rows.append([cell["shape"], str(cell["streams"]), name, _ours(cell)])
+            rows[-1] += [spread(figure["theirs"]["tokens_per_second"], ".1f"), spread(ratio, ".2f")]
+            rows[-1] += ["" if wanted is None else f"{wanted:.1f}", _reached(cell, ratio["median"], wanted)]
+    head = ("shape", "streams", "peer", "ours, tokens/s", "peer's", "ours to it", "aim", "reached")
+    return f"""## Without flags
+
+{command(result)}
+
+Each server is started with a bfloat16 file of the same random weights ({sizes}) and no other settings: dtype, threads,
+cache and batch sizes are its own choice. Streaming clients, figures in pairs, as in the next section.
+
+{table(head, rows)}
+{_latencies(result["cells"])}"""
 
 
 def _shape(sizes: Mapping[str, int]) -> str:
@@ -154,7 +181,8 @@ def _without_kind(columns: Sequence[str]) -> list[str]:
 
 def _ours(cell: Mapping[str, Any]) -> str:
     values = [value for figure in _sound(cell).values() for value in figure["ours"]["tokens_per_second"]["values"]]
-    return spread({"median": statistics.median(values), "min": min(values), "max": max(values)}, ".0f")
+    form = ".0f" if max(values) >= 100 else ".1f"
+    return spread({"median": statistics.median(values), "min": min(values), "max": max(values)}, form)
 
 
 def _figure(figure: Mapping[str, Any] | None) -> str:

@@ -28,7 +28,7 @@ from loadtest.page_text import command, model, spread, table
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 PAGE = ROOT / "docs" / "performance.md"
-NAMES: Final = ("engine", "service", "frontend", "peers", "kernels", "latency", "scaling")
+NAMES: Final = ("engine", "service", "frontend", "defaults", "peers", "kernels", "latency", "scaling")
 # Of a result, the file of its picture beside the page, and who draws it.
 PICTURES: Final = {
     "engine": ("performance-engine.png", performance_plot.draw_engine),
@@ -75,6 +75,7 @@ def render(results: Mapping[str, dict[str, Any]]) -> str:
         _HEAD,
         _promises_table([*promises(results["service"]), *frontend_promises(results["frontend"])]),
         page_aims.section(results),
+        page_peers.defaults_section(results["defaults"]),
         page_peers.section(results["peers"], PICTURES["peers"][0]),
         page_engine.section(results["engine"], PICTURES["engine"][0]),
         page_kernels.section(results["kernels"]),

@@ -84,6 +84,13 @@ def test_a_driver_that_does_not_start_says_its_last_line() -> None:
         Driver(["/nowhere/python"], {})
 
 
+@pytest.mark.parametrize(("streams", "number"), [(1, 3), (16, 32), (64, 64)])
+def test_servers_without_flags_get_fewer_requests(streams: int, number: int) -> None:
+    (taken,) = (each for each in make_cells(["S"], [DEFAULTS], ["http"]) if each.streams == streams)
+    assert num_prompts(taken) == number
+    assert num_prompts(cell("http", streams=64)) == 128
+
+
 def test_a_server_is_loaded_by_as_many_clients_as_streams() -> None:
     with StubServer(Script()) as stub:
         idle = [sys.executable, "-c", "import sys; sys.stdin.read()"]
