@@ -94,13 +94,15 @@ class Supervisor:
         self._queue_dog = Watchdog(lambda: self._num_answers, clock=clock)
         self._api_dog = Watchdog(lambda: lifecycle.num_api_beats.value, clock=clock)
         self._worker_dog = Watchdog(lambda: lifecycle.worker_signs, clock=clock)
+        self._hung: BaseProcess | None = None  # the worker that was killed because it hung
         self._launching = threading.Lock()  # workers are replaced by one thread, and standbys kept by another
 
     def replace(self, dead: BaseProcess) -> BaseProcess:
         """Another worker in a dead one's place; the dead one itself where the service ends instead."""
         if self._lifecycle.phase.value == Phase.STOPPING:
             return dead
-        cause, now = cause_of_death(dead), time.monotonic()
+        cause = "was killed because it hung" if dead is self._hung else cause_of_death(dead)
+        now = time.monotonic()
         mark_dead(WORKER)
         if len(self._deaths) == self._deaths.maxlen and now - self._deaths[0] < 60.0:
             self._fail(f"the worker died {len(self._deaths) + 1} times within a minute ({cause}); giving up")
@@ -185,7 +187,8 @@ class Supervisor:
         if self._worker_dog.silence() > limit:
             logger.error("the worker made no progress for %g s; killing it", limit)
             self._worker_dog.forgive()
-            worker().kill()
+            self._hung = worker()
+            self._hung.kill()
             return True
         return False
 

@@ -223,12 +223,16 @@ def test_who_gives_signs_of_life_is_left_alone(metrics: Metrics) -> None:
     assert bench.failures == []
 
 
-def test_a_worker_that_hangs_is_killed(metrics: Metrics) -> None:
+def test_a_worker_that_hangs_is_killed(metrics: Metrics, caplog: pytest.LogCaptureFixture) -> None:
     bench = hanging(metrics)
     bench.watch_for(9.5, "api", "queue")
     assert bench.worker.is_alive()
     bench.watch_for(1.0, "api", "queue")
     assert not bench.worker.is_alive()
+    bench.worker = bench.supervisor.replace(bench.worker)
+    assert "the worker was killed because it hung; starting another" in caplog.text
+    bench.die()
+    assert "the worker was killed by SIGKILL (out of memory?); starting another" in caplog.text
     assert bench.failures == []
 
 
