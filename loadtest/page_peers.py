@@ -111,7 +111,8 @@ def defaults_section(result: dict[str, Any]) -> str:
 {command(result)}
 
 Each server is started with a bfloat16 file of the same random weights ({sizes}) and no other settings: dtype, threads,
-cache and batch sizes are its own choice. Streaming clients, figures in pairs, as in the next section.
+cache and batch sizes are its own choice; llama-server's is four sequences at a time, and the others wait. Streaming
+clients, figures in pairs, and aims, as in the next section, where llama-server has as many slots as there are streams.
 
 {table(head, rows)}
 {_latencies(result["cells"])}"""

@@ -51,7 +51,8 @@ _HEAD = """# Performance
 Written by `python -m loadtest.performance_page` from `docs/results/`; every figure below comes from the command beside
 it. A figure is the median of its repeats, with the smallest and the largest in brackets. A ratio is the median of
 ratios within a pair of measurements that were taken one right after the other, so that a slow minute of the machine
-touches both.
+touches both. A command without flags that was run before 2026-11-23 means float32 on one thread, the defaults of that
+time; the last section has the dates and the machines.
 """
 
 

@@ -13,7 +13,8 @@ struct LayerWeights {
     const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias, *query_norm, *key_norm;
 };
 
-// What all layers share. `numbers` are those of the model (float32 or bfloat16): of queries, keys and values. `rotated` dimensions of a head are turned. norm_scope 0: each head alone, 1: all heads at once.
+// What all layers share. `numbers` are those of the model (float32 or bfloat16): of queries, keys and values. `rotated`
+// dimensions of a head are turned. norm_scope 0: each head alone, 1: all heads at once.
 struct Shape {
     int64_t hidden, heads, kv_heads, head_dim, mlp;
     int64_t rotated, norm_scope;

@@ -60,8 +60,8 @@ def has_vector_level() -> bool:
 def _cpu_has(what: str) -> frozenset[str]:
     """The words of a line of the first CPU, as far as the system lists it."""
     try:
-        lines = CPUINFO.read_text().splitlines()
+        lines = CPUINFO.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return frozenset()
-    found = (line.partition(":")[2].split() for line in lines if line.startswith(what))
-    return frozenset(next(found, ()))
+    named = (line.partition(":") for line in lines)
+    return frozenset(next((words.split() for name, _, words in named if name.strip() == what), ()))

@@ -5,13 +5,15 @@ import shutil
 
 from model.kernels import build as build_module
 from model.kernels.build import SHIPPED, build, find_built
-from model.kernels.levels import runnable_levels
+from model.kernels.levels import levels_here, runnable_levels
 from model.kernels.loading import KernelLibrary
 
 CACHE = build_module.CACHE.expanduser()
-# Empty on a machine without a compiler: PyTorch's way is all there is, and all that is tested.
+# The one that serves here first. Empty on a machine without a compiler: PyTorch's way is all there is, and is tested.
 BUILDABLE = {
-    level.name: level for level in runnable_levels() if shutil.which("c++") or find_built(level, (SHIPPED, CACHE))
+    level.name: level
+    for level in dict.fromkeys((*levels_here(), *runnable_levels()))
+    if shutil.which("c++") or find_built(level, (SHIPPED, CACHE))
 }
 
 

@@ -257,7 +257,9 @@ def test_a_level_for_one_vendor_is_chosen_there_alone(
     vendor: str, best: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text(f"vendor_id\t: {vendor}\nflags\t\t: {' '.join(sorted(LEVELS[0].needs))}\n")
+    cpuinfo.write_bytes(b"model name\t: \xff\nflags_of_old\t: none\n")
+    with cpuinfo.open("a") as file:
+        file.write(f"vendor_id\t: {vendor}\nflags\t\t: {' '.join(sorted(LEVELS[0].needs))}\n")
     monkeypatch.setattr("model.kernels.levels.CPUINFO", cpuinfo)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     assert levels_here()[0].name == best
