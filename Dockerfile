@@ -1,16 +1,16 @@
-# docker build .                                     the service, for CPUs
-# docker build --build-arg TORCH_VARIANT=cuda .      the service, for NVIDIA GPUs
-# docker build --target loadtest .                   locust and the load test, without torch
+# docker build .                                     service for CPUs
+# docker build --build-arg TORCH_VARIANT=cuda .      service for NVIDIA GPUs
+# docker build --target loadtest .                   load test with locust, without torch
 #
 # Needs BuildKit: Docker Engine 23.0, 20.10 with DOCKER_BUILDKIT=1, or Podman 4.3 with --format docker (for HEALTHCHECK).
 ARG PYTHON_VERSION=3.12
 
 FROM python:${PYTHON_VERSION}-slim AS base
 ENV PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/kvasir/bin:$PATH
-# A numeric id, so that an orchestrator can verify that the user is not root.
+# A numeric user id, because Kubernetes' runAsNonRoot can verify only numeric ids.
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin kvasir
 
-# The requirements of each image. Only these files invalidate the layers of dependencies.
+# Requirement lists of the images. Only pyproject.toml and constraints.txt invalidate the dependency layers.
 FROM base AS requirements
 WORKDIR /src
 COPY pyproject.toml constraints.txt ./
@@ -29,7 +29,7 @@ FROM base AS loadtest
 RUN install --directory --owner=kvasir --group=kvasir /results
 COPY --from=build-loadtest /opt/kvasir /opt/kvasir
 COPY loadtest /srv/loadtest
-# Variables and no CMD: an argument of `docker run` replaces one default and keeps the others.
+# Defaults are variables, not CMD, so that an argument of `docker run` overrides one default and keeps the others.
 ENV PYTHONPATH=/srv \
     LOCUST_LOCUSTFILE=/srv/loadtest/locustfile.py \
     LOCUST_HEADLESS=true \
@@ -42,8 +42,8 @@ WORKDIR /tmp
 USER 10001:10001
 ENTRYPOINT ["locust"]
 
-# Dependencies before sources: they change less often, and torch takes minutes. Wheels only; the compiler is for our own
-# kernels, which the wheel then carries.
+# Install dependencies before copying sources: dependencies change less often, and installing torch takes minutes.
+# Dependencies come as wheels only. The compiler is for the native kernels, which become part of the service's wheel.
 FROM base AS build
 WORKDIR /src
 # hadolint ignore=DL3008
@@ -52,15 +52,15 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/kvasir
 COPY --from=requirements /src ./
-# torch comes from PyTorch's own index, which has a build for each CUDA version and one without CUDA, a tenth of the size.
-# TORCH_INDEX names another index, such as a mirror, or the build for another CUDA version.
+# PyTorch's index has a build of torch for each CUDA version, and a CPU build of a tenth of the size.
+# TORCH_INDEX sets another index, such as a mirror, or the index of another CUDA version.
 ARG TORCH_VARIANT=cpu
 ARG TORCH_INDEX
 RUN --mount=type=cache,target=/root/.cache/pip \
     case "$TORCH_VARIANT" in \
         cpu) build=cpu ;; \
         cuda) build=cu130 ;; \
-        *) echo "TORCH_VARIANT is cpu or cuda, not $TORCH_VARIANT" >&2; exit 1 ;; \
+        *) echo "TORCH_VARIANT must be cpu or cuda, not $TORCH_VARIANT" >&2; exit 1 ;; \
     esac \
     && pip install --no-compile --only-binary=:all: --constraint constraints.txt \
         --index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/$build}" torch \
@@ -72,8 +72,9 @@ COPY loadtest loadtest
 RUN python -m model.kernels.build
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip wheel --no-deps --wheel-dir /wheels . && pip install --no-compile --no-deps /wheels/*.whl
-# Remove what serving never loads: torch's headers and tests, pip, and on CPUs what only torch.compile needs. Then write
-# bytecode, which a read-only root cannot keep later, for what a start imports: 40 MB instead of 115.
+# Remove files that serving never loads: torch's headers and tests, pip, and on CPUs the dependencies of torch.compile.
+# Then write bytecode, because a read-only root file system cannot store it later. Only modules that a start imports
+# are compiled: 40 MB of bytecode instead of 115 MB.
 RUN cd /opt/kvasir/lib/python*/site-packages \
     && rm -rf torch/include torch/share torch/test \
     && find torch/bin -type f ! -name torch_shm_manager -delete \
@@ -85,14 +86,14 @@ RUN cd /opt/kvasir/lib/python*/site-packages \
 
 FROM base AS service
 ARG TORCH_VARIANT=cpu
-# Triton compiles a few lines of C for each kernel, when it is first used.
+# Triton needs a C compiler at run time: it compiles a small launcher when a kernel is first used.
 # hadolint ignore=DL3008
 RUN if [ "$TORCH_VARIANT" = cuda ]; then \
         apt-get update \
         && apt-get install --yes --no-install-recommends gcc libc6-dev \
         && rm -rf /var/lib/apt/lists/*; \
     fi
-# The cache holds compiled kernels.
+# Cache of kernels that are compiled at run time.
 RUN install --directory --owner=kvasir --group=kvasir /var/cache/kvasir
 COPY --from=build /opt/kvasir /opt/kvasir
 ENV KVASIR_CHECKPOINT=/checkpoint \

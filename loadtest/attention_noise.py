@@ -1,8 +1,8 @@
-"""How much of a difference between two mechanisms is luck: seeds differ too.
+"""Random error of a difference between two mechanisms, from several seeds.
 
-Two rows trained from one seed see the same texts in the same order, so their losses are compared seed by seed. How
-much such a difference varies between seeds is estimated from all rows together, since a few seeds of one row tell
-little: the pooled standard deviation.
+Two rows trained from one seed see the same texts in the same order, so their losses are compared seed by seed. The
+variation of such differences between seeds is estimated from all rows together (pooled standard deviation), because
+a few seeds of one row are too few.
 """
 
 import math
@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Twice the standard error: luck alone exceeds it about once in twenty comparisons.
+# Two standard errors: chance alone exceeds them in about one of twenty comparisons.
 _ERRORS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A row's held-out loss less that of the row it is compared with, nats a token, the mean over seeds.
+    """Difference of a row's held-out loss from that of its compared row: nats per token, mean over seeds.
 
-    error: how far the mean may be off by luck; None where a single seed tells nothing of it.
+    error: two standard errors of the mean; None with a single seed.
     """
 
     mean: float
@@ -27,7 +27,7 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """In words: a difference counts only where it is larger than its error."""
+        """Verdict in words: a difference counts only if it is larger than its error."""
         if self.error is None:
             return "one seed: not known"
         if abs(self.mean) <= self.error:
@@ -36,17 +36,17 @@ class Difference:
 
 
 def losses(row: Mapping[str, Any]) -> dict[int, float]:
-    """Held-out nats a token of each seed."""
+    """Return the held-out nats per token of each seed."""
     return {run["seed"]: run["nats_per_token"] for run in row["runs"]}
 
 
 def mean_loss(row: Mapping[str, Any]) -> float:
-    """The mean over seeds."""
+    """Return the mean held-out loss over seeds."""
     return statistics.fmean(losses(row).values())
 
 
 def differences(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Difference]:
-    """Each row against the one it is compared with; a row compared with itself is left out."""
+    """Return each row's difference from its compared row. A row compared with itself is left out."""
     by_seed = {
         name: _by_seed(losses(row), losses(rows[row["compared_with"]]))
         for name, row in rows.items()
@@ -62,7 +62,7 @@ def differences(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Difference]:
 
 
 def seed_spread(rows: Mapping[str, Mapping[str, Any]]) -> float | None:
-    """Pooled standard deviation of one row's loss between seeds; None for a single seed."""
+    """Return the pooled standard deviation of a row's loss between seeds; None for a single seed."""
     return _pooled_deviation([list(losses(row).values()) for row in rows.values()])
 
 
@@ -71,7 +71,7 @@ def _by_seed(own: Mapping[int, float], other: Mapping[int, float]) -> list[float
 
 
 def _pooled_deviation(groups: list[list[float]]) -> float | None:
-    """Root of the mean within-group variance, weighted by degrees of freedom."""
+    """Return the root of the mean within-group variance, weighted by degrees of freedom."""
     freedom = sum(len(values) - 1 for values in groups)
     if freedom < 1:
         return None

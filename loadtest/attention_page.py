@@ -1,9 +1,9 @@
-"""The measured parts of docs/attention.md and its picture, from docs/results/attention.json.
+"""Generator of the measured parts of docs/attention.md and its picture, from docs/results/attention.json.
 
-python -m loadtest.attention_page            writes them
-python -m loadtest.attention_page --check    exit code 1 when page or picture is not what the results say
+python -m loadtest.attention_page            write them
+python -m loadtest.attention_page --check    exit with 1 if page or picture does not match the results
 
-What stands between `<!-- measured: NAME -->` and `<!-- end -->` is replaced; all else on the page is written by hand.
+Text between `<!-- measured: NAME -->` and `<!-- end -->` is replaced. The rest of the page is written by hand.
 """
 
 import argparse
@@ -26,11 +26,11 @@ _MARKED = re.compile(r"(<!-- measured: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DO
 
 
 def render(page: str, results: Mapping[str, Any]) -> str:
-    """The page with its measured parts anew.
+    """Return the page with its measured parts replaced.
 
     Raises:
-        KeyError: a result lacks what the page needs: a phase of the bench has not run.
-        ValueError: the page names a part that there is not, or lacks one.
+        KeyError: a result lacks a field that the page needs, because a phase of the benchmark has not run.
+        ValueError: the page names an unknown part, or lacks a part.
     """
     named = [match.group(2) for match in _MARKED.finditer(page)]
     if sorted(named) != sorted(PARTS):
@@ -57,7 +57,7 @@ def _overview(results: Mapping[str, Any]) -> str:
 
 
 def _changes(row: Mapping[str, Any]) -> str:
-    """The recipe's own words for what it changes."""
+    """Return the recipe's changes as its file writes them."""
     if not row["changes"]:
         return "–"
     changes = ", ".join(f"`{key}={_plain(value)}`" for key, value in row["changes"].items())
@@ -66,7 +66,7 @@ def _changes(row: Mapping[str, Any]) -> str:
 
 
 def _plain(value: object) -> str:
-    """A value as a recipe has it, a long fraction shortened."""
+    """Format a value as in a recipe; a long fraction is shortened."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return value if isinstance(value, str) else json.dumps(value)
@@ -186,18 +186,18 @@ def _spread(figure: Mapping[str, Any], form: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int) -> str:
-    """Markdown; the last `numbers` columns are right-aligned."""
+    """Return a Markdown table with the last `numbers` columns right-aligned."""
     rule = ["---"] * (len(head) - numbers) + ["---:"] * numbers
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *rows)) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write or check page and picture. Returns the exit code: 0, 1 for what differs, 2 for what is missing."""
+    """Write or check page and picture. Return the exit code: 0; 1 if one differs; 2 if results are missing."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.attention_page", description=__doc__.split("\n")[0])
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE")
     parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="default: docs/attention.md")
     parser.add_argument("--picture", type=Path, default=PICTURE, metavar="FILE", help="default: docs/attention.png")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 when something differs")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if page or picture differs")
     arguments = parser.parse_args(argv)
     try:
         results = json.loads(arguments.results.read_text(encoding="utf-8"))
@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.check:
         if old == new and shows(arguments.picture, results["train"]):
             return 0
-        print(f"page or picture is not what {arguments.results} says: run {parser.prog}", file=sys.stderr)
+        print(f"page or picture does not match {arguments.results}; run {parser.prog}", file=sys.stderr)
         return 1
     arguments.page.write_text(new, encoding="utf-8")
     draw(arguments.picture, results["train"])

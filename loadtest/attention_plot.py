@@ -1,4 +1,4 @@
-"""The picture of docs/attention.md: held-out loss while training, and at the end."""
+"""Picture of docs/attention.md: held-out loss during training, and at the end."""
 
 import hashlib
 import json
@@ -14,16 +14,16 @@ from matplotlib.figure import Figure
 from loadtest.attention_noise import losses, mean_loss, seed_spread
 from loadtest.attention_rows import BASELINE
 
-_FROM_STEP = 150  # before, all curves fall alike and far
+_FROM_STEP = 150  # before this step, all curves fall steeply and alike
 
 
 def digest(training: Mapping[str, Any]) -> str:
-    """Of all that the picture shows; it stands in the file, so that an old picture is found out."""
+    """Return a digest of the plotted results. It is stored in the picture, so that an outdated picture is detected."""
     return hashlib.sha256(json.dumps(training["rows"], sort_keys=True).encode()).hexdigest()
 
 
 def shows(path: Path, training: Mapping[str, Any]) -> bool:
-    """Whether the file is a picture of these results."""
+    """Return True if the file is a picture of these results."""
     return path.is_file() and digest(training).encode() in path.read_bytes()
 
 
@@ -41,7 +41,7 @@ def draw(path: Path, training: Mapping[str, Any]) -> None:
 
 
 def _draw_curves(axes: Axes, rows: Mapping[str, Any], ordered: list[str], colours: Mapping[str, Any]) -> None:
-    for place, name in enumerate(reversed(ordered)):  # the legend from the highest curve to the lowest
+    for place, name in enumerate(reversed(ordered)):  # legend order: highest curve first
         runs = [dict(map(tuple, run["curve"])) for run in rows[name]["runs"]]
         steps = [step for step in runs[0] if step >= _FROM_STEP and all(step in run for run in runs)]
         means = [statistics.fmean(run[step] for run in runs) for step in steps]

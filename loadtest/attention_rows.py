@@ -1,6 +1,6 @@
-"""The mechanisms of docs/attention.md: a recipe each, and which other one it differs from by one choice.
+"""Attention mechanisms of docs/attention.md: a recipe each, and the mechanism from which it differs by one choice.
 
-A recipe says what it changes by extending another; nothing of it is repeated here.
+A recipe extends another recipe, and states only its changes.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ BASELINE = "multi-head"
 class Row:
     """One mechanism.
 
-    name: of its recipe and of its runs. title: for people. compared_with: the row it differs from by one choice.
+    name: name of its recipe and of its runs. title: name on the page. compared_with: the row from which it differs
+    by one choice.
     """
 
     name: str
@@ -26,14 +27,15 @@ class Row:
 
     @property
     def recipe_file(self) -> Path:
+        """Path of the recipe."""
         return RECIPES / f"{self.name}.toml"
 
     def recipe(self) -> TrainConfig:
-        """Read it. Raises ValueError as `load_train_config` does."""
+        """Read the recipe. Raises ValueError as `load_train_config` does."""
         return load_train_config(self.recipe_file)
 
     def changes(self) -> dict[str, Any]:
-        """The model's choices in which it differs from the row it is compared with, JSON-ready; none of itself."""
+        """Return the model's settings that differ from the compared row, JSON-ready."""
         own, other = (load_train_config(RECIPES / f"{name}.toml").model for name in (self.name, self.compared_with))
         before = other.to_dict()
         return {key: value for key, value in own.to_dict().items() if value != before[key]}

@@ -1,8 +1,9 @@
-"""How fast each mechanism trains and is served, and what the fused kernel is worth. Imports torch.
+"""Training and serving speed of each attention mechanism, and the speedup of the fused kernel. Imports torch.
 
-All contestants take turns in rounds: a round trains each for a few steps of the real training loop, then serves from
-each checkpoint through the engine. A ratio is taken within a round, so that a slow minute of the machine touches both
-sides, and between tokens per second of CPU time: what neighbours take away meanwhile is nobody's speed.
+All contestants take turns in rounds. A round trains each for a few steps of the real training loop, then serves
+from each checkpoint through the engine. A ratio is taken within a round, so that a slow minute of the machine
+affects both sides. Ratios compare tokens per second of CPU time, so that CPU taken by other processes does not
+count.
 """
 
 import functools
@@ -33,7 +34,7 @@ from model.training.train import RunSettings, Trainer, default_precision
 from service.messages import Submit
 from service.settings import ModelSettings
 
-EAGER = "eager"  # the baseline's weights with attention written out: same numbers, other speed
+EAGER = "eager"  # the baseline's weights with attention written out: same numbers, different speed
 STEPS = 8
 STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 64, 64
 KERNEL_LENGTHS = (128, 512, 2048)
@@ -43,7 +44,7 @@ _KERNEL_HEADS, _KERNEL_HEAD_DIM = 4, 32
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Tokens, and the seconds they took: on the clock, and of CPU time in all our threads."""
+    """Tokens, and the seconds they took: wall time, and CPU time of all threads of this process."""
 
     tokens: int
     seconds: float
@@ -51,7 +52,7 @@ class Timing:
 
     @classmethod
     def of(cls, work: Callable[[], int]) -> Self:
-        """Time a piece of work that returns its number of tokens."""
+        """Time a function that returns its number of tokens."""
         began, cpu_began = time.perf_counter(), time.process_time()
         tokens = work()
         return cls(tokens, time.perf_counter() - began, time.process_time() - cpu_began)
@@ -59,7 +60,7 @@ class Timing:
 
 @dataclass(slots=True)
 class Contestant:
-    """A mechanism on an attention backend, and what it took round by round."""
+    """A mechanism on an attention backend, with its timings of each round."""
 
     name: str
     row: Row
@@ -68,7 +69,7 @@ class Contestant:
     served: list[Timing] = field(default_factory=list)
 
     def to_dict(self, baseline: "Contestant") -> dict[str, Any]:
-        """JSON-ready, with ratios to the baseline of the same round."""
+        """Return a JSON-ready dictionary, with ratios to the baseline of the same round."""
         return {
             "trained_tokens_per_second": _per_second(self.trained),
             "trained_ratio": _ratio(self.trained, baseline.trained),
@@ -87,23 +88,23 @@ def _ratio(own: Sequence[Timing], baseline: Sequence[Timing]) -> dict[str, Any]:
 
 
 def contestants(rows: Sequence[Row] = ROWS) -> list[Contestant]:
-    """Each mechanism on the fused kernels, and the baseline written out."""
+    """Return each mechanism on the fused kernels, and the baseline with attention written out."""
     made = [Contestant(row.name, row, "sdpa") for row in rows]
     return [*made, *(Contestant(EAGER, row, "eager") for row in rows if row.name == BASELINE)]
 
 
 def measure(runs: Path, *, seed: int, rounds: int, threads: int, report: Callable[[str], None]) -> dict[str, Any]:
-    """Speeds of all contestants, JSON-ready.
+    """Measure the speeds of all contestants, JSON-ready.
 
     Raises:
-        RunMissing: a checkpoint is not there.
+        RunMissing: a checkpoint is missing.
         ValueError: there are no rounds.
     """
     if rounds < 1:
         raise ValueError("rounds must be at least 1")
     made = contestants()
     for contestant in made:
-        Run(contestant.row, seed, runs).result()  # before anything long, say what is missing
+        Run(contestant.row, seed, runs).result()  # report a missing run before the long work
     torch.set_num_threads(threads)
     measure_training(made, rounds, Run(made[0].row, seed, runs).directory, report)
     measure_serving(made, rounds, lambda row: Run(row, seed, runs).checkpoint, threads=threads, report=report)
@@ -129,7 +130,7 @@ def measure_training(
 ) -> None:
     """Add `rounds` figures to each contestant: tokens/s over a few steps of the training loop.
 
-    tokenizer_from: a run directory, whose tokenizer is taken instead of learning it again.
+    tokenizer_from: a run directory with the tokenizer to reuse.
     """
     with tempfile.TemporaryDirectory() as scratch:
         corpus: Corpus | None = None
@@ -148,7 +149,7 @@ def measure_training(
                 attention=contestant.attention,
             )
             trainers.append((contestant, Trainer(config, settings, corpus)))
-        for number in range(-1, rounds):  # round -1 is slow and nobody's steady state
+        for number in range(-1, rounds):  # round -1 is a warm-up
             report(f"training, round {number + 1} of {rounds}")
             for contestant, trainer in trainers:
                 timing = Timing.of(functools.partial(_train, trainer, STEPS if number >= 0 else 2))
@@ -214,9 +215,10 @@ def _submit(uid: str, prompt: tuple[int, ...]) -> Submit:
 
 
 def measure_kernels(rounds: int, lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """Causal attention alone over one sequence, written out and fused, at several lengths; CPU milliseconds a call.
+    """Measure causal attention over one sequence, written out and fused, at several lengths: CPU milliseconds per
+    call.
 
-    score_bytes: what the scores occupy where they are stored, heads x length² x 4 bytes; the fused kernel stores none.
+    score_bytes: size of the stored scores, heads x length² x 4 bytes. The fused kernel stores no scores.
     """
     points = []
     for length in lengths:
@@ -251,7 +253,7 @@ class _Call:
 
     @torch.inference_mode()
     def seconds(self, at_least: float) -> float:
-        """Mean CPU seconds a call, over calls that take so long together."""
+        """Return the mean CPU seconds per call, over calls that take `at_least` seconds together."""
         calls, began = 0, time.process_time()
         while (elapsed := time.process_time() - began) < at_least or not calls:
             self._backend.attend(*self._qkv, form=self._form, metadata=self._metadata, kv_cache=None)

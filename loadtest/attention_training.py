@@ -1,6 +1,6 @@
-"""Every mechanism of `attention_rows`, trained by `kvasir train`, and what the finished runs say of themselves.
+"""Training of every mechanism of `attention_rows` by `kvasir train`, and the results of the finished runs.
 
-A run that was interrupted goes on where it stopped; one that is finished is read, not repeated.
+An interrupted run continues where it stopped. A finished run is read, not repeated.
 """
 
 import math
@@ -15,14 +15,14 @@ from loadtest.attention_rows import ROWS, Row
 from model.manifest import Manifest, read_manifest
 from model.training.state import read_log
 
-BYTES_PER_VALUE = 4  # float32, as the engine keeps it on a CPU
-# One thread: the machine is shared, and a model of this size gains little from a second.
+BYTES_PER_VALUE = 4  # float32, the dtype in which `attention_speed` serves
+# One thread: the machine is shared, and a second thread gains little for a model of this size.
 FLAGS = ("--threads", "1", "--no-compile")
 _TOKENIZER_FILE = "tokenizer.tiktoken"
 
 
 class RunMissing(ValueError):
-    """A run is not finished, or is not the recipe's. The message names it and the remedy."""
+    """A run is not finished, or has another recipe. The message names the run and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,31 +35,33 @@ class Run:
 
     @property
     def directory(self) -> Path:
+        """Directory of the run."""
         return self.runs / f"{self.row.name}-{self.seed}"
 
     @property
     def checkpoint(self) -> Path:
+        """Directory of the run's checkpoint."""
         return self.directory / "checkpoint"
 
     @property
     def is_finished(self) -> bool:
-        """The card is written last."""
+        """True if the run is finished: `kvasir train` writes the model card last."""
         return (self.checkpoint / "MODEL_CARD.md").is_file()
 
     def command(self) -> list[str]:
-        """What a person would type."""
+        """Return the command as typed in a shell."""
         paths = ["--run-directory", str(self.directory), "--out", str(self.checkpoint)]
         return ["kvasir", "train", "--config", str(self.row.recipe_file), "--seed", str(self.seed), *paths, *FLAGS]
 
     def train(self) -> None:
-        """Train it, or what is left of it. Raises RunMissing when the command fails."""
+        """Train the run, or continue it. Raises RunMissing if the command fails."""
         program = [sys.executable, "-c", "import sys; from service.cli import main; sys.exit(main())"]
         code = subprocess.run([*program, *self.command()[1:]], check=False).returncode
         if code:
-            raise RunMissing(f"{' '.join(self.command())}: exit code {code}; the same command goes on from there")
+            raise RunMissing(f"{' '.join(self.command())}: exit code {code}; repeat the command to continue")
 
     def result(self) -> dict[str, Any]:
-        """What it came to, JSON-ready. Raises RunMissing."""
+        """Return the run's results, JSON-ready. Raises RunMissing."""
         manifest = self._manifest()
         training = manifest.training
         (nats,) = training["held_out_nats_per_token"].values()
@@ -87,12 +89,12 @@ class Run:
         manifest, recipe = read_manifest(self.checkpoint), self.row.recipe()
         made = (manifest.config, manifest.training["steps"], manifest.training["seed"])
         if made != (recipe.model, recipe.steps, self.seed):
-            raise RunMissing(f"{self.directory} was trained by another recipe than {self.row.recipe_file}: delete it")
+            raise RunMissing(f"{self.directory} was trained with another recipe than {self.row.recipe_file}; delete it")
         return manifest
 
 
 def train_all(runs: Path, seeds: Sequence[int]) -> None:
-    """Train what is not finished, seed by seed. Raises RunMissing when a run fails."""
+    """Train the unfinished runs, seed by seed. Raises RunMissing if a run fails."""
     for seed in seeds:
         for row in ROWS:
             if not (run := Run(row, seed, runs)).is_finished:
@@ -101,10 +103,10 @@ def train_all(runs: Path, seeds: Sequence[int]) -> None:
 
 
 def collect(runs: Path, seeds: Sequence[int]) -> dict[str, Any]:
-    """What all the runs came to, JSON-ready.
+    """Return the results of all runs, JSON-ready.
 
     Raises:
-        RunMissing: a run is not finished, is another recipe's, or has another tokenizer than the first.
+        RunMissing: a run is not finished, has another recipe, or has another tokenizer than the first run.
     """
     rows: dict[str, Any] = {}
     for row in ROWS:
@@ -119,7 +121,9 @@ def collect(runs: Path, seeds: Sequence[int]) -> dict[str, Any]:
         }
     made = [run for row in rows.values() for run in row["runs"]]
     if len({run.pop("tokenizer") for run in made}) > 1:
-        raise RunMissing(f"the runs in {runs} have different tokenizers, so that their losses can't be compared")
+        raise RunMissing(
+            f"the runs in {runs} have different tokenizers, so their losses cannot be compared; delete them"
+        )
     recipe = ROWS[0].recipe()
     return {
         "settings": {

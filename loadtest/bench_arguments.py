@@ -1,4 +1,4 @@
-"""What `kvasir bench` is told. Torch-free: a typo is answered before torch is imported."""
+"""Command line of `kvasir bench`. Torch-free, so that a typo is reported before torch is imported."""
 
 import argparse
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ PROGRAM = "kvasir bench"
 
 
 class _List(NamedTuple):
-    """What is swept: in full, and with --quick."""
+    """A list that is swept: its values, and those with --quick."""
 
     text: str
     usual: list[int]
@@ -20,7 +20,7 @@ class _List(NamedTuple):
 
 
 class _Count(NamedTuple):
-    """One number: in full, and with --quick."""
+    """A number: its value, and that with --quick."""
 
     text: str
     usual: int
@@ -28,18 +28,18 @@ class _Count(NamedTuple):
 
 
 _LISTS: Final = {
-    "batch": _List("sequences that run at once", [1, 4, 16, 64], [1, 16]),
-    "context": _List("tokens of each of them", [128, 512, 1024], [128]),
-    "prompt_tokens": _List("tokens of a prompt that comes alone", [64, 256, 1024], [256]),
+    "batch": _List("batch sizes, in sequences", [1, 4, 16, 64], [1, 16]),
+    "context": _List("context lengths, in tokens", [128, 512, 1024], [128]),
+    "prompt_tokens": _List("lengths of a prompt alone in the engine, in tokens", [64, 256, 1024], [256]),
 }
 _COUNTS: Final = {
-    "steps": _Count("steps of a batch that are timed at once", 32, 16),
-    "repeats": _Count("rounds of the sweep", 5, 3),
+    "steps": _Count("steps per timed run of a batch", 32, 16),
+    "repeats": _Count("repeats of the sweep", 5, 3),
 }
 
 
 class _Parser(argparse.ArgumentParser):
-    """One line and exit code 2 for what cannot be used, as every command has."""
+    """Parser that reports an error in one line, with exit code 2, as every command does."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -51,7 +51,7 @@ def _parser() -> _Parser:
         usage="kvasir bench [flags] [-- settings]",
         allow_abbrev=False,
         description="Measure the engine in this process, over batch size, context and prompt length.",
-        epilog="What follows -- are settings as `kvasir serve` knows them, like: -- --threads 1 --dtype bfloat16",
+        epilog="Arguments after -- are settings of `kvasir serve`, for example: -- --threads 1 --dtype bfloat16",
     )
     add = parser.add_argument
     model = parser.add_mutually_exclusive_group(required=True)
@@ -59,13 +59,13 @@ def _parser() -> _Parser:
     model.add_argument(
         "--shape",
         choices=sorted(SHAPE_SIZES),
-        help="instead: random weights; S has 28, M 109, qwen3-0.6b 596 million parameters",
+        help="random weights of a shape instead; S has 28, M 109, qwen3-0.6b 596 million parameters",
     )
-    add("--out", type=Path, metavar="FILE", help="write JSON there, with every repeat's value")
-    add("--quick", action="store_true", help="batch 1 and 16 at context 128, one prompt, 3 rounds, unless said")
+    add("--out", type=Path, metavar="FILE", help="JSON output file, with the value of every repeat")
+    add("--quick", action="store_true", help="default to batch 1 and 16, context 128, one prompt, 16 steps, 3 repeats")
     for name, form in _LISTS.items():
-        told = " ".join(map(str, form.usual))
-        add(_flag(name), type=_positive, nargs="+", metavar="N", help=f"{form.text} (default: {told})")
+        values = " ".join(map(str, form.usual))
+        add(_flag(name), type=_positive, nargs="+", metavar="N", help=f"{form.text} (default: {values})")
     for name, count in _COUNTS.items():
         add(_flag(name), type=_positive, metavar="N", help=f"{count.text} (default: {count.usual})")
     return parser
@@ -83,13 +83,13 @@ def _flag(name: str) -> str:
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, ModelSettings]:
-    """The bench's own arguments, and behind `--` the engine's settings.
+    """Read the benchmark's own arguments, and the engine's settings after `--`.
 
-    Where a shape is named, `settings.checkpoint` is a place-holder: its model is made later. A list that was not given
-    is in `arguments.usual`, by name: of it, what does not fit the model is left out.
+    With a shape, `settings.checkpoint` is a placeholder until the model is written. `arguments.usual` holds the
+    names of lists that were not given: their values that do not fit the model are left out.
 
     Raises:
-        SystemExit: with code 2 and one line for what cannot be used, with 0 where `--help` was asked for.
+        SystemExit: code 2 with one line for invalid arguments; code 0 for `--help`.
     """
     own, engine_flags = split_at_dashes(argv)
     parser = _parser()
@@ -111,12 +111,12 @@ def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, ModelSettin
 
 
 def split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before `--`, and what behind it: a bench's own arguments, and settings of the engine or service."""
+    """Split arguments at `--` into a benchmark's own arguments and settings of the engine or service."""
     given = list(argv)
     split = given.index("--") if "--" in given else len(given)
     return given[:split], given[split + 1 :]
 
 
 def refuse(message: str) -> NoReturn:
-    """End the program as for arguments that cannot be used."""
+    """Exit with a one-line error, as for invalid arguments."""
     _parser().error(message)

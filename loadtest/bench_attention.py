@@ -1,10 +1,10 @@
-"""Every mechanism of attention, trained and measured: docs/results/attention.json.
+"""Benchmark of every attention mechanism, trained and served: docs/results/attention.json.
 
-    python -m loadtest.bench_attention train --seeds 1 2    trains what is not trained yet: half an hour a seed
-    python -m loadtest.bench_attention speed                all mechanisms in turn, trained and served: minutes
+    python -m loadtest.bench_attention train --seeds 1 2    trains missing runs: half an hour per seed
+    python -m loadtest.bench_attention speed                trains and serves all mechanisms in turn: minutes
 
-`train` may be interrupted; the same command goes on. Each phase writes its own part of the file and leaves the other.
-The page is then written by `python -m loadtest.attention_page`.
+An interrupted `train` continues with the same command. Each phase writes its own part of the file and keeps the
+other. `python -m loadtest.attention_page` then writes the page.
 """
 
 import argparse
@@ -27,12 +27,12 @@ OUT = ROOT / "docs" / "results" / "attention.json"
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m loadtest.bench_attention", description=__doc__.split("\n")[0])
     phases = parser.add_subparsers(dest="phase", required=True)
-    train = phases.add_parser("train", help="train every mechanism, and collect the losses")
-    train.add_argument("--seeds", type=int, nargs="+", default=[1], metavar="N", help="default: 1")
+    train = phases.add_parser("train", help="train every mechanism and collect the losses")
+    train.add_argument("--seeds", type=int, nargs="+", default=[1], metavar="N", help="seeds to train (default: 1)")
     speed = phases.add_parser("speed", help="measure every trained mechanism")
-    speed.add_argument("--seed", type=int, default=1, metavar="N", help="whose checkpoints to serve (default: 1)")
-    speed.add_argument("--rounds", type=int, default=7, metavar="N", help="default: 7")
-    speed.add_argument("--threads", type=int, default=1, metavar="N", help="default: 1")
+    speed.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the runs to serve (default: 1)")
+    speed.add_argument("--rounds", type=int, default=7, metavar="N", help="repeats (default: 7)")
+    speed.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1)")
     for phase in (train, speed):
         phase.add_argument(
             "--runs", type=Path, default=Path("runs/attention"), metavar="DIR", help="default: %(default)s"
@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a phase and write its part of the JSON. Returns the exit code: 0, 1 for what could not be done."""
+    """Run a phase and write its part of the JSON. Return the exit code: 0; 1 if the phase failed."""
     given = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     arguments = parser.parse_args(given)

@@ -1,6 +1,8 @@
-"""Attention of documents side by side, forward and backward: ours against PyTorch's flash attention, one by one.
+"""Benchmark of attention over packed documents, forward and backward: native kernel against flash attention.
 
 python -m loadtest.bench_document_attention
+
+PyTorch's flash attention runs one document at a time.
 """
 
 import argparse
@@ -21,7 +23,7 @@ from service.engine_builder import keep_freed_memory
 
 _LENGTHS = (100, 200, 300, 512, 1024)
 _TOKENS = 8192
-_HEADS, _KV_HEADS, _HEAD_DIM = 5, 1, 64  # the default model's
+_HEADS, _KV_HEADS, _HEAD_DIM = 5, 1, 64  # shape of the default model
 
 
 def _one_by_one(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts: Sequence[int]) -> Tensor:
@@ -42,17 +44,17 @@ def _milliseconds(attend: Callable[[], Tensor], inputs: Sequence[Tensor], grad: 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a table of medians and of the ratios, pair by pair. Returns the exit code."""
+    """Print a table of medians, and of the medians of ratios within pairs. Returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="python -m loadtest.bench_document_attention", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="default: 9")
+    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="repeats (default: 9)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     arguments = parser.parse_args(given)
     quiet_or_warned(parser.prog)
     keep_freed_memory()
     torch.set_num_threads(usable_cpus())
     print(f"{torch.get_num_threads()} threads, {_TOKENS} tokens, {_HEADS} heads over {_KV_HEADS}, {arguments.dtype}")
-    print("| tokens a document | flash, ms | ours, ms | flash / ours |\n|---:|---:|---:|---:|")
+    print("| tokens per document | flash, ms | Kvasir, ms | flash / Kvasir |\n|---:|---:|---:|---:|")
     for length in _LENGTHS:
         starts = [*range(0, _TOKENS, length), _TOKENS]
         starts_N = torch.tensor(starts, dtype=torch.int32)
@@ -73,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pairs = [
             (_milliseconds(flash, inputs, grad_THD), _milliseconds(ours, inputs, grad_THD))
             for _ in range(arguments.rounds + 1)
-        ][1:]  # the first warms up
+        ][1:]  # without the warm-up
         theirs_ms, ours_ms = (statistics.median(column) for column in zip(*pairs, strict=True))
         ratio = statistics.median(theirs / mine for theirs, mine in pairs)
         print(f"| {length} | {theirs_ms:.0f} | {ours_ms:.0f} | {ratio:.1f} |", flush=True)

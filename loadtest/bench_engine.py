@@ -3,11 +3,13 @@
     kvasir bench --checkpoint checkpoints/NAME --out docs/results/engine.json
     kvasir bench --shape S -- --dtype bfloat16 --threads 2
 
-Decoding: `batch` sequences of `context` tokens each, none of which share a block of the KV-cache, are timed over a few
-steps in which all of them get a token. Their prompts are computed once and found again in the prefix cache. Prompts:
-each of its length, alone, one that nobody had before, until its first token. Repeats go round the whole sweep, so that
-a slow minute of the machine touches every point alike. In the same round stand what the machine can do at most
-(`loadtest.roofline`), hence the fraction of the roofline (`loadtest.step_work`).
+Decode: `batch` sequences of `context` tokens each, which share no KV-cache block, are timed over a few steps. In
+each step every sequence gets a token. Their prompts are computed once and then come from the prefix cache.
+
+Prompts: each length alone in the engine, without a cached prefix, until its first token.
+
+Repeats go round the whole sweep, so that a slow minute of the machine affects every point alike. Each round also
+probes the machine's limits (`loadtest.roofline`), which give the share of the roofline (`loadtest.step_work`).
 """
 
 import argparse
@@ -41,37 +43,37 @@ from model.sampling_params import SamplingParams
 from service.messages import Submit
 from service.settings import ModelSettings, SettingsError
 
-_PROMPT_TOKENS_A_REPEAT = 256  # several short prompts make one figure
+_PROMPT_TOKENS_A_REPEAT = 256  # several short prompts are averaged
 _MIB = 2**20
 
 
 class Prompts:
-    """Prompts of an exact number of tokens, no two alike from their first block on: windows of the tales."""
+    """Prompts of an exact number of tokens, cut from the tales. No two share their first block."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = token_ids
         self._starts = itertools.count()
 
     def next(self, num_tokens: int) -> tuple[int, ...]:
-        """The next prompt. A stride through the text, prime to its length or nearly so, keeps the starts apart."""
+        """Return the next prompt. The stride is prime to the text's length, or nearly, which keeps the starts apart."""
         count = len(self._token_ids)
         start = next(self._starts) * 7919 % count
         return tuple(self._token_ids[(start + offset) % count] for offset in range(num_tokens))
 
 
 class Sweep:
-    """The engine, the probe, and the points to measure."""
+    """Runner of the sweep: the engine, the probe, and the measured points."""
 
     def __init__(self, contestant: InProcess, roofline: Roofline) -> None:
         self._engine = contestant.engine
         self._roofline = roofline
         self._prompts = Prompts(contestant.token_ids(tales()))
-        self._held: list[tuple[int, ...]] = []  # the prompts that sequences in a batch begin with
+        self._held: list[tuple[int, ...]] = []  # prompts from which the sequences of a batch begin
         self._uids = (f"bench-{number}" for number in itertools.count())
         self.machines: list[Machine] = []
 
     def probe(self) -> None:
-        """Ask once more what the machine can do: at the beginning of a round."""
+        """Probe the machine's limits again, at the beginning of a round."""
         self.machines.append(self._roofline.probe())
 
     def measure(self, point: DecodePoint | PromptPoint) -> None:
@@ -83,7 +85,7 @@ class Sweep:
         return point.add(self._run(self._beginnings(point), point.output_tokens), self.machines[-1])
 
     def warm_up(self, points: Sequence[DecodePoint | PromptPoint]) -> None:
-        """Compute the longest prompts once, and a few steps of every batch: the first is slow, and nobody's state."""
+        """Compute the longest prompts once, and a few steps of every batch, because first runs are slower."""
         decode = [point for point in points if isinstance(point, DecodePoint)]
         self._held = [
             self._prompts.next(max(point.prompt_tokens for point in decode))
@@ -115,7 +117,7 @@ class Sweep:
 def make_points(
     arguments: argparse.Namespace, settings: ModelSettings, formula: WorkFormula, max_context_tokens: int
 ) -> list[DecodePoint | PromptPoint]:
-    """The sweep that was asked for; of a list that was not, what fits the model.
+    """Return the requested sweep. Of lists that were not given, only values that fit the model are used.
 
     Raises:
         ValueError: a point does not fit the model's context, or the engine's batch.
@@ -124,7 +126,8 @@ def make_points(
     for context, batch in itertools.product(arguments.context, arguments.batch):
         if batch > settings.max_num_running:
             raise ValueError(f"a batch of {batch} needs -- --max-num-running {batch}")
-        # All but a block of a prompt is found in the cache: so many steps pass until the last has its first token.
+        # All of a prompt but one block comes from the cache. This many steps pass until the last sequence has its
+        # first token.
         output = arguments.steps + 1 + batch * (settings.block_size + 1) // settings.max_batched_tokens
         prompt = min(context - output // 2, max_context_tokens - output)
         if prompt >= 1 and prompt + output <= max_context_tokens and context <= max_context_tokens:
@@ -134,14 +137,14 @@ def make_points(
         elif "context" not in arguments.usual:
             raise ValueError(
                 f"{arguments.steps} steps at a context of {context} tokens do not fit the model's "
-                f"{max_context_tokens}, or are more than {context}"
+                f"{max_context_tokens}, or are more than {context}; choose other --context or --steps"
             )
     for prompt in arguments.prompt_tokens:
         if prompt < max_context_tokens:
             work = formula.prompt(num_tokens=prompt, tokens_per_step=settings.max_batched_tokens)
             points.append(PromptPoint(prompt, work))
         elif "prompt_tokens" not in arguments.usual:
-            raise ValueError(f"a prompt of {prompt} tokens leaves none of the model's context of {max_context_tokens}")
+            raise ValueError(f"a prompt of {prompt} tokens does not fit the model's context of {max_context_tokens}")
     if not any(isinstance(point, DecodePoint) for point in points):
         raise ValueError(f"{arguments.steps} steps do not fit the model's context of {max_context_tokens}")
     return points
@@ -153,20 +156,22 @@ def _progress() -> Progress:
 
 
 def with_room(arguments: argparse.Namespace, settings: ModelSettings, config: ModelConfig) -> ModelSettings:
-    """The settings, with a KV-cache of what the sweep needs where its size was left to us: all sequences at the longest
-    context, and half again for what is computed in between."""
+    """Return the settings with a KV-cache large enough for the sweep, if its size is `auto`.
+
+    The size covers all sequences at the longest context, and half as much again for prompts computed in between.
+    """
     if settings.kv_cache_memory != "auto":
         return settings
     longest = min(max(arguments.context), config.max_context_length) + 2 * arguments.steps
     tokens = max(max(arguments.batch) * longest * 3 // 2, config.max_context_length + settings.block_size)
     held_as = settings.dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
-    value_bytes = WEIGHT_BYTES.get(held_as, WEIGHT_BYTES["float32"])  # auto is no wider
+    value_bytes = WEIGHT_BYTES.get(held_as, WEIGHT_BYTES["float32"])  # auto is at most float32
     size = tokens * config.kv_bytes_per_token(value_bytes)
     return settings.model_copy(update={"kv_cache_memory": ByteSize((-(-size // _MIB) + 1) * _MIB)})
 
 
 def measure(arguments: argparse.Namespace, settings: ModelSettings) -> dict[str, Any]:
-    """Run the sweep. Raises `ValueError` for what cannot be done, `CheckpointError` being one."""
+    """Run the sweep. Raises `ValueError`, or its subclass `CheckpointError`, if it cannot run."""
     settings = with_room(arguments, settings, read_manifest(settings.checkpoint).config)
     contestant = InProcess.open(settings)
     facts = contestant.facts
@@ -203,7 +208,7 @@ def measure(arguments: argparse.Namespace, settings: ModelSettings) -> dict[str,
 
 
 def tables(result: dict[str, Any]) -> Iterator[Table]:
-    """The sweep for the terminal: medians, with the smallest and largest of the steps' times."""
+    """Yield the tables for the terminal: medians, with minimum and maximum of the step times."""
     model, machine = result["model"], result["roofline"]
     title = f"{model['name']}, {model['dtype']}, weights {model['weights']}, on {model['device']}"
     decode = Table(title=title)
@@ -241,7 +246,7 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
 
 @contextmanager
 def _with_model(arguments: argparse.Namespace, settings: ModelSettings) -> Iterator[ModelSettings]:
-    """The settings, naming a model that is there: of a shape, one is made for as long as the block lasts."""
+    """Yield settings with an existing model. For a shape, a temporary checkpoint is written."""
     if arguments.shape is None:
         yield settings
         return
@@ -251,7 +256,7 @@ def _with_model(arguments: argparse.Namespace, settings: ModelSettings) -> Itera
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, show a table, write JSON. Returns the exit code: 0, 2 for what cannot be measured."""
+    """Measure, show tables, write JSON. Return the exit code: 0; 2 for arguments that cannot be measured."""
     given = list(sys.argv[1:] if argv is None else argv)
     arguments, settings = read_arguments(given)
     try:

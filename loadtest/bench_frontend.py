@@ -1,14 +1,15 @@
-"""What the way to the client costs: the whole service over an engine that computes nothing.
+"""Benchmark of the API process's cost per token: the whole service with an engine that computes nothing.
 
     python -m loadtest.bench_frontend --checkpoint checkpoints/NAME --out docs/results/frontend.json
 
-The engine draws the same token for everybody, at once or at a set pace, so that what remains is LitServe's queues,
-detokenized text into JSON, JSON into server-sent events and these onto sockets. Everything of it happens in the API
-process but the engine's own messages. "Tokens a second on one core" are tokens over the CPU time of that process: what
-it would stream with a core of its own, whatever else the machine had to do. The clients are another process.
+The engine returns the same token for every sequence, at once or at a set pace. What remains is LitServe's queues,
+JSON, server-sent events and socket writes. All of it runs in the API process, except the engine's own messages.
 
-An engine that is faster than the way away from it has steps gather there, and several tokens of a stream leave in one
-write, each an event of its own. At a pace of `--step-ms`, which a core can follow, every token is written alone.
+"tokens_per_second_on_one_core" is tokens divided by CPU time of the API process: its throughput with a core to
+itself. The clients are a separate process.
+
+Steps of an engine faster than the API process pile up, so several tokens of a stream leave in one write, each as
+its own event. With `--step-ms`, at a pace that one core can follow, every token is written alone.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from loadtest.spread import Spread
 from loadtest.sse_client import AsyncClient, Target
 from loadtest.workload import CompletionRequest
 
-# The kernel counts CPU time in ticks: a load that takes less than one has taken one.
+# The kernel counts CPU time in ticks: a shorter load counts as one tick.
 _TICK_SECONDS = 1.0 / os.sysconf("SC_CLK_TCK")
 _FIRST_REQUEST = CompletionRequest(index=0, prompt="Once upon a time", max_tokens=1, temperature=0.0)
 
@@ -48,7 +49,7 @@ class InstantService(ServiceProcess):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """Streams at once, requests in all, tokens of each answer."""
+    """Concurrent streams, requests in total, and tokens of each completion."""
 
     num_streams: int
     num_requests: int
@@ -56,10 +57,10 @@ class Load:
 
 
 def measure(service: ServiceProcess, load: Load) -> tuple[float, bench_http.Run]:
-    """CPU seconds of the API process for one load, and what its clients saw.
+    """Return the CPU seconds of the API process for one load, and the clients' outcomes.
 
     Raises:
-        ServiceFailed: an answer was not whole.
+        ServiceFailed: a completion was not complete.
     """
     processes = service.api_processes()
     before = cpu_seconds(processes)
@@ -83,7 +84,7 @@ async def _ask(target: Target, load: Load) -> bench_http.Run:
 
 
 def measure_all(checkpoint: Path, step_ms: float, levels: Sequence[Load], repeats: int) -> list[dict[str, Any]]:
-    """Every level so many times, after one that warms up."""
+    """Measure every level `repeats` times, after a warm-up load."""
     results = []
     with InstantService(checkpoint, step_ms) as service:
         service.wait_first_token(_FIRST_REQUEST)
@@ -105,16 +106,23 @@ def measure_all(checkpoint: Path, step_ms: float, levels: Sequence[Load], repeat
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and write JSON. Returns the exit code: 0, 1 when the service failed."""
+    """Measure and write JSON. Return the exit code: 0; 1 if the service failed."""
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["serve"]:
         return serve_instantly(given[1:])
     parser = argparse.ArgumentParser(prog="python -m loadtest.bench_frontend", description=__doc__.split("\n")[0])
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="whose tokenizer and name it has")
+    parser.add_argument(
+        "--checkpoint", type=Path, required=True, metavar="DIR", help="checkpoint directory, for tokenizer and name"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON there (default: standard output)")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64], metavar="N", help="default: 1 16 64")
     parser.add_argument(
-        "--step-ms", type=float, nargs="+", default=[0.0, 4.0], metavar="MS", help="pace of steps; default: 0 4"
+        "--step-ms",
+        type=float,
+        nargs="+",
+        default=[0.0, 4.0],
+        metavar="MS",
+        help="time between steps, 0: instant (default: 0 4)",
     )
     parser.add_argument("--requests-per-stream", type=int, default=8, metavar="N", help="default: %(default)s")
     parser.add_argument("--output-tokens", type=int, default=200, metavar="N", help="default: %(default)s")

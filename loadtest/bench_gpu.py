@@ -1,11 +1,13 @@
-"""A GPU measured, a part at a time: what `loadtest/gpu_suite.sh` runs on a card that is borrowed for minutes.
+"""Benchmarks of a GPU, a part at a time, as run by `loadtest/gpu_suite.sh`.
 
     python -m loadtest.bench_gpu PART --out FILE [--checkpoint DIR]
 
-Parts: card (the device, its limits, and which ways of attention hold), attention (kernels), decode (steps of a random
-model of 1.5 billion parameters against what the memory allows), engine (the default model, as it is served). Without a
-CUDA device a part is reported as absent. `loadtest.gpu_peers` is one more part, which needs transformers.
-`--tiny` runs the same code small, wherever it is: for tests.
+Parts: card (the device, its limits, and the available attention kernels), attention (kernels), decode (steps of a
+random model of 1.5 billion parameters against memory bandwidth), engine (the default model as it is served),
+prefill (steps of one prompt) and quantized (decode steps with int8 and fp8 weights).
+
+Without a CUDA device a part is reported as absent. `loadtest.gpu_peers` is a further part, which needs
+transformers. `--tiny` runs the same code with small sizes on any device, for tests.
 """
 
 import argparse
@@ -27,7 +29,7 @@ from service.settings import ModelSettings
 
 PROGRAM = "python -m loadtest.bench_gpu"
 _ROUNDS = 3
-# Qwen2's own shape at 1.5 billion parameters (its config.json).
+# Shape of Qwen2 with 1.5 billion parameters (its config.json).
 _QWEN2: Mapping[str, Any] = {
     "vocab_size": 151_936,
     "max_context_length": 32_768,
@@ -55,7 +57,7 @@ _TINY = {"vocab_size": 300, "max_context_length": 64, "num_layers": 2, "hidden_s
 
 
 def full(device: torch.device) -> Bench:
-    """What is measured on a card."""
+    """Return the sizes for a GPU."""
     return Bench(
         device=device,
         dtype=torch.bfloat16,
@@ -73,7 +75,7 @@ def full(device: torch.device) -> Bench:
 
 
 def tiny(device: torch.device) -> Bench:
-    """The same, in a second on a CPU."""
+    """Return small sizes that take a second on a CPU."""
     return Bench(
         device=device,
         dtype=torch.float32,
@@ -92,7 +94,7 @@ def tiny(device: torch.device) -> Bench:
 
 
 def engine(bench: Bench, checkpoint: Path) -> dict[str, Any]:
-    """A checkpoint as the service serves it: tokens a second of one stream, and of more and more."""
+    """Measure a checkpoint as the service runs it: tokens/s over the number of streams."""
     built = InProcess.open(ModelSettings(checkpoint=checkpoint, max_num_running=256, max_batched_tokens=2048))
     built.engine.warm_up()
     rows = []
@@ -117,13 +119,15 @@ PARTS: Mapping[str, Callable[[Bench, Path], dict[str, Any]]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """See the module. 0 also where there is no device: that is what is told."""
+    """Measure a part and write JSON. Return 0, also without a device, which the JSON reports."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog=PROGRAM, description="Measure a GPU, a part at a time.")
+    parser = argparse.ArgumentParser(prog=PROGRAM, description="Measure one part of the GPU benchmarks.")
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--out", type=Path, help="JSON file; without it, standard output")
-    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/kvasir-9m"), help="of the part engine")
-    parser.add_argument("--tiny", action="store_true", help="the same code, small, on any device: for tests")
+    parser.add_argument("--out", type=Path, help="JSON output file (default: standard output)")
+    parser.add_argument(
+        "--checkpoint", type=Path, default=Path("checkpoints/kvasir-9m"), help="checkpoint of the part `engine`"
+    )
+    parser.add_argument("--tiny", action="store_true", help="small sizes on any device, for tests")
     parsed = parser.parse_args(given)
     has_gpu = torch.cuda.is_available()
     result: dict[str, Any] = provenance(PROGRAM, given)

@@ -1,11 +1,11 @@
-"""A running service under load, from outside.
+"""Benchmark of a running service over HTTP.
 
     python -m loadtest.bench_http --url http://127.0.0.1:8000 --streams 1 4 16 64
     python -m loadtest.bench_http --url http://127.0.0.1:8000 --rate 2 4 8 16 --slo-ttft-p95-ms 500
 
-Closed loop: N clients, each sends its next request when its last has ended. It finds throughput, and it hides
-overload, because a slow server is asked less. Open loop: requests come at random times (Poisson) whatever the
-server does, and latency counts from the time a request was meant to be sent.
+Closed loop: each of N clients sends its next request when its last has ended. It measures throughput and hides
+overload, because a slow server receives fewer requests. Open loop: requests arrive at random times (Poisson),
+independent of the server. Latency counts from the time at which a request should have been sent.
 """
 
 import argparse
@@ -35,14 +35,14 @@ from loadtest.workload import (
     spec_from_arguments,
 )
 
-# Over this share of a core the client itself delays what it measures.
+# Above this share of a core, the client itself delays what it measures.
 BUSY_CLIENT_SHARE = 0.7
 OPEN_LOOP_REQUESTS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """The outcomes of one load, how long it lasted, and what the client spent on it.
+    """Outcomes of one load, its duration, and the client's CPU use.
 
     duration_seconds: first intended send to last end.
     client_cpu_share: this process's CPU time over wall time; 1 is one core.
@@ -56,7 +56,7 @@ class Run:
 async def run_closed(
     client: AsyncClient, requests: Iterable[CompletionRequest], *, model: str | None, num_streams: int
 ) -> Run:
-    """N clients work through the requests. Each waits for its last to end, and as long as a refusal asks for."""
+    """Send the requests from N clients. Each client waits for the end of its last request, and for its Retry-After."""
     queue = iter(requests)
     outcomes: list[Outcome] = []
 
@@ -72,7 +72,7 @@ async def run_closed(
 async def run_open(
     client: AsyncClient, requests: Iterable[CompletionRequest], *, model: str | None, rate: float, seed: int
 ) -> Run:
-    """Send the requests at `rate` a second with exponential gaps (a Poisson process), seeded."""
+    """Send the requests at `rate` per second with exponential gaps (a Poisson process), seeded."""
     outcomes: list[Outcome] = []
     start = time.perf_counter()
 
@@ -85,9 +85,9 @@ async def run_open(
 
 
 def arrivals(rate: float, seed: int) -> Iterator[float]:
-    """Seconds from the start at which requests of a Poisson process of `rate` a second come."""
-    draw = random.Random(seed)
-    return itertools.accumulate(iter(lambda: draw.expovariate(rate), None))
+    """Yield the arrival times of a Poisson process of `rate` per second, in seconds from the start."""
+    rng = random.Random(seed)
+    return itertools.accumulate(iter(lambda: rng.expovariate(rate), None))
 
 
 async def _timed(outcomes: list[Outcome], workers: Iterable[Any]) -> Run:
@@ -102,7 +102,7 @@ async def _timed(outcomes: list[Outcome], workers: Iterable[Any]) -> Run:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """One row of the report: so many streams, or such a rate."""
+    """One row of the report: a number of streams, or a rate."""
 
     num_streams: int | None
     rate: float | None
@@ -123,7 +123,7 @@ async def _bench(arguments: argparse.Namespace, limits: Slo) -> list[dict[str, A
     client = AsyncClient(target, timeout_seconds=arguments.timeout)
     loads = [_Load(streams, None) for streams in arguments.streams]
     loads += [_Load(None, rate) for rate in arguments.rate]
-    indexes = itertools.count()  # every run gets requests of its own, so that no run meets a warm prefix cache
+    indexes = itertools.count()  # every run gets new requests, so that the prefix cache does not help it
     results = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("load", total=len(loads))
@@ -168,16 +168,29 @@ def _result(load: _Load, run: Run, limits: Slo) -> dict[str, Any]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m loadtest.bench_http",
-        description="Load a running service, measure it from outside. Exit code 1: an objective was missed.",
-        epilog=f"A service that asks for an API key gets the one in {API_KEY_VARIABLE}.",
+        description="Load a running service and measure it over HTTP. Exit code 1: an objective was missed.",
+        epilog=f"The API key in {API_KEY_VARIABLE}, if set, is sent to the service.",
     )
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000", help="the service (default: %(default)s)")
+    add("--url", default="http://127.0.0.1:8000", help="base URL of the service (default: %(default)s)")
     add("--model", help="model id (default: the first of /v1/models)")
-    add("--streams", type=int, nargs="+", default=[], metavar="N", help="closed loop: clients at once")
-    add("--rate", type=float, nargs="+", default=[], metavar="X", help="open loop: requests a second, Poisson")
-    add("--requests", type=int, metavar="N", help="requests a run (default of an open loop: 64)")
-    add("--requests-per-stream", type=int, default=4, metavar="N", help="closed loop, without --requests")
+    add("--streams", type=int, nargs="+", default=[], metavar="N", help="closed loop: concurrent clients")
+    add(
+        "--rate",
+        type=float,
+        nargs="+",
+        default=[],
+        metavar="X",
+        help="open loop: requests per second, Poisson arrivals",
+    )
+    add("--requests", type=int, metavar="N", help="requests per run (default of an open loop: 64)")
+    add(
+        "--requests-per-stream",
+        type=int,
+        default=4,
+        metavar="N",
+        help="requests per client in a closed loop without --requests (default: %(default)s)",
+    )
     add(
         "--warmup",
         type=int,
@@ -190,7 +203,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=120.0,
         metavar="S",
-        help="seconds for a request (default: %(default)g)",
+        help="timeout of a request in seconds (default: %(default)g)",
     )
     add("--out", type=Path, help="directory for results.json, report.md and report.png")
     add_workload_arguments(parser.add_argument_group("workload"))
@@ -199,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the loads and report. Returns the exit code: 0, 1 for a missed objective, 2 for no service."""
+    """Run the loads and report. Return the exit code: 0; 1 for a missed objective; 2 for an unreachable service."""
     given = sys.argv[1:] if argv is None else argv
     parser = _parser()
     arguments = parser.parse_args(given)

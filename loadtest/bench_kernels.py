@@ -1,10 +1,10 @@
-"""Decode attention by our own kernel against PyTorch's, in one run, and against what memory gives.
+"""Benchmark of decode attention: the native kernel against PyTorch's in one run, and against memory bandwidth.
 
     python -m loadtest.bench_kernels --shape S --batch 1 4 16 64 --context 128 512 1024 [--ragged] [--prefill]
 
-A layer's call is timed as the model makes it, on the layers of a cache far larger than the processor's, one after the
-other, so that keys and values come from memory, as they do between two steps. Native, sdpa and a plain read of memory
-take turns; every figure is the median of the turns. Writes JSON with --out.
+One layer's call is timed as the model makes it. It runs over the layers of a KV-cache far larger than the
+processor's caches, so that keys and values come from memory, as between two steps of a model. Native, sdpa and a
+plain read of memory take turns. Every figure is a median. `--out` writes JSON.
 """
 
 import argparse
@@ -35,16 +35,16 @@ from model.kv_cache import KVCache
 
 PROGRAM = "python -m loadtest.bench_kernels"
 _BLOCK_SIZE = 16
-_COLD_BYTES = 160 * 2**20  # of keys and values: several times a processor's largest cache
+_COLD_BYTES = 160 * 2**20  # bytes of keys and values: several times a processor's largest cache
 _READ_BYTES = 256 * 2**20
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _BACKENDS: dict[str, AttentionBackend] = {"native": NativeAttention(), "sdpa": SdpaAttention()}
-_SHORTEST = 32  # of ragged contexts
+_SHORTEST = 32  # shortest ragged context, in tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row of the table. queries: new tokens of each sequence, 1 for a step of decodes. Lengths in tokens."""
+    """One row of the table. queries: new tokens per sequence, 1 for a decode step. Lengths in tokens."""
 
     shape: str
     dtype: str
@@ -53,12 +53,13 @@ class Case:
 
     @property
     def name(self) -> str:
+        """Name of the case in tables."""
         kind = "prefill" if self.queries > 1 else "ragged" if len(set(self.contexts)) > 1 else "full"
         return f"{self.shape} {self.dtype} B{len(self.contexts)} T{max(self.contexts)} {kind}"
 
 
 class Layers:
-    """A case's cache, scattered blocks, and a step's inputs."""
+    """KV-cache of a case with scattered blocks, and the inputs of a step."""
 
     def __init__(self, case: Case) -> None:
         config, dtype = shape_config(case.shape), _DTYPES[case.dtype]
@@ -94,7 +95,7 @@ class Layers:
 
     @torch.inference_mode()
     def seconds_a_layer(self, backend: str) -> float:
-        """One pass over the layers, as a step makes it."""
+        """Return the seconds per layer of one pass over the layers."""
         metadata = AttentionMetadata(**self.fields)
         q, k, v = self.inputs
         began = time.perf_counter()
@@ -105,7 +106,7 @@ class Layers:
 
 
 def memory_probe(threads: int) -> Callable[[], float]:
-    """What reads a large array once, and says how many bytes a second that were."""
+    """Return a function that reads a large array once and returns bytes per second."""
     library = KERNELS.loaded
     assert library is not None
     words = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
@@ -120,7 +121,7 @@ def memory_probe(threads: int) -> Callable[[], float]:
 
 
 def measure(case: Case, *, repeats: int, probe: Callable[[], float]) -> dict[str, Any]:
-    """The two backends in turn, and memory."""
+    """Measure both backends and the memory read, in turn."""
     layers = Layers(case)
     layers.seconds_a_layer("native"), layers.seconds_a_layer("sdpa")
     native, sdpa, bandwidth = [], [], []
@@ -143,7 +144,7 @@ def measure(case: Case, *, repeats: int, probe: Callable[[], float]) -> dict[str
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
-    """What was asked for. Ragged contexts are drawn evenly, the longest among them."""
+    """Return the requested cases. Ragged contexts are uniformly random; one of them is the longest."""
     made = []
     for shape, dtype, batch, context in itertools.product(
         arguments.shape, arguments.dtype, arguments.batch, arguments.context
@@ -160,17 +161,17 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the benchmark and return the exit code: 0; 1 if the kernels cannot be loaded."""
     parser = argparse.ArgumentParser(prog=PROGRAM, description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--shape", nargs="+", choices=SHAPE_SIZES, default=["S", "M"])
     parser.add_argument("--dtype", nargs="+", choices=_DTYPES, default=["bfloat16"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16, 64])
     parser.add_argument("--context", nargs="+", type=int, default=[128, 512, 1024])
-    parser.add_argument("--ragged", action="store_true", help="contexts of many lengths")
-    parser.add_argument("--prefill", action="store_true", help="whole prompts instead of one token each")
+    parser.add_argument("--ragged", action="store_true", help="random context lengths up to --context")
+    parser.add_argument("--prefill", action="store_true", help="measure whole prompts instead of decode steps")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="write JSON there")
+    parser.add_argument("--out", type=Path, help="JSON output file")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     KERNELS.prepare(CACHE)
@@ -181,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     probe = memory_probe(arguments.threads)
     probe()
     print(f"level {KERNELS.loaded.level}, {arguments.threads} threads\n")
-    print("| case | native µs a layer | GB/s | memory GB/s | share | sdpa µs | times sdpa |")
+    print("| case | native µs per layer | GB/s | memory GB/s | share | sdpa µs | speedup over sdpa |")
     print("|---|---|---|---|---|---|---|")
     rows = []
     for case in cases(arguments):

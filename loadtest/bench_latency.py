@@ -1,12 +1,15 @@
-"""Who waits for whom: a short prompt for those who stream, and those who stream for a long prompt. Over HTTP.
+"""Benchmark of latency under mixed load: a short prompt among streams, and streams during a long prompt. Over HTTP.
 
     python -m loadtest.bench_latency --out docs/results/latency.json --plot docs/latency.png -- --dtype bfloat16
 
-A short prompt that arrives while others decode waits for the step under way and for its own: its time to first token
-is counted in steps, which are tokens that the others got meanwhile. A long prompt makes steps longer while it is
-computed, chunk by chunk: the others' gaps between tokens in that time are told beside their gaps right before, with how
-long the prompt itself took, for each `--max-batched-tokens` as the only bound of a chunk, and for each
-`--prompt-slowdown`. Prompts are random tokens, no two alike. What follows `--` goes to `kvasir serve`.
+A short prompt that arrives while other streams decode waits for the running step and for its own step. Its TTFT is
+counted in steps: tokens that a stream received meanwhile.
+
+A long prompt makes steps longer while its chunks are computed. The streams' ITL in that time is reported beside
+their ITL right before, with the TTFT of the prompt. This is measured with each `--max-batched-tokens` as the only
+limit, and with each `--prompt-slowdown`.
+
+Prompts are random tokens, and no two are alike. Arguments after `--` go to `kvasir serve`.
 """
 
 import argparse
@@ -43,15 +46,15 @@ _SHORT_TOKENS = 16
 _FIRST_REQUEST = CompletionRequest(index=0, prompt="Once upon a time", max_tokens=1, temperature=0.0)
 _DEFAULT_BUDGET: int = ModelSettings.model_fields["max_batched_tokens"].default
 _DEFAULT_SLOWDOWN: float = ModelSettings.model_fields["prompt_slowdown"].default
-# How long the others stream alone before each arrival.
+# Time for which the streams run alone before each arrival.
 _QUIET_SECONDS = 0.5
 
 
 @dataclass(slots=True)
 class Arrivals:
-    """What was seen of several arrivals, one after the other.
+    """Figures of several arrivals, one after the other.
 
-    steps: of the engine until each one's first token. before, during: gaps of those who streamed, seconds.
+    steps: engine steps until the first token of each arrival. before, during: gaps of the streams, in seconds.
     """
 
     ttft_seconds: list[float] = field(default_factory=list)
@@ -60,7 +63,7 @@ class Arrivals:
     during: list[list[float]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: of each arrival a value, the gaps as their 99th percentiles."""
+        """Return a JSON-ready dictionary: a value per arrival, gaps as their 99th percentiles."""
         before = [1e3 * percentile(gaps, 0.99) for gaps in self.before]
         during = [1e3 * percentile(gaps, 0.99) for gaps in self.during]
         return {
@@ -75,7 +78,7 @@ class Arrivals:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """So many who stream, and prompts of so many tokens that arrive one after the other."""
+    """A number of streams, and prompts that arrive one after the other."""
 
     num_streams: int
     prompt_tokens: int
@@ -84,24 +87,24 @@ class Load:
 
 
 async def measure(target: Target, load: Load, *, vocab_size: int) -> Arrivals:
-    """Let prompts arrive while others decode, at any moment of a step."""
-    draw_number, seen = random.Random(load.seed), Arrivals()
+    """Let prompts arrive while streams decode, at random moments of a step."""
+    rng, seen = random.Random(load.seed), Arrivals()
 
     def stream(num_tokens: int, max_tokens: int) -> Stream:
-        prompt = random_prompt(draw_number, num_tokens, vocab_size)
-        return Stream(target, prompt, max_tokens, seed=draw_number.randrange(2**31))
+        prompt = random_prompt(rng, num_tokens, vocab_size)
+        return Stream(target, prompt, max_tokens, seed=rng.randrange(2**31))
 
     others: list[Stream] = []
     try:
-        for _ in range(load.num_streams):  # one by one: together they are more than may wait
+        for _ in range(load.num_streams):  # one by one: together they would exceed the queue limit
             others.append(stream(_SHORT_TOKENS, _CONTEXT - 2 * _SHORT_TOKENS))
             await others[-1].begin()
         for _ in range(load.num_arrivals):
             began = time.perf_counter()
-            await asyncio.sleep(_QUIET_SECONDS * draw_number.uniform(1.0, 1.5))
+            await asyncio.sleep(_QUIET_SECONDS * rng.uniform(1.0, 1.5))
             arrival = stream(load.prompt_tokens, 1)
             first = await arrival.begin()
-            await asyncio.sleep(_QUIET_SECONDS)  # the gaps that were open then end
+            await asyncio.sleep(_QUIET_SECONDS)  # lets gaps that began before the first token end
             await arrival.leave()
             times = [other.seconds for other in others]
             seen.ttft_seconds.append(first - arrival.sent_seconds)
@@ -114,7 +117,7 @@ async def measure(target: Target, load: Load, *, vocab_size: int) -> Arrivals:
 
 
 def measure_all(arguments: argparse.Namespace, serve: Sequence[str], checkpoint: Path) -> dict[str, Any]:
-    """Short prompts by the settings as they are, then long ones for each bound."""
+    """Measure short prompts with the default settings, then long prompts with each limit."""
     vocab_size = SHAPE_SIZES[arguments.shape]["vocab_size"]
     short = Load(
         num_streams=arguments.short_streams,
@@ -132,12 +135,12 @@ def measure_all(arguments: argparse.Namespace, serve: Sequence[str], checkpoint:
     def run(load: Load, flags: Sequence[str]) -> dict[str, Any]:
         with ServiceProcess(checkpoint, [*serve, *flags]) as service:
             service.wait_first_token(_FIRST_REQUEST)
-            # Once unseen: the first long prompt finds memory that nobody has touched yet.
+            # Warm up: the first long prompt touches memory for the first time.
             warm = Load(num_streams=1, prompt_tokens=load.prompt_tokens, num_arrivals=1, seed=load.seed + 1)
             asyncio.run(measure(service.target, warm, vocab_size=vocab_size))
             return asyncio.run(measure(service.target, load, vocab_size=vocab_size)).to_dict()
 
-    # A slowdown that JSON has no number for is none.
+    # None stands for no limit: JSON has no infinity.
     bounds: list[tuple[int, float | None]] = [(budget, None) for budget in arguments.budgets]
     bounds += [(_DEFAULT_BUDGET, slowdown) for slowdown in arguments.slowdowns]
     points = []
@@ -156,25 +159,31 @@ def measure_all(arguments: argparse.Namespace, serve: Sequence[str], checkpoint:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m loadtest.bench_latency",
-        description="Time to first token beside others, and what a long prompt does to them, by its bounds.",
-        epilog="What follows -- goes to `kvasir serve`, like -- --dtype bfloat16",
+        description="Measure TTFT while streams decode, and the effect of a long prompt on the streams' ITL.",
+        epilog="Arguments after -- go to `kvasir serve`, for example: -- --dtype bfloat16",
     )
     add = parser.add_argument
-    add("--shape", choices=sorted(SHAPE_SIZES), default="S", help="random weights (default: %(default)s)")
+    add("--shape", choices=sorted(SHAPE_SIZES), default="S", help="shape of the random model (default: %(default)s)")
     add("--out", type=Path, metavar="FILE", help="write the JSON there (default: standard output)")
-    add("--plot", type=Path, metavar="FILE", help="draw the trade-off there")
-    add("--short-streams", type=int, default=63, metavar="N", help="beside a short prompt (default: %(default)s)")
-    add("--short-arrivals", type=int, default=12, metavar="N", help="short prompts (default: %(default)s)")
-    add("--long-streams", type=int, default=16, metavar="N", help="beside a long prompt (default: %(default)s)")
-    add("--arrivals", type=int, default=3, metavar="N", help="long prompts for each bound (default: %(default)s)")
-    add("--prompt-tokens", type=int, default=4096, metavar="N", help="of a long prompt (default: %(default)s)")
+    add("--plot", type=Path, metavar="FILE", help="PNG output file: streams' slowdown over TTFT")
+    add(
+        "--short-streams",
+        type=int,
+        default=63,
+        metavar="N",
+        help="streams during a short prompt (default: %(default)s)",
+    )
+    add("--short-arrivals", type=int, default=12, metavar="N", help="number of short prompts (default: %(default)s)")
+    add("--long-streams", type=int, default=16, metavar="N", help="streams during a long prompt (default: %(default)s)")
+    add("--arrivals", type=int, default=3, metavar="N", help="long prompts per limit (default: %(default)s)")
+    add("--prompt-tokens", type=int, default=4096, metavar="N", help="tokens of a long prompt (default: %(default)s)")
     add(
         "--budgets",
         type=int,
         nargs="+",
         default=[64, 128, 256, 512, 1024],
         metavar="N",
-        help="of --max-batched-tokens, each over --long-streams (default: 64 to 1024)",
+        help="values of --max-batched-tokens, each above --long-streams (default: 64 to 1024)",
     )
     add(
         "--slowdowns",
@@ -182,26 +191,27 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[_DEFAULT_SLOWDOWN],
         metavar="X",
-        help=f"of --prompt-slowdown, at --max-batched-tokens {_DEFAULT_BUDGET} (default: %(default)s)",
+        help=f"values of --prompt-slowdown, with --max-batched-tokens {_DEFAULT_BUDGET} (default: %(default)s)",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of prompts and moments (default: %(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of prompts and arrival times (default: %(default)s)")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write JSON, draw. Returns the exit code: 0, 1 when the service failed, 2 for unusable arguments."""
+    """Measure, write JSON, draw. Return the exit code: 0; 1 if the service failed; 2 for invalid arguments."""
     given = list(sys.argv[1:] if argv is None else argv)
     own, serve = split_at_dashes(given)
     parser = _parser()
     arguments = parser.parse_args(own)
     if min(arguments.budgets) <= arguments.long_streams:
-        parser.error("--budgets: each must be over --long-streams, or nothing is left for a prompt")
+        parser.error("--budgets: each value must be above --long-streams, to leave tokens for the prompt")
     facts = provenance(parser.prog, given) | {"other_work_cores": quiet_or_warned(parser.prog)}
     began = time.perf_counter()
     try:
         with tempfile.TemporaryDirectory(prefix="kvasir-bench-") as directory:
             checkpoint = write_random_checkpoint(Path(directory), arguments.shape, max_context_length=_CONTEXT)
-            # This process holds torch: to look through it for garbage takes 100 ms, which would pass for the service's.
+            # Garbage collection takes 100 ms in a process with torch loaded, and would count as latency of the
+            # service.
             gc.collect()
             gc.freeze()
             result = measure_all(arguments, serve, checkpoint)

@@ -1,17 +1,21 @@
-"""A service asked for four times what it can do: does it stay fast for those it admits?
+"""Benchmark of a service that receives four times the requests it can serve.
 
     python -m loadtest.bench_overload --checkpoint checkpoints/kvasir-9m --seconds 300 --out docs/results/overload.json
 
-Three loads on one service. A ramp of closed loops finds the most it can do. Saturation is as many streams as it has
-places (`--max-num-running`): all are taken, and nobody waits; a longer closed loop says what a first token takes there.
-Then requests come at four times the highest rate that was seen, at random times (Poisson), whatever becomes of them,
-all with one API key. Beside them two users of OpenAI's Python SDK: one with a key of its own and the SDK's own number
-of retries, one with the key of the flood and more of them. Then saturation again: what overload is compared with is
-both together, so that a machine that grows faster or slower meanwhile is no one's merit or fault.
+The loads run one after the other on one service:
 
-Client and service share a machine, so each is pinned to processors of its own, the same in all loads: where there are
-two, the API process and the model share one, which is the hardest case there is. What refusing costs is taken from the
-model.
+1. A ramp of closed loops finds the highest throughput.
+2. Saturation: a closed loop with a stream for each slot (`--max-num-running`), so that no request waits. It gives
+the TTFT at full load.
+3. Overload: Poisson arrivals at four times the highest rate seen so far, all with one API key. Two users of
+OpenAI's Python SDK run beside them. One has its own key and the SDK's default retries. The other has the key of the
+flood and more retries.
+4. Saturation again. Overload is compared with both saturation loads together, so that drift of the machine's speed
+cancels.
+
+Client and service share a machine, so each is pinned to its own processors, the same in all loads. With two
+processors, the API process and the model share one. That is the hardest case: rejecting requests then takes CPU
+from the model.
 """
 
 import argparse
@@ -55,18 +59,18 @@ from service.settings import ServeSettings, SettingsError, read_settings
 
 _FIRST_REQUEST = CompletionRequest(index=0, prompt="Once", max_tokens=1)
 _ERRORS = "llm_retry_after_error_seconds"
-# A promise is right where room appears within so many seconds of it.
+# A Retry-After counts as right if a slot is free within this time of it.
 _RIGHT_SECONDS = 0.5
-# Memory is watched from here on, in seconds: before that, caches and pools fill.
+# Memory growth counts from here, in seconds: before, caches and pools fill.
 _MEMORY_SETTLES = 20.0
 _THROUGHPUT_AIM, _TTFT_AIM, _GROWTH_AIM = 0.95, 2.0, 2.0
 _SDK_RETRIES = 10
-_TOLD_OF_WORKLOAD = ("kind", "prompt_tokens", "output_tokens", "sigma", "seed")
+_WORKLOAD_FIELDS = ("kind", "prompt_tokens", "output_tokens", "sigma", "seed")
 
 
 @dataclass(slots=True)
 class Watch:
-    """Memory and processor time of the service's parts, sampled while a load runs."""
+    """Sampler of memory and CPU time of the service's parts during a load."""
 
     parts: dict[str, list[psutil.Process]]
     rss_mib: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
@@ -85,10 +89,10 @@ class Watch:
             self.cpu_share[part] = (cpu_seconds(processes) - before[part]) / (time.perf_counter() - began)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {part: self._told(part, samples) for part, samples in self.rss_mib.items()}
+        """Return a JSON-ready dictionary."""
+        return {part: self._summary(part, samples) for part, samples in self.rss_mib.items()}
 
-    def _told(self, part: str, samples: list[tuple[float, float]]) -> dict[str, float]:
+    def _summary(self, part: str, samples: list[tuple[float, float]]) -> dict[str, float]:
         settled = [sample for sample in samples if sample[0] >= _MEMORY_SETTLES] or samples
         return {
             "first_mib": round(settled[0][1], 1),
@@ -101,7 +105,7 @@ class Watch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Keys:
-    """API keys of the flood and of the user beside it."""
+    """API keys of the flood and of the SDK user with its own key."""
 
     flood: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     polite: str = field(default_factory=lambda: secrets.token_urlsafe(24))
@@ -109,7 +113,7 @@ class Keys:
 
 @contextmanager
 def running(arguments: argparse.Namespace, serve: Sequence[str], keys: Keys) -> Iterator[ServiceProcess]:
-    """The service, on processors of its own, and this process on the others."""
+    """Run the service on its own processors, and this process on the other ones."""
     cores = sorted(os.sched_getaffinity(0))
     ours, theirs = cores[:1], cores[1:] or cores
     with tempfile.NamedTemporaryFile("w", suffix=".keys") as file:
@@ -128,9 +132,9 @@ def running(arguments: argparse.Namespace, serve: Sequence[str], keys: Keys) -> 
 
 
 def workload_of(arguments: argparse.Namespace, target: Target) -> Workload:
-    """Requests as the service can take them."""
+    """Return a workload that fits the service."""
     discovered = discover(target)
-    # Lengths differ: those of one length that begin together end together, and then the load comes in waves.
+    # Requests of one length that begin together also end together, and the load would come in waves.
     spec = WorkloadSpec(
         kind=WorkloadKind.LOGNORMAL,
         prompt_tokens=arguments.prompt_tokens,
@@ -142,8 +146,8 @@ def workload_of(arguments: argparse.Namespace, target: Target) -> Workload:
 
 
 @contextmanager
-def other_work_during(load: str, service: ServiceProcess, told: dict[str, float]) -> Iterator[None]:
-    """Tell how many cores were busy with what is neither ours nor the service's: it takes time from either."""
+def other_work_during(load: str, service: ServiceProcess, figures: dict[str, float]) -> Iterator[None]:
+    """Record the CPU cores used by processes that are neither the service nor this client."""
 
     def others() -> float:
         own = os.times()
@@ -152,13 +156,13 @@ def other_work_during(load: str, service: ServiceProcess, told: dict[str, float]
 
     began, before = time.perf_counter(), others()
     yield
-    told[load] = round((others() - before) / (time.perf_counter() - began), 3)
+    figures[load] = round((others() - before) / (time.perf_counter() - began), 3)
 
 
 async def measure(
     arguments: argparse.Namespace, service: ServiceProcess, keys: Keys, num_places: int, progress: Progress
 ) -> dict[str, Any]:
-    """The loads, in turn."""
+    """Run the loads one after the other and return their figures."""
     task = progress.add_task("ramp", total=len(arguments.streams) + 3)
     workload = workload_of(arguments, service.target)
     requests = numbered(workload.request)
@@ -198,7 +202,7 @@ async def measure(
     with other_work_during("saturation again", service, others):
         again = await closed(num_places, arguments.saturation_seconds)
     await client.close()
-    told = {
+    figures = {
         "levels": [{"streams": streams, **load.to_dict()} for streams, load in levels],
         "saturation": {"streams": num_places, **saturation.to_dict()},
         "saturation_again": {"streams": num_places, **again.to_dict()},
@@ -206,24 +210,24 @@ async def measure(
         "service": watch.to_dict(),
         "sdk": {"own_key": users[0], "key_of_the_flood": users[1]},
         "retry_after": accuracy(before, after),
-        "workload": {name: getattr(workload.spec, name) for name in _TOLD_OF_WORKLOAD},
+        "workload": {name: getattr(workload.spec, name) for name in _WORKLOAD_FIELDS},
         "other_work_cores_during": others,
     }
     saturations = [saturation, again]
     peak = max(rate_of(saturations), *(load.tokens_per_second for _, load in levels))
-    return told | {"aims": aims(told, peak, saturations, overload)}
+    return figures | {"aims": aims(figures, peak, saturations, overload)}
 
 
-def aims(told: dict[str, Any], peak: float, saturations: Sequence[Load], overload: Load) -> dict[str, Any]:
-    """What was wanted, what it came to, and whether that is it."""
+def aims(figures: dict[str, Any], peak: float, saturations: Sequence[Load], overload: Load) -> dict[str, Any]:
+    """Return each aim with its measured value, and whether it is met."""
     calm, full = ttft_of(saturations, 99), overload.ttft_seconds(99)
     ratio = full / calm if calm and full else None
-    growth = {part: facts["growth_mib_per_minute"] for part, facts in told["service"].items()}
+    growth = {part: facts["growth_mib_per_minute"] for part, facts in figures["service"].items()}
     num_5xx = sum(
-        count for failure, count in told["overload"]["failures"].items() if failure.startswith("http_error: 5")
+        count for failure, count in figures["overload"]["failures"].items() if failure.startswith("http_error: 5")
     )
-    errors = {user: sum(facts["errors"].values()) for user, facts in told["sdk"].items()}
-    users = sum(facts["tokens_per_second"] for facts in told["sdk"].values())
+    errors = {user: sum(facts["errors"].values()) for user, facts in figures["sdk"].items()}
+    users = sum(facts["tokens_per_second"] for facts in figures["sdk"].values())
     share = (overload.tokens_per_second + users) / peak
     return {
         "throughput_share": {"value": round(share, 4), "aim": _THROUGHPUT_AIM, "met": share >= _THROUGHPUT_AIM},
@@ -235,16 +239,16 @@ def aims(told: dict[str, Any], peak: float, saturations: Sequence[Load], overloa
         "growth_mib_per_minute": {"value": growth, "aim": _GROWTH_AIM, "met": max(growth.values()) <= _GROWTH_AIM},
         "answers_of_5xx": {"value": num_5xx, "aim": 0, "met": num_5xx == 0},
         "failures": {
-            "value": sum(told["overload"]["failures"].values()),
+            "value": sum(figures["overload"]["failures"].values()),
             "aim": 0,
-            "met": not told["overload"]["failures"],
+            "met": not figures["overload"]["failures"],
         },
         "errors_seen_by_sdk_users": {"value": errors, "aim": 0, "met": not any(errors.values())},
     }
 
 
 def accuracy(before: str, after: str) -> dict[str, Any]:
-    """How right the promises of Retry-After were, by the service's own account."""
+    """Return the error of Retry-After estimates, from the service's own metric."""
     buckets = histogram_between(before, after, _ERRORS)
     total = sum(count for _, count in buckets)
     right = sum(count for bound, count in buckets if -_RIGHT_SECONDS < bound <= _RIGHT_SECONDS)
@@ -256,13 +260,13 @@ def accuracy(before: str, after: str) -> dict[str, Any]:
 
 
 def scrape(target: Target) -> str:
-    """The service's metrics."""
+    """Return the service's metrics as text."""
     with urllib.request.urlopen(f"{target.url}/metrics", timeout=30) as response:
         return str(response.read().decode())
 
 
 async def sdk_user(target: Target, key: str, seconds: float, *, retries: int | None) -> dict[str, Any]:
-    """A user of the SDK, in a process of its own. Raises ServiceFailed: it did not come to an end."""
+    """Run a user of the SDK in a separate process. Raises ServiceFailed if the process fails."""
     command = [sys.executable, "-m", "loadtest.sdk_caller", "--url", target.url, "--seconds", str(seconds)]
     command += [] if retries is None else ["--max-retries", str(retries)]
     process = await asyncio.create_subprocess_exec(
@@ -270,42 +274,71 @@ async def sdk_user(target: Target, key: str, seconds: float, *, retries: int | N
     )
     out, err = await process.communicate()
     if process.returncode:
-        raise ServiceFailed(f"the SDK's user failed: {err.decode()[-2000:]}")
-    told: dict[str, Any] = json.loads(out)
-    return told
+        raise ServiceFailed(f"the SDK user's process failed: {err.decode()[-2000:]}")
+    figures: dict[str, Any] = json.loads(out)
+    return figures
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m loadtest.bench_overload",
-        description="Ask a service for more than it can do, and see what becomes of those it admits.",
-        epilog="What follows -- goes to `kvasir serve`, like -- --target-queue-seconds 1",
+        description="Send a service more requests than it can serve, and measure the requests it admits.",
+        epilog="Arguments after -- go to `kvasir serve`, for example: -- --target-queue-seconds 1",
     )
     add = parser.add_argument
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="checkpoint directory")
     add("--out", type=Path, metavar="FILE", help="write the JSON there (default: standard output)")
-    add("--seconds", type=float, default=300.0, metavar="S", help="of overload (default: %(default)g)")
-    add("--times", type=float, default=4.0, metavar="X", help="of the rate at saturation (default: %(default)g)")
-    add("--streams", type=int, nargs="+", default=[16, 32], metavar="N", help="the ramp (default: 16 32)")
+    add("--seconds", type=float, default=300.0, metavar="S", help="length of the overload (default: %(default)g)")
     add(
-        "--level-seconds", type=float, default=20.0, metavar="S", help="of each step of the ramp (default: %(default)g)"
+        "--times",
+        type=float,
+        default=4.0,
+        metavar="X",
+        help="overload rate relative to the highest rate seen (default: %(default)g)",
+    )
+    add(
+        "--streams",
+        type=int,
+        nargs="+",
+        default=[16, 32],
+        metavar="N",
+        help="streams of each step of the ramp (default: 16 32)",
+    )
+    add(
+        "--level-seconds",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="length of a step of the ramp (default: %(default)g)",
     )
     add(
         "--saturation-seconds",
         type=float,
         default=60.0,
         metavar="S",
-        help="of saturation, twice (default: %(default)g)",
+        help="length of each of the two saturation loads (default: %(default)g)",
     )
-    add("--settle-seconds", type=float, default=5.0, metavar="S", help="before each counts (default: %(default)g)")
-    add("--prompt-tokens", type=int, default=64, metavar="N", help="about (default: %(default)s)")
-    add("--output-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
-    add("--seed", type=int, default=0, metavar="N", help="of workload and arrivals (default: %(default)s)")
+    add(
+        "--settle-seconds",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="start of each load that does not count (default: %(default)g)",
+    )
+    add(
+        "--prompt-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="approximate tokens of a prompt (default: %(default)s)",
+    )
+    add("--output-tokens", type=int, default=64, metavar="N", help="tokens of a completion (default: %(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of workload and arrivals (default: %(default)s)")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and write JSON. Returns the exit code: 0, 1 when the service failed."""
+    """Measure and write JSON. Return the exit code: 0; 1 if the service failed."""
     given = list(sys.argv[1:] if argv is None else argv)
     own, serve = split_at_dashes(given)
     parser = _parser()

@@ -1,12 +1,14 @@
-"""Our engine and service beside other engines: the same random weights, threads and work, in one run, turn about.
+"""Benchmark of Kvasir's engine and service against other engines: same random weights, threads and work, in one run.
 
     python -m loadtest.bench_peers --out docs/results/peers.json
 
-Makes an environment for each peer under .venv-peers (gigabytes, and ten minutes of compiling, once), exports the model
-to each one's format, then measures pairs: ours, a peer, ours, the next peer, a cell after the other, in rounds. A ratio
-is taken within a pair. What has been measured is kept, so that the same command goes on where it was interrupted.
-A peer that cannot be had here is named with the reason. Threads of engines that wait for each other suffer from any
-neighbour: run it on a quiet machine.
+The benchmark creates an environment for each peer under .venv-peers (gigabytes, and ten minutes of compiling,
+once). It exports the model to each peer's format. Then it measures pairs, cell by cell, in rounds: Kvasir, a peer,
+Kvasir, the next peer. A ratio is taken within a pair.
+
+Measured pairs are stored, so the same command continues an interrupted run. A peer that cannot be installed is
+listed with the reason. Run it on a quiet machine: engine threads wait for each other, so they are slowed by any other
+load.
 """
 
 import argparse
@@ -54,18 +56,18 @@ from loadtest.processor_probe import ProcessorProbe
 from loadtest.provenance import other_work, provenance, quiet_or_warned, tell
 from loadtest.shape_names import SHAPE_SIZES
 
-_AGREED = 16  # first tokens of an answer that are compared
-_WARM_UP = "warm-up"  # in place of a pair's name
+_AGREED = 16  # first tokens of a completion that are compared
+_WARM_UP = "warm-up"  # replaces the name of a pair
 _LOOK_SECONDS = 0.25
 
 
 class Contest:
-    """Starts what is needed, measures pairs, ends what is no longer needed.
+    """Runner of the comparison: starts the engines that are needed, measures pairs, and stops the engines.
 
     Args:
         arguments: directory, threads, patience, attempts.
-        kept: what has been measured, and where more of it goes.
-        tell: where progress is said.
+        kept: stored pairs, to which new pairs are added.
+        tell: callback that shows progress.
     """
 
     def __init__(self, arguments: argparse.Namespace, kept: Kept, tell: Callable[[str], None]) -> None:
@@ -80,7 +82,7 @@ class Contest:
         self._warm: set[tuple[str, Kind, int]] = set()
 
     def measure(self, cell: Cell, peer: Peer, number: int) -> None:
-        """One pair, unless it is there."""
+        """Measure one pair, unless it is stored."""
         if self._kept.has(cell, peer.name, number):
             return
         try:
@@ -96,7 +98,7 @@ class Contest:
             self._kept.add(Pair(cell=cell.key, peer=peer.name, round=number, error=str(error)))
 
     def _pair(self, cell: Cell, peer: Peer, number: int, attempt: int) -> Pair:
-        """Ours and theirs, turn about from round to round; with prompts that nobody had before."""
+        """Measure both sides with fresh prompts. The side that goes first alternates between rounds."""
         prompts = self._prompts(cell, f"{peer.name} {number} {attempt}")
         foreign, began = ForeignWork(), time.monotonic()
         theirs_first = number % 2 == 1
@@ -109,18 +111,18 @@ class Contest:
         mine, other = ours.pop("token_ids", []), theirs.pop("token_ids", [])
         if mine and other:
             theirs["first_tokens_alike"] = float(_num_alike(mine[:_AGREED], other[:_AGREED]))
-        told = {"ours": ours, "theirs": theirs, "other_work_cores": busy, "seconds": took}
+        facts = {"ours": ours, "theirs": theirs, "other_work_cores": busy, "seconds": took}
         given = [round(each, 1) for each in gflops]
-        return Pair(cell=cell.key, peer=peer.name, round=number, gflops=given, **told)
+        return Pair(cell=cell.key, peer=peer.name, round=number, gflops=given, **facts)
 
     def _wait_for_quiet(self) -> None:
-        """Wait for the machine to do nothing else and to have all of its processors, though not for ever."""
+        """Wait until no other process is busy and the processors have their usual speed, up to the patience."""
         deadline = time.monotonic() + self._patience_seconds
         while True:
             if (busy := other_work(_LOOK_SECONDS)) > QUIET_CORES:
-                self._tell(f"waits: {busy:.1f} cores are busy")
+                self._tell(f"waiting: {busy:.1f} cores are busy")
             elif (given := self._probe.gflops()) < STEADY_SHARE * self._kept.usual_gflops:
-                self._tell(f"waits: {given:.0f} GFLOP/s of {self._kept.usual_gflops:.0f}")
+                self._tell(f"waiting: {given:.0f} of the usual {self._kept.usual_gflops:.0f} GFLOP/s")
             else:
                 return
             if time.monotonic() >= deadline:
@@ -131,23 +133,23 @@ class Contest:
         give_model(self._place, peer.environment, cell.shape, cell.precision)
 
     def _start(self, cell: Cell, peer: Peer, *, theirs: bool) -> None:
-        """Start one side, if it does not run, and let it do a little of what the cell asks for."""
+        """Start one side if it does not run, and warm it up for the cell."""
         name, is_server = peer.name if theirs else "ours", cell.kind == "http"
         running = self._running.get((name, is_server))
         if running is None:
-            self._tell(f"{name} starts")
+            self._tell(f"starting {name}")
             setting = Setting(place=self._place, shape=cell.shape, precision=cell.precision, threads=self._threads)
             start = (peer.server if is_server else peer.engine) if theirs else (our_server if is_server else our_engine)
-            assert start is not None, "a peer is asked for what it can"
+            assert start is not None, "the peer supports this cell"
             self._running[name, is_server] = start(setting)
         warm = (name, cell.kind, cell.streams)
-        if warm not in self._warm:  # the first of its size is nobody's steady state
+        if warm not in self._warm:  # the first wave of a size is slower
             self._warm.add(warm)
             little = dataclasses.replace(cell, output_tokens=2)
             self._figures(little, peer, self._prompts(cell, _WARM_UP), theirs=theirs)
 
     def _figures(self, cell: Cell, peer: Peer, prompts: list[list[int]], *, theirs: bool) -> dict[str, Any]:
-        """One side's figures; what fails is ended."""
+        """Measure one side. An engine that fails is stopped."""
         name, is_server = peer.name if theirs else "ours", cell.kind == "http"
         self._tell(f"{cell.key} {name}")
         try:
@@ -157,7 +159,7 @@ class Contest:
             raise
 
     def _prompts(self, cell: Cell, pair: str) -> list[list[int]]:
-        """Both sides of a pair get the same, and another pair others, so that nobody finds them in a cache."""
+        """Return the prompts of a pair: the same for both sides, new for each pair, so that no prefix is cached."""
         seed = int.from_bytes(f"{cell.key} {pair}".encode(), "big")
         prompts = Prompts(SHAPE_SIZES[cell.shape]["vocab_size"], seed)
         return prompts.take(num_prompts(cell), cell.prompt_tokens)
@@ -167,20 +169,20 @@ class Contest:
         self._warm = {warm for warm in self._warm if warm[0] != name or (warm[1] == "http") != is_server}
 
     def end_all(self) -> None:
-        """End what runs: before another model or precision, and at last."""
+        """Stop all engines: before another model or precision, and at the end."""
         for name, is_server in list(self._running):
             self._end(name, is_server)
 
 
 def _num_alike(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """How many of the first tokens are the same."""
+    """Return the number of equal tokens at the start."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
 
 
 def compare(
     arguments: argparse.Namespace, contest: Contest, rows: Sequence[tuple[Cell, Peer]], step: Callable[[], None]
 ) -> bool:
-    """Measure every pair there is. Returns whether all were reached within the minutes."""
+    """Measure every pair. Returns False if the minutes ran out."""
     deadline = time.monotonic() + 60 * arguments.minutes
     for _, group in itertools.groupby(rows, key=lambda row: (row[0].shape, row[0].precision)):
         of_a_model = list(group)
@@ -196,7 +198,7 @@ def compare(
 
 
 def prepare(place: Place, names: Sequence[str], tell_progress: Callable[[str], None]) -> dict[str, str]:
-    """Install what is not there. Returns the environments that cannot be had, with the reasons."""
+    """Install missing environments. Returns the environments that are unavailable, with reasons."""
     unavailable = {}
     for environment in dict.fromkeys(peer.environment for peer in PEERS if peer.name in names):
         tell_progress(f"{environment}: installing")
@@ -208,7 +210,7 @@ def prepare(place: Place, names: Sequence[str], tell_progress: Callable[[str], N
 
 
 def result(arguments: argparse.Namespace, cells: Sequence[Cell], kept: Kept, unavailable: dict[str, str]) -> Any:
-    """All that is known, JSON-ready."""
+    """Return all results, JSON-ready."""
     peers = [peer for peer in PEERS if peer.name in arguments.peers]
     return {
         "kind": "peers",
@@ -232,13 +234,15 @@ def _pins(environment: str) -> list[str]:
     return [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def table(told: dict[str, Any]) -> Table:
-    """Ratios for the terminal: ours to each peer's."""
-    names = list(told["peers"])
-    made = Table(title=f"ours to theirs, {told['settings']['threads']} threads: more than 1 is faster")
-    for heading in ("shape", "precision", "what", "streams", "context", "ours, tokens/s", *names):
+def table(found: dict[str, Any]) -> Table:
+    """Return a table for the terminal with the ratio of Kvasir to each peer."""
+    names = list(found["peers"])
+    made = Table(
+        title=f"speed of Kvasir relative to each peer, {found['settings']['threads']} threads (above 1: faster)"
+    )
+    for heading in ("shape", "precision", "kind", "streams", "context", "Kvasir, tokens/s", *names):
         made.add_column(heading, justify="right")
-    for cell in told["cells"]:
+    for cell in found["cells"]:
         measured = {name: figure for name, figure in cell["peers"].items() if "ratio" in figure}
         ours = [figure["ours"]["tokens_per_second"]["median"] for figure in measured.values()]
         made.add_row(
@@ -252,34 +256,61 @@ def table(told: dict[str, Any]) -> Table:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m loadtest.bench_peers",
-        description="Compare our engine and service with others on the same model, in one run.",
+        description="Compare Kvasir's engine and service with other engines on the same model, in one run.",
     )
     add = parser.add_argument
     names = [peer.name for peer in PEERS]
-    add("--out", type=Path, metavar="FILE", help="write JSON there (default: standard output)")
-    add("--shapes", nargs="+", choices=sorted(SHAPE_SIZES), default=["S", "M"], help="default: S M")
+    add("--out", type=Path, metavar="FILE", help="JSON output file (default: standard output)")
+    add("--shapes", nargs="+", choices=sorted(SHAPE_SIZES), default=["S", "M"], help="model shapes (default: S M)")
     add(
         "--precisions",
         nargs="+",
         choices=(*PRECISIONS, DEFAULTS),
         default=list(PRECISIONS),
-        help=f"default: all but {DEFAULTS}, which is a bfloat16 file served without flags",
+        help=f"default: all except {DEFAULTS} (a bfloat16 file served without flags)",
     )
-    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="default: all")
-    add("--peers", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
-    add("--rounds", type=int, default=3, metavar="N", help="pairs of a cell (default: %(default)s)")
-    add("--threads", type=int, default=os.cpu_count() or 1, metavar="N", help="of every engine (default: %(default)s)")
-    add("--minutes", type=float, default=600.0, metavar="N", help="stop after; the same command goes on another time")
-    add("--patience", type=float, default=20.0, metavar="S", help="to wait for a quiet machine before each pair")
-    add("--attempts", type=int, default=3, metavar="N", help="of a pair that others disturb (default: %(default)s)")
-    add("--directory", type=Path, default=ROOT / ".venv-peers", metavar="DIR", help="environments and models")
-    add("--progress", type=Path, metavar="FILE", help="what has been measured (default: progress.jsonl in DIR)")
-    add("--install-only", action="store_true", help="measure nothing")
+    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of cells (default: all)")
+    add(
+        "--peers",
+        nargs="+",
+        choices=names,
+        default=names,
+        metavar="NAME",
+        help=f"peers (default: all): {', '.join(names)}",
+    )
+    add("--rounds", type=int, default=3, metavar="N", help="pairs per cell and peer (default: %(default)s)")
+    add(
+        "--threads",
+        type=int,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="threads per engine (default: %(default)s)",
+    )
+    add(
+        "--minutes", type=float, default=600.0, metavar="N", help="stop after N minutes; repeat the command to continue"
+    )
+    add(
+        "--patience",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="longest wait for a quiet machine before each pair (default: %(default)s)",
+    )
+    add("--attempts", type=int, default=3, metavar="N", help="attempts at a disturbed pair (default: %(default)s)")
+    add(
+        "--directory",
+        type=Path,
+        default=ROOT / ".venv-peers",
+        metavar="DIR",
+        help="directory of environments and models",
+    )
+    add("--progress", type=Path, metavar="FILE", help="stored pairs (default: progress.jsonl in --directory)")
+    add("--install-only", action="store_true", help="install the environments and measure nothing")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Install, measure, write JSON. Returns the exit code: 0, 1 where minutes were too few."""
+    """Install, measure, write JSON. Return the exit code: 0; 1 if the minutes ran out or an installation failed."""
     given = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     arguments = parser.parse_args(given)
@@ -300,12 +331,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         kept = Kept(arguments.progress or place.directory / "progress.jsonl")
         contest = Contest(arguments, kept, say)
         stack.callback(contest.end_all)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what was started
+        signal.signal(
+            signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+        )  # run the exit callbacks, which stop the engines
         peers = [peer for peer in PEERS if peer.name in arguments.peers and peer.environment not in unavailable]
         is_whole = compare(arguments, contest, list(itertools.product(cells, peers)), lambda: bar.advance(task))
-    told = facts | result(arguments, cells, kept, unavailable)
-    Console(stderr=True).print(table(told))
-    tell(told, arguments.out)
+    found = facts | result(arguments, cells, kept, unavailable)
+    Console(stderr=True).print(table(found))
+    tell(found, arguments.out)
     return 0 if is_whole else 1
 
 

@@ -1,7 +1,7 @@
-"""The cells of the comparison with other engines: what is measured, what has been measured, and what came of it.
+"""Cells of the comparison with other engines, stored measurements, and ratios.
 
-Every pair of figures, ours and a peer's taken one right after the other, is a line of JSON in a file as soon as it is
-there, so that an interrupted comparison goes on where it stopped. Torch-free.
+Each pair of figures, Kvasir's and a peer's taken one right after the other, is appended to a file as a line of
+JSON. An interrupted comparison therefore continues where it stopped. Torch-free.
 """
 
 import itertools
@@ -17,25 +17,25 @@ from loadtest.spread import Spread
 Kind = Literal["decode", "prompt", "http"]
 KINDS: Final[tuple[Kind, ...]] = ("decode", "http", "prompt")
 PRECISIONS: Final = ("bfloat16", "int8", "float32")
-# In place of a precision: a bfloat16 file, and each server started without flags.
+# Used as a precision: a bfloat16 file, and both servers started without flags.
 DEFAULTS: Final = "defaults"
 STREAMS: Final = (1, 4, 16, 64)
 HTTP_STREAMS: Final = (1, 16, 64)
 LONG_STREAMS: Final = (1, 4, 16)
 PROMPT_TOKENS, OUTPUT_TOKENS, OUTPUT_TOKENS_ALONE = 64, 128, 256
 LONG_CONTEXT, LONG_OUTPUT = 1024, 64
-# A pair with more of others' work beside it is taken again, as is one during which the processors gave less than this
-# share of what they usually gave.
+# A pair is measured again if other processes used more cores, or if the processors gave a smaller share of their usual
+# speed.
 QUIET_CORES: Final = 0.2
 STEADY_SHARE: Final = 0.85
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One row of the comparison: so many streams, each of a prompt and an answer of so many tokens.
+    """One row of the comparison: shape, precision, kind, streams, and lengths of prompt and completion.
 
-    kind: decode (tokens/s after all first tokens), prompt (prompt tokens/s until the first token), http (tokens/s of
-        streaming clients, all in all).
+    kind: decode (tokens/s after all first tokens), prompt (prompt tokens/s until the first token), or http
+    (tokens/s over a whole run of streaming clients).
     """
 
     shape: str
@@ -47,17 +47,17 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """As a line of the file names it."""
+        """Name of the cell in the stored file."""
         return "/".join(map(str, asdict(self).values()))
 
     @property
     def context_length(self) -> int:
-        """Tokens of a sequence in the middle of its answer."""
+        """Tokens of a sequence in the middle of its completion."""
         return self.prompt_tokens + self.output_tokens // 2
 
 
 def make_cells(shapes: Sequence[str], precisions: Sequence[str], kinds: Sequence[Kind]) -> list[Cell]:
-    """Return the cells that were asked for, shape after shape. `DEFAULTS` has cells of kind http only."""
+    """Return the requested cells, shape by shape. `DEFAULTS` has cells of kind http only."""
     cells = []
     for shape, precision in itertools.product(shapes, precisions):
         rows: list[tuple[Kind, int, int, int]] = []
@@ -81,12 +81,12 @@ def make_cells(shapes: Sequence[str], precisions: Sequence[str], kinds: Sequence
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """Ours and a peer's figures of one cell, one right after the other; or why the peer has none.
+    """Figures of Kvasir and a peer in one cell, measured one right after the other, or the peer's error.
 
     ours, theirs: figures by name; "tokens_per_second" is the one that is compared.
-    other_work_cores: cores that others kept busy meanwhile.
-    gflops: of a probe of all processors, before, between and after the two.
-    seconds: that both took.
+    other_work_cores: cores used by other processes meanwhile.
+    gflops: probes of all processors before, between and after the two sides.
+    seconds: duration of both sides.
     """
 
     cell: str
@@ -101,23 +101,23 @@ class Pair:
 
 
 class Progress:
-    """The file of what has been measured, appended line by line."""
+    """Append-only file of measured pairs."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.pairs: list[Pair] = []
         if path.is_file():
-            # A line that was being written when the machine stopped is no line.
+            # Skip a line that was cut off by a crash.
             lines = path.read_text(encoding="utf-8").split("\n")[:-1]
             self.pairs = [Pair(**json.loads(line)) for line in lines]
 
     @property
     def usual_gflops(self) -> float:
-        """What a probe of the processors usually gave; 0 before the first."""
+        """Median of all processor probes; 0 before the first."""
         return _usual_gflops(self.pairs)
 
     def has(self, cell: Cell, peer: str, number: int) -> bool:
-        """Whether this pair was measured undisturbed. What was not, and what failed, is tried again."""
+        """Return True if this pair was measured undisturbed. Disturbed and failed pairs are measured again."""
         own = (pair for pair in self.pairs if (pair.cell, pair.peer, pair.round) == (cell.key, peer, number))
         usual = _usual_gflops(self.pairs)
         return any(
@@ -128,7 +128,7 @@ class Progress:
         )
 
     def add(self, pair: Pair) -> None:
-        """Keep it, here and in the file."""
+        """Store a pair, in memory and in the file."""
         self.pairs.append(pair)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
@@ -136,10 +136,10 @@ class Progress:
 
 
 def summarize(cells: Iterable[Cell], pairs: Sequence[Pair]) -> Iterator[dict[str, Any]]:
-    """JSON-ready rows: for each cell and peer the medians of both, and the median of the ratios within pairs.
+    """Yield a JSON-ready row per cell: for each peer both medians, and the median of the ratios within pairs.
 
-    Of a pair that was taken several times, the least disturbed counts. A peer without a pair has its last error, or is
-    not there.
+    If a pair was measured several times, the least disturbed one counts. A peer without a pair has its last error,
+    or is absent.
     """
     usual = _usual_gflops(pairs)
     for cell in cells:
@@ -162,7 +162,7 @@ def summarize(cells: Iterable[Cell], pairs: Sequence[Pair]) -> Iterator[dict[str
 
 
 def is_sound(figure: Mapping[str, Any]) -> bool:
-    """Whether a row's figures of a peer are there, and nothing disturbed any of their pairs."""
+    """Return True if a peer has figures in this row and none of its pairs was disturbed."""
     if "ratio" not in figure:
         return False
     return max(figure["other_work_cores"]) <= QUIET_CORES and min(figure["processors_share"]) >= STEADY_SHARE
@@ -174,15 +174,15 @@ def _usual_gflops(pairs: Iterable[Pair]) -> float:
 
 
 def _share(pair: Pair, usual: float) -> float:
-    """What the processors gave to a pair at the least, of what they usually gave; 1 where nobody looked."""
+    """Return the lowest probe of a pair relative to the usual speed; 1 without probes."""
     return min(pair.gflops) / usual if pair.gflops else 1.0
 
 
 def _least_disturbed(pairs: Sequence[Pair], usual: float) -> list[Pair]:
-    """Of each round the pair that others disturbed least, among those with all of the processors if there are any."""
+    """Return the least disturbed pair of each round. Pairs at the processors' usual speed come first."""
 
     def disturbed(pair: Pair) -> tuple[bool, float]:
-        assert pair.other_work_cores is not None, "it has figures"
+        assert pair.other_work_cores is not None, "the pair has figures"
         return _share(pair, usual) < STEADY_SHARE, pair.other_work_cores
 
     measured = [pair for pair in pairs if pair.other_work_cores is not None]

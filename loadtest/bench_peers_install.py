@@ -1,6 +1,7 @@
-"""Peers' environments and model files, each made once: `.venv-peers/NAME`, `.venv-peers/models/SHAPE`.
+"""Installation of peers: environments in `.venv-peers/NAME` and model files in `.venv-peers/models/SHAPE`, each
+created once.
 
-A step that fails is a `PeerUnavailable` with its reason; the comparison goes on without that peer and says so.
+A failed step raises `PeerUnavailable` with the reason. The comparison continues without that peer and reports it.
 """
 
 import hashlib
@@ -25,11 +26,11 @@ LLAMA_PROGRAMS = ("llama-server", "llama-batched-bench", "llama-quantize")
 
 
 class PeerUnavailable(RuntimeError):
-    """A peer cannot be installed, built, given the model, or started: one line that says why."""
+    """A peer cannot be installed, built, given the model, or started. The message is a one-line reason."""
 
 
 class Place:
-    """The directory of all that is made for peers.
+    """Directory with everything that is created for peers.
 
     Args:
         directory: usually `.venv-peers`.
@@ -39,23 +40,25 @@ class Place:
         self.directory = directory
 
     def python(self, peer: str) -> str:
-        """The interpreter of a peer's environment."""
+        """Return the interpreter of a peer's environment."""
         return str(self.directory / peer / "bin" / "python")
 
     def program(self, name: str) -> str:
-        """One of llama.cpp's programs."""
+        """Return the path of a llama.cpp program."""
         return str(self.directory / "llama_cpp" / "programs" / name)
 
     def model(self, shape: str, kind: str) -> Path:
-        """A model's file or directory: ours, hugging_face, llama_cpp_bfloat16.gguf, openvino_int8 and so on."""
+        """Return a model's file or directory. `kind` is ours, hugging_face, llama_cpp_bfloat16.gguf, openvino_int8 and
+        so on.
+        """
         return self.directory / "models" / shape / kind
 
 
 def install(place: Place, peer: str) -> None:
-    """Make a peer's environment, unless it is there; build what has to be built.
+    """Create a peer's environment and build its programs, unless they exist.
 
     Raises:
-        PeerUnavailable: the reason.
+        PeerUnavailable: a step failed.
     """
     pins = PINS / f"{peer}.txt"
     home = place.directory / peer
@@ -67,7 +70,8 @@ def install(place: Place, peer: str) -> None:
         constraints.write_text(f"torch=={_torch_version()}\n")
         pip = [place.python(peer), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         run([*pip, "--constraint", str(constraints), "--requirement", str(pins)])
-        # The registry's is of another build of torch and fails when it is imported, which transformers does if it can.
+        # The registry's torchvision is for another build of torch and fails at import. transformers imports it if it
+        # is installed.
         run([place.python(peer), "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"])
         stamp.write_text(wanted)
     if peer == "llama_cpp" and not all(Path(place.program(name)).is_file() for name in LLAMA_PROGRAMS):
@@ -75,14 +79,14 @@ def install(place: Place, peer: str) -> None:
 
 
 def _torch_version() -> str:
-    """Ours: peers get the same build, so that none brings another with gigabytes of CUDA."""
+    """Return the installed torch version. Peers get the same build, to avoid gigabytes of CUDA libraries."""
     return importlib.metadata.version("torch")
 
 
 def _build_llama_cpp(place: Place) -> None:
-    """Compile the three programs from the source that the registry has: ten minutes on one core."""
+    """Compile the three programs from the source distribution in the registry: ten minutes on one core."""
     if shutil.which("c++") is None:
-        raise PeerUnavailable("no C++ compiler here to build it with")
+        raise PeerUnavailable("no C++ compiler to build llama.cpp; install one")
     home = place.directory / "llama_cpp"
     pin = (PINS / "llama_cpp_source.txt").read_text().strip()
     package = pin.partition("==")[0]
@@ -92,7 +96,7 @@ def _build_llama_cpp(place: Place) -> None:
     (archive,) = home.glob("*.tar.gz")
     name = archive.name.removesuffix(".tar.gz")
     if not (home / name).is_dir():
-        part = home / "unpacked"  # what was cut off is not taken for the whole
+        part = home / "unpacked"  # an interrupted extraction must not look complete
         with tarfile.open(archive) as file:
             file.extractall(part, filter="data")
         (part / name).rename(home / name)
@@ -108,10 +112,10 @@ def _build_llama_cpp(place: Place) -> None:
 
 
 def give_model(place: Place, peer: str, shape: str, precision: str) -> None:
-    """Make the model's files for a peer, unless they are there.
+    """Create the model's files for a peer, unless they exist.
 
     Raises:
-        PeerUnavailable: the reason.
+        PeerUnavailable: a step failed.
     """
     hugging_face = place.model(shape, exported_weights(precision))
     if peer == "llama_cpp":
@@ -135,22 +139,22 @@ def give_model(place: Place, peer: str, shape: str, precision: str) -> None:
 
 
 def openvino_weights(precision: str) -> str:
-    """bfloat16 is arithmetic over the weights of float32, which are rounded when the model is compiled."""
+    """Return the name of OpenVINO's model. For bfloat16 its float32 weights are rounded when the model is compiled."""
     return "openvino_int8" if precision == "int8" else "openvino_float32"
 
 
 def our_weights(precision: str) -> str:
-    """Return the name of our checkpoint. Other precisions than the defaults' are rounded from float32 when served."""
+    """Return the name of Kvasir's checkpoint. Only `DEFAULTS` stores bfloat16; others are converted at load."""
     return "ours_bfloat16" if precision == DEFAULTS else "ours"
 
 
 def exported_weights(precision: str) -> str:
-    """Return the name of our checkpoint's export."""
+    """Return the name of the export of Kvasir's checkpoint."""
     return "hugging_face_bfloat16" if precision == DEFAULTS else "hugging_face"
 
 
 def give_our_model(place: Place, shape: str, precision: str) -> None:
-    """Write random weights as a checkpoint of ours, and its export, from which the peers' files are made."""
+    """Write random weights as a Kvasir checkpoint, and its export, from which peers' files are made."""
     ours, exported = place.model(shape, our_weights(precision)), place.model(shape, exported_weights(precision))
     if not (ours / "manifest.json").is_file():
         make = "import torch; from pathlib import Path; from loadtest.shapes import write_random_checkpoint as write; "
@@ -162,10 +166,10 @@ def give_our_model(place: Place, shape: str, precision: str) -> None:
 
 
 def run(command: Sequence[str]) -> None:
-    """Run one step to its end.
+    """Run a command to its end.
 
     Raises:
-        PeerUnavailable: it failed, with the last line that it wrote.
+        PeerUnavailable: the command failed; the message has its last line of output.
     """
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
@@ -174,4 +178,6 @@ def run(command: Sequence[str]) -> None:
     if done.returncode:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         what = " ".join([Path(command[0]).name, *command[1:4]])
-        raise PeerUnavailable(f"{what} ... ended with {done.returncode}: {lines[-1].strip() if lines else ''}")
+        raise PeerUnavailable(
+            f"{what} ... failed with exit code {done.returncode}: {lines[-1].strip() if lines else ''}"
+        )

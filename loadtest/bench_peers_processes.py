@@ -1,4 +1,4 @@
-"""The processes that hold engines and servers while they are compared: ours and the peers', asked alike. Torch-free."""
+"""Child processes that hold the engines and servers of the comparison, with one interface for all. Torch-free."""
 
 import asyncio
 import http.client
@@ -22,27 +22,27 @@ from loadtest.sse_client import AsyncClient, Target
 from loadtest.workload import CompletionRequest
 
 START_SECONDS = 120.0
-REQUEST_SECONDS = 900.0  # llama-server without flags serves four at a time: of 64, some wait for minutes
+REQUEST_SECONDS = 900.0  # llama-server without flags runs four requests at a time: of 64, some wait for minutes
 STOP_SECONDS = 20.0
 REQUESTS_PER_STREAM = 2
 MIN_REQUESTS = 3
-MAX_SLOW_REQUESTS = 64  # of a server without flags
+MAX_SLOW_REQUESTS = 64  # for a server without flags
 
 
 class Prompts:
-    """Random token ids, no two prompts alike: no cache of prefixes finds anything. The same for the same seed."""
+    """Random token ids, reproducible by seed. No two prompts are alike, so that no prefix cache helps."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self._random = random.Random(seed)
         self._vocab_size = vocab_size
 
     def take(self, count: int, num_tokens: int) -> list[list[int]]:
-        """So many prompts of so many tokens. The last id is an end of text, which no prompt has."""
+        """Return `count` prompts of `num_tokens` tokens. They never contain the last id, which is the end of text."""
         return [[self._random.randrange(self._vocab_size - 1) for _ in range(num_tokens)] for _ in range(count)]
 
 
 class _Process:
-    """A child whose standard error goes to a file, so that its last words can be told."""
+    """Child process with standard error in a file, so that errors can quote its last line."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], **pipes: Any) -> None:
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by close)
@@ -55,13 +55,13 @@ class _Process:
             raise PeerUnavailable(f"{command[0]}: {error.strerror}") from error
 
     def unavailable(self, what: str) -> PeerUnavailable:
-        """The error that says so, with the last line that the process wrote."""
+        """Return an error with the last line that the process wrote."""
         self._log.seek(0)
         lines = [line.strip() for line in self._log if line.strip()]
-        return PeerUnavailable(f"{what}: {lines[-1] if lines else 'it said nothing'}")
+        return PeerUnavailable(f"{what}: {lines[-1] if lines else 'no output'}")
 
     def close(self) -> None:
-        """End it."""
+        """Stop the process."""
         self.child.terminate()
         try:
             self.child.wait(STOP_SECONDS)
@@ -75,10 +75,10 @@ class _Process:
 
 
 class Driver:
-    """An engine in a process of its own that speaks `loadtest.peers.protocol`.
+    """An engine in a child process that speaks `loadtest.peers.protocol`.
 
     Raises:
-        PeerUnavailable: it does not start.
+        PeerUnavailable: the engine does not start.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -90,10 +90,10 @@ class Driver:
             raise
 
     def measure(self, cell: Cell, prompts: list[list[int]]) -> dict[str, Any]:
-        """One wave: tokens/s by the cell's kind, and the first sequence's token ids.
+        """Run one wave of prompts. Return tokens/s for the cell's kind, and the first sequence's token ids.
 
         Raises:
-            PeerUnavailable: the engine cannot do it, or died.
+            PeerUnavailable: the engine failed or died.
         """
         pipe = self._process.child.stdin
         assert pipe is not None
@@ -115,36 +115,36 @@ class Driver:
         pipe = self._process.child.stdout
         assert pipe is not None
         for line in pipe:
-            if line.startswith("{"):  # what libraries say while they are loaded is passed over
+            if line.startswith("{"):  # skip what libraries print while they load
                 answer: dict[str, Any] = json.loads(line)
                 return answer
         raise self._process.unavailable("the engine ended")
 
     def close(self) -> None:
-        """End it."""
+        """Stop the engine."""
         self._process.close()
 
 
 class TokensRequest(CompletionRequest):
-    """A completion of token ids, greedy."""
+    """Greedy completion of a prompt of token ids."""
 
     def __init__(self, index: int, token_ids: Sequence[int], max_tokens: int) -> None:
         super().__init__(index=index, prompt=json.dumps(list(token_ids)), max_tokens=max_tokens, temperature=0.0)
 
     def body(self, model: str | None) -> dict[str, Any]:
-        """As any completion's, the prompt as ids."""
+        """Return the JSON body, with the prompt as token ids."""
         return super().body(model) | {"prompt": json.loads(self.prompt)}
 
 
 class Server:
-    """A server that speaks OpenAI's completions, in a process of its own.
+    """A server with OpenAI's completions API, in a child process.
 
     Args:
-        command: without the port.
-        ready_path: answers 200 once it serves.
+        command: the command line, without the port.
+        ready_path: path that returns 200 once the server is ready.
 
     Raises:
-        PeerUnavailable: it does not start.
+        PeerUnavailable: the server does not start.
     """
 
     def __init__(self, command: Sequence[str], port: int, ready_path: str) -> None:
@@ -158,7 +158,7 @@ class Server:
             raise
 
     def measure(self, cell: Cell, prompts: list[list[int]]) -> dict[str, Any]:
-        """All prompts by so many clients, each of which sends its next request when its last has ended.
+        """Send all prompts from `cell.streams` clients. Each sends its next request when its last has ended.
 
         Raises:
             PeerUnavailable: a request failed.
@@ -198,15 +198,15 @@ class Server:
             finally:
                 connection.close()
             time.sleep(0.05)
-        raise self._process.unavailable(f"the server did not get ready in {START_SECONDS:g} s")
+        raise self._process.unavailable(f"the server was not ready within {START_SECONDS:g} s")
 
     def close(self) -> None:
-        """End it."""
+        """Stop the server."""
         self._process.close()
 
 
 def num_prompts(cell: Cell) -> int:
-    """How many a measurement of this cell takes."""
+    """Return the number of prompts that a measurement of this cell uses."""
     if cell.kind != "http":
         return cell.streams
     wanted = max(MIN_REQUESTS, REQUESTS_PER_STREAM * cell.streams)

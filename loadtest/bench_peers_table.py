@@ -1,4 +1,4 @@
-"""Who is compared with us, in which precisions, and how each is started. Torch-free."""
+"""Engines in the comparison: their precisions, and the commands that start them. Torch-free."""
 
 import socket
 import sys
@@ -14,13 +14,13 @@ from loadtest.shape_names import SHAPE_SIZES
 from service.cli import LIBRARY_ENVIRONMENT
 
 _MIB = 2**20
-_SLOT_TOKENS = 256  # of one of llama-server's 64 slots: prompt and answer fit
+_SLOT_TOKENS = 256  # tokens of each of llama-server's 64 slots: prompt and completion fit
 _MOST_STREAMS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What is the same for all: where things are, the model, and the threads."""
+    """Settings that all engines share: directories, the model, and the threads."""
 
     place: Place
     shape: str
@@ -32,9 +32,9 @@ class Setting:
 class Peer:
     """One way to run another engine.
 
-    environment: whose packages it needs; several ways may share one.
-    server: None for what has no server that streams completions.
-    rounds: how often it is measured at most; None for as often as is asked. The slow ones once.
+    environment: name of its environment; several ways may share one.
+    server: None without a server that streams completions.
+    rounds: maximum number of rounds; None without a limit. Slow engines run once.
     """
 
     name: str
@@ -46,18 +46,20 @@ class Peer:
     note: str
 
     def can(self, cell: Cell) -> bool:
-        """Whether the cell is its kind of thing."""
+        """Return True if the peer supports the cell."""
         return cell.precision in self.precisions and (self.server if cell.kind == "http" else self.engine) is not None
 
 
 def our_engine(setting: Setting) -> Driver:
-    """Ours, as the worker builds it."""
+    """Start Kvasir's engine, built as the worker builds it."""
     command = [sys.executable, "-m", "loadtest.peers.ours_engine", *_our_settings(setting)]
     return Driver(command, LIBRARY_ENVIRONMENT)
 
 
 def our_server(setting: Setting) -> Server:
-    """Return our server. Requests wait without a limit, as they do at the peers; with defaults, by our own limits."""
+    """Start Kvasir's server. Queueing is unlimited, as in the peers' servers; with `DEFAULTS`, Kvasir's own limits
+    apply.
+    """
     port = _free_port()
     command = [str(Path(sys.executable).with_name("kvasir")), "serve", "--port", str(port)]
     if setting.precision == DEFAULTS:
@@ -67,7 +69,7 @@ def our_server(setting: Setting) -> Server:
 
 
 def _our_settings(setting: Setting) -> list[str]:
-    """Flags: the precision, the threads, and a KV-cache of what the largest cell needs, of 16 bits as the others'."""
+    """Return flags for precision, threads, and a KV-cache for the largest cell, with 2-byte values as in the peers."""
     sizes = SHAPE_SIZES[setting.shape]
     dtype = "float32" if setting.precision == "float32" else "bfloat16"
     token_bytes = 2 * sizes["num_layers"] * sizes["num_kv_heads"] * sizes["head_dim"] * 2
@@ -92,7 +94,7 @@ def _llama_server(setting: Setting) -> Server:
     if setting.precision == DEFAULTS:
         return Server(command, port, "/health")
     command += ["-t", str(setting.threads), "-tb", str(setting.threads), "-np", str(_MOST_STREAMS)]
-    # No copies of prompts for later: none comes again, and keeping them would cost it time.
+    # No prompt cache in host memory: no prompt repeats, and the copies would cost time.
     return Server([*command, "-c", str(_MOST_STREAMS * _SLOT_TOKENS), "--cache-ram", "0"], port, "/health")
 
 
@@ -103,7 +105,7 @@ def _openvino_engine(setting: Setting) -> Driver:
 
 def _python_driver(environment: str, module: str, model: Path, setting: Setting) -> Driver:
     command = [setting.place.python(environment), "-m", f"loadtest.peers.{module}", str(model)]
-    # Nothing is to be looked for in the network.
+    # Offline: the model is a local directory.
     return Driver([*command, setting.precision, str(setting.threads)], {"HF_HUB_OFFLINE": "1"})
 
 
@@ -135,16 +137,16 @@ PEERS: Final = (
         precisions=("bfloat16", "int8", "float32", DEFAULTS),
         engine=_llama_engine,
         server=_llama_server,
-        note="llama-batched-bench, which samples no tokens; llama-server of 64 slots; Q8_0 for int8; KV-cache float16; "
-        "defaults: llama-server without flags, a bfloat16 file",
+        note="llama-batched-bench, which samples no tokens; llama-server with 64 slots; Q8_0 for int8; "
+        "KV-cache float16; defaults: llama-server without flags, a bfloat16 file",
     ),
     Peer(
         name="OpenVINO GenAI",
         environment="openvino",
         precisions=("bfloat16", "int8", "float32"),
         engine=_openvino_engine,
-        note="ContinuousBatchingPipeline, 512 tokens a step; int8 weights of a channel each, inputs rounded by itself; "
-        "KV-cache float16, of int8 weights int8",
+        note="ContinuousBatchingPipeline, 512 tokens per step; int8 weights per channel, "
+        "activations quantized by OpenVINO; KV-cache float16, with int8 weights int8",
     ),
     Peer(
         name="transformers generate",
@@ -152,7 +154,7 @@ PEERS: Final = (
         precisions=("bfloat16", "float32"),
         engine=_transformers_engine,
         rounds=1,
-        note="one batch from its first token to its last; its server speaks chats alone, and random weights have none",
+        note="static batch; its server has only a chat API, and the random model has no chat template",
     ),
     Peer(
         name="transformers generate_batch",
@@ -168,6 +170,6 @@ PEERS: Final = (
         precisions=("bfloat16", "float32"),
         engine=_litgpt_engine,
         rounds=1,
-        note="generate_fn for one, batched_generate_fn for prompts of one length; its server takes no token ids",
+        note="generate_fn for one prompt, batched_generate_fn for prompts of one length; its server takes no token ids",
     ),
 )

@@ -1,4 +1,4 @@
-"""How long streams pause when the worker is killed: from SIGKILL to the next token, with a standby and without.
+"""Benchmark of the pause of streams after the worker is killed: SIGKILL to next token, with and without standby.
 
 python -m loadtest.bench_recovery --checkpoint checkpoints/kvasir-9m --out docs/results/recovery.json
 """
@@ -22,13 +22,13 @@ from loadtest.spread import Spread
 from loadtest.workload import CompletionRequest
 
 _FIRST_REQUEST = CompletionRequest(index=0, prompt="Once upon a time", max_tokens=8, temperature=0.0)
-# Time for what starts beside the service, as a standby does.
+# Wait for processes that start after the service is ready, such as a standby.
 _SETTLE_SECONDS = 4.0
 
 
 @dataclass(eq=False)
 class Stream(threading.Thread):
-    """A client that reads one stream, and notes when its tokens come."""
+    """Client thread that reads one stream and notes the times of its tokens."""
 
     url: str
     number: int
@@ -40,7 +40,7 @@ class Stream(threading.Thread):
         super().__init__(daemon=True)
 
     def run(self) -> None:
-        """Read it to its end."""
+        """Read the stream to its end."""
         body = {"prompt": f"There was a dog {self.number}", "max_tokens": self.num_tokens, "ignore_eos": True}
         body |= {"temperature": 1.0, "seed": self.number, "stream": True}
         with httpx.stream("POST", self.url, json=body, timeout=300) as response:
@@ -50,7 +50,7 @@ class Stream(threading.Thread):
                     self.text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
 
     def pause_after(self, killed: float) -> float:
-        """Seconds from the kill to the token that ends the longest silence since."""
+        """Return the seconds from the kill to the token that ends the longest gap after it."""
         later = [moment for moment in self.times if moment > killed]
         gaps = zip([killed, *later], later, strict=False)
         return max(gaps, key=lambda gap: gap[1] - gap[0])[1] - killed
@@ -69,7 +69,7 @@ def _named(service: ServiceProcess, name: str) -> list[psutil.Process]:
 
 
 def kill_once(service: ServiceProcess, count: int, num_tokens: int) -> tuple[list[float], list[str]]:
-    """Kill the worker when every stream has a third of its tokens. Each stream's pause, and its text."""
+    """Kill the worker when every stream has a third of its tokens. Return each stream's pause and text."""
     streams = _streams(service, count, num_tokens)
     while any(len(stream.times) < num_tokens // 3 for stream in streams):
         time.sleep(0.01)
@@ -82,9 +82,9 @@ def kill_once(service: ServiceProcess, count: int, num_tokens: int) -> tuple[lis
 
 
 def measure(checkpoint: Path, counts: Sequence[int], num_tokens: int, repeats: int, flag: str) -> dict[str, Any]:
-    """A service with one setting: its pauses with so many streams, and what its standby weighs.
+    """Measure the service with one setting: pauses for each number of streams, and the standby's memory.
 
-    Of more than five deaths in a minute it would make an end: keep `counts` times `repeats` within that.
+    The service exits after more than five worker deaths in a minute: keep `counts` times `repeats` below that.
     """
     levels = []
     with ServiceProcess(checkpoint, (flag,)) as service:
@@ -115,7 +115,7 @@ def measure(checkpoint: Path, counts: Sequence[int], num_tokens: int, repeats: i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and write JSON. Returns the exit code: 0, 1 when the service failed."""
+    """Measure and write JSON. Return the exit code: 0; 1 if the service failed."""
     given = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="python -m loadtest.bench_recovery", description=(__doc__ or "").split("\n")[0]

@@ -1,11 +1,15 @@
-"""How the service scales, with measured exponents.
+"""Benchmark of the service's scaling, with fitted exponents.
 
     python -m loadtest.bench_scaling --checkpoint checkpoints/NAME --out docs/results/scaling.json
 
-A decode step over batch and over context; the KV-cache's resident memory over tokens; the time to the first token over
-the length of a beginning that an earlier prompt had, beside a prompt as long as the rest; `kvasir serve`'s start over
-the size of its checkpoint, beside the time to read its files. What follows `--` are settings, of the engine here and of
-the services that are started.
+It measures:
+
+- step time of a decode step over batch size and over context length;
+- resident memory of the KV-cache over tokens;
+- TTFT over the length of a cached prefix, compared with a prompt as long as the rest;
+- start time of `kvasir serve` over the size of its checkpoint, compared with the time to read its files.
+
+Arguments after `--` are settings of the engine and of the services that are started.
 """
 
 import argparse
@@ -36,7 +40,7 @@ _SHARED = (0, 128, 256, 384, 512, 640, 704)
 
 
 def measure(arguments: argparse.Namespace, serve: Sequence[str], progress: Progress) -> dict[str, Any]:
-    """Everything. Starts come last: they need the machine alone, and nothing here computes meanwhile."""
+    """Run all measurements. Starts come last, because they need the machine to themselves."""
     settings = read_settings(
         ServeSettings, ["--checkpoint", str(arguments.checkpoint), *serve], command="serve", summary=""
     )
@@ -75,27 +79,34 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description=(__doc__ or "").split("\n")[0],
-        epilog="What follows -- are settings as `kvasir serve` knows them, like: -- --threads 1 --dtype bfloat16",
+        epilog="Arguments after -- are settings of `kvasir serve`, for example: -- --threads 1 --dtype bfloat16",
     )
     add = parser.add_argument
-    add("--checkpoint", type=Path, required=True, metavar="DIR", help="of the engine's part")
-    add("--out", type=Path, metavar="FILE", help="write JSON there instead of to standard output")
-    add("--repeats", type=int, default=5, metavar="N", help="rounds of the engine's part (default: 5)")
-    add("--start-repeats", type=int, default=3, metavar="N", help="starts of each size (default: 3)")
+    add("--checkpoint", type=Path, required=True, metavar="DIR", help="checkpoint of the engine's measurements")
+    add("--out", type=Path, metavar="FILE", help="JSON output file (default: standard output)")
+    add("--repeats", type=int, default=5, metavar="N", help="repeats of the engine's measurements (default: 5)")
+    add("--start-repeats", type=int, default=3, metavar="N", help="starts per checkpoint size (default: 3)")
     usual = (100, 300, 1000)
-    add("--sizes", type=int, nargs="+", default=usual, metavar="MB", help="checkpoints (default: 100 300 1000)")
-    add("--scratch", type=Path, metavar="DIR", help="where they are written, and removed (default: TMPDIR)")
+    add(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=usual,
+        metavar="MB",
+        help="sizes of the temporary checkpoints (default: 100 300 1000)",
+    )
+    add("--scratch", type=Path, metavar="DIR", help="directory for the temporary checkpoints (default: TMPDIR)")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and write JSON. Exit codes: 0, 1 where a service failed, 2 for what cannot be measured."""
+    """Measure and write JSON. Return the exit code: 0; 1 if a service failed; 2 for invalid arguments."""
     given = list(sys.argv[1:] if argv is None else argv)
     own, serve = split_at_dashes(given)
     parser = _parser()
     arguments = parser.parse_args(own)
     if min(arguments.repeats, arguments.start_repeats, *arguments.sizes) < 1 or len(set(arguments.sizes)) < 2:
-        parser.error("repeats and sizes are at least 1, and there are two sizes at least")
+        parser.error("repeats and sizes must be at least 1, and --sizes needs two different values")
     facts = provenance(parser.prog, given) | {"other_work_cores": quiet_or_warned(parser.prog)}
     columns = (TextColumn("{task.description:>18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:

@@ -1,11 +1,12 @@
-"""The whole service, measured: start, idle cost, footprint, and HTTP throughput against the engine's own.
+"""Benchmark of the whole service: start, idle cost, footprint, and HTTP throughput relative to the engine.
 
     python -m loadtest.bench_service --checkpoint checkpoints/NAME --out docs/results/service.json
 
-It starts `kvasir serve` itself, on a free port. Throughput over HTTP and of the same engine in this process are
-measured in turn, with the same prompts, lengths, settings and number of streams, so that their ratio is what HTTP,
-queues and tokenization cost; whichever runs has the machine to itself, but for the other one's idling. What
-follows `--` goes to `kvasir serve`, and to the engine in this process likewise.
+It starts `kvasir serve` on a free port. HTTP throughput and the throughput of the same engine in this process are
+measured in turn, with the same prompts, lengths, settings and number of streams. Their ratio is the cost of HTTP,
+queues and tokenization. The side that is not measured is idle.
+
+Arguments after `--` go to `kvasir serve` and to the engine in this process.
 """
 
 import argparse
@@ -39,35 +40,35 @@ from service.messages import Submit
 from service.settings import ServeSettings, SettingsError, read_settings
 
 IDLE_WINDOWS = 5
-# After the last request a worker may still be putting things away.
+# The worker may still clean up after the last request.
 _SETTLE_SECONDS = 1.0
 _FIRST_REQUEST = CompletionRequest(index=0, prompt="Once upon a time", max_tokens=1, temperature=0.0)
 
 
 def measure_start(checkpoint: Path, serve: Sequence[str]) -> float:
-    """Seconds from the program's start to the first token of its first stream."""
+    """Return the seconds from the start of the process to the first token of its first stream."""
     with ServiceProcess(checkpoint, serve) as service:
         return service.wait_first_token(_FIRST_REQUEST)
 
 
 def measure_idle(service: ServiceProcess, seconds: float) -> dict[str, Any]:
-    """CPU that an idle service uses, in percent of a core: the worker alone, and all its processes together."""
+    """Return the CPU use of an idle service in percent of a core: of the worker, and of all its processes."""
     time.sleep(_SETTLE_SECONDS)
-    workers, everybody = service.worker_processes(), service.all_processes()
+    workers, processes = service.worker_processes(), service.all_processes()
     shares: dict[str, list[float]] = {"worker": [], "service": []}
     for _ in range(IDLE_WINDOWS):
-        before = cpu_seconds(workers), cpu_seconds(everybody)
+        before = cpu_seconds(workers), cpu_seconds(processes)
         began = time.perf_counter()
         time.sleep(seconds / IDLE_WINDOWS)
         wall = time.perf_counter() - began
-        after = cpu_seconds(workers), cpu_seconds(everybody)
+        after = cpu_seconds(workers), cpu_seconds(processes)
         shares["worker"].append(100 * (after[0] - before[0]) / wall)
         shares["service"].append(100 * (after[1] - before[1]) / wall)
     return {f"{name}_cpu_percent": Spread(tuple(values)).to_dict() for name, values in shares.items()}
 
 
 def measure_footprint(service: ServiceProcess) -> list[dict[str, Any]]:
-    """Each process: its part, resident memory in MB (10^6 bytes), and whether torch is mapped into it."""
+    """Return for each process its part, resident memory in MB (10^6 bytes), threads, and whether torch is mapped."""
     api, workers = service.api_processes(), service.worker_processes()
 
     def part(process: psutil.Process) -> str:
@@ -90,14 +91,14 @@ def measure_footprint(service: ServiceProcess) -> list[dict[str, Any]]:
 
 @dataclass(slots=True)
 class Level:
-    """One number of streams, measured several times on both sides."""
+    """A number of streams, measured several times over HTTP and in-process."""
 
     num_streams: int
     http: list[bench_http.Run] = field(default_factory=list)
     engine: list[EngineRun] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready. Latencies are pooled over the repeats."""
+        """Return a JSON-ready dictionary. Latencies are pooled over the repeats."""
         http = [_throughput(run) for run in self.http]
         engine = [run.tokens_per_second for run in self.engine]
         outcomes = [outcome for run in self.http for outcome in run.outcomes]
@@ -129,7 +130,7 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 class Contest:
-    """HTTP against the engine in-process, turn and turn about."""
+    """Alternating measurements of the service over HTTP and the engine in-process."""
 
     def __init__(self, target: Target, contestant: InProcess, workload: Workload) -> None:
         self._target = target
@@ -138,7 +139,7 @@ class Contest:
         self._indexes = itertools.count()
 
     def round(self, level: Level, num_requests: int, *, http_first: bool) -> None:
-        """One measurement of each side, of the same requests, which neither has seen before."""
+        """Measure each side once, with the same fresh requests."""
         requests = [self._workload.request(next(self._indexes)) for _ in range(num_requests)]
         submits = [self._submit(request) for request in requests]
         if http_first:
@@ -161,7 +162,7 @@ class Contest:
         return done
 
     def _submit(self, request: CompletionRequest) -> Submit:
-        """The request as the service's frontend would hand it to the engine; the service tokenizes it."""
+        """Return the request as the API process would hand it to the engine. The service tokenizes the prompt."""
         tokenized = fetch_json(self._target, "/tokenize", {"prompt": request.prompt})
         return Submit(
             uid=f"bench-{request.index}",
@@ -180,7 +181,7 @@ class Contest:
 
 
 def measure(arguments: argparse.Namespace, serve: Sequence[str], progress: Progress) -> dict[str, Any]:
-    """Everything, in the order in which one measurement disturbs the next least."""
+    """Run all measurements, in the order in which they disturb each other least."""
     settings = read_settings(
         ServeSettings,
         ["--checkpoint", str(arguments.checkpoint), *serve],
@@ -208,7 +209,7 @@ def measure(arguments: argparse.Namespace, serve: Sequence[str], progress: Progr
         )
         workload = Workload(spec, discover(service.target).passages)
         contest = Contest(service.target, contestant, workload)
-        contest.round(Level(4), 8, http_first=True)  # warms both sides
+        contest.round(Level(4), 8, http_first=True)  # warm-up of both sides
         levels = [Level(streams) for streams in arguments.streams]
         for repeat in range(arguments.repeats):
             for level in levels:
@@ -237,26 +238,57 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m loadtest.bench_service",
         description="Start the service and measure it against the engine in-process.",
-        epilog="What follows -- goes to `kvasir serve` and to the engine in this process, like -- --threads 1",
+        epilog="Arguments after -- go to `kvasir serve` and to the engine in this process, for example: -- --threads 1",
     )
     add = parser.add_argument
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="checkpoint directory")
-    add("--out", type=Path, metavar="FILE", help="write the JSON there (default: standard output)")
-    add("--streams", type=int, nargs="+", default=[1, 4, 16, 64], metavar="N", help="default: 1 4 16 64")
-    add("--repeats", type=int, default=5, metavar="N", help="of every measurement (default: %(default)s)")
-    add("--start-repeats", type=int, default=5, metavar="N", help="of the start (default: %(default)s)")
-    add("--requests-per-stream", type=int, default=2, metavar="N", help="in a measurement (default: %(default)s)")
-    add("--min-requests", type=int, default=4, metavar="N", help="in a measurement (default: %(default)s)")
-    add("--prompt-tokens", type=int, default=64, metavar="N", help="about (default: %(default)s)")
-    add("--output-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
-    add("--temperature", type=float, default=0.0, metavar="X", help="default: %(default)g, greedy")
-    add("--idle-seconds", type=float, default=10.0, metavar="S", help="idle time watched (default: %(default)g)")
-    add("--seed", type=int, default=0, metavar="N", help="of the workload (default: %(default)s)")
+    add("--out", type=Path, metavar="FILE", help="JSON output file (default: standard output)")
+    add(
+        "--streams",
+        type=int,
+        nargs="+",
+        default=[1, 4, 16, 64],
+        metavar="N",
+        help="concurrent streams (default: 1 4 16 64)",
+    )
+    add(
+        "--repeats",
+        type=int,
+        default=5,
+        metavar="N",
+        help="repeats of each throughput measurement (default: %(default)s)",
+    )
+    add("--start-repeats", type=int, default=5, metavar="N", help="repeats of the start (default: %(default)s)")
+    add("--requests-per-stream", type=int, default=2, metavar="N", help="requests per stream (default: %(default)s)")
+    add("--min-requests", type=int, default=4, metavar="N", help="minimum requests (default: %(default)s)")
+    add(
+        "--prompt-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="approximate tokens of a prompt (default: %(default)s)",
+    )
+    add("--output-tokens", type=int, default=64, metavar="N", help="tokens of a completion (default: %(default)s)")
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="sampling temperature (default: %(default)g, greedy)",
+    )
+    add(
+        "--idle-seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="length of the idle measurement (default: %(default)g)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="seed of the workload (default: %(default)s)")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and write JSON. Returns the exit code: 0, 1 when the service failed, 2 for unusable arguments."""
+    """Measure and write JSON. Return the exit code: 0; 1 if the service failed; 2 for invalid arguments."""
     given = list(sys.argv[1:] if argv is None else argv)
     own, serve = split_at_dashes(given)
     parser = _parser()

@@ -1,14 +1,15 @@
-"""What speculative decoding by prompt lookup is worth, and what it costs where there is nothing to look up.
+"""Benchmark of speculative decoding by prompt lookup: its gain, and its cost where lookup finds nothing.
 
     python -m loadtest.bench_speculation --checkpoint checkpoints/NAME --out docs/results/speculation.json
 
-Two engines in this process, one with drafts and one without, answer the same requests in turn. "Repetitive" prompts
-hold a passage twice and its beginning a third time, and are continued greedily; "sampled" ones are passages continued
-at temperature 1, where the next token is anybody's guess. Both must give the same tokens: that is counted, too.
+Two engines in this process, one with drafts and one without, serve the same requests in turn. "Repetitive" prompts
+hold a passage twice and its beginning a third time, and are continued greedily. "Sampled" prompts are passages
+continued at temperature 1, where the next token is hard to guess. The benchmark also counts the completions with
+the same tokens from both engines, which should be all.
 
-As in a server, a stream that ends makes room for the next request, and the clock stops when no more are there to come:
-requests that were all to wait for the slowest of them would measure that one. Their lengths differ, so that streams do
-not begin and end together, which drafts would alter.
+As in a server, a stream that ends makes room for the next request. The clock stops when no more requests wait, so
+that the slowest request does not dominate. Lengths differ, so that streams do not begin and end together, which
+drafts would alter.
 """
 
 import argparse
@@ -34,7 +35,7 @@ _SAMPLING = {"repetitive": 0.0, "sampled": 1.0}
 
 
 def submits(workload: str, opened: InProcess, count: int, num_tokens: int, round_number: int) -> list[Submit]:
-    """Requests of a round; no two rounds have the same."""
+    """Return the requests of a round. Each round has its own."""
     words = TALES_PATH.read_text(encoding="utf-8").split()
     made = []
     for number in range(count):
@@ -64,7 +65,7 @@ def submits(workload: str, opened: InProcess, count: int, num_tokens: int, round
 def run(
     engine: Engine, requests: Sequence[Submit], num_streams: int
 ) -> tuple[float, dict[str, list[int]], tuple[int, int]]:
-    """Completion tokens a second while all streams are busy, each one's tokens, and how many were drafted and accepted.
+    """Return completion tokens/s while all streams are busy, each request's tokens, and (drafted, accepted) counts.
 
     `requests` are more than `num_streams`.
     """
@@ -88,7 +89,7 @@ def run(
 
 
 def measure(checkpoint: Path, streams: Sequence[int], *, drafts: int, repeats: int, num_tokens: int) -> dict[str, Any]:
-    """Every workload at every number of streams, the two engines in turn."""
+    """Measure every workload at every number of streams, the two engines in turn."""
     plain, drafting = (
         InProcess.open(ServeSettings(checkpoint=checkpoint, speculative_tokens=n, enable_prefix_cache=False))
         for n in (0, drafts)
@@ -103,7 +104,7 @@ def measure(checkpoint: Path, streams: Sequence[int], *, drafts: int, repeats: i
                 order = (0, 1) if number % 2 else (1, 0)
                 found = {side: run((plain, drafting)[side].engine, requests, num_streams) for side in order}
                 if number == 0:
-                    continue  # warms both
+                    continue  # warm-up
                 for side in order:
                     rates[side].append(found[side][0])
                 same += sum(found[0][1][uid] == ids for uid, ids in found[1][1].items())
@@ -127,19 +128,25 @@ def measure(checkpoint: Path, streams: Sequence[int], *, drafts: int, repeats: i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and write JSON. Returns the exit code: 0, 1 for a checkpoint that cannot be used."""
+    """Measure and write JSON. Return the exit code: 0; 1 for an unusable checkpoint."""
     given = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="python -m loadtest.bench_speculation", description=__doc__.split("\n", maxsplit=1)[0]
     )
     parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="checkpoint directory")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON there (default: standard output)")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16], metavar="N", help="default: 1 4 16")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON output file (default: standard output)")
     parser.add_argument(
-        "--draft-tokens", type=int, default=8, metavar="N", help="most of a draft (default: %(default)s)"
+        "--streams", type=int, nargs="+", default=[1, 4, 16], metavar="N", help="concurrent streams (default: 1 4 16)"
     )
     parser.add_argument(
-        "--output-tokens", type=int, default=64, metavar="N", help="of the usual answer (default: %(default)s)"
+        "--draft-tokens", type=int, default=8, metavar="N", help="maximum tokens of a draft (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="median tokens of a completion (default: %(default)s)",
     )
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="default: %(default)s")
     arguments = parser.parse_args(given)

@@ -1,9 +1,9 @@
-"""Libraries that compute token masks, side by side: llguidance, which serves, and xgrammar where it is installed.
+"""Benchmark of libraries that compute token masks: llguidance, which Kvasir uses, and xgrammar if it is installed.
 
 python -m loadtest.bench_structured
 
-Times are processor time, so that other work on the machine adds little. A document is made by drawing each token at
-random among those a mask allows, which meets rarer states than a trained model does.
+Times are CPU time, which other load on the machine affects little. A document is made by sampling each token
+uniformly from the tokens that the mask allows. This reaches rarer grammar states than a trained model does.
 """
 
 import argparse
@@ -47,23 +47,23 @@ _MAX_TOKENS = 256
 
 
 class Library(Protocol):
-    """A library, made ready for one vocabulary."""
+    """Token-mask library, prepared for one vocabulary."""
 
     def compile(self, kind: str, text: str) -> Any:
-        """A grammar of a kind: schema or regex."""
+        """Compile a grammar. `kind` is schema or regex."""
 
     def begin(self, grammar: Any) -> Any:
-        """A matcher at the beginning of a document."""
+        """Return a matcher at the start of a document."""
 
     def fill(self, matcher: Any) -> NDArray[np.uint8]:
-        """The mask, eight tokens a byte, the first in the lowest bit."""
+        """Return the mask: eight tokens per byte, the first in the lowest bit."""
 
     def take(self, matcher: Any, token_id: int) -> bool:
-        """Take a token up. Returns whether the document may go on."""
+        """Advance the matcher by a token. Return True if the document may continue."""
 
 
 class LLGuidance:
-    """See https://github.com/guidance-ai/llguidance."""
+    """Adapter of https://github.com/guidance-ai/llguidance."""
 
     def __init__(self, tokens: list[bytes], eos: int) -> None:
         self._vocabulary = Vocabulary(tokens, [], [eos]).for_masks()
@@ -85,7 +85,7 @@ class LLGuidance:
 
 
 class XGrammar:
-    """See https://github.com/mlc-ai/xgrammar."""
+    """Adapter of https://github.com/mlc-ai/xgrammar."""
 
     def __init__(self, tokens: list[bytes], eos: int) -> None:
         self._module = module = importlib.import_module("xgrammar")
@@ -115,7 +115,7 @@ LIBRARIES: dict[str, Callable[[list[bytes], int], Library]] = {"llguidance": LLG
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Masks:
-    """Microseconds a token, and documents that came to their end."""
+    """Microseconds per mask, and the number of completed documents."""
 
     median: float
     p99: float
@@ -124,7 +124,7 @@ class Masks:
 
 
 def large_schema(num_objects: int = 40, num_fields: int = 10) -> dict[str, Any]:
-    """Objects within an object, each of fields of several types: about 40 KB."""
+    """Return an object of objects with fields of several types: about 40 KB of JSON Schema."""
     kinds: list[dict[str, Any]] = [
         {"type": "string", "maxLength": 20},
         {"type": "integer", "minimum": 0, "maximum": 999},
@@ -146,7 +146,7 @@ def large_schema(num_objects: int = 40, num_fields: int = 10) -> dict[str, Any]:
 
 
 def measure_masks(library: Library, grammar: Any, *, eos: int, num_documents: int, seed: int = 0) -> Masks:
-    """Draw documents at random and time each mask."""
+    """Sample random documents and time each mask."""
     rng = random.Random(seed)
     times: list[float] = []
     num_complete = 0
@@ -169,7 +169,7 @@ def measure_masks(library: Library, grammar: Any, *, eos: int, num_documents: in
 
 
 def import_cost(name: str) -> str:
-    """Processor seconds and MiB of a fresh process that imports it, and whether torch came along."""
+    """Return CPU seconds and MiB of a fresh process that imports the library, and whether torch was imported too."""
     code = (
         "import resource, sys, time\n"
         f"import {name}\n"
@@ -182,7 +182,7 @@ def import_cost(name: str) -> str:
 
 
 def vocabularies() -> list[Tokenizer]:
-    """The shipped model's, and OpenAI's largest."""
+    """Return the shipped model's tokenizer and OpenAI's largest."""
     packed = (_ROOT / "tests/data/tokenizers/o200k_base.tiktoken.xz").read_bytes()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "o200k_base.tiktoken"
@@ -209,7 +209,7 @@ def _rows(name: str, tokens: list[bytes], eos: int, arguments: argparse.Namespac
         "regex": ("regex", _REGEX),
     }
     rows = []
-    for told, (kind, text) in grammars.items():
+    for title, (kind, text) in grammars.items():
         compile_ms = _processor_ms(lambda: library.compile(kind, text), arguments.repeats)  # noqa: B023
         grammar = library.compile(kind, text)
         masks = measure_masks(library, grammar, eos=eos, num_documents=arguments.documents)
@@ -220,20 +220,20 @@ def _rows(name: str, tokens: list[bytes], eos: int, arguments: argparse.Namespac
             f"{masks.largest:.0f}",
             f"{masks.num_complete}/{arguments.documents}",
         ]
-        rows.append(f"| {name} | {len(tokens):,} | {told} | " + " | ".join(cells) + " |")
+        rows.append(f"| {name} | {len(tokens):,} | {title} | " + " | ".join(cells) + " |")
     return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.bench_structured", description=__doc__.split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="compilations; default: 7")
-    parser.add_argument("--documents", type=int, default=20, metavar="N", help="a grammar; default: 20")
+    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="compilations per grammar (default: 7)")
+    parser.add_argument("--documents", type=int, default=20, metavar="N", help="documents per grammar (default: 20)")
     arguments = parser.parse_args(argv)
     found = [name for name in LIBRARIES if importlib.util.find_spec(name) is not None]
     for name in found:
         print(f"{name} {importlib.metadata.version(name)}: import {import_cost(name)}")
-    print("\n| library | vocabulary | grammar | compile, ms | mask, µs: median | p99 | most | complete |")
+    print("\n| library | vocabulary | grammar | compile, ms | mask, µs: median | p99 | max | complete |")
     print("|---|---:|---|---:|---:|---:|---:|---:|")
     for tokenizer in vocabularies():
         tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]

@@ -1,4 +1,4 @@
-"""The engine in-process, asked as N clients in a closed loop would ask it: the peer of the HTTP figures."""
+"""The engine in-process under N closed-loop clients: the counterpart of HTTP figures."""
 
 import time
 from collections import Counter
@@ -10,14 +10,14 @@ from service.messages import FinishReason, Submit, TokenDelta
 
 
 class StepResult(Protocol):
-    """What a step gives back, as far as a bench reads it."""
+    """Result of a step, as far as a benchmark reads it."""
 
     @property
     def events(self) -> Any: ...
 
 
 class Engine(Protocol):
-    """What a bench needs of `service.engine.engine.Engine`."""
+    """Interface of `service.engine.engine.Engine` that a benchmark uses."""
 
     @property
     def has_work(self) -> bool: ...
@@ -34,11 +34,11 @@ class _Stream:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineRun:
-    """What the engine did, in `time.perf_counter()` seconds.
+    """Figures of an engine run, in `time.perf_counter()` seconds.
 
-    token_seconds: for each sequence, when the step that brought each of its tokens ended.
-    submitted_seconds: for each sequence, when it was submitted.
-    token_ids: of each sequence.
+    token_seconds: for each sequence, the end of the step of each of its tokens.
+    submitted_seconds: for each sequence, the time of its submission.
+    token_ids: for each sequence, its tokens.
     """
 
     began_seconds: float
@@ -50,36 +50,37 @@ class EngineRun:
 
     @property
     def num_completion_tokens(self) -> int:
+        """Completion tokens of all sequences."""
         return sum(map(len, self.token_seconds))
 
     @property
     def tokens_per_second(self) -> float:
-        """Completion tokens over the whole run, prefill included: what a client would see."""
+        """Completion tokens over the whole run, prefill included, as a client would see them."""
         return self.num_completion_tokens / (self.ended_seconds - self.began_seconds)
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """Prompt tokens until the last sequence had its first token. Of one wave of sequences, not of a loop."""
+        """Prompt tokens until the last sequence had its first token. For one wave of sequences, not for a loop."""
         return self.num_prompt_tokens / (self._prefill_end - self.began_seconds)
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Completion tokens after the last sequence had its first one. Of one wave of sequences, not of a loop."""
+        """Completion tokens after the last sequence had its first one. For one wave of sequences, not for a loop."""
         later = sum(seconds > self._prefill_end for times in self.token_seconds for seconds in times)
         return later / (self.ended_seconds - self._prefill_end)
 
     @property
     def full_step_seconds(self) -> float:
-        """Mean time of a step in which every sequence had a token, from one such step's end to the next one's.
+        """Mean time of a step in which every sequence got a token, from the end of one such step to the next.
 
         Raises:
-            ValueError: there are no two such steps.
+            ValueError: there are fewer than two such steps.
         """
         tokens_at = Counter(seconds for times in self.token_seconds for seconds in times)
         ends = [seconds for seconds, count in sorted(tokens_at.items()) if count == len(self.token_seconds)]
         if len(ends) < 2:
             raise ValueError(
-                f"{len(self.token_seconds)} sequences never ran all at once: give more tokens a step, or more steps"
+                f"{len(self.token_seconds)} sequences never ran all at once; allow more tokens per step, or more steps"
             )
         return (ends[-1] - ends[0]) / (len(ends) - 1)
 
@@ -89,6 +90,7 @@ class EngineRun:
 
     @property
     def ttft_seconds(self) -> tuple[float, ...]:
+        """Submission to first token of each sequence."""
         return tuple(
             times[0] - submitted for submitted, times in zip(self.submitted_seconds, self.token_seconds, strict=True)
         )

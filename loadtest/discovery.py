@@ -1,4 +1,4 @@
-"""What a client asks of a service before it loads it."""
+"""Discovery of a service before a load test: model id, context length and tokenized text."""
 
 import json
 import urllib.error
@@ -9,14 +9,14 @@ from typing import Any
 from loadtest.sse_client import Target
 from loadtest.workload import Passages, tales
 
-# For a service that does not tokenize for its clients: about what English has in a large vocabulary.
+# For a service without `/tokenize`: about the average of English in a large vocabulary.
 DEFAULT_CHARS_PER_TOKEN = 4.0
 TIMEOUT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The model's id, its context where the service tells it, and a text cut by its tokens."""
+    """Model id, context length if the service reports it, and a text that is cut by tokens."""
 
     model: str
     max_context_tokens: int | None
@@ -24,7 +24,7 @@ class Service:
 
 
 def discover(target: Target) -> Service:
-    """Ask `/v1/models`, and `/tokenize` (where there is one) for the tokens of the text that prompts are cut from.
+    """Ask `/v1/models`, and `/tokenize` if it exists, for the tokens of the text from which prompts are cut.
 
     Raises:
         OSError: the service cannot be reached, or has no models.
@@ -41,15 +41,15 @@ def _passages(target: Target) -> Passages:
         return Passages.by_ratio(text, DEFAULT_CHARS_PER_TOKEN)
     try:
         return Passages.by_tokens(text, tokenized.get("token_strs") or [])
-    except ValueError:  # no strings, or strings that do not spell the text: only the number of tokens is of use
+    except ValueError:  # no strings, or strings that do not spell the text: use the number of tokens
         return Passages.by_ratio(text, len(text) / tokenized["count"])
 
 
 def fetch_json(target: Target, path: str, payload: Any = None) -> Any:
-    """GET, or POST where there is a payload, and decode the answer.
+    """Send a GET, or a POST with a payload, and decode the response.
 
     Raises:
-        OSError: no connection; `urllib.error.HTTPError`, which is one, for an error status.
+        OSError: no connection; its subclass `urllib.error.HTTPError` for an error status.
     """
     body = None if payload is None else json.dumps(payload).encode()
     request = urllib.request.Request(

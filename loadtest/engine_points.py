@@ -1,4 +1,4 @@
-"""What `kvasir bench` measures: a batch at a context, and a prompt of a length; what each repeat showed, as JSON."""
+"""Points of `kvasir bench`: a batch at a context, and a prompt of a length, with the figures of each repeat."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ from loadtest.step_work import Machine, Work
 
 @dataclass(slots=True)
 class DecodePoint:
-    """So many sequences, each of `context_length` tokens in the mean of the steps that are timed.
+    """A batch of sequences with a mean of `context_length` tokens over the timed steps.
 
-    work: of one step.
-    bounds: the least seconds it can take, by each round's probe.
+    work: bytes and FLOPs of one step.
+    bounds: least seconds of a step, by each round's probe.
     """
 
     batch_size: int
@@ -27,15 +27,16 @@ class DecodePoint:
 
     @property
     def label(self) -> str:
+        """Label for the progress bar."""
         return f"{self.batch_size} × {self.context_length}"
 
     def add(self, run: EngineRun, machine: Machine) -> None:
-        """One more repeat. Raises ValueError: the sequences never ran all at once."""
+        """Add a repeat. Raises ValueError if the sequences never ran all at once."""
         self.step_seconds.append(run.full_step_seconds)
         self.bounds.append(self.work.bound_seconds(machine))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return a JSON-ready dictionary."""
         rates = [self.batch_size / seconds for seconds in self.step_seconds]
         return {
             "batch_size": self.batch_size,
@@ -49,7 +50,7 @@ class DecodePoint:
 
 @dataclass(slots=True)
 class PromptPoint:
-    """A prompt of so many tokens that nobody had before, alone in the engine, until its first token."""
+    """A prompt without a cached prefix, alone in the engine, until its first token."""
 
     prompt_tokens: int
     work: Work
@@ -58,15 +59,16 @@ class PromptPoint:
 
     @property
     def label(self) -> str:
+        """Label for the progress bar."""
         return f"prompt {self.prompt_tokens}"
 
     def add(self, runs: Sequence[EngineRun], machine: Machine) -> None:
-        """One more repeat: the mean of a few runs."""
+        """Add a repeat: the mean of a few runs."""
         self.seconds.append(sum(seconds for run in runs for seconds in run.ttft_seconds) / len(runs))
         self.bounds.append(self.work.bound_seconds(machine))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return a JSON-ready dictionary."""
         return {
             "prompt_tokens": self.prompt_tokens,
             **self.work.to_dict(),

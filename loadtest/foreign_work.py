@@ -1,7 +1,8 @@
-"""How much of the machine others take while something of ours is measured. Torch-free.
+"""CPU use of other processes during a measurement. Torch-free.
 
-Others' work is what all cores did, less what this process and all below it did. Engines whose threads wait for each
-other lose far more to a neighbour than the neighbour takes, so a figure with much of it beside is worth little.
+It is the work of all cores minus the work of this process and its descendants. Engine threads wait for each other,
+so an engine loses far more time to another process than that process takes. Figures with much other work are
+unreliable.
 """
 
 import os
@@ -13,19 +14,19 @@ from loadtest.provenance import busy_seconds
 
 
 class ForeignWork:
-    """Counts from the moment it is made."""
+    """Meter that counts from its creation."""
 
     def __init__(self) -> None:
         self._began = self._now()
 
     def cores(self) -> float:
-        """Cores that others kept busy since then, on average; never less than 0."""
+        """Return the cores that other processes kept busy since then, on average; never below 0."""
         seconds, busy, own = (now - began for now, began in zip(self._now(), self._began, strict=True))
         return max(0.0, (busy - own) / seconds)
 
     @staticmethod
     def _now() -> tuple[float, float, float]:
-        """The time, and CPU seconds of all cores, and of ours: those that ended are in their parents' counts."""
+        """Return the time, CPU seconds of all cores, and CPU seconds of this process tree (ended children included)."""
         own = psutil.Process()
         counts = [os.times()[:4]]
         for process in own.children(recursive=True):

@@ -1,4 +1,5 @@
-"""What `loadtest.bench_gpu` measures, a function a part. The same code runs small on a CPU. Imports torch.
+"""Measurements of `loadtest.bench_gpu`, a function per part. The same code runs with small sizes on a CPU. Imports
+torch.
 
 Legend: B sequences, H query heads, K key/value heads, D head dimension, N blocks of a table.
 """
@@ -39,7 +40,7 @@ _GREEDY = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 def card(bench: Bench) -> dict[str, Any]:
-    """The device, what it can do at most, and which ways of attention hold on it."""
+    """Return the device, its limits, and the attention kernels that work on it."""
     machine = bench.probe()
     chosen = choose(bench.place())
     facts: dict[str, Any] = {
@@ -62,14 +63,14 @@ def card(bench: Bench) -> dict[str, Any]:
 
 
 def attention(bench: Bench) -> dict[str, Any]:
-    """One layer's decode attention by every way that can be made: time, bytes/s of keys and values, same bits."""
+    """Measure one layer's decode attention with every available kernel: time, bytes/s, and batch invariance."""
     cases = itertools.product(bench.attention, bench.attention_contexts, bench.batches)
     return {"rows": [_attention(bench, heads, context, batch) for heads, context, batch in cases]}
 
 
 @torch.inference_mode()
 def _attention(bench: Bench, heads: tuple[int, int, int], context: int, batch: int) -> dict[str, Any]:
-    """One case. Layers follow each other in one recording, so that nothing is read twice from a processor's cache."""
+    """Measure one case. All layers are captured in one graph, so that no data is read twice from a cache."""
     num_heads, kv_heads, size = heads
     blocks_each = -(-context // BLOCK_SIZE)
     layer_bytes = 2 * batch * blocks_each * BLOCK_SIZE * kv_heads * size * bench.dtype.itemsize
@@ -110,7 +111,7 @@ def _all_layers(
     tables_BN: Tensor,
     cache: KVCache,
 ) -> Callable[[], Tensor]:
-    """Every layer's attention, recorded as one."""
+    """Return a function that replays the attention of all layers as one graph."""
 
     def compute() -> Tensor:
         return torch.stack([way(q_BHD, form, positions_B, tables_BN, cache) for form in forms]).sum()
@@ -124,7 +125,7 @@ def _with_heads(shape: ModelConfig, num_layers: int, heads: int, kv_heads: int, 
 
 
 def random_model(config: ModelConfig, bench: Bench, chosen: Chosen) -> Transformer:
-    """Random weights on the device, all of one spread: what a step costs does not depend on them."""
+    """Return a model of random weights on the device. Step time does not depend on the weights' values."""
     with torch.device("meta"):
         model = Transformer(config, chosen.backend)
     tensors = {
@@ -138,7 +139,7 @@ def random_model(config: ModelConfig, bench: Bench, chosen: Chosen) -> Transform
 
 
 def decode_inputs(batch: int, context: int, num_rows: int) -> ModelInputs:
-    """A step of `batch` sequences of one length, padded to `num_rows`."""
+    """Return the inputs of a decode step of `batch` sequences of one length, padded to `num_rows`."""
     blocks_each = -(-context // BLOCK_SIZE)
     tables_BN = torch.arange(num_rows * blocks_each).view(num_rows, blocks_each)
     last = context - 1
@@ -163,45 +164,45 @@ def decode_inputs(batch: int, context: int, num_rows: int) -> ModelInputs:
 
 
 def decode(bench: Bench) -> dict[str, Any]:
-    """Whole decode steps of the large model, recorded and not, beside what the memory allows.
+    """Measure decode steps of the large model, with and without CUDA graphs, against memory bandwidth.
 
-    A step here begins with integers on the host and ends with token ids on the host.
+    A step begins with integers on the host and ends with token ids on the host.
     """
     chosen = choose(bench.place())
     machine = bench.probe()
     weight_type = str(bench.dtype).removeprefix("torch.")
-    recorded, told = timed_steps(bench, random_model(bench.shape, bench, chosen), weight_type, machine)
+    recorded, figures = timed_steps(bench, random_model(bench.shape, bench, chosen), weight_type, machine)
     return {
         "attention": str(chosen),
         "parameters": bench.shape.num_parameters,
         "bytes_per_second": machine.bytes_per_second,
-        **told,
+        **figures,
         "kernels": [kernels(bench, recorded, batch) for batch in (bench.batches[0], bench.batches[-1])],
     }
 
 
 def quantized(bench: Bench) -> dict[str, Any]:
-    """The same with matrices in eight bits, of each format that holds on the device."""
+    """Measure decode steps with quantized matrices, in each format that the device supports."""
     chosen, machine = choose(bench.place()), bench.probe()
-    told: dict[str, Any] = {"bytes_per_second": machine.bytes_per_second}
+    figures: dict[str, Any] = {"bytes_per_second": machine.bytes_per_second}
     for name in FORMATS:
         try:
             eight_bits = choose_eight_bits(name, bench.device, bench.dtype)
         except EightBitsError as error:
-            told[name] = {"absent": str(error)}
+            figures[name] = {"absent": str(error)}
             continue
         model = random_model(bench.shape, bench, chosen)
         replace_each(model, eight_bits.make)
         recorded, steps = timed_steps(bench, model, name, machine)
         facts = {"matrices": str(eight_bits), "left_out": eight_bits.left_out}
-        told[name] = facts | steps | {"kernels": [kernels(bench, recorded, bench.batches[0])]}
-    return told
+        figures[name] = facts | steps | {"kernels": [kernels(bench, recorded, bench.batches[0])]}
+    return figures
 
 
 def timed_steps(
     bench: Bench, model: Transformer, weight_type: str, machine: Machine
 ) -> tuple[ModelRunner, dict[str, Any]]:
-    """The runner of recorded steps, and what each of the bench's batches takes with it and without."""
+    """Time a decode step of each batch size, with and without CUDA graphs. Return the graph runner and the figures."""
     formula = WorkFormula(config=bench.shape, weight_type=weight_type, kv_value_bytes=bench.dtype.itemsize)
     most = max(4, *bench.batches)
     blocks = most * -(-bench.context // BLOCK_SIZE)
@@ -238,7 +239,7 @@ def timed_steps(
 
 
 def kernels(bench: Bench, runner: ModelRunner, batch: int, *, count: int = 20) -> dict[str, Any]:
-    """Where a step's time goes on the device: the kernels that take most."""
+    """Return the kernels that take most of a step's time on the device."""
     inputs = decode_inputs(batch, bench.context, max(4, batch))
     on_gpu = bench.device.type == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
@@ -248,12 +249,14 @@ def kernels(bench: Bench, runner: ModelRunner, batch: int, *, count: int = 20) -
         bench.wait()
     key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     taken = sorted(profile.key_averages(), key=lambda average: -getattr(average, key))
-    told = [{"name": a.key[:80], "us_a_step": getattr(a, key) / 3, "calls_a_step": a.count / 3} for a in taken[:count]]
-    return {"batch": batch, "us_a_step": sum(getattr(a, key) for a in taken) / 3, "most": told}
+    figures = [
+        {"name": a.key[:80], "us_a_step": getattr(a, key) / 3, "calls_a_step": a.count / 3} for a in taken[:count]
+    ]
+    return {"batch": batch, "us_a_step": sum(getattr(a, key) for a in taken) / 3, "most": figures}
 
 
 def large_engine(bench: Bench) -> Engine:
-    """The whole engine around the large model, its decode steps recorded."""
+    """Return a whole engine with the large model and captured decode steps."""
     chosen = choose(bench.place())
     model = random_model(bench.shape, bench, chosen)
     num_blocks = bench.streams * -(-(bench.prompt + bench.output) // BLOCK_SIZE) + 8
@@ -272,13 +275,13 @@ def large_engine(bench: Bench) -> Engine:
 
 
 def prompts(bench: Bench, count: int, seed: int) -> list[list[int]]:
-    """Random ids, no two prompts alike."""
+    """Return random prompts. No two are alike."""
     rng = random.Random(seed)
     return [[rng.randrange(min(bench.shape.vocab_size, 50_000) - 1) for _ in range(bench.prompt)] for _ in range(count)]
 
 
 def tokens_per_second(engine: Engine, texts: Sequence[Sequence[int]], output: int, *, prefix: str) -> float:
-    """All of them at once, greedy, `output` tokens each: tokens generated over the whole time, prompts included."""
+    """Run all prompts at once, greedily. Return generated tokens per second of the whole run, prefill included."""
     submits = [
         Submit(
             uid=f"{prefix}-{number}",

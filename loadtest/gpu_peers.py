@@ -1,8 +1,8 @@
-"""transformers' continuous batching on a GPU, beside our engine, in turn: models of one shape, random weights.
+"""Benchmark of transformers' continuous batching on a GPU against the engine, in turn: one shape, random weights.
 
     python -m loadtest.gpu_peers --out FILE
 
-A part of `loadtest/gpu_suite.sh` with a file of its own, because it needs transformers.
+A part of `loadtest/gpu_suite.sh` in its own module, because it needs transformers.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _ROUNDS = 2
 
 
 def their_model(bench: Bench) -> Qwen2ForCausalLM:
-    """transformers' own implementation of the shape, random weights."""
+    """Return transformers' implementation of the shape, with random weights."""
     shape = bench.shape
     config = Qwen2Config(
         vocab_size=shape.vocab_size,
@@ -48,10 +48,10 @@ def their_model(bench: Bench) -> Qwen2ForCausalLM:
 
 
 def their_tokens_per_second(model: Qwen2ForCausalLM, texts: list[list[int]], output: int) -> float:
-    """All of them through `generate_batch`, greedy, `output` tokens each.
+    """Run all prompts through `generate_batch`, greedily, `output` tokens each, and return tokens per second.
 
     Raises:
-        RuntimeError: a text got fewer tokens.
+        RuntimeError: a completion has fewer tokens.
     """
     settings = GenerationConfig(max_new_tokens=output, do_sample=False, eos_token_id=-1, pad_token_id=0)
     began = time.perf_counter()
@@ -59,12 +59,12 @@ def their_tokens_per_second(model: Qwen2ForCausalLM, texts: list[list[int]], out
     elapsed = time.perf_counter() - began
     counts = [len(answer.generated_tokens) for answer in found.values()]
     if counts != [output] * len(texts):
-        raise RuntimeError(f"{len(texts)} texts of {output} tokens were asked for, and of {counts} came")
+        raise RuntimeError(f"expected {len(texts)} completions of {output} tokens, got lengths {counts}")
     return sum(counts) / elapsed
 
 
 def compare(bench: Bench) -> dict[str, Any]:
-    """Both in turn; a first run of each is not counted."""
+    """Measure both in turn. The first round is a warm-up."""
     engine, model = large_engine(bench), their_model(bench)
     ours, theirs = [], []
     for number in range(_ROUNDS + 1):
@@ -82,11 +82,11 @@ def compare(bench: Bench) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """See the module. 0 also where there is no device: that is what is told."""
+    """Measure and write JSON. Return 0, also without a device, which the JSON reports."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog=PROGRAM, description="transformers beside our engine on a GPU.")
-    parser.add_argument("--out", type=Path, help="JSON file; without it, standard output")
-    parser.add_argument("--tiny", action="store_true", help="the same code, small, on any device: for tests")
+    parser = argparse.ArgumentParser(prog=PROGRAM, description="Compare transformers with Kvasir's engine on a GPU.")
+    parser.add_argument("--out", type=Path, help="JSON output file (default: standard output)")
+    parser.add_argument("--tiny", action="store_true", help="small sizes on any device, for tests")
     parsed = parser.parse_args(given)
     has_gpu = torch.cuda.is_available()
     result: dict[str, Any] = provenance(PROGRAM, given)

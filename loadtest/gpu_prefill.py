@@ -1,4 +1,4 @@
-"""Steps of one prompt on a GPU, recorded in pieces and kernel by kernel: a part of `loadtest.bench_gpu`."""
+"""Prefill steps of one prompt on a GPU, with piecewise CUDA graphs and without: a part of `loadtest.bench_gpu`."""
 
 import time
 from typing import Any
@@ -18,7 +18,7 @@ from service.engine.runner import ModelRunner
 
 
 def prompt_inputs(num_tokens: int) -> ModelInputs:
-    """A step of one prompt from its beginning; the token after it is drawn."""
+    """Return the inputs of a step with one whole prompt, which samples the token after it."""
     positions_T = torch.arange(num_tokens)
     return ModelInputs(
         token_ids_T=positions_T % 50,
@@ -41,7 +41,7 @@ def prompt_inputs(num_tokens: int) -> ModelInputs:
 
 
 def prefill(bench: Bench) -> dict[str, Any]:
-    """Steps of one prompt, recorded in pieces and kernel by kernel, beside what the card allows."""
+    """Measure prefill steps with piecewise CUDA graphs and without, against the device's limits."""
     chosen, machine = choose(bench.place()), bench.probe()
     model = random_model(bench.shape, bench, chosen)
     most = 16 * max(bench.batches)

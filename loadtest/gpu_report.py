@@ -1,9 +1,10 @@
-"""The one JSON of `loadtest/gpu_suite.sh`, written anew after every part, so that a run cut short leaves what it had.
+"""Report of `loadtest/gpu_suite.sh`: one JSON file, rewritten after every part, so that an interrupted run keeps its
+parts.
 
     python -m loadtest.gpu_report --out FILE --part NAME --code N --seconds N --log FILE [--result FILE]
 
-Adds a part to FILE (made if it is not there): its exit code, how long it took, the end of what it printed, and its own
-JSON if it wrote one. A part that has been told before is replaced. Torch-free.
+Adds a part to FILE, which is created if missing: exit code, duration, end of its output, and its JSON if it wrote
+any. An earlier report of the same part is replaced. Torch-free.
 """
 
 import argparse
@@ -15,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 _TAIL = 4000
-# What `timeout` exits with, and what a shell makes of SIGKILL.
+# Exit codes of `timeout`, and of a shell for SIGKILL.
 _CUT_SHORT = (124, 137)
 
 
 def add_part(
     report: dict[str, Any], name: str, *, code: int, seconds: float, log: str, result: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The report with one more part. `state`: passed, failed, cut short, or absent where there was no device."""
+    """Return the report with one more part. `state`: passed, failed, cut short, or absent without a device."""
     if code in _CUT_SHORT:
         state = "cut short"
     elif code:
@@ -36,7 +37,7 @@ def add_part(
 
 
 def read(path: Path | None) -> dict[str, Any] | None:
-    """A JSON object, or None where there is no file or half of one."""
+    """Return a JSON object, or None if the file is missing or incomplete."""
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path is not None else None
     except (OSError, ValueError):
@@ -45,7 +46,7 @@ def read(path: Path | None) -> dict[str, Any] | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """See the module."""
+    """Add a part to the report file."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.gpu_report", description="Add a part to a report.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--part", required=True)

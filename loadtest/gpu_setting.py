@@ -1,4 +1,4 @@
-"""Where `loadtest.bench_gpu` measures, and how much: the same code on a card, and small on a CPU. Imports torch."""
+"""Device and sizes of `loadtest.bench_gpu`: the same code for a GPU, and with small sizes for a CPU. Imports torch."""
 
 import time
 from collections.abc import Callable
@@ -17,10 +17,10 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bench:
-    """Where and how much is measured.
+    """Device and sizes of the benchmarks.
 
-    shape: of the large model. batches, context: of its decode steps. probe_bytes, probe_side: of the machine's probe.
-    prompt, output: tokens of a request to a whole engine. streams: how many at once there.
+    shape: shape of the large model. batches, context: sizes of its decode steps. probe_bytes, probe_side: sizes of
+    the machine's probe. prompt, output: tokens of a request to a whole engine. streams: concurrent requests to it.
     """
 
     device: torch.device
@@ -38,7 +38,7 @@ class Bench:
     repeats: int = 5
 
     def place(self, config: ModelConfig | None = None) -> Place:
-        """Where attention is computed."""
+        """Return the device, dtype and model for which attention kernels are chosen."""
         return Place(
             config=self.shape if config is None else config,
             device=self.device,
@@ -48,8 +48,10 @@ class Bench:
 
     @torch.inference_mode()
     def probe(self) -> Machine:
-        """What the machine can do at most, measured now: reading an array far larger than any cache, and a product of
-        square matrices. The best of several tries."""
+        """Measure the machine's limits: reading an array larger than any cache, and a product of square matrices.
+
+        The best of several tries counts.
+        """
         array = torch.ones(self.probe_bytes // 4, dtype=torch.float32, device=self.device)
         x_MK, weight_NK = torch.randn((2, self.probe_side, self.probe_side), device=self.device).to(self.dtype)
         read = min(self.seconds(array.sum, 5).values)
@@ -57,16 +59,16 @@ class Bench:
         return Machine(array.nbytes / read, 2 * self.probe_side**3 / multiply)
 
     def capture(self) -> Capture:
-        """What records a computation: CUDA graphs, or elsewhere nothing but the function."""
+        """Return the capture function: CUDA graphs, or on other devices the plain function."""
         return CudaCapture() if self.device.type == "cuda" else call_again
 
     def wait(self) -> None:
-        """Until the device has done all it was given."""
+        """Wait until the device has finished all work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def seconds(self, work: Callable[[], object], times: int) -> Spread:
-        """One call's time, of several calls in a row, again and again."""
+        """Return the time per call over `times` calls in a row, repeated."""
         work()
         values = []
         for _ in range(self.repeats):

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Every GPU test and benchmark in under nine minutes, as one JSON: for a card that is borrowed for ten.
+# Run every GPU test and benchmark in under nine minutes, and write one JSON report.
 #
 #     loadtest/gpu_suite.sh OUT.json [WHEELS]
 #
-# OUT.json is written anew after every part. A part that fails or takes too long is recorded, and the next one runs.
-# WHEELS is a folder of wheels of what the machine lacks; nothing is downloaded. Where there is no CUDA device, every
-# part is reported as absent. PYTHON names the interpreter (python3), BUDGET the seconds for all (530), CHECKPOINT the
-# model that is served (checkpoints/kvasir-9m).
+# OUT.json is rewritten after every part. A part that fails or takes too long is recorded, and the next part runs.
+# WHEELS is a folder of wheels that the machine lacks; nothing is downloaded. Without a CUDA device every part is
+# reported as absent. Environment: PYTHON is the interpreter (default: python3), BUDGET the seconds in total (530),
+# CHECKPOINT the served model (checkpoints/kvasir-9m).
 set -u
 if [ $# -lt 1 ] || [ $# -gt 2 ]; then
     sed -n 2,9p "$0" | sed 's/^# \{0,1\}//' >&2
@@ -23,14 +23,14 @@ trap 'rm -rf "$work"' EXIT
 rm -f "$out"
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 
-# part NAME SECONDS COMMAND...: at most so long, and never past the budget.
+# part NAME SECONDS COMMAND...: run a part for at most SECONDS, within the budget.
 part() {
     local name=$1 limit=$2 code began=$SECONDS
     shift 2
     local left=$((budget - SECONDS))
     if [ "$left" -lt "$limit" ]; then limit=$left; fi
     if [ "$limit" -lt 5 ]; then
-        echo "no time was left" >"$work/$name.log"
+        echo "no time left" >"$work/$name.log"
         code=124
     else
         timeout --kill-after=5 "$limit" "$@" >"$work/$name.log" 2>&1
@@ -40,12 +40,12 @@ part() {
         --log "$work/$name.log" --result "$work/$name.json"
 }
 
-# tests NAME SECONDS FILE...: what pytest says of them; absent where there is no device.
+# tests NAME SECONDS FILE...: run pytest files as a part; absent without a device.
 tests() {
     local name=$1 limit=$2
     shift 2
     if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>"$work/torch.log"; then
-        # Without our settings: they name plugins that the machine may not have.
+        # Without the project's pytest settings: they name plugins that the machine may lack.
         part "$name" "$limit" "$python" -m pytest -q -c /dev/null --rootdir . -p no:cacheprovider -m gpu "$@"
     else
         echo '{"absent": "no CUDA device"}' >"$work/$name.json"
@@ -59,7 +59,7 @@ if [ -n "$wheels" ]; then
     export PYTHONPATH="$work/site${PYTHONPATH:+:$PYTHONPATH}"
 fi
 bench="$python -m loadtest.bench_gpu"
-# The most telling first: whatever stops the suite, what came before is there.
+# Most important parts first, in case the suite is stopped.
 part card 60 $bench card --out "$work/card.json"
 tests paged 150 tests/gpu/test_paged.py tests/gpu/test_fused.py tests/gpu/test_eight_bits.py
 part decode 120 $bench decode --out "$work/decode.json"

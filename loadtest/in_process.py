@@ -12,7 +12,7 @@ from service.settings import ModelSettings
 
 @dataclass(frozen=True, slots=True)
 class InProcess:
-    """An engine built from settings exactly as the worker builds its own."""
+    """An engine built from settings exactly as the worker builds it."""
 
     engine: Engine
     manifest: Manifest
@@ -21,7 +21,7 @@ class InProcess:
 
     @classmethod
     def open(cls, settings: ModelSettings) -> Self:
-        """Build it.
+        """Build the engine.
 
         Raises:
             CheckpointError: the checkpoint cannot be used.
@@ -33,11 +33,12 @@ class InProcess:
 
     @property
     def max_context_tokens(self) -> int:
+        """Context length of the model."""
         return self.manifest.config.max_context_length
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What was measured, JSON-ready."""
+        """Facts of the model and the engine, JSON-ready."""
         return {
             "name": self.manifest.name,
             "parameters": self.manifest.config.num_parameters,
@@ -56,5 +57,5 @@ class InProcess:
         }
 
     def token_ids(self, text: str) -> list[int]:
-        """The text in this model's tokens."""
+        """Return the text's token ids in this model's vocabulary."""
         return load_tokenizer(self.manifest.directory).encode(text)

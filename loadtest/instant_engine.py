@@ -1,6 +1,7 @@
-"""An engine that computes nothing: every sequence gets one token a step, at once or at a set pace, until `max_tokens`.
+"""An engine that computes nothing: every sequence gets one token per step, at once or at a set pace, until
+`max_tokens`.
 
-It stands in the worker of a real service, so that all around it can be measured.
+It runs in the worker of a real service, so that everything around the engine can be measured.
 """
 
 import logging
@@ -18,15 +19,15 @@ from service.worker import EngineAPI
 _BLOCK_SIZE = 16
 _NUM_BLOCKS = 2**16
 _TEXT = " the"
-# The worker is a process that gets nothing of ours but its environment.
+# Passed by the environment, the only thing that the worker process inherits from the benchmark.
 STEP_MS = "KVASIR_BENCH_STEP_MS"
 
 
 class InstantEngine:
-    """What `service.worker.Driver` asks of an engine.
+    """Engine with the interface that `service.worker.Driver` uses.
 
     Args:
-        step_seconds: how far apart steps begin, at least.
+        step_seconds: least time between the starts of two steps.
     """
 
     max_num_running = 1024
@@ -35,23 +36,23 @@ class InstantEngine:
         self._token_id = token_id
         self._step_seconds = step_seconds
         self._next_step_seconds = 0.0
-        self._live: dict[str, tuple[Submit, int]] = {}  # and the tokens it has
+        self._live: dict[str, tuple[Submit, int]] = {}  # sequence and number of its tokens, by uid
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence is unfinished."""
+        """True if a sequence is unfinished."""
         return bool(self._live)
 
     def submit(self, submit: Submit) -> None:
-        """Take on a sequence of at least one token."""
+        """Add a sequence of at least one token."""
         self._live[submit.uid] = (submit, len(submit.prior_token_ids))
 
     def cancel(self, uid: str) -> None:
-        """Forget a sequence."""
+        """Remove a sequence."""
         self._live.pop(uid, None)
 
     def step(self, *, before: Callable[[list[str]], None] | None = None) -> "InstantResult":
-        """A token for everybody. `before` is told who that is."""
+        """Return a token for every sequence. `before` is called with their uids."""
         if before is not None:
             before(list(self._live))
         time.sleep(max(0.0, self._next_step_seconds - time.monotonic()))
@@ -78,7 +79,7 @@ class InstantEngine:
 
 
 class InstantResult:
-    """What a step has for those who wait, and for the metrics."""
+    """Result of a step: events for the streams and statistics for the metrics."""
 
     def __init__(self, events: list[TokenDelta], num_running: int) -> None:
         self.events = events
@@ -104,10 +105,10 @@ class InstantResult:
 
 
 class InstantAPI(EngineAPI):
-    """Builds it where the service would build its engine."""
+    """API that builds the instant engine in place of the service's engine."""
 
     def build(self) -> Any:
-        """See `EngineAPI.build`."""
+        """Build the engine, see `EngineAPI.build`."""
         from service.engine_builder import EngineFacts  # imports torch, which the API process must not hold
 
         facts = EngineFacts(
@@ -128,7 +129,7 @@ class InstantAPI(EngineAPI):
 
 
 def serve_instantly(argv: Sequence[str]) -> int:
-    """`kvasir serve` with this engine, until a signal. Returns the exit code."""
+    """Run `kvasir serve` with this engine until a signal. Return the exit code."""
     try:
         settings = read_settings(ServeSettings, argv, command="serve", summary="")
         logs.configure(settings.log_level)

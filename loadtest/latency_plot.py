@@ -1,4 +1,4 @@
-"""The picture of a trade-off: what a long prompt costs those who stream, over how long it takes."""
+"""Picture of bench_latency: slowdown of the streams by a long prompt, over the prompt's TTFT."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,12 +10,12 @@ from matplotlib.figure import Figure
 from loadtest.performance_plot import digest
 
 _DPI = 80
-# What an arrival may do to the others' gaps.
+# Aim: maximum ratio of the streams' ITL p99 during an arrival to that before.
 MOST_RATIO = 2.0
 
 
 def draw(path: Path, result: Mapping[str, Any]) -> None:
-    """The others' gaps, as ratios to what they were, over the prompt's time to first token: a point for each bound."""
+    """Draw the ratio of the streams' gaps to those before, over the prompt's TTFT: a point per limit."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     points = result["long"]["points"]
@@ -35,7 +35,7 @@ def draw(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def _line(axes: Axes, points: Sequence[Mapping[str, Any]], name: str, label: str, color: str) -> None:
-    """Medians with their spread, each with its bound beside it."""
+    """Draw medians with their spread, each labelled with its limit."""
     times, ratios = ([point[figure] for point in points] for figure in ("ttft_ms", "itl_p99_ratio"))
     x, y = ([each["median"] for each in figures] for figures in (times, ratios))
     below = [each["median"] - each["min"] for each in ratios]

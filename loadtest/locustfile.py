@@ -1,16 +1,21 @@
-"""The load test as locust users: one command, headless, and an exit code from the objectives.
+"""Load test as locust users, headless, with an exit code from the objectives.
 
     locust -f loadtest/locustfile.py --headless --host http://127.0.0.1:8000 -u 16 -r 16 -t 30s \\
         --workload mixed --whole-share 0.1 --cancelling-share 0.1 --slo-ttft-p95-ms 500 --results results
 
-Rows, by request type: E2E once a request, TTFT and TPOT once a stream, ITL once a chunk of text after the first,
-SHED for a 429 (load refused is not an error) and LEFT for a client that leaves as planned. A failed request is
-an E2E row with its kind as the failure. The times are those of our own socket reader: locust 2.47's streaming
-helpers buffer 1,024 bytes, and time a streamed request to its headers. locust patches the standard library for
-gevent when it is imported: keep this file out of any program that uses asyncio. `locust --help` does not show
-a locustfile's options; they are those of `python -m loadtest.bench_http --help`, with --results for its --out.
-A service that asks for an API key gets the one in KVASIR_API_KEY. The environment sets defaults as for locust's own
-options (LOCUST_HOST, LOCUST_USERS, ...): LOCUST_RESULTS for --results.
+Rows by request type: E2E once per request, TTFT and TPOT once per stream, ITL once per chunk of text after the
+first, SHED for a 429 (shed load is not an error) and LEFT for a client that disconnects as planned. A failed
+request is an E2E row with its kind as the failure.
+
+Times come from `loadtest.sse_client`. The streaming helpers of locust 2.47 buffer 1,024 bytes, and time a streamed
+request to its headers.
+
+locust patches the standard library for gevent when it is imported: never import this file in a program that uses
+asyncio.
+
+`locust --help` does not show a locustfile's options. They are those of `python -m loadtest.bench_http --help`, with
+--results for its --out. The API key in KVASIR_API_KEY, if set, is sent to the service. The environment sets
+defaults, as for locust's options (LOCUST_HOST, LOCUST_USERS, ...): LOCUST_RESULTS for --results.
 """
 
 import itertools
@@ -42,10 +47,10 @@ log = logging.getLogger("loadtest")
 
 
 def three_digits(milliseconds: float) -> float:
-    """A response time to three significant digits.
+    """Round a response time to three significant digits.
 
-    locust's own `bucket_response_time` rounds to whole milliseconds, which are too coarse for a gap between
-    tokens; its documentation says to replace the function.
+    locust's `bucket_response_time` rounds to whole milliseconds, which is too coarse for a gap between tokens. Its
+    documentation says to replace the function.
     """
     if milliseconds <= 0.0:
         return 0.0
@@ -53,17 +58,17 @@ def three_digits(milliseconds: float) -> float:
 
 
 class RequestFailed(Exception):
-    """A failure as locust's table shows it: the kind, and what was said."""
+    """A failure as locust's table shows it: kind and detail."""
 
 
 class Session:
-    """What the users of one run share: the workload, its counter, and the outcomes."""
+    """State that the users of one run share: the workload, its counter, and the outcomes."""
 
     def __init__(self, environment: Environment) -> None:
         options = environment.parsed_options
         assert options is not None
         if environment.host is None:
-            raise ValueError("--host is needed, like http://127.0.0.1:8000")
+            raise ValueError("--host is missing; give the service's URL, for example http://127.0.0.1:8000")
         self.environment = environment
         self.target = Target.parse(environment.host, api_key=api_key_given())
         service = discover(self.target)
@@ -79,7 +84,7 @@ class Session:
         self._cpu_began = time.process_time()
 
     def record(self, outcome: Outcome) -> None:
-        """Keep the outcome and give locust its rows."""
+        """Store the outcome and report its rows to locust."""
         self.outcomes.append(outcome)
         e2e_ms = 1e3 * outcome.e2e_seconds
         match outcome.ending:
@@ -109,7 +114,7 @@ class Session:
         )
 
     def summary(self, limits: Slo) -> dict[str, Any]:
-        """The run with vLLM's keys. A request still under way when time was up is not part of it."""
+        """Return the run with vLLM's keys. Requests still running when time was up are left out."""
         wall = max(time.perf_counter() - self._began, 1e-9)
         first = min((outcome.sent_seconds for outcome in self.outcomes), default=self._began)
         last = max((outcome.end_seconds for outcome in self.outcomes), default=self._began)
@@ -126,13 +131,14 @@ class Session:
 
 
 class CompletionUser(User):
-    """A client in a closed loop; what kind of client each request is, the workload draws."""
+    """Closed-loop client. The workload chooses the kind of client for each request."""
 
     wait_time = constant(0)
-    session: Session | None = None  # what `start` found, None while there is no service
+    session: Session | None = None  # set by `start`; None without a service
 
     @task
     def complete(self) -> None:
+        """Send the next request of the workload and record its outcome."""
         session = self.session
         index = None if session is None else next(session.indexes, None)
         if session is None or index is None:
@@ -144,20 +150,26 @@ class CompletionUser(User):
             timeout_seconds=session.timeout_seconds,
         )
         session.record(outcome)
-        time.sleep(outcome.retry_after_seconds)  # gevent's: a refused client does as it is asked
+        time.sleep(outcome.retry_after_seconds)  # patched by gevent; obeys Retry-After
         if len(session.outcomes) == session.num_requests:
             signal.raise_signal(signal.SIGTERM)  # to locust's handler, which reports and ends the program
 
 
 @events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser) -> None:
-    """Add our options to locust's."""
+    """Add the load test's options to locust's."""
     add_workload_arguments(parser.add_argument_group("Workload"))
-    slo.add_arguments(parser.add_argument_group("Objectives (exit code 1 when one is missed)"))
+    slo.add_arguments(parser.add_argument_group("Objectives (exit code 1 if one is missed)"))
     group = parser.add_argument_group("Completions")
     group.add_argument("--model", help="model id (default: the first of /v1/models)")
-    group.add_argument("--requests", type=int, metavar="N", help="end after so many, if time is not up before")
-    group.add_argument("--request-timeout", type=float, default=120.0, metavar="S", help="default: 120")
+    group.add_argument("--requests", type=int, metavar="N", help="stop after N requests, or when time is up")
+    group.add_argument(
+        "--request-timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="timeout of a request in seconds (default: 120)",
+    )
     group.add_argument(
         "--results",
         metavar="DIR",
@@ -168,10 +180,10 @@ def add_options(parser: LocustArgumentParser) -> None:
 
 @events.test_start.add_listener
 def start(environment: Environment, **_: Any) -> None:
-    """Look at the service once, for all users. Ends the program with a clear line when it is not there."""
+    """Discover the service once, for all users. Exit with an error if it cannot be reached."""
     locust.stats.bucket_response_time = three_digits
     if not isinstance(environment.runner, LocalRunner):
-        log.warning("distributed: objectives and --results need a single process; only locust's tables are made")
+        log.warning("distributed run: objectives and --results need a single process; only locust's tables are written")
     try:
         CompletionUser.session = Session(environment)
     except (OSError, ValueError) as error:
@@ -181,7 +193,7 @@ def start(environment: Environment, **_: Any) -> None:
 
 @events.quitting.add_listener
 def finish(environment: Environment, **_: Any) -> None:
-    """Report, and decide the exit code: 0, 1 for a missed objective, 2 for nothing measured."""
+    """Report, and set the exit code: 0; 1 for a missed objective; 2 if nothing was measured."""
     session = CompletionUser.session
     if not isinstance(environment.runner, LocalRunner):
         return

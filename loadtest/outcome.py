@@ -1,8 +1,8 @@
-"""What became of one request, and the reader that understands a completion response as it arrives.
+"""Outcome of one request, and the reader of a completion response as it arrives.
 
-Times are `time.perf_counter()` seconds of the client's process, taken when the bytes came out of the socket.
-TTFT and E2E count from the intended send: in an open loop a client that is late to send must not flatter the
-server (coordinated omission).
+Times are `time.perf_counter()` seconds of the client's process, taken when the bytes came out of the socket. TTFT
+and E2E count from the intended send: in an open loop, a late client must not flatter the server (coordinated
+omission).
 """
 
 from dataclasses import dataclass
@@ -15,30 +15,30 @@ from loadtest.workload import ClientKind, CompletionRequest
 
 
 class Ending(StrEnum):
-    """How a request ended. Load the server sheds is an answer, not an error."""
+    """End of a request. Shed load is a valid response, not an error."""
 
     OK = "ok"
-    CANCELLED = "cancelled"  # by our own client, as planned
-    SHED = "shed"  # 429: refused for load
+    CANCELLED = "cancelled"  # by the test client, as planned
+    SHED = "shed"  # 429: rejected for load
     HTTP_ERROR = "http_error"  # any other status that is not 200
     STREAM_ERROR = "stream_error"  # an error event after a 200
     TIMEOUT = "timeout"
     CONNECTION = "connection"  # refused, reset, or ended before the response did
-    CONTRACT = "contract"  # a complete response that breaks the API's word
+    CONTRACT = "contract"  # a complete response that breaks the API contract
 
     @property
     def is_failure(self) -> bool:
-        """Whether somebody must answer for it."""
+        """True if the ending is an error of the service."""
         return self not in (Ending.OK, Ending.CANCELLED, Ending.SHED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """One request, measured. Seconds on the client's clock; see the module's head.
+    """One measured request. Times are seconds on the client's clock, see the module docstring.
 
-    chunk_seconds: when each chunk that carried text arrived; empty for a client that does not stream.
-    prompt_tokens, cached_tokens, completion_tokens: the server's `usage`; 0 where it came to none.
-    retry_after_seconds: how long the server asks a client it refused to wait; 0 where it asks nothing.
+    chunk_seconds: arrival of each chunk with text; empty for a client that does not stream.
+    prompt_tokens, cached_tokens, completion_tokens: the server's `usage`; 0 without it.
+    retry_after_seconds: wait that the server asks of a rejected client; 0 without one.
     """
 
     index: int
@@ -57,7 +57,7 @@ class Outcome:
 
     @property
     def ttft_seconds(self) -> float | None:
-        """Intended send to first text; None without any streamed text."""
+        """Intended send to first text; None without streamed text."""
         return self.chunk_seconds[0] - self.intended_seconds if self.chunk_seconds else None
 
     @property
@@ -67,7 +67,7 @@ class Outcome:
 
     @property
     def tpot_seconds(self) -> float | None:
-        """(E2E - TTFT) / (tokens - 1); None for fewer than two tokens or nothing streamed."""
+        """(E2E - TTFT) / (tokens - 1); None for fewer than two tokens or without streamed text."""
         if self.ttft_seconds is None or self.completion_tokens < 2:
             return None
         return (self.e2e_seconds - self.ttft_seconds) / (self.completion_tokens - 1)
@@ -103,7 +103,7 @@ class _Error(msgspec.Struct):
 
 
 class _Completion(msgspec.Struct):
-    """A streamed chunk or a whole body: only the fields we read."""
+    """Streamed chunk or whole body: only the fields that are read."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -111,7 +111,7 @@ class _Completion(msgspec.Struct):
 
 
 class CompletionReader:
-    """Follows one completion response, event by event, and says at its end what became of it."""
+    """Reader of one completion response, event by event. At the end it returns the outcome."""
 
     def __init__(self, request: CompletionRequest) -> None:
         self.request = request
@@ -126,12 +126,12 @@ class CompletionReader:
 
     @property
     def wants_to_leave(self) -> bool:
-        """Whether a cancelling client has seen as much as it wanted."""
+        """True if a cancelling client has received the chunks after which it disconnects."""
         limit = self.request.cancel_after
         return limit is not None and len(self._chunk_seconds) >= limit
 
     def event(self, data: bytes, now: float) -> None:
-        """One SSE event of a streamed response."""
+        """Read one SSE event of a streamed response."""
         if data == b"[DONE]":
             self._saw_done = True
             return
@@ -140,7 +140,7 @@ class CompletionReader:
         self._take(data, now)
 
     def body(self, data: bytes, now: float) -> None:
-        """The body of a response that is not streamed."""
+        """Read the body of a response that is not streamed."""
         self._take(data, None)
         self._saw_done = True
 
@@ -162,7 +162,7 @@ class CompletionReader:
                 self._finish_reasons.append(choice.finish_reason)
 
     def judge(self, status: int) -> tuple[Ending, str]:
-        """The ending of a response that arrived whole, and why."""
+        """Return the ending of a complete response, and its reason."""
         if status == 429:
             return Ending.SHED, self._error or "429"
         if status != 200:
@@ -174,7 +174,7 @@ class CompletionReader:
         return Ending.OK, ""
 
     def _contract_breach(self) -> str | None:
-        """What the API promises of a finished completion and this one lacks, None for nothing."""
+        """Return the way in which a finished completion breaks the API contract, or None."""
         wanted = self.request.max_tokens
         if not self._saw_done:
             return "a stream without [DONE]"
@@ -191,7 +191,7 @@ class CompletionReader:
     def outcome(
         self, ending: Ending, detail: str, *, intended_seconds: float, sent_seconds: float, end_seconds: float
     ) -> Outcome:
-        """The measured outcome. A stream cut short has as many tokens as chunks of text were seen."""
+        """Return the measured outcome. A stream cut short counts a token per chunk of text."""
         usage = self._usage
         details = usage.prompt_tokens_details if usage else None
         return Outcome(

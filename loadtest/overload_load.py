@@ -1,7 +1,7 @@
-"""The loads of the overload run, and what became of them: streams in a closed loop, arrivals whatever happens.
+"""Loads of the overload benchmark and their figures: a closed loop of streams, and an open loop of arrivals.
 
-Throughput counts tokens of answers that were finished, as they arrived in the steady part of a load: from `settle` to
-its end. Of an answer that goes beyond either end, its share counts that its chunks have in it.
+Throughput counts the tokens of finished completions that arrived in the steady part of a load, from `settle` to its
+end. A completion that extends beyond the steady part counts by the share of its chunks inside.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from loadtest.workload import CompletionRequest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """One load and its outcomes. Seconds are `time.perf_counter()`.
+    """One load and its outcomes. Times are seconds of `time.perf_counter()`.
 
-    settled_seconds: from when it counts.
-    client_cpu_share: of a core, this process's.
+    settled_seconds: begin of the steady part.
+    client_cpu_share: CPU of this process, as a share of a core.
     """
 
     began_seconds: float
@@ -36,17 +36,17 @@ class Load:
 
     @property
     def seconds(self) -> float:
-        """How long the steady part is."""
+        """Length of the steady part."""
         return self.ended_seconds - self.settled_seconds
 
     @property
     def steady(self) -> list[Outcome]:
-        """What was meant to be sent in the steady part."""
+        """Outcomes of requests with an intended send in the steady part."""
         return [o for o in self.outcomes if self.settled_seconds <= o.intended_seconds < self.ended_seconds]
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens that came in the steady part, of answers that ended well."""
+        """Tokens of successful completions that arrived in the steady part, per second."""
         return sum(self._num_tokens(outcome) for outcome in self.outcomes) / self.seconds
 
     def _num_tokens(self, outcome: Outcome) -> float:
@@ -57,21 +57,21 @@ class Load:
 
     @property
     def requests_per_second(self) -> float:
-        """Answers that ended, well, in the steady part."""
+        """Completions that ended successfully in the steady part, per second."""
         ended = (o for o in self.outcomes if self.settled_seconds <= o.end_seconds < self.ended_seconds)
         return sum(o.ending is Ending.OK for o in ended) / self.seconds
 
     @property
     def ttfts_seconds(self) -> list[float]:
-        """Of what was admitted."""
+        """TTFT of each successful request of the steady part."""
         return [o.ttft_seconds for o in self.steady if o.ending is Ending.OK and o.ttft_seconds is not None]
 
     def ttft_seconds(self, percentile: float) -> float | None:
-        """Of what was admitted; None where nothing was."""
+        """Return a percentile of the TTFT of successful requests, or None without any."""
         return ttft_of([self], percentile)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return a JSON-ready dictionary."""
         endings = Counter(o.ending.value for o in self.steady)
         failures = Counter(f"{o.ending.value}: {o.detail}"[:120] for o in self.outcomes if o.ending.is_failure)
         ttft = {f"p{p}": _ms(self.ttft_seconds(p)) for p in (50, 90, 99)}
@@ -89,12 +89,12 @@ class Load:
 
 
 def rate_of(loads: Sequence[Load]) -> float:
-    """Tokens per second of several loads together."""
+    """Return the tokens per second of several loads together."""
     return sum(load.tokens_per_second * load.seconds for load in loads) / sum(load.seconds for load in loads)
 
 
 def ttft_of(loads: Sequence[Load], percentile: float) -> float | None:
-    """Of what was admitted of all of them; None where nothing was."""
+    """Return a percentile of the TTFT over several loads, or None without a successful request."""
     ttfts = [ttft for load in loads for ttft in load.ttfts_seconds]
     return float(np.percentile(ttfts, percentile)) if ttfts else None
 
@@ -111,7 +111,7 @@ async def closed_loop(
     seconds: float,
     settle_seconds: float,
 ) -> Load:
-    """So many clients for so long; each sends its next request when its last has ended, and waits when refused."""
+    """Run `num_streams` clients. Each sends its next request when its last has ended, and obeys Retry-After."""
 
     async def drive(end: float, outcomes: list[Outcome]) -> None:
         async def stream() -> None:
@@ -134,8 +134,8 @@ async def open_loop(
     settle_seconds: float,
     seed: int,
 ) -> Load:
-    """Arrivals of a Poisson process of `rate` a second for so long; a refused client does not come back."""
-    draw = random.Random(seed)
+    """Send requests as a Poisson process of `rate` per second. A rejected client does not retry."""
+    rng = random.Random(seed)
 
     async def drive(end: float, outcomes: list[Outcome]) -> None:
         async def send(request: CompletionRequest, intended: float) -> None:
@@ -143,7 +143,7 @@ async def open_loop(
 
         tasks = set()
         intended = time.perf_counter()
-        while (intended := intended + draw.expovariate(rate)) < end:
+        while (intended := intended + rng.expovariate(rate)) < end:
             await asyncio.sleep(max(0.0, intended - time.perf_counter()))
             task = asyncio.create_task(send(next(requests), intended))
             tasks.add(task)
@@ -170,7 +170,7 @@ async def _measured(
 
 
 def growth_per_minute(samples: Sequence[tuple[float, float]]) -> float:
-    """The slope of values over seconds by least squares, per minute; 0 for fewer than two."""
+    """Return the least-squares slope of values over seconds, per minute; 0 for fewer than two samples."""
     if len(samples) < 2:
         return 0.0
     seconds, values = zip(*samples, strict=True)
@@ -178,8 +178,9 @@ def growth_per_minute(samples: Sequence[tuple[float, float]]) -> float:
 
 
 def histogram_between(before: str, after: str, name: str) -> list[tuple[float, int]]:
-    """What a histogram of the Prometheus text format gathered between two scrapes: upper bound and count, each its own
-    (not cumulative)."""
+    """Return the counts that a Prometheus histogram gained between two scrapes, as (upper bound, count), not
+    cumulative.
+    """
     first, last = _buckets(before, name), _buckets(after, name)
     counts = [(bound, count - first.get(bound, 0)) for bound, count in sorted(last.items())]
     lower = [0, *(count for _, count in counts)]
@@ -192,5 +193,5 @@ def _buckets(scrape: str, name: str) -> dict[float, int]:
 
 
 def numbered(make: Callable[[int], CompletionRequest]) -> Iterator[CompletionRequest]:
-    """Requests number 0, 1, 2, ..."""
+    """Yield requests number 0, 1, 2, ..."""
     return map(make, itertools.count())

@@ -1,4 +1,4 @@
-"""The part of docs/performance.md on the engine in-process: tables of `kvasir bench`."""
+"""Section of docs/performance.md on the engine in-process: tables of `kvasir bench`."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from loadtest.page_text import command, model, spread, table
 
 
 def section(result: dict[str, Any], picture: str) -> str:
-    """The engine's section, with its picture's name."""
+    """Return the section on the engine. `picture` is the file name of its picture."""
     settings, machine = result["settings"], result["roofline"]
     formulas = machine["formulas"]
     return f"""## The engine, in-process
@@ -15,23 +15,26 @@ def section(result: dict[str, Any], picture: str) -> str:
 
 {model(result)}
 
-So many sequences, no two of which share a block of the KV-cache, each at its context, over {settings["steps"]} steps in
-which all of them get a token, greedily. The roofline is what no engine can beat: bytes and FLOPs of a step by formula
-(`loadtest/step_work.py`), at the {spread(machine["gb_per_second"], ".0f")} GB/s and {spread(machine["gflops"], ".0f")}
-GFLOP/s of {machine["weights"]} that a probe of the same rounds found on as many threads. A step moves
-`{formulas["decode_bytes"]}` bytes and computes `{formulas["decode_flops"]}` FLOPs: W numbers in matrices of w bytes
-each, B sequences of C tokens, k bytes of KV-cache a token, A numbers of all layers' query heads.
+Decode: each sequence stands at the given context, and no two sequences share a KV-cache block. Figures cover
+{settings["steps"]} steps. Each step samples one token per sequence, greedily.
+
+The roofline is the least time a step can take on this machine. Bytes and FLOPs per step follow from a formula
+(`loadtest/step_work.py`). A probe on the same number of threads, in the same rounds, measured
+{spread(machine["gb_per_second"], ".0f")} GB/s and {spread(machine["gflops"], ".0f")} GFLOP/s of {machine["weights"]}. A
+step moves `{formulas["decode_bytes"]}` bytes and computes `{formulas["decode_flops"]}` FLOPs. W is the number of
+weights in matrices, of w bytes each. B is the number of sequences, of C tokens each. k is the KV-cache bytes per token.
+A is the number of values in the query heads of all layers.
 
 {table(_DECODE_HEAD, [_decode_row(point) for point in result["decode"]])}
-![milliseconds a step over sequences, and the roofline]({picture})
+![step time over the number of sequences, with the roofline]({picture})
 
-A prompt that nobody had before, alone in the engine, until its first token:
+Prefill: one prompt alone in the engine, without a cached prefix, until its first token:
 
 {table(_PROMPT_HEAD, [_prompt_row(point) for point in result["prompts"]])}"""
 
 
-_DECODE_HEAD = ("sequences", "context", "ms a step", "tokens/s", "MB", "GFLOP", "of the roofline")
-_PROMPT_HEAD = ("prompt tokens", "TTFT ms", "tokens/s", "GFLOP", "of the roofline")
+_DECODE_HEAD = ("sequences", "context", "ms per step", "tokens/s", "MB", "GFLOP", "share of the roofline")
+_PROMPT_HEAD = ("prompt tokens", "TTFT ms", "tokens/s", "GFLOP", "share of the roofline")
 
 
 def _decode_row(point: dict[str, Any]) -> list[str]:

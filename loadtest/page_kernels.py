@@ -1,21 +1,22 @@
-"""The part of docs/performance.md on decode attention alone: `python -m loadtest.bench_kernels`."""
+"""Section of docs/performance.md on the decode-attention kernel: table of `python -m loadtest.bench_kernels`."""
 
 from typing import Any
 
 from loadtest.page_text import command, spread, table
 
-_HEAD = ("case", "µs a layer", "GB/s", "memory, GB/s", "of the memory's", "PyTorch's µs", "times PyTorch's speed")
+_HEAD = ("case", "µs per layer", "GB/s", "memory, GB/s", "share of memory GB/s", "PyTorch, µs", "speedup over PyTorch")
 
 
 def section(result: dict[str, Any]) -> str:
-    """The kernel's section."""
-    return f"""## Decode attention, alone
+    """Return the section on the decode-attention kernel."""
+    return f"""## Decode attention kernel
 
 {command(result)}
 
-One token each of so many sequences (B) at so many tokens of context (T), over blocks that lie scattered in a cache far
-larger than the processor's, by the kernels of `model/kernels` (level {result["level"]}) on {result["threads"]} threads;
-beside it a plain read of memory on as many threads, and PyTorch's scaled dot product over the same cache, in turns.
+Attention of one decode step: B sequences, T tokens of context. The KV-cache blocks are scattered over a buffer much
+larger than the processor's caches. The kernels are those of `model/kernels` (level {result["level"]}), on
+{result["threads"]} threads. A plain read of memory and PyTorch's scaled dot-product attention over the same KV-cache
+are measured in turn with them, on the same number of threads.
 
 {table(_HEAD, [_row(row) for row in result["rows"]])}"""
 

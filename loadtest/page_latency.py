@@ -1,4 +1,4 @@
-"""The part of docs/performance.md on who waits for whom: tables of `loadtest.bench_latency`."""
+"""Section of docs/performance.md on latency under mixed load: tables of `loadtest.bench_latency`."""
 
 from typing import Any
 
@@ -6,33 +6,35 @@ from loadtest.page_text import command, spread, table
 
 
 def section(result: dict[str, Any], picture: str) -> str:
-    """The section, with its picture's name."""
+    """Return the section on mixed load. `picture` is the file name of its picture."""
     short, long = result["short"], result["long"]
-    return f"""## Beside each other
+    return f"""## Latency under mixed load
 
 {command(result)}
 
-Random weights of shape {result["shape"]}, a context of 8,192. **A short prompt**, of {short["prompt_tokens"]} tokens,
-that arrives while {short["streams"]} others decode has its first token after {spread(short["steps"], ".0f")} steps of
-the engine (median; smallest and largest in brackets): the rest of the step under way, its own, and what passes while
-it is read and its token carried out. That is
-{spread(short["ttft_ms"], ".1f")} ms, where the others' tokens were {short["itl_p50_ms_before"]:.1f} ms apart.
+The model has random weights of shape {result["shape"]} and a context of 8,192 tokens.
 
-**A long prompt**, of {long["prompt_tokens"]:,} tokens, that arrives while {long["streams"]} others decode is computed
-in chunks, beside their tokens. With larger chunks it is done sooner, and the others' tokens are further apart
-meanwhile. `--max-batched-tokens` bounds a step; `--prompt-slowdown` bounds a prompt's part of it by how long the
-others' would take alone, as was measured of late. The 99th percentile of the others' gaps, right before the prompt
-came and until its first token:
+**Short prompt.** A prompt of {short["prompt_tokens"]} tokens arrives while {short["streams"]} streams decode. Its first
+token comes after {spread(short["steps"], ".0f")} engine steps (median; minimum and maximum in brackets). These are the
+rest of the running step and the step with the prompt. Steps that pass while HTTP reads the request and sends the token
+count too. The TTFT is {spread(short["ttft_ms"], ".1f")} ms. The streams' median ITL before the arrival was
+{short["itl_p50_ms_before"]:.1f} ms.
+
+**Long prompt.** A prompt of {long["prompt_tokens"]:,} tokens arrives while {long["streams"]} streams decode. Its
+prefill is computed in chunks, in the same steps as the streams' tokens. Larger chunks finish the prompt sooner and slow
+the streams more. `--max-batched-tokens` limits the tokens of a step. `--prompt-slowdown` limits a step with a chunk to
+a multiple of the recently measured time of a step without it. The table has the 99th percentile of the streams' ITL
+right before the prompt arrived ("before") and from then until its first token ("during"):
 
 {table(_HEAD, [_row(point) for point in long["points"]])}
-![what a long prompt costs the others over how long it takes]({picture})
+![slowdown of the streams by a long prompt, over the prompt's TTFT]({picture})
 """
 
 
 _HEAD = (
     "`--max-batched-tokens`",
     "`--prompt-slowdown`",
-    "others' ITL p99 before, ms",
+    "streams' ITL p99 before, ms",
     "during, ms",
     "ratio",
     "TTFT of the prompt, ms",

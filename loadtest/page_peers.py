@@ -1,4 +1,4 @@
-"""The part of docs/performance.md on other engines: what we aim at, and all that was measured, lost cells included."""
+"""Sections of docs/performance.md on other engines: aims and every measured cell, lost cells included."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from loadtest.bench_peers_cells import DEFAULTS, QUIET_CORES, STEADY_SHARE, is_s
 from loadtest.page_text import command, spread, table
 from loadtest.spread import Spread
 
-# Ours to the best peer of the same precision, by streams.
+# Wanted ratio of Kvasir to the best peer of the same precision, by number of streams.
 _AIMS = {
     "bfloat16": {1: 1.0, 4: 1.2, 16: 1.5, 64: 1.5},
     "int8": {1: 1.0, 4: 1.1, 16: 1.1, 64: 1.3},
@@ -17,22 +17,22 @@ _AIMS = {
 }
 _PROMPT_AIM = 1.0
 _HTTP_AIM, _HTTP_AIM_STREAMS = 1.5, (16, 64)
-# Both servers without flags.
+# Wanted ratio with both servers started without flags, by number of streams.
 _DEFAULTS_AIMS = {1: 1.0, 16: 3.0, 64: 3.0}
-_AIMS_HEAD = ("shape", "precision", "what", "streams", "context", "best peer", "ours to it", "aim", "reached")
+_AIMS_HEAD = ("shape", "precision", "what", "streams", "context", "best peer", "ratio to it", "aim", "reached")
 _WHAT = {"decode": "decoding", "prompt": "prompt", "http": "HTTP, streaming"}
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The peer that is hardest to beat in a cell: the smallest of the medians of ratios."""
+    """The fastest peer of a cell: the smallest median ratio of Kvasir to a peer."""
 
     peer: str
     ratio: dict[str, Any]
 
 
 def best(cell: Mapping[str, Any]) -> Best | None:
-    """The hardest peer of a cell; None where none has a sound figure."""
+    """Return the fastest peer of a cell, or None if no peer has a sound figure."""
     measured = _sound(cell)
     if not measured:
         return None
@@ -45,7 +45,7 @@ def _sound(cell: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reached(cell: Mapping[str, Any], ratio: float, wanted: float | None) -> str:
-    """Whether the aim is reached; of that nobody can be sure where a further peer was disturbed."""
+    """Return the cell that says if the aim is reached. The aim stays open if a figure of another peer was disturbed."""
     if wanted is None:
         return ""
     if ratio < wanted:
@@ -55,7 +55,7 @@ def _reached(cell: Mapping[str, Any], ratio: float, wanted: float | None) -> str
 
 
 def aim(cell: Mapping[str, Any]) -> float | None:
-    """What our ratio to the best peer ought to be; None where nothing is aimed at."""
+    """Return the wanted ratio of Kvasir to the best peer, or None without an aim."""
     if cell["precision"] == DEFAULTS:
         return _DEFAULTS_AIMS.get(cell["streams"])
     if cell["kind"] == "prompt":
@@ -67,35 +67,40 @@ def aim(cell: Mapping[str, Any]) -> float | None:
 
 
 def section(result: dict[str, Any], picture: str) -> str:
-    """The peers' section, with its picture's name."""
+    """Return the section on the comparison. `picture` is the file name of its picture."""
     settings = result["settings"]
     sizes = "; ".join(f"{name}: {_shape(sizes)}" for name, sizes in result["shapes"].items())
-    return f"""## Beside other engines
+    return f"""## Comparison with other engines
 
 {command(result)}
 
-The same random weights (Llama's architecture, tied embeddings; {sizes}), exported to each engine's format, on
-{settings["threads"]} threads each. Prompts are random tokens, answers greedy, ends of text ignored. Figures come in
-pairs, ours and a peer's one right after the other with the same prompts; a ratio is ours to theirs within a pair, its
-median over up to {settings["rounds"]} pairs. Our KV-cache is bfloat16, beside float32 weights float16
-(`--kv-cache-dtype float16`), as llama.cpp's and OpenVINO's are there. Decoding counts tokens after the last sequence
-had its first one, at the context in the middle of the answer; a prompt counts its own tokens until the first new one;
-over HTTP all tokens of answers count, from the first request to the last end. What is empty was not measured. A dagger
-stands for a figure that is not told: others kept more than {QUIET_CORES} of a core busy during a pair, or the
-processors gave less than {STEADY_SHARE} of what they usually gave (a product of matrices, timed before, between
-and after the two), however often it was taken again.
+Every engine runs the same random weights, exported to its format (Llama architecture, tied embeddings;
+{sizes}). Each uses {settings["threads"]} threads. Prompts are random tokens, sampling is greedy, and end-of-text tokens
+are ignored. Kvasir and a peer are measured as a pair: one right after the other, with the same prompts. A ratio is
+Kvasir's speed divided by the peer's within a pair, as the median over up to {settings["rounds"]} pairs.
+Kvasir's KV-cache is bfloat16. With float32 weights it is float16 (`--kv-cache-dtype float16`), as it is for llama.cpp
+and OpenVINO.
+
+- Decoding counts the tokens after the last sequence had its first token. The context is that of the middle of the
+  completion.
+- Prompt counts the prompt's tokens until the first sampled token.
+- HTTP counts all tokens of completions, from the first request to the end of the last response.
+
+An empty cell was not measured. A dagger (†) replaces a figure that was disturbed in every attempt. A pair is disturbed
+if other processes kept more than {QUIET_CORES} of a core busy. It is also disturbed if the processors gave less
+than {STEADY_SHARE} of their usual speed, measured by a matrix product before, between and after the two sides.
 
 {table(("", "versions", "as"), list(_peers(result)))}
-Ours to the best of them in the same precision:
+Kvasir compared with the fastest peer of the same precision:
 
 {table(_AIMS_HEAD, _aims(result))}
-![tokens/s over streams, of each engine]({picture})
+![tokens/s of each engine over the number of streams]({picture})
 
 {_details(result)}"""
 
 
 def defaults_section(result: dict[str, Any]) -> str:
-    """The section on both servers started without flags: only the checkpoint, the address and the port are given."""
+    """Return the section on both servers without flags: only checkpoint, address and port are given."""
     sizes = "; ".join(f"{name}: {_shape(sizes)}" for name, sizes in result["shapes"].items())
     rows = []
     for cell in result["cells"]:
@@ -105,14 +110,15 @@ def defaults_section(result: dict[str, Any]) -> str:
             rows.append([cell["shape"], str(cell["streams"]), name, _ours(cell)])
             rows[-1] += [spread(figure["theirs"]["tokens_per_second"], ".1f"), spread(ratio, ".2f")]
             rows[-1] += ["" if wanted is None else f"{wanted:.1f}", _reached(cell, ratio["median"], wanted)]
-    head = ("shape", "streams", "peer", "ours, tokens/s", "peer's", "ours to it", "aim", "reached")
+    head = ("shape", "streams", "peer", "Kvasir, tokens/s", "peer, tokens/s", "ratio", "aim", "reached")
     return f"""## Without flags
 
 {command(result)}
 
-Each server is started with a bfloat16 file of the same random weights ({sizes}) and no other settings: dtype, threads,
-cache and batch sizes are its own choice; llama-server's is four sequences at a time, and the others wait. Streaming
-clients, figures in pairs, and aims, as in the next section, where llama-server has as many slots as there are streams.
+Each server is started with a bfloat16 file of the same random weights ({sizes}) and no other
+settings. It chooses dtype, threads, cache size and batch size itself. llama-server runs four sequences at a time by
+default, and further requests wait. Streaming clients, pairs and aims are those of the next section. There,
+llama-server has a slot for every stream.
 
 {table(head, rows)}
 {_latencies(result["cells"])}"""
@@ -128,7 +134,7 @@ def _shape(sizes: Mapping[str, int]) -> str:
 
 def _peers(result: Mapping[str, Any]) -> Iterator[list[str]]:
     for name, peer in result["peers"].items():
-        note = peer["note"] if peer["unavailable"] is None else f"**could not be had here:** {peer['unavailable']}"
+        note = peer["note"] if peer["unavailable"] is None else f"**not available here:** {peer['unavailable']}"
         yield [name, ", ".join(peer["pins"]), _in_a_cell(note)]
 
 
@@ -138,8 +144,8 @@ def _aims(result: Mapping[str, Any]) -> list[list[str]]:
         found, wanted = best(cell), aim(cell)
         if found is not None:
             reached = _reached(cell, found.ratio["median"], wanted)
-            told = "" if wanted is None else f"{wanted:.1f}"
-            rows.append([*_cell(cell), found.peer, spread(found.ratio, ".2f"), told, reached])
+            wanted_text = "" if wanted is None else f"{wanted:.1f}"
+            rows.append([*_cell(cell), found.peer, spread(found.ratio, ".2f"), wanted_text, reached])
     return rows
 
 
@@ -154,14 +160,14 @@ def _cell(cell: Mapping[str, Any]) -> list[str]:
 
 
 def _details(result: Mapping[str, Any]) -> str:
-    """A table for each kind of cell, every peer a column."""
+    """Return a table for each kind of cell, with a column for each peer."""
     parts = []
     for kind, title in _WHAT.items():
         cells = [cell for cell in result["cells"] if cell["kind"] == kind and best(cell) is not None]
         if not cells:
             continue
         names = list(dict.fromkeys(name for cell in cells for name in cell["peers"]))
-        head = ["shape", "precision", "streams", "context", "ours, tokens/s"]
+        head = ["shape", "precision", "streams", "context", "Kvasir, tokens/s"]
         head += [f"{name}, tokens/s; ratio" for name in names]
         rows = [
             [*_without_kind(_cell(cell)), _ours(cell), *(_figure(cell["peers"].get(name)) for name in names)]
@@ -172,7 +178,7 @@ def _details(result: Mapping[str, Any]) -> str:
             parts.append(_latencies(cells))
     failed = list(_failures(result))
     if failed:
-        parts.append(f"What failed:\n\n{table(('peer', 'cells', 'why'), failed)}")
+        parts.append(f"Failures:\n\n{table(('peer', 'cells', 'reason'), failed)}")
     return "\n".join(parts)
 
 
@@ -204,8 +210,16 @@ def _latencies(cells: Sequence[Mapping[str, Any]]) -> str:
             cpu = f"{100 * figure['ours']['client_cpu_share']['median']:.0f} %"
             rows.append([cell["shape"], cell["precision"], str(cell["streams"]), name, ours, theirs])
             rows[-1] += [f"{shares.median:.2f}", cpu]
-    head = ("shape", "precision", "streams", "peer", "our TTFT p50 / p99 ms", "theirs", "p99, ours of theirs")
-    head += ("client CPU, of a core",)
+    head = (
+        "shape",
+        "precision",
+        "streams",
+        "peer",
+        "Kvasir, TTFT p50 / p99 ms",
+        "peer, TTFT p50 / p99 ms",
+        "p99 ratio",
+    )
+    head += ("client CPU, % of a core",)
     return table(head, rows)
 
 

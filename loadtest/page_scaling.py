@@ -1,25 +1,25 @@
-"""The part of docs/performance.md on how the service scales: tables of `loadtest.bench_scaling`."""
+"""Section of docs/performance.md on scaling: tables of `loadtest.bench_scaling`."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from loadtest.page_text import command, model, spread, table
 
-# A start may take so many times as long as to read the checkpoint; memory may differ from the formula by so much.
+# Limits: start time relative to reading the checkpoint, and relative difference of memory from the formula.
 START_AIM = 1.3
 MEMORY_AIM = 0.03
-LARGE_BYTES = 9e8  # bytes of a checkpoint that is held to it
+LARGE_BYTES = 9e8  # bytes; the start aim holds for checkpoints of at least this size
 
 
 def section(result: Mapping[str, Any], picture: str) -> str:
-    """The section, with its picture's name."""
-    return f"""## How it scales
+    """Return the section on scaling. `picture` is the file name of its picture."""
+    return f"""## Scaling
 
 {command(dict(result))}
 
 {model(dict(result))}
 
-![step time, KV memory, first token and start, each over its size]({picture})
+![step time, KV-cache memory, TTFT and start time, each over its size]({picture})
 
 {_steps(result["steps"])}
 {_memory(result["kv_memory"])}
@@ -43,10 +43,10 @@ def _steps(steps: Mapping[str, Any]) -> str:
                 f"{line['fixed']:.2f} + {line['each']:.4f} n",
             ]
         )
-    head = ("a decode step over", "at", "ms", "exponent", "of the last two", "ms of n")
-    return f"""An exponent e is that of `c n^e`, by least squares in logarithms over all points, then between the two
-largest: a step has a part that no size changes (the weights are read once, whatever the batch), so that it grows as a
-line does.
+    head = ("decode step over", "at", "ms", "exponent", "exponent, last two", "ms as a function of n")
+    return f"""The exponent e is that of `c n^e`. The first exponent is a least-squares fit of the logarithms over all
+points. The second is between the two largest points. Step time is a constant plus a linear part. The weights, for
+example, are read once per step, whatever the batch.
 
 {table(head, rows)}"""
 
@@ -63,8 +63,8 @@ def _memory(memory: Mapping[str, Any]) -> str:
     ]
     kept = all(abs(point["ratio"] - 1) <= MEMORY_AIM for point in memory["points"])
     each, exponent = memory["bytes_per_token"], memory["fits"]["power"]["exponent"]
-    return f"""The KV-cache's resident memory, as tokens are written to it, beside
-L g (d_k + d_v) w = {each:,} bytes a token: exponent {exponent:.3f}; within {MEMORY_AIM:.0%} of it at every point:
+    return f"""Resident memory of the KV-cache as tokens are written to it. The formula is L g (d_k + d_v) w =
+{each:,} bytes per token. The exponent is {exponent:.3f}. Within {MEMORY_AIM:.0%} of the formula at every point:
 {_word(kept)}.
 
 {table(("tokens", "MB", "formula, MB", "ratio"), rows)}"""
@@ -82,11 +82,12 @@ def _prefixes(prefixes: Mapping[str, Any]) -> str:
         ]
         for point in prefixes["points"]
     ]
-    head = ("shared tokens", "found", "the rest", "TTFT ms", "the rest alone, TTFT ms", "ratio")
+    head = ("shared tokens", "cached tokens", "other tokens", "TTFT ms", "TTFT ms, other tokens alone", "ratio")
     line = prefixes["fits"]["line"]
-    return f"""A prompt of {prefixes["prompt_tokens"]} tokens, of which an earlier one had the beginning, and in turn a
-prompt that nobody had, as long as the rest: {line["fixed"]:.1f} ms and {line["each"]:.3f} ms for each token that is not
-shared. The rest also attends to what is shared, which the other prompt does not have.
+    return f"""Prefix cache: a prompt of {prefixes["prompt_tokens"]} tokens begins with the shared tokens of an earlier
+prompt. It is measured in turn with an unshared prompt that is as long as its other tokens. The TTFT of the first is
+{line["fixed"]:.1f} ms plus {line["each"]:.3f} ms for each token that is not shared. The ratio exceeds 1 because the
+other tokens also attend to the shared ones.
 
 {table(head, rows)}"""
 
@@ -105,16 +106,17 @@ def _starts(starts: Mapping[str, Any]) -> str:
     ]
     laws = [(kind, starts[kind]["start"]["line"], starts[kind]["read"]["line"]) for kind in ("warm", "cold")]
     lines = [
-        f"{kind}: {start['fixed']:.2f} s and {start['each']:.2f} s a GB, where a read takes {read['each']:.2f} s a GB"
+        f"With {kind} files a start takes {start['fixed']:.2f} s plus {start['each']:.2f} s per GB; "
+        f"a read takes {read['each']:.2f} s per GB."
         for kind, start, read in laws
     ]
     large = [point for point in starts["points"] if point["bytes"] >= LARGE_BYTES]
     kept = all(point[kind]["ratio"]["median"] <= START_AIM for point in large for kind in ("warm", "cold"))
-    aim = f" At most {START_AIM} times the read, of the largest: {_word(kept)}." if large else ""
+    aim = f" The largest checkpoint starts within {START_AIM} times its read: {_word(kept)}." if large else ""
     head = ("MB of weights", "files", "start to first token, s", "read, s", "ratio")
-    return f"""`kvasir serve`, from its program's start to its first token, beside one read of its weights' files into a
-buffer of 16 MiB: warm, the kernel has them in memory; cold, it was told to forget them (the machine below ours may have
-kept them). {"; ".join(lines)}.{aim}
+    return f"""Time of `kvasir serve` from the start of the process to the first token, compared with one read of the
+weight files into a buffer of 16 MiB. Warm: the files are in the page cache. Cold: the kernel was asked to drop them
+from the page cache, but the host of this virtual machine may have kept them. {" ".join(lines)}{aim}
 
 {table(head, rows)}"""
 

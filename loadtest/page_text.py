@@ -1,27 +1,27 @@
-"""How a generated page writes figures: medians with their spread, tables, commands."""
+"""Formatting of generated pages: medians with their spread, tables and commands."""
 
 from collections.abc import Sequence
 from typing import Any
 
 
 def spread(figure: dict[str, Any], form: str) -> str:
-    """A median, with the smallest and the largest in brackets."""
+    """Return a median, with the minimum and the maximum in brackets."""
     return f"{figure['median']:{form}} ({figure['min']:{form}}–{figure['max']:{form}})"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, with a line break at its end."""
+    """Return a Markdown table that ends in a line break."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def command(result: dict[str, Any]) -> str:
-    """The command that a result came from."""
+    """Return the command of a result as a code block."""
     return f"```\n{result['command']}\n```"
 
 
 def model(result: dict[str, Any]) -> str:
-    """Which model a result is of, on what."""
+    """Return a sentence on the model of a result and its device."""
     facts = result["model"]
     size = f"{facts['parameters'] / 1e6:.1f} million parameters"
     threads = ""

@@ -1,7 +1,7 @@
-"""docs/performance.md, written from docs/results/*.json: no figure is copied by hand.
+"""Generator of docs/performance.md from docs/results/*.json: no figure is copied by hand.
 
-python -m loadtest.performance_page            writes the page
-python -m loadtest.performance_page --check    exit code 1 when the page is not what the results say
+python -m loadtest.performance_page            write the page and its pictures
+python -m loadtest.performance_page --check    exit with 1 if the page or a picture does not match the results
 """
 
 import argparse
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 NAMES: Final = ("engine", "service", "frontend", "defaults", "peers", "kernels", "latency", "scaling")
-# Of a result, the file of its picture beside the page, and who draws it.
+# For each result with a picture: the file beside the page, and the function that draws it.
 PICTURES: Final = {
     "engine": ("performance-engine.png", performance_plot.draw_engine),
     "peers": ("performance-peers.png", performance_plot.draw_peers),
@@ -37,7 +37,7 @@ PICTURES: Final = {
     "scaling": ("scaling.png", scaling_plot.draw_scaling),
 }
 
-# What the service promises. An idle process still looks up once a second whether its parent lives.
+# Limits that the service promises. An idle worker is not at 0: it checks once a second if its parent process lives.
 MIN_HTTP_RATIO = 0.9
 PROMISED_STREAMS = 16
 MAX_IDLE_CPU_PERCENT = 0.5
@@ -48,17 +48,17 @@ FRONTEND_STREAMS = 64
 
 _HEAD = """# Performance
 
-Written by `python -m loadtest.performance_page` from `docs/results/`; every figure below comes from the command beside
-it. A figure is the median of its repeats, with the smallest and the largest in brackets. A ratio is the median of
-ratios within a pair of measurements that were taken one right after the other, so that a slow minute of the machine
-touches both. A command without flags that was run before 2026-11-23 means float32 on one thread, the defaults of that
-time; the last section has the dates and the machines.
+`python -m loadtest.performance_page` writes this page from `docs/results/`. Each section begins with the command that
+measured its figures. A figure is the median of its repeats, with the minimum and the maximum in brackets. The two sides
+of a ratio are measured one right after the other, so that a slow minute of the machine affects both. The ratio is the
+median over such pairs. A command without flags that ran before 2026-11-23 used float32 and one thread, the defaults of
+that time. The last section has the dates and the machines.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """A figure the service answers for."""
+    """A figure that the service guarantees."""
 
     figure: str
     promised: str
@@ -67,10 +67,10 @@ class Promise:
 
 
 def render(results: Mapping[str, dict[str, Any]]) -> str:
-    """The page, of the results named in `NAMES`.
+    """Return the page for the results named in `NAMES`.
 
     Raises:
-        KeyError: a result lacks what the page needs; it was written by another version of the bench.
+        KeyError: a result lacks a field that the page needs; another version of the benchmark wrote it.
     """
     parts = [
         _HEAD,
@@ -90,10 +90,10 @@ def render(results: Mapping[str, dict[str, Any]]) -> str:
 
 
 def frontend_promises(frontend: dict[str, Any]) -> list[Promise]:
-    """What the way to the client can carry, when the engine never keeps it waiting."""
+    """Return the promise on the API process's throughput with an engine that never makes it wait."""
     return [
         Promise(
-            f"Tokens/s to {FRONTEND_STREAMS} streams by one core, were the engine instant",
+            f"Tokens/s per core of the API process, {FRONTEND_STREAMS} streams, instant engine",
             f"at least {MIN_FRONTEND_TOKENS_PER_SECOND:,.0f}",
             spread(level["tokens_per_second_on_one_core"], ",.0f"),
             level["tokens_per_second_on_one_core"]["median"] >= MIN_FRONTEND_TOKENS_PER_SECOND,
@@ -104,7 +104,7 @@ def frontend_promises(frontend: dict[str, Any]) -> list[Promise]:
 
 
 def promises(service: dict[str, Any]) -> list[Promise]:
-    """Each promise to the clients of the whole service beside what was measured."""
+    """Return the promises of the whole service, each with its measurement."""
     start, idle = service["start_seconds"], service["idle"]["worker_cpu_percent"]
     api = [process for process in service["processes"] if process["part"] == "api"]
     largest = max(process["rss_mb"] for process in api)
@@ -133,7 +133,7 @@ def promises(service: dict[str, Any]) -> list[Promise]:
     for level in service["levels"]:
         if level["streams"] == PROMISED_STREAMS:
             ratio = level["ratio"]
-            figure = f"HTTP throughput at {PROMISED_STREAMS} streams, of the engine's"
+            figure = f"HTTP throughput at {PROMISED_STREAMS} streams, relative to the engine"
             kept = ratio["median"] >= MIN_HTTP_RATIO
             made.append(Promise(figure, f"at least {MIN_HTTP_RATIO:.2f}", spread(ratio, ".2f"), kept))
     return made
@@ -157,8 +157,8 @@ def _service(result: dict[str, Any]) -> str:
         ]
         for level in result["levels"]
     ]
-    head = ["streams", "HTTP tokens/s", "engine tokens/s", "HTTP, of the engine's"]
-    head += ["TTFT p50 / p95 ms", "ITL p50 / p95 ms", "client CPU, of a core"]
+    head = ["streams", "HTTP tokens/s", "engine tokens/s", "HTTP / engine"]
+    head += ["TTFT p50 / p95 ms", "ITL p50 / p95 ms", "client CPU, % of a core"]
     processes = [
         [process["part"], f"{process['rss_mb']:.0f}", str(process["threads"]), "yes" if process["torch"] else "no"]
         for process in result["processes"]
@@ -172,12 +172,12 @@ def _service(result: dict[str, Any]) -> str:
 {model(result)}
 
 Clients stream in a closed loop: each sends its next request when its last has ended. Prompts have
-about {prompt:.0f} tokens and share no prefix, answers have {workload["output_tokens"]} tokens. The engine's figure is
-taken in turn with the HTTP one, in the client's process, with the same prompts and settings. The client runs on the
-same machine and takes its CPU from the service.
+about {prompt:.0f} tokens and share no prefix. Completions have {workload["output_tokens"]} tokens. The engine runs in
+the benchmark's process, with the same prompts and settings, in turn with the HTTP load. The HTTP client runs on the
+machine of the service and takes CPU time from it.
 
 {table(head, rows)}
-The processes after that load; all of them together, idle, use {spread(idle, ".2f")} % of a core.
+The processes after this load. Idle, they use {spread(idle, ".2f")} % of a core together.
 
 {table(["process", "resident MB", "threads", "torch"], processes)}"""
 
@@ -192,13 +192,14 @@ def _frontend(result: dict[str, Any]) -> str:
         ]
         for level in result["levels"]
     ]
-    head = ["steps every ms", "streams", "CPU of the API process, µs a token", "tokens/s by one core"]
-    return f"""## The way to the client
+    head = ["ms between steps", "streams", "CPU of the API process, µs per token", "tokens/s per core"]
+    return f"""## Overhead of the API process
 
 {command(result)}
 
-The service over an engine that computes nothing: what queues, JSON, events and sockets cost. An instant engine is ahead
-of them, and a stream's tokens leave several at a time, each an event of its own; at a pace, each is written alone.
+The service runs with an engine that computes nothing. The figures are the cost of queues, JSON, events and sockets. An
+instant engine is faster than they are, so several tokens of a stream are written at a time, each as its own event.
+With a pause between steps, each token is written alone.
 
 {table(head, rows)}"""
 
@@ -218,8 +219,8 @@ def _machines(results: Mapping[str, dict[str, Any]]) -> str:
                 f"Python {versions['python']}, torch {versions['torch']}",
             ]
         )
-    head = ["", "measured", "commit", "machine", "other work just before", "took", "versions"]
-    return f"## Where and when\n\n{table(head, rows)}"
+    head = ["", "measured", "commit", "machine", "other load just before", "duration", "versions"]
+    return f"## Machines and dates\n\n{table(head, rows)}"
 
 
 def _latencies(milliseconds: dict[str, float | None]) -> str:
@@ -227,17 +228,19 @@ def _latencies(milliseconds: dict[str, float | None]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write or check the page. Returns the exit code: 0, 1 for a page that differs, 2 for results missing."""
+    """Write or check the page and its pictures. Return the exit code: 0; 1 if one differs; 2 if results are missing."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.performance_page", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--results",
         type=Path,
         default=RESULTS,
         metavar="DIR",
-        help="has " + ", ".join(f"{name}.json" for name in NAMES),
+        help="directory with " + ", ".join(f"{name}.json" for name in NAMES),
     )
     parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="default: docs/performance.md")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 when the page differs")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if the page or a picture differs"
+    )
     arguments = parser.parse_args(argv)
     try:
         results = {name: json.loads((arguments.results / f"{name}.json").read_text(encoding="utf-8")) for name in NAMES}
@@ -257,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments.page.is_file() or arguments.page.read_text(encoding="utf-8") != page:
         stale.insert(0, arguments.page)
     for path in stale:
-        print(f"{path} is not what {arguments.results} says: run {parser.prog}", file=sys.stderr)
+        print(f"{path} does not match {arguments.results}; run {parser.prog}", file=sys.stderr)
     return 1 if stale else 0
 
 

@@ -1,4 +1,4 @@
-"""The pictures of docs/performance.md: step time against the roofline, and tokens/s of each engine."""
+"""Pictures of docs/performance.md: step time against the roofline, and tokens/s of each engine."""
 
 import hashlib
 import json
@@ -16,21 +16,21 @@ _DPI = 80
 
 
 def digest(result: Mapping[str, Any]) -> str:
-    """Of all that a result says; it stands in its picture, so that an old picture is found out."""
+    """Return a digest of a result. It is stored in the picture, so that an outdated picture is detected."""
     return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
 
 
 def shows(path: Path, result: Mapping[str, Any]) -> bool:
-    """Whether the file is a picture of this result."""
+    """Return True if the file is a picture of this result."""
     return path.is_file() and digest(result).encode() in path.read_bytes()
 
 
 def draw_engine(path: Path, result: Mapping[str, Any]) -> None:
-    """Milliseconds a step over sequences, a line a context, and below each what the roofline allows."""
+    """Draw step time over the number of sequences, a line per context, and the roofline below each."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     points, machine = result["decode"], result["roofline"]
-    reads, computes = (1e6 * machine[name]["median"] for name in ("gb_per_second", "gflops"))  # in a millisecond
+    reads, computes = (1e6 * machine[name]["median"] for name in ("gb_per_second", "gflops"))  # per millisecond
     for number, context in enumerate(dict.fromkeys(point["context_length"] for point in points)):
         own = sorted((p for p in points if p["context_length"] == context), key=lambda point: point["batch_size"])
         sizes = [point["batch_size"] for point in own]
@@ -44,7 +44,7 @@ def draw_engine(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def draw_peers(path: Path, result: Mapping[str, Any]) -> None:
-    """Tokens/s over streams at the short context, a panel a shape and precision, a line an engine."""
+    """Draw tokens/s over streams at the short context: a panel per shape and precision, a line per engine."""
     cells = [cell for cell in result["cells"] if cell["kind"] == "decode" and _measured(cell)]
     shortest = min((cell["prompt_tokens"] for cell in cells), default=0)
     cells = [cell for cell in cells if cell["prompt_tokens"] == shortest]

@@ -1,8 +1,8 @@
-"""What the processors give just now: a product of matrices, timed for some hundredths of a second. Imports torch.
+"""Probe of the processors' current speed: a matrix product timed for some hundredths of a second. Imports torch.
 
-Two processors of a virtual machine may at times be two threads of one core of its host. Nothing tells the guest, and no
-work of others is seen in it, yet all that computes takes up to twice as long. So a comparison looks before, between and
-after what it compares, and takes anew what the machine changed under.
+Two processors of a virtual machine may at times be two threads of one core of its host. The guest cannot see this,
+and computing then takes up to twice as long. A comparison therefore probes before, between and after its sides, and
+repeats a pair during which the speed changed.
 """
 
 import statistics
@@ -17,19 +17,19 @@ _TRIES = 9
 
 
 class ProcessorProbe:
-    """Matrices of bfloat16, which fit into the caches, made once.
+    """Probe with bfloat16 matrices that fit into the caches, allocated once.
 
     Args:
-        threads: that multiply, as many as the engines compared have.
+        threads: threads of the product, as many as the compared engines use.
     """
 
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._product = products("bfloat16", _SIDE, "cpu")[-1]  # by oneDNN, where it is
+        self._product = products("bfloat16", _SIDE, "cpu")[-1]  # by oneDNN, if available
 
     @torch.inference_mode()
     def gflops(self) -> float:
-        """GFLOP/s now: the median of a few products."""
+        """Return the current GFLOP/s: the median of a few products."""
         self._product()
         return 2e-9 * _SIDE**3 / statistics.median(self._seconds() for _ in range(_TRIES))
 

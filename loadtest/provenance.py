@@ -1,4 +1,4 @@
-"""Where a figure comes from: commit, machine, versions, time, command. Without them it is worth nothing."""
+"""Provenance of a figure: commit, machine, versions, time and command."""
 
 import importlib.metadata
 import json
@@ -20,7 +20,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 
 def provenance(program: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """A JSON-ready account of this run. `program` and `arguments`: the command as a person would type it."""
+    """Return a JSON-ready account of this run. `program` and `arguments` are the command as typed in a shell."""
     return {
         "command": shlex.join([*program.split(), *arguments]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -31,7 +31,7 @@ def provenance(program: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def tell(result: dict[str, Any], out: Path | None) -> None:
-    """Write a result as JSON: to a file (its directory is made, its name printed), to standard output without one."""
+    """Write a result as JSON to a file, or to standard output without one. Prints the file's name."""
     text = json.dumps(result, indent=1) + "\n"
     if out is None:
         print(text, end="")
@@ -42,9 +42,10 @@ def tell(result: dict[str, Any], out: Path | None) -> None:
 
 
 def other_work(seconds: float = 1.0) -> float:
-    """Cores that are busy now, before we have anything to do; NaN where the system does not tell.
+    """Return the cores that are busy before a measurement starts; NaN if the system does not report it.
 
-    A thread of the model's that shares its core holds up all the others: a figure from a busy machine is worth little.
+    Threads of the model wait for each other, so one thread that shares its core slows all. Figures from a busy
+    machine are unreliable.
     """
     before = busy_seconds()
     time.sleep(seconds)
@@ -52,15 +53,18 @@ def other_work(seconds: float = 1.0) -> float:
 
 
 def quiet_or_warned(program: str) -> float:
-    """`other_work`, and a warning on stderr where it is more than a little."""
+    """Return `other_work`, and warn on standard error if it is not small."""
     cores = other_work()
     if cores > _QUIET_CORES:
-        print(f"{program}: warning: other work keeps {cores:.1f} cores busy; do not trust the figures", file=sys.stderr)
+        print(
+            f"{program}: warning: other processes keep {cores:.1f} cores busy; do not trust the figures",
+            file=sys.stderr,
+        )
     return round(cores, 2)
 
 
 def busy_seconds() -> float:
-    """CPU time that all cores have spent on work since the machine started (proc(5), /proc/stat)."""
+    """Return the CPU time of all cores spent on work since boot (proc(5), /proc/stat)."""
     try:
         user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     except OSError:
@@ -69,7 +73,7 @@ def busy_seconds() -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores and memory."""
+    """Return processor, cores and memory."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -79,9 +83,9 @@ def machine() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """The commit of the working tree, marked when files differ from it; 'unknown' outside a checkout.
+    """Return the commit of the working tree, marked if files differ from it; 'unknown' outside a checkout.
 
-    Results themselves are no difference: they are what a run writes.
+    Changes in docs/ do not count, because a run writes its results there.
     """
     try:
         head = _git("rev-parse", "--short=12", "HEAD")

@@ -1,11 +1,12 @@
-"""What a run showed: results.json with the keys of `vllm bench serve`, a markdown table, and pictures.
+"""Report of load tests: results.json with the keys of `vllm bench serve`, a Markdown table and pictures.
 
     python -m loadtest.report results/*.json --out results
 
-makes table and pictures again from results that are there. Ours beyond vLLM's keys: `sent`, `shed`,
-`cancelled`, `failures` by kind, `slo_breaches`, `client_cpu_share`, `clients`, `endings` and `chunk_times`.
-Throughput counts the tokens of completed requests. Latencies count from the intended send; vLLM's from the
-actual one.
+makes the table and the pictures again from stored results.
+
+Keys beyond vLLM's: `sent`, `shed`, `cancelled`, `failures` by kind, `slo_breaches`, `client_cpu_share`, `clients`,
+`endings` and `chunk_times`. Throughput counts the tokens of completed requests. Latencies count from the intended
+send; vLLM's count from the actual send.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def summarize(
     max_concurrency: int | None,
     client_cpu_share: float,
 ) -> dict[str, Any]:
-    """One run as `vllm bench serve` would store it, and what it leaves out. JSON-ready."""
+    """Return one run with the keys of `vllm bench serve` and those above. JSON-ready."""
     done = [outcome for outcome in outcomes if outcome.ending is Ending.OK]
     failures = Counter(f"{o.ending.value}: {o.detail}"[:120] for o in outcomes if o.ending.is_failure)
     input_tokens, output_tokens = (sum(getattr(o, name) for o in done) for name in _TOKEN_FIELDS)
@@ -95,7 +96,7 @@ def _latencies(done: Sequence[Outcome]) -> dict[str, float | None]:
 
 
 def _details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
-    """One entry a request, in the order of the requests."""
+    """Return per-request lists, in the order of the requests."""
     ordered = sorted(outcomes, key=lambda outcome: outcome.index)
     start = min((outcome.intended_seconds for outcome in ordered), default=0.0)
     return {
@@ -121,14 +122,14 @@ def _peak_tokens_per_second(done: Sequence[Outcome]) -> float:
 
 
 def _peak_concurrency(outcomes: Sequence[Outcome]) -> int:
-    # A departure at the very time of an arrival makes room for it: (time, -1) sorts before (time, +1).
+    # A departure at the time of an arrival comes first: (time, -1) sorts before (time, +1).
     moves = sorted(move for o in outcomes for move in ((o.sent_seconds, 1), (o.end_seconds, -1)))
     return int(np.cumsum([change for _, change in moves]).max()) if moves else 0
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """A table a run a row, and below it whatever went wrong."""
-    head = ["run", "sent", "ok", "shed", "left", "failed", "req/s", "tokens/s", "goodput/s"]
+    """Return a table with a row per run, and below it the failures and broken objectives."""
+    head = ["run", "sent", "ok", "shed", "cancelled", "failed", "req/s", "tokens/s", "goodput/s"]
     head += ["TTFT p50/p95/p99 ms", "ITL p50/p95/p99 ms", "TPOT p50 ms", "E2E p50/p95 ms", "client CPU"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for run in results:
@@ -152,7 +153,7 @@ def _cell(run: dict[str, Any], metric: str, *percentiles: int) -> str:
 
 
 def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write a PNG: distributions of every run, saturation over them, timeline and requests of the last."""
+    """Write a PNG: distributions of every run, saturation over the runs, timeline and requests of the last run."""
     figure = Figure(figsize=(16, 9), layout="constrained")
     axes = figure.subplots(2, 3)
     for run in results:
@@ -165,7 +166,7 @@ def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
         axis.grid(alpha=0.3)
         if axis.lines:
             axis.legend(fontsize="small")
-            axis.set_xlim(left=0.0)  # once every line has had its say in the right end
+            axis.set_xlim(left=0.0)  # after all lines are drawn, which set the right end
     _saturation(axes[1, 0], results)
     _timeline(axes[1, 1], results[-1])
     _gantt(axes[1, 2], results[-1])
@@ -209,7 +210,7 @@ _ENDING_COLOURS = {Ending.OK: "tab:blue", Ending.CANCELLED: "tab:orange", Ending
 
 
 def _gantt(axis: Axes, run: dict[str, Any]) -> None:
-    """A bar a request: light until its first token, then in the colour of its ending (red: failed)."""
+    """Draw a bar per request: light until its first token, then in the colour of its ending (red: failed)."""
     for row, (start, latency, first) in enumerate(
         zip(run["start_times"][:200], run["latencies"], run["ttfts"], strict=False)
     ):
@@ -222,9 +223,9 @@ def _gantt(axis: Axes, run: dict[str, Any]) -> None:
 
 
 def write(results: Sequence[dict[str, Any]], directory: Path) -> list[Path]:
-    """Write results, table and pictures into `directory` (made if missing); returns the paths.
+    """Write results, table and pictures into `directory`, created if missing; return the paths.
 
-    A single run is `results.json`, of several each is `results-<label>.json`.
+    A single run is `results.json`. Several runs are `results-<label>.json` each.
     """
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -239,10 +240,10 @@ def write(results: Sequence[dict[str, Any]], directory: Path) -> list[Path]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make table and pictures from results files. Returns the exit code."""
+    """Write the table and the pictures of stored results. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.report", description=main.__doc__)
     parser.add_argument("results", nargs="+", type=Path, help="results.json files, in the order of the table")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="where report.md and report.png go")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="directory for report.md and report.png")
     arguments = parser.parse_args(argv)
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in arguments.results]
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""What this machine can do at most, by a short probe: bytes read a second, FLOPs multiplied a second. Imports torch.
+"""Probe of this machine's limits: bytes read per second and FLOPs per second. Imports torch.
 
-Reading is the sum of an array far larger than any cache. Multiplying is a product of square matrices, in float32 and
-bfloat16 by the faster of two libraries (oneDNN with a packed weight, torch's own choice), in int8 by `torch._int_mm`.
-A probe uses as many threads as the model does. The best of several tries is what the machine can do.
+Reading sums an array far larger than any cache. Multiplying is a product of square matrices. float32 and bfloat16
+use the faster of two libraries (oneDNN with a packed weight, and torch's default), int8 uses `torch._int_mm`. The
+probe uses as many threads as the model. The best of several tries counts.
 """
 
 import time
@@ -19,10 +19,10 @@ _TRIES = 5
 
 
 class Roofline:
-    """The probe's arrays, made once, and the probe.
+    """Probe of the machine's limits, with arrays allocated once.
 
     Args:
-        weight_type: float32, bfloat16, float64, int8 or fp8: the peak is that of this type.
+        weight_type: float32, bfloat16, float64, int8 or fp8; the peak is measured for this type.
         device: cpu or cuda.
     """
 
@@ -33,7 +33,7 @@ class Roofline:
 
     @torch.inference_mode()
     def probe(self) -> Machine:
-        """Measure now."""
+        """Measure the limits now."""
         read = self._best_seconds(lambda: self._array.sum())
         multiply = max(flops / self._best_seconds(product) for flops, product in self._products)
         return Machine(self._array.nbytes / read, multiply)
@@ -55,7 +55,7 @@ class Roofline:
 
 
 def products(weight_type: str, side: int, device: str) -> list[Callable[[], torch.Tensor]]:
-    """Ways to multiply two square matrices of this type (float32, bfloat16, float64, int8 or fp8)."""
+    """Return ways to multiply two square matrices of this type (float32, bfloat16, float64, int8 or fp8)."""
     if weight_type == "int8":
         ints_MK, ints_NK = torch.randint(-127, 128, (2, side, side), device=device).to(torch.int8).unbind()
         return [lambda: torch._int_mm(ints_MK, ints_NK.t())]

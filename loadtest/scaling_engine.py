@@ -1,5 +1,6 @@
-"""How the engine scales: a step over batch and context, the KV-cache's memory over tokens, a prompt's first token over
-what of it is shared. Imports torch.
+"""Scaling of the engine: step time over batch and context, KV-cache memory over tokens, TTFT over the cached prefix.
+
+Imports torch.
 """
 
 import itertools
@@ -28,14 +29,14 @@ from model.kv_cache import KVCache
 from model.sampling_params import SamplingParams
 from service.messages import Submit
 
-_STEPS = 16  # of a batch that are timed at once
+_STEPS = 16  # steps per timed run of a batch
 _BLOCK = 16
 _TOKENS_A_WRITE = 4096
 _DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 
 
 class Steps:
-    """Decode steps over batch at one context, and over context at one batch."""
+    """Decode steps over batch size at one context, and over context at one batch size."""
 
     def __init__(self, contestant: InProcess, batches: Sequence[int], contexts: Sequence[int]) -> None:
         facts = contestant.facts
@@ -60,14 +61,14 @@ class Steps:
         self._sweep.warm_up([*self._over_batch, *self._over_context])
 
     def round(self) -> Iterator[str]:
-        """One more repeat of every point; says which is next."""
+        """Add a repeat to every point. Yields the label of each point before it is measured."""
         self._sweep.probe()
         for point in (*self._over_batch, *self._over_context):
             yield point.label
             self._sweep.measure(point)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: points and fits."""
+        """Return JSON-ready points and fits."""
         return {
             "over_batch": _fitted(self._over_batch, "batch_size"),
             "over_context": _fitted(self._over_context, "context_length"),
@@ -75,15 +76,15 @@ class Steps:
 
 
 def _fitted(points: Sequence[DecodePoint], over: str) -> dict[str, Any]:
-    told = [point.to_dict() for point in points]
-    return {"points": told, "fits": fits([p[over] for p in told], [p["step_ms"]["median"] for p in told])}
+    figures = [point.to_dict() for point in points]
+    return {"points": figures, "fits": fits([p[over] for p in figures], [p["step_ms"]["median"] for p in figures])}
 
 
 def kv_memory(config: ModelConfig, dtype_name: str, tokens: Sequence[int]) -> dict[str, Any]:
-    """Memory that becomes resident as tokens are written to a cache of the engine's kind, beside the closed formula.
+    """Return the memory that becomes resident as tokens are written to a KV-cache, with the formula's value.
 
-    What is not written takes none: pages come when they are touched. In a process of its own, where nothing
-    else is taken or given back meanwhile.
+    Pages become resident when they are first written. A separate process is used, so that no other allocation
+    changes its resident memory.
     """
     with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as fresh:
         return fresh.submit(_kv_memory, config, dtype_name, tokens).result()
@@ -96,7 +97,9 @@ def _kv_memory(config: ModelConfig, dtype_name: str, tokens: Sequence[int]) -> d
     keys = torch.ones(_TOKENS_A_WRITE, config.num_kv_heads, config.key_dim, dtype=dtype)
     values = torch.ones(_TOKENS_A_WRITE, config.num_kv_heads, config.head_dim, dtype=dtype)
     other = KVCache(config, num_blocks=1, block_size=_BLOCK, dtype=dtype, device="cpu")
-    other.write(0, torch.arange(_BLOCK), keys[:_BLOCK], values[:_BLOCK])  # what the first write needs beside
+    other.write(
+        0, torch.arange(_BLOCK), keys[:_BLOCK], values[:_BLOCK]
+    )  # allocations of the first write are not counted
     before, written, points = _resident_bytes(), 0, []
     for wanted in sorted(tokens):
         while written < wanted:
@@ -120,9 +123,9 @@ def _resident_bytes() -> int:
 
 @dataclass(slots=True)
 class SharedPoint:
-    """A prompt that begins as an earlier one does, beside one that nobody had and that is as long as its rest.
+    """A prompt with a cached prefix, compared with an uncached prompt as long as the rest.
 
-    shared_tokens: of the prompt's, those the earlier one has too. hits: of these, those found, by the engine's word.
+    shared_tokens: tokens shared with an earlier prompt. hits: tokens found in the cache, as the engine reports.
     """
 
     shared_tokens: int
@@ -132,7 +135,7 @@ class SharedPoint:
     rest_seconds: list[float] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return a JSON-ready dictionary."""
         return {
             "shared_tokens": self.shared_tokens,
             "rest_tokens": self.prompt_tokens - self.shared_tokens,
@@ -144,18 +147,18 @@ class SharedPoint:
 
 
 class Prefixes:
-    """Time to the first token over the length of a shared beginning."""
+    """TTFT over the length of a cached prefix."""
 
     def __init__(self, contestant: InProcess, prompt_tokens: int, shared: Sequence[int]) -> None:
         self._engine = contestant.engine
-        self._draw = random.Random(0)
+        self._rng = random.Random(0)
         self._vocab_size = contestant.manifest.config.vocab_size
         self._points = [SharedPoint(count, prompt_tokens) for count in shared]
         self._prompt_tokens = prompt_tokens
         self._uids = (f"shared-{number}" for number in itertools.count())
 
     def round(self) -> Iterator[str]:
-        """One more repeat of every point; says which is next."""
+        """Add a repeat to every point. Yields the label of each point before it is measured."""
         first = self._fresh(self._prompt_tokens)
         self._ttft(first)
         for point in self._points:
@@ -167,21 +170,21 @@ class Prefixes:
             point.rest_seconds.append(self._ttft(alone)[0])
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: points, and how the time grows with what is not shared."""
-        told = [point.to_dict() for point in self._points]
-        rests = [point["rest_tokens"] for point in told]
+        """Return JSON-ready points, and fits over the tokens that are not shared."""
+        figures = [point.to_dict() for point in self._points]
+        rests = [point["rest_tokens"] for point in figures]
         return {
             "prompt_tokens": self._prompt_tokens,
-            "points": told,
-            "fits": fits(rests, [point["ttft_ms"]["median"] for point in told]),
+            "points": figures,
+            "fits": fits(rests, [point["ttft_ms"]["median"] for point in figures]),
         }
 
     def _fresh(self, num_tokens: int) -> tuple[int, ...]:
-        """A prompt that nobody had before."""
-        return tuple(self._draw.randrange(self._vocab_size) for _ in range(num_tokens))
+        """Return a random prompt, which is not in the cache."""
+        return tuple(self._rng.randrange(self._vocab_size) for _ in range(num_tokens))
 
     def _ttft(self, token_ids: tuple[int, ...]) -> tuple[float, int]:
-        """Seconds to the first token, and tokens found in the cache, of one sequence alone."""
+        """Return the TTFT in seconds, and the tokens found in the cache, of one sequence alone."""
         submit = Submit(
             uid=next(self._uids),
             attempt=0,
@@ -197,7 +200,7 @@ class Prefixes:
 
 
 class _Watched:
-    """The engine, and how many tokens the last sequence found in the cache."""
+    """Engine wrapper that notes how many tokens the last sequence found in the cache."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""How a figure grows: y = c x^e by least squares in logarithms, y = a + b x by least squares of relative errors."""
+"""Fits of growth: y = c x^e by least squares of logarithms, y = a + b x by least squares of relative errors."""
 
 import math
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ import numpy as np
 
 
 def power_law(xs: Sequence[float], ys: Sequence[float]) -> dict[str, float]:
-    """`exponent` e and `factor` c of y = c x^e, and `last`: the exponent between the two largest x alone.
+    """Return `exponent` e and `factor` c of y = c x^e, and `last`: the exponent between the two largest x.
 
     Raises:
-        ValueError: fewer than two points, two of one x only, or one that is not positive.
+        ValueError: fewer than two points, only one distinct x, or a value that is not positive.
     """
     log_x, log_y = np.log(_positive(xs)), np.log(_positive(ys))
     if len(log_x) != len(log_y) or len(np.unique(log_x)) < 2:
-        raise ValueError("a fit needs two points of different x at least")
+        raise ValueError("a fit needs at least two points with different x")
     exponent, constant = np.polyfit(log_x, log_y, 1)
     order = np.argsort(log_x)
     (x_1, x_2), (y_1, y_2) = log_x[order][-2:], log_y[order][-2:]
@@ -24,25 +24,25 @@ def power_law(xs: Sequence[float], ys: Sequence[float]) -> dict[str, float]:
 
 
 def line(xs: Sequence[float], ys: Sequence[float]) -> dict[str, float]:
-    """`fixed` a and `each` b of y = a + b x, errors relative to y: a small point counts as much as a large one.
+    """Return `fixed` a and `each` b of y = a + b x. Errors are relative to y, so that small points count as much.
 
     Raises:
         ValueError: as `power_law`.
     """
     x, y = _positive(xs), _positive(ys)
     if len(x) != len(y) or len(np.unique(x)) < 2:
-        raise ValueError("a fit needs two points of different x at least")
+        raise ValueError("a fit needs at least two points with different x")
     each, fixed = np.polyfit(x, y, 1, w=1 / y)
     return {"fixed": float(fixed), "each": float(each)}
 
 
 def fits(xs: Sequence[float], ys: Sequence[float]) -> dict[str, Any]:
-    """Both, JSON-ready."""
+    """Return both fits, JSON-ready."""
     return {"power": power_law(xs, ys), "line": line(xs, ys)}
 
 
 def _positive(values: Sequence[float]) -> "np.ndarray[Any, np.dtype[np.float64]]":
     array = np.asarray(values, dtype=np.float64)
     if not (array > 0).all():
-        raise ValueError("what is not positive has no logarithm")
+        raise ValueError("a fit needs positive values")
     return array

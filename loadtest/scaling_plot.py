@@ -1,4 +1,4 @@
-"""The picture of how the service scales: four panels, logarithmic on both axes, with the fitted lines."""
+"""Picture of bench_scaling: four panels, logarithmic on both axes, with the fitted lines."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ _DPI = 80
 
 
 def draw_scaling(path: Path, result: Mapping[str, Any]) -> None:
-    """Step time, KV memory, first token and start, each over its size."""
+    """Draw step time, KV-cache memory, TTFT and start time, each over its size."""
     figure = Figure(figsize=(9, 7), layout="constrained")
     (steps, memory), (prefix, start) = figure.subplots(2, 2)
     for name, key in (("batch", "batch_size"), ("context", "context_length")):
@@ -26,9 +26,9 @@ def draw_scaling(path: Path, result: Mapping[str, Any]) -> None:
     memory.plot(tokens, [count * each for count in tokens], ":", color="black", label="formula")
     _label(memory, "tokens", "MB of KV-cache")
     points = result["prefixes"]["points"]
-    _draw(prefix, result["prefixes"], "rest_tokens", lambda point: point["ttft_ms"]["median"], "beginning shared")
+    _draw(prefix, result["prefixes"], "rest_tokens", lambda point: point["ttft_ms"]["median"], "cached prefix")
     alone = [(point["rest_tokens"], point["rest_alone_ms"]["median"]) for point in points]
-    prefix.plot(*zip(*alone, strict=True), "x", color="C1", label="the rest alone")
+    prefix.plot(*zip(*alone, strict=True), "x", color="C1", label="other tokens alone")
     _label(prefix, "tokens of a prompt that are not shared", "ms to the first token")
     _draw_starts(start, result["starts"])
     figure.savefig(path, dpi=_DPI, metadata={"Source": digest(result), "Software": None})
@@ -44,13 +44,13 @@ def _draw(
     color: str | None = None,
     scale: float = 1,
 ) -> None:
-    """Points, and the power law through them; `scale` of what the law was fitted to."""
+    """Draw points and the power law through them. `scale` converts from the unit in which the law was fitted."""
     xs = [point[over] for point in curve["points"]]
     law = curve["fits"]["power"]
-    (drawn,) = axes.plot(xs, [value(point) for point in curve["points"]], "o", color=color)
+    (markers,) = axes.plot(xs, [value(point) for point in curve["points"]], "o", color=color)
     ends = (min(xs), max(xs))
     ys = [scale * law["factor"] * x ** law["exponent"] for x in ends]
-    axes.plot(ends, ys, "-", color=drawn.get_color(), label=f"{name}: exponent {law['exponent']:.2f}")
+    axes.plot(ends, ys, "-", color=markers.get_color(), label=f"{name}: exponent {law['exponent']:.2f}")
 
 
 def _draw_starts(axes: Axes, starts: Mapping[str, Any]) -> None:

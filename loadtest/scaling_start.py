@@ -1,5 +1,6 @@
-"""How long `kvasir serve` takes from its program's start to a first token, over the size of its checkpoint, beside the
-time to read that checkpoint's files. Imports torch.
+"""Time of `kvasir serve` from process start to first token, over the size of its checkpoint and the time to read it.
+
+Imports torch.
 """
 
 import os
@@ -24,7 +25,7 @@ _WIDTH = 1024
 
 
 def config_of(num_bytes: int) -> ModelConfig:
-    """A model of shape S's kind, wider, with as many layers as so many bytes of float32 hold, at least one."""
+    """Return a wider model of shape S's kind with as many layers as fit into `num_bytes` of float32, at least one."""
     thin = replace(shape_config("S"), num_layers=1, hidden_size=_WIDTH, num_heads=16, num_kv_heads=8, mlp_size=2816)
     thick = replace(thin, num_layers=2)
     layer = 4 * (thick.num_parameters - thin.num_parameters)
@@ -32,7 +33,7 @@ def config_of(num_bytes: int) -> ModelConfig:
 
 
 def write_checkpoint(directory: Path, config: ModelConfig) -> None:
-    """Random weights, float32, in our own format: its manifest has each file's SHA-256, which a start checks."""
+    """Write random float32 weights in Kvasir's format. Its manifest has each file's SHA-256, which a start verifies."""
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.ones(shape) if len(shape) == 1 else torch.empty(shape).uniform_(-0.05, 0.05, generator=generator)
@@ -49,12 +50,12 @@ def write_checkpoint(directory: Path, config: ModelConfig) -> None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold the tensors."""
+    """Return the files that hold the tensors."""
     return sorted(directory.glob("*.safetensors"))
 
 
 def read_seconds(paths: Sequence[Path]) -> float:
-    """Seconds to read the files once, one after the other, into one buffer."""
+    """Return the seconds to read the files once, one after the other, into one buffer."""
     buffer = memoryview(bytearray(_READ_BYTES))
     began = time.perf_counter()
     for path in paths:
@@ -65,8 +66,7 @@ def read_seconds(paths: Sequence[Path]) -> float:
 
 
 def forget(paths: Sequence[Path]) -> None:
-    """Have the kernel drop what it keeps of the files: the next to read them waits for the disk, or for what the
-    machine below keeps of it, which nobody here can drop."""
+    """Drop the files from the kernel's page cache. The host of a virtual machine may still keep them."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -78,14 +78,14 @@ def forget(paths: Sequence[Path]) -> None:
 
 @dataclass(slots=True)
 class StartPoint:
-    """A checkpoint of so many bytes: starts and reads in turn, with its files in memory (warm) and not (cold)."""
+    """A checkpoint of one size: starts and reads in turn, with its files in the page cache (warm) and not (cold)."""
 
     num_bytes: int
     seconds: dict[str, list[float]] = field(default_factory=lambda: {"warm": [], "cold": []})
     reads: dict[str, list[float]] = field(default_factory=lambda: {"warm": [], "cold": []})
 
     def measure(self, directory: Path, serve: Sequence[str]) -> None:
-        """One more repeat."""
+        """Add a repeat."""
         paths = weight_files(directory)
         forget(paths)
         self.reads["cold"].append(read_seconds(paths))
@@ -95,7 +95,7 @@ class StartPoint:
         self.seconds["cold"].append(measure_start(directory, serve))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready. `ratio`: start to read, in turn."""
+        """Return a JSON-ready dictionary. `ratio`: start time relative to read time."""
         return {
             "bytes": self.num_bytes,
             **{
@@ -110,10 +110,10 @@ class StartPoint:
 
 
 class Starts:
-    """Checkpoints of several sizes, one at a time in `scratch`; None is where temporary files are.
+    """Checkpoints of several sizes, one at a time in `scratch` (None: the directory of temporary files).
 
     Raises:
-        ValueError: two sizes are the same number of layers.
+        ValueError: two sizes give the same number of layers.
     """
 
     def __init__(self, scratch: Path | None, sizes: Sequence[int], *, repeats: int, serve: Sequence[str]) -> None:
@@ -121,10 +121,12 @@ class Starts:
         self._configs = [config_of(size) for size in sizes]
         self._points: list[StartPoint] = []
         if len({config.num_layers for config in self._configs}) < len(sizes):
-            raise ValueError("two of these sizes are the same number of layers: give sizes 50 MB apart, from 100 on")
+            raise ValueError(
+                "two of these sizes give the same number of layers; choose sizes at least 50 MB apart, from 100 MB"
+            )
 
     def run(self) -> Iterator[str]:
-        """Measure all; says what is next, once a repeat."""
+        """Measure all sizes. Yields a label before each repeat."""
         for config in self._configs:
             with tempfile.TemporaryDirectory(prefix="kvasir-scaling-", dir=self._scratch) as scratch:
                 directory = Path(scratch) / "model"
@@ -136,18 +138,21 @@ class Starts:
                     point.measure(directory, self._serve)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: points, and what each byte more costs, of a start and of a read."""
-        told = [point.to_dict() for point in self._points]
-        return {"points": told, **growth(told)}
+        """Return JSON-ready points, and fits of start and read over size."""
+        figures = [point.to_dict() for point in self._points]
+        return {"points": figures, **growth(figures)}
 
 
 def growth(points: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Fits of start and read over GB, warm and cold, and `marginal`: what a GB more costs a start, of its read."""
+    """Return fits of start and read over GB, warm and cold.
+
+    `marginal` is the time of a start per GB relative to that of a read.
+    """
     sizes = [point["bytes"] / 1e9 for point in points]
-    told: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for kind in ("warm", "cold"):
         starts = fits(sizes, [point[kind]["start_seconds"]["median"] for point in points])
         reads = fits(sizes, [point[kind]["read_seconds"]["median"] for point in points])
         marginal = starts["line"]["each"] / reads["line"]["each"]
-        told[kind] = {"start": starts, "read": reads, "marginal": marginal}
-    return told
+        figures[kind] = {"start": starts, "read": reads, "marginal": marginal}
+    return figures

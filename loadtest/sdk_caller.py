@@ -1,8 +1,8 @@
-"""A user of OpenAI's Python SDK beside an overloaded service: what its code sees, and what the SDK kept from it.
+"""User of OpenAI's Python SDK at an overloaded service: errors it sees, and rejections that the SDK's retries hide.
 
     KVASIR_API_KEY=... python -m loadtest.sdk_caller --url http://127.0.0.1:8000 --seconds 300
 
-A process of its own, so that it waits for no other client. Prints JSON.
+Runs in a separate process, so that it waits for no other client. Prints JSON.
 """
 
 import argparse
@@ -22,9 +22,9 @@ _PROMPT = "Once upon a time, in a kingdom by the sea,"
 
 
 def call(url: str, *, key: str, seconds: float, max_retries: int, max_tokens: int) -> dict[str, Any]:
-    """Send one streamed completion after the other for so long.
+    """Send streamed completions one after the other for `seconds`.
 
-    errors: exceptions that the caller's code saw, by name. refusals: answers of 4xx and 5xx that it did not see.
+    errors: exceptions that the caller saw, by name. refusals: responses of 4xx and 5xx that the caller did not see.
     tokens_per_second: chunks with text; each is a token unless text was held back.
     """
     statuses: Counter[int] = Counter()
@@ -64,23 +64,28 @@ def call(url: str, *, key: str, seconds: float, max_retries: int, max_tokens: in
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Call, and print what was seen."""
+    """Run the user and print its figures."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.sdk_caller", description=__doc__)
     add = parser.add_argument
     add("--url", required=True)
     add("--seconds", type=float, default=30.0)
-    add("--max-retries", type=int, default=openai.DEFAULT_MAX_RETRIES, help="default: the SDK's own, %(default)s")
+    add(
+        "--max-retries",
+        type=int,
+        default=openai.DEFAULT_MAX_RETRIES,
+        help="maximum retries of the SDK (default: %(default)s, the SDK's default)",
+    )
     add("--max-tokens", type=int, default=16)
     arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
     logging.disable(logging.INFO)
-    told = call(
+    figures = call(
         arguments.url,
         key=os.environ.get("KVASIR_API_KEY", "none"),
         seconds=arguments.seconds,
         max_retries=arguments.max_retries,
         max_tokens=arguments.max_tokens,
     )
-    print(json.dumps(told))
+    print(json.dumps(figures))
     return 0
 
 

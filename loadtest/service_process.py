@@ -1,4 +1,4 @@
-"""`kvasir serve` as a child process on a free port, and what the operating system says about its processes."""
+"""`kvasir serve` as a child process on a free port, and its processes' figures from the operating system."""
 
 import io
 import socket
@@ -18,7 +18,7 @@ from loadtest.sse_client import Target, api_key_given, complete_blocking
 from loadtest.workload import CompletionRequest
 
 START_SECONDS = 120.0
-# Longer than the service's own drain and close, so that it is killed only when it hangs.
+# Longer than the service's drain and close, so that it is killed only if it hangs.
 STOP_SECONDS = 60.0
 _POLL_SECONDS = 0.02
 
@@ -28,7 +28,7 @@ class ServiceFailed(RuntimeError):
 
 
 class ServiceProcess:
-    """A context manager: the service runs while the block does.
+    """Context manager that runs the service for the length of its block.
 
     `arguments` are added to `kvasir serve --checkpoint ... --port ...`.
     """
@@ -56,12 +56,15 @@ class ServiceProcess:
 
     @property
     def process(self) -> psutil.Popen:
+        """The service's main process. Raises ServiceFailed if it was not started."""
         if self._process is None:
             raise ServiceFailed("the service was not started")
         return self._process
 
     def stop(self) -> int:
-        """End it as an operator would, with SIGTERM; returns its exit code. Whatever outlives it is killed."""
+        """Stop the service with SIGTERM, as an operator would, and return its exit code. Processes that remain are
+        killed.
+        """
         processes = self.all_processes()
         if self.process.is_running():
             self.process.terminate()
@@ -76,9 +79,9 @@ class ServiceProcess:
         return code
 
     def wait_first_token(self, request: CompletionRequest) -> float:
-        """Seconds from the program's start to the first token of the first stream that is served.
+        """Return the seconds from process start to the first token of the first stream that is served.
 
-        Asks again and again, as an impatient client does. Raises `ServiceFailed` when nothing comes.
+        The request is repeated until it succeeds. Raises `ServiceFailed` if no request succeeds in time.
         """
         while True:
             outcome = complete_blocking(self.target, request, model=None, timeout_seconds=START_SECONDS)
@@ -90,27 +93,27 @@ class ServiceProcess:
 
     def _wait_a_little(self, complaint: str) -> None:
         if self.process.poll() is not None:
-            raise ServiceFailed(f"the service ended with {self.process.returncode}\n{self.log_tail()}")
+            raise ServiceFailed(f"the service exited with code {self.process.returncode}\n{self.log_tail()}")
         if time.perf_counter() - self.started_seconds > START_SECONDS:
             raise ServiceFailed(f"the service {complaint} within {START_SECONDS:g} s\n{self.log_tail()}")
         time.sleep(_POLL_SECONDS)
 
     def log_tail(self) -> str:
-        """The last lines the service wrote."""
+        """Return the last lines of the service's log."""
         self._log.seek(0)
         return "".join(self._log.readlines()[-20:])
 
     def all_processes(self) -> list[psutil.Process]:
-        """The service's main process and everything below it."""
+        """Return the service's main process and all its descendants."""
         if not self.process.is_running():
             return []
         return [self.process, *self.process.children(recursive=True)]
 
     def api_processes(self) -> list[psutil.Process]:
-        """The processes that hold an accepted connection to the port. Call it while a client holds one open."""
+        """Return the processes that hold an accepted connection to the port."""
         with socket.create_connection((self.target.host, self.target.port)) as held:
             held.sendall(self.target.request_bytes("GET", "/health"))
-            held.recv(1)  # answered: the connection has been accepted by whoever serves it
+            held.recv(1)  # the response shows that an API process has accepted the connection
             return [
                 process
                 for process in self.all_processes()
@@ -121,19 +124,19 @@ class ServiceProcess:
             ]
 
     def worker_processes(self) -> list[psutil.Process]:
-        """The processes that have torch mapped, but for the standby: the engine runs there."""
+        """Return the processes that have torch mapped, except the standby: they run the engine."""
         named = ((process, process.name()) for process in self.all_processes())
         return [process for process, name in named if name != "kvasir-standby" and has_torch(process)]
 
 
 def has_torch(process: psutil.Process) -> bool:
-    """Whether any of torch's libraries is mapped into the process."""
+    """Return True if a torch library is mapped into the process."""
     maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")
     return any("/torch/" in line or "libtorch" in line for line in maps.splitlines())
 
 
 def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
-    """CPU time the processes have used so far, user and system."""
+    """Return the user and system CPU time that the processes have used so far."""
     times = [process.cpu_times() for process in processes]
     return float(sum(used.user + used.system for used in times))
 

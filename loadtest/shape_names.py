@@ -1,4 +1,4 @@
-"""The shapes that can be measured without a checkpoint. Torch-free; `loadtest.shapes` makes models of them."""
+"""Model shapes that can be measured without a checkpoint. Torch-free; `loadtest.shapes` builds the models."""
 
 from typing import Final
 
@@ -23,8 +23,8 @@ SHAPE_SIZES: Final[dict[str, dict[str, int]]] = {
         "head_dim": 64,
         "mlp_size": 2048,
     },
-    # Source: https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json, but for the context: 2,048 of 40,960
-    # positions, as many as the other shapes have, bound the KV-cache and change no speed.
+    # Source: https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json. The context is 2,048 instead of 40,960
+    # positions, as in the other shapes: it limits the KV-cache and does not change speed.
     "qwen3-0.6b": {
         "vocab_size": 151936,
         "max_context_length": 2048,

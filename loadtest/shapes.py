@@ -1,7 +1,7 @@
-"""Models of random weights, for measuring without a checkpoint: speed depends on shapes, not on what was learned.
+"""Models of random weights, for benchmarks without a checkpoint: speed depends on shapes, not on trained values.
 
-S and M have Llama's architecture, qwen3-0.6b has Qwen3's; all tie their embeddings. Tokens are bytes, then pairs, then
-triples of printable ASCII characters, so that what such a model says is text. Imports torch.
+S and M have Llama's architecture, qwen3-0.6b has Qwen3's. All tie their embeddings. Tokens are bytes, then pairs
+and triples of printable ASCII characters, so that completions are text. Imports torch.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ _PRINTABLE = [bytes([byte]) for byte in range(0x20, 0x7F)]
 
 
 def shape_config(name: str) -> ModelConfig:
-    """Return the model of this name, a key of `SHAPE_SIZES`."""
+    """Return the config of a shape, a key of `SHAPE_SIZES`."""
     is_qwen3 = name.startswith("qwen3")
     return ModelConfig(
         **SHAPE_SIZES[name],
@@ -41,7 +41,7 @@ def shape_config(name: str) -> ModelConfig:
 
 
 def shape_tokenizer(vocab_size: int) -> ByteLevelTokenizer:
-    """Tokens of one to three characters, and the end of text as the last."""
+    """Return a tokenizer with tokens of one to three characters, and the end of text as the last token."""
     pairs = (first + second for first, second in itertools.product(_PRINTABLE, repeat=2))
     triples = (b"".join(three) for three in itertools.product(_PRINTABLE, repeat=3))
     tokens = itertools.chain((bytes([byte]) for byte in range(256)), pairs, triples)
@@ -67,7 +67,7 @@ def write_random_checkpoint(
 
     Args:
         max_context_length: replaces the shape's.
-        dtype: of the weights in the file.
+        dtype: dtype of the weights in the file.
     """
     config = shape_config(name)
     if max_context_length is not None:

@@ -1,4 +1,4 @@
-"""Service level objectives: what was promised, and whether it was kept. The exit code of a load test."""
+"""Service level objectives of a load test, and the exit code that follows from them."""
 
 import argparse
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from loadtest.outcome import Ending, Outcome
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slo:
-    """Limits; None for one that is not set. Percentiles are over requests that came to a result.
+    """Limits; None for a limit that is not set. Percentiles are over completed requests.
 
-    `max_failed_share` and `max_shed_share` are shares of the requests sent. A latency limit that no request
-    can answer for (nothing streamed, say) is broken: an objective that was not measured was not met.
+    `max_failed_share` and `max_shed_share` are shares of the requests sent. A latency limit without a measured
+    value (nothing was streamed, for example) counts as broken.
 
     Raises:
         ValueError: a limit is negative.
@@ -41,7 +41,7 @@ class Slo:
         return cls(**{field.name: getattr(arguments, f"slo_{field.name}") for field in fields(cls)})
 
     def is_good(self, outcome: Outcome) -> bool:
-        """Whether one request kept the TTFT, TPOT and E2E limits: what goodput counts, as vLLM's does."""
+        """Return True if one request kept the TTFT, TPOT and E2E limits (goodput, as in vLLM)."""
         if outcome.ending is not Ending.OK:
             return False
         measured = (
@@ -52,7 +52,7 @@ class Slo:
         return all(limit is None or value is None or 1e3 * value <= limit for limit, value in measured)
 
     def breaches(self, outcomes: Sequence[Outcome], duration_seconds: float) -> list[str]:
-        """Every limit that was broken, as a line for people. Empty when all were kept."""
+        """Return a readable line for every broken limit."""
         if not outcomes:
             return ["no request was sent"]
         done = [outcome for outcome in outcomes if outcome.ending is Ending.OK]
@@ -92,15 +92,15 @@ class Slo:
 
 
 def add_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Declare one `--slo-...` option for each limit."""
+    """Declare a `--slo-...` option for each limit."""
     helps = {
-        "ttft_p95_ms": "95th percentile of time to first token, at most",
-        "itl_p95_ms": "95th percentile of inter-token latency, at most",
-        "tpot_p95_ms": "95th percentile of time per output token, at most",
-        "e2e_p95_ms": "95th percentile of end-to-end latency, at most",
-        "max_failed_share": "failed requests / requests sent, at most; shed load (429) is not failure",
-        "max_shed_share": "requests refused with 429 / requests sent, at most",
-        "min_output_throughput": "completion tokens/s, at least",
+        "ttft_p95_ms": "maximum 95th percentile of time to first token, ms",
+        "itl_p95_ms": "maximum 95th percentile of inter-token latency, ms",
+        "tpot_p95_ms": "maximum 95th percentile of time per output token, ms",
+        "e2e_p95_ms": "maximum 95th percentile of end-to-end latency, ms",
+        "max_failed_share": "maximum share of requests that fail; a rejection with 429 is not a failure",
+        "max_shed_share": "maximum share of requests rejected with 429",
+        "min_output_throughput": "minimum completion tokens/s",
     }
     for field in fields(Slo):
         parser.add_argument(

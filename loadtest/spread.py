@@ -8,7 +8,7 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """What repeats of one measurement showed. `values` are in the order they were taken.
+    """Values of a repeated measurement, in the order they were taken.
 
     Raises:
         ValueError: there is no value.
@@ -22,15 +22,16 @@ class Spread:
 
     @classmethod
     def of_ratios(cls, numerators: Sequence[float], denominators: Sequence[float]) -> Self:
-        """Ratios pair by pair: both of a pair met the same state of the machine, so drift cancels."""
+        """Return ratios pair by pair. Both values of a pair met the same state of the machine, so drift cancels."""
         return cls(tuple(top / bottom for top, bottom in zip(numerators, denominators, strict=True)))
 
     @property
     def median(self) -> float:
+        """Median of the values."""
         return statistics.median(self.values)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dictionary: median, smallest, largest and every value."""
+        """Return a JSON-ready dictionary: median, minimum, maximum and every value."""
         return {
             "median": self.median,
             "min": min(self.values),

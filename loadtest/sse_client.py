@@ -1,9 +1,10 @@
-"""HTTP/1.1 and server-sent events, read from the socket as they arrive and stamped at that moment.
+"""HTTP/1.1 and server-sent events, read from the socket as they arrive, with arrival times.
 
-Ordinary clients buffer: locust's `iter_lines` waits for 1,024 bytes, and a first token is then reported
-together with the tenth. Here nothing stands between `recv` and the time stamp but httptools' parser. The
-parsing is sans-io and has two drivers: `complete_blocking` for plain sockets (which gevent makes
-co-operative, so locust uses it as it is), and `AsyncClient`.
+Ordinary clients buffer: locust's `iter_lines` waits for 1,024 bytes, so a first token is reported together with the
+tenth. Here only httptools' parser stands between `recv` and the time stamp.
+
+The parsing is sans-io and has two drivers. `complete_blocking` uses plain sockets, which gevent makes cooperative
+for locust. `AsyncClient` uses asyncio.
 """
 
 import asyncio
@@ -24,13 +25,13 @@ from loadtest.workload import CompletionRequest
 
 COMPLETIONS_PATH = "/v1/completions"
 RECEIVE_BYTES = 65536
-# As the server reads it. No flag: flags show in the list of processes, and results tell the command.
+# The server reads the same variable. Not a flag: flags show in the process list, and results store the command.
 API_KEY_VARIABLE = "KVASIR_API_KEY"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the service listens, and the API key it is sent, if any."""
+    """Address of the service, and the API key to send, if any."""
 
     host: str
     port: int
@@ -46,15 +47,16 @@ class Target:
 
     @property
     def url(self) -> str:
+        """Base URL of the service."""
         return f"http://{self.host}:{self.port}"
 
     @property
     def authorization(self) -> dict[str, str]:
-        """The header by which the service knows who asks."""
+        """Authorization header with the API key, empty without a key."""
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
     def request_bytes(self, method: str, path: str, payload: Any = None, *, keep_alive: bool = True) -> bytes:
-        """A request as it goes on the wire; `payload` is sent as JSON, None sends no body."""
+        """Return the bytes of a request. `payload` is sent as JSON; None sends no body."""
         body = b"" if payload is None else json.dumps(payload).encode()
         lines = [
             f"{method} {path} HTTP/1.1",
@@ -70,7 +72,7 @@ class Target:
 
 
 def api_key_given() -> str | None:
-    """The key in `KVASIR_API_KEY`, None without one. Raises `ValueError`, which does not tell it, if it is none."""
+    """Return the key in `KVASIR_API_KEY`, or None. Raises `ValueError`, without the value, if it is not a valid key."""
     key = os.environ.get(API_KEY_VARIABLE, "").strip()
     if key and not re.fullmatch(r"[!-~]+", key):
         raise ValueError(f"{API_KEY_VARIABLE}: must be one word of visible ASCII characters")
@@ -78,19 +80,18 @@ def api_key_given() -> str | None:
 
 
 class SseParser:
-    """Bytes in, the `data` of complete events out (WHATWG HTML, section 9.2.6).
+    """Parser from bytes to the `data` of complete events (WHATWG HTML, section 9.2.6).
 
-    Comments keep a connection alive and say nothing; `event`, `id` and `retry` fields are not used by
-    completion APIs and are passed over.
+    Comments and the fields `event`, `id` and `retry` are skipped: completion APIs do not use them.
     """
 
     def __init__(self) -> None:
         self._tail = b""
         self._data: list[bytes] = []
-        self._skip_newline = False  # the last bytes ended in CR: an LF right after belongs to it
+        self._skip_newline = False  # the last bytes ended in CR: skip an LF that follows
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The events that these bytes complete."""
+        """Return the events that these bytes complete."""
         if self._skip_newline and data:
             data = data.removeprefix(b"\n")
         self._skip_newline = data.endswith(b"\r")
@@ -108,7 +109,7 @@ class SseParser:
 
 
 class ResponseReader:
-    """One HTTP response, fed as bytes arrive. A completion's events and body go to its `CompletionReader`."""
+    """Reader of one HTTP response, fed as bytes arrive. A completion goes to its `CompletionReader`."""
 
     def __init__(self, completion: CompletionReader | None = None) -> None:
         self._parser = httptools.HttpResponseParser(self)
@@ -123,17 +124,17 @@ class ResponseReader:
 
     @property
     def retry_after_seconds(self) -> float:
-        """What the `Retry-After` header asks for; 0 without one, and for one that gives a date."""
+        """Seconds in the `Retry-After` header; 0 without the header, and for a date."""
         value = self.headers.get("retry-after", "")
         return float(value) if value.isdecimal() else 0.0
 
     def feed(self, data: bytes, now: float) -> None:
-        """Bytes received at `now`. Raises `httptools.HttpParserError` when they are not HTTP."""
+        """Read bytes received at `now`. Raises `httptools.HttpParserError` if they are not HTTP."""
         self._now = now
         self._parser.feed_data(data)
 
     def end_of_connection(self, now: float) -> None:
-        """The server closed. That completes a response which had no other way to say its length."""
+        """Handle the end of the connection, which completes a response without a declared length."""
         delimited = "content-length" in self.headers or "transfer-encoding" in self.headers
         if self.status is not None and not delimited and not self.complete:
             self._now = now
@@ -141,14 +142,17 @@ class ResponseReader:
             self.reusable = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Store a header. Called by httptools."""
         self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
+        """Store the status and detect an event stream. Called by httptools."""
         self.status = self._parser.get_status_code()
         if self.headers.get("content-type", "").startswith("text/event-stream"):
             self._sse = SseParser()
 
     def on_body(self, body: bytes) -> None:
+        """Read a part of the body. Called by httptools."""
         if self._sse is None:
             self.content.extend(body)
             return
@@ -157,6 +161,7 @@ class ResponseReader:
                 self._completion.event(event, self._now)
 
     def on_message_complete(self) -> None:
+        """Mark the response as complete. Called by httptools."""
         self.complete = True
         self.reusable = self._parser.should_keep_alive()
         if self._completion is not None and self._sse is None:
@@ -164,7 +169,7 @@ class ResponseReader:
 
 
 class _Exchange:
-    """One completion over one connection, whoever moves the bytes."""
+    """One completion over one connection, independent of the I/O driver."""
 
     def __init__(self, request: CompletionRequest, intended_seconds: float | None) -> None:
         self.sent_seconds = time.perf_counter()
@@ -180,7 +185,7 @@ class _Exchange:
         return self._outcome(ending, detail, time.perf_counter())
 
     def finished(self, now: float) -> Outcome:
-        """The outcome once `over`, or once the connection is at its end."""
+        """Return the outcome once `over`, or at the end of the connection."""
         if self._completion.wants_to_leave and not self.response.complete:
             return self._outcome(Ending.CANCELLED, "", now)
         if not self.response.complete or self.response.status is None:
@@ -204,9 +209,9 @@ class _Exchange:
 def complete_blocking(
     target: Target, request: CompletionRequest, *, model: str | None, timeout_seconds: float
 ) -> Outcome:
-    """Send one completion on a connection of its own and read it to its end.
+    """Send one completion over its own connection and read it to its end.
 
-    Whatever the server does, or fails to do, is an outcome and not an exception.
+    Every failure of the server is an outcome, not an exception.
     """
     exchange = _Exchange(request, None)
     deadline = exchange.sent_seconds + timeout_seconds
@@ -231,7 +236,7 @@ def complete_blocking(
 
 
 class _Connection(asyncio.Protocol):
-    """One TCP connection; hands bytes with their arrival time to the response being read."""
+    """TCP connection that passes bytes with their arrival time to the current response."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -247,7 +252,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
         if self._response is None or self._over is None or self._over.done():
-            self.close()  # bytes nobody asked for: the connection is out of step
+            self.close()  # unexpected bytes: the connection is out of step
             return
         try:
             self._response.feed(data, now)
@@ -270,13 +275,13 @@ class _Connection(asyncio.Protocol):
         self._over.set_result(now)
 
     def close(self) -> None:
-        """Leave at once: what a client that loses interest does."""
+        """Close at once, as a client that disconnects does."""
         self.closed = True
         if self._transport is not None:
             self._transport.abort()
 
     async def exchange(self, payload: bytes, response: ResponseReader, exchange: _Exchange | None) -> float:
-        """Send a request and wait for its end, or its client's leaving; returns when that was.
+        """Send a request and wait until the response ends or the client disconnects; return that time.
 
         Raises:
             ConnectionError: the connection broke, or its bytes are not HTTP.
@@ -290,7 +295,7 @@ class _Connection(asyncio.Protocol):
 
 
 class AsyncClient:
-    """Completions over kept-alive connections, as many at once as callers ask for."""
+    """Client for completions over kept-alive connections, without a limit on concurrency."""
 
     def __init__(self, target: Target, *, timeout_seconds: float = 120.0) -> None:
         self.target = target
@@ -300,7 +305,7 @@ class AsyncClient:
     async def complete(
         self, request: CompletionRequest, *, model: str | None, intended_seconds: float | None = None
     ) -> Outcome:
-        """Send one completion and read it to its end; whatever the server does is an outcome."""
+        """Send one completion and read it to its end. Every failure of the server is an outcome."""
         payload = self.target.request_bytes("POST", COMPLETIONS_PATH, request.body(model))
         exchange = _Exchange(request, intended_seconds)
         try:
@@ -312,18 +317,18 @@ class AsyncClient:
             return exchange.failed(Ending.CONNECTION, f"{type(error).__name__}: {error}")
 
     async def close(self) -> None:
-        """Close the idle connections; the rest close as their requests end."""
+        """Close the idle connections. Other connections close when their requests end."""
         for connection in self._idle:
             connection.close()
         self._idle.clear()
-        await asyncio.sleep(0)  # lets the transports run their closing callbacks
+        await asyncio.sleep(0)  # let the transports run their closing callbacks
 
     async def _send(self, payload: bytes, response: ResponseReader, exchange: _Exchange | None) -> float:
         connection, fresh = await self._connect()
         try:
             now = await connection.exchange(payload, response, exchange)
             if response.status is None and not fresh:
-                # The server closed an idle connection just as we took it; nothing of the answer had come.
+                # The server closed an idle connection just as it was reused; nothing of the response had arrived.
                 connection, fresh = await self._open(), True
                 now = await connection.exchange(payload, response, exchange)
         except BaseException:

@@ -1,4 +1,4 @@
-"""Streams that go on while something else is measured: when each of their tokens came."""
+"""Background streams during a measurement, and the arrival times of their tokens."""
 
 import asyncio
 import contextlib
@@ -16,14 +16,14 @@ _HEAD_END = b"\r\n\r\n"
 class Stream:
     """One completion of random tokens. It ends with its connection.
 
-    `seconds` is when each event came, and there is one a token: of `time.perf_counter`.
+    `seconds` has the `time.perf_counter` of each event; each event is one token.
     """
 
     def __init__(self, target: Target, prompt: Sequence[int], max_tokens: int, *, seed: int) -> None:
         self.seconds: list[float] = []
         self.sent_seconds = 0.0
         self._target = target
-        # With its ids every token is told, also half a character.
+        # Token ids make every token an event, even one that ends within a character.
         self._body: dict[str, Any] = {
             "prompt": list(prompt),
             "max_tokens": max_tokens,
@@ -36,10 +36,10 @@ class Stream:
         self._task = asyncio.create_task(self._read())
 
     async def begin(self) -> float:
-        """Wait for the first token. Returns when it came.
+        """Wait for the first token. Return its time.
 
         Raises:
-            ServiceFailed: the stream ended without one.
+            ServiceFailed: the stream ended without a token.
         """
         waiting = asyncio.create_task(self._has_begun.wait())
         await asyncio.wait([waiting, self._task], return_when=asyncio.FIRST_COMPLETED)
@@ -50,7 +50,7 @@ class Stream:
         return self.seconds[0]
 
     async def leave(self) -> None:
-        """Close the connection, if it is not at its end."""
+        """Close the connection, if the stream has not ended."""
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
@@ -66,7 +66,7 @@ class Stream:
             parser = SseParser()
             while data := await reader.read(RECEIVE_BYTES):
                 now = time.perf_counter()
-                # The sizes of chunks are lines that no event has, and that are passed over.
+                # Chunk sizes of HTTP are lines without a known SSE field, which the parser skips.
                 for event in parser.feed(data):
                     if event != b"[DONE]":
                         self.seconds.append(now)
@@ -75,6 +75,6 @@ class Stream:
             writer.close()
 
 
-def random_prompt(draw: random.Random, num_tokens: int, vocab_size: int) -> list[int]:
-    """Token ids that nobody had before. The last id of a vocabulary is left out: it may end a text."""
-    return [draw.randrange(vocab_size - 1) for _ in range(num_tokens)]
+def random_prompt(rng: random.Random, num_tokens: int, vocab_size: int) -> list[int]:
+    """Return random token ids, which no cache holds. The vocabulary's last id is left out: it may end a text."""
+    return [rng.randrange(vocab_size - 1) for _ in range(num_tokens)]

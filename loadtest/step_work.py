@@ -1,14 +1,18 @@
-"""What a step must move and compute, by closed formula from the config: the roofline's other half. Torch-free.
+"""Bytes and FLOPs of a step, by formula from the config; with `loadtest.roofline`, the roofline. Torch-free.
 
     bytes of a decode step      W w + B C k          (every weight once, every sequence's keys and values once)
     FLOPs of a decode step      2 W B + 4 B C A
     bytes of a prompt of n      W w s                (s steps of at most --max-batched-tokens tokens)
     FLOPs of a prompt of n      2 (W - H) n + 2 H + 2 n (n + 1) A
 
-    W numbers of all matrices that multiply, H of them in the output head; w bytes of one. B sequences, C tokens each,
-    k bytes of KV-cache a token, A the sum over layers of h d (h query heads of d numbers): q·k and the weighted sum of
-    v are a multiplication and an addition each. Activations, norms and written keys are left out: under a percent.
-    A layer with a sliding window reads no more than its window.
+    W  numbers in all matrices that multiply, H of them in the output head
+    w  bytes of such a number
+    B  sequences, of C tokens each
+    k  bytes of KV-cache per token
+    A  sum over layers of h d (h query heads of d numbers)
+
+q·k and the weighted sum of v take a multiplication and an addition each. Activations, norms and written keys are
+left out: they are under a percent. A layer with a sliding window reads no more than its window.
 
 A step takes at least max(bytes / bandwidth, FLOPs / peak) seconds: Williams et al. 2009, "Roofline".
 """
@@ -31,7 +35,7 @@ FORMULAS = {
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a probe found: bytes/s that can be read, FLOP/s that can be multiplied in the weights' type."""
+    """Measured limits: bytes/s read, and FLOP/s multiplied in the weights' type."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -39,17 +43,17 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Bytes and FLOPs that cannot be avoided."""
+    """Bytes and FLOPs that a step cannot avoid."""
 
     bytes: int
     flops: int
 
     def bound_seconds(self, machine: Machine) -> float:
-        """The least time it takes: reading and multiplying at once."""
+        """Return the least time of the work, with reading and multiplying in parallel."""
         return max(self.bytes / machine.bytes_per_second, self.flops / machine.flops_per_second)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return a JSON-ready dictionary."""
         return {"bytes": self.bytes, "flops": self.flops}
 
 
@@ -58,7 +62,7 @@ class WorkFormula:
     """The formulas above for one model in one precision.
 
     weight_type: a key of `WEIGHT_BYTES`.
-    kv_value_bytes: of a number in the KV-cache.
+    kv_value_bytes: bytes of a number in the KV-cache.
     """
 
     config: ModelConfig
@@ -66,7 +70,7 @@ class WorkFormula:
     kv_value_bytes: int
 
     def decode(self, *, batch_size: int, context_length: float) -> Work:
-        """A step of one token for each of `batch_size` sequences, of so many tokens on average."""
+        """Return the work of a step that decodes `batch_size` sequences of `context_length` tokens on average."""
         seen = sum(self._seen(layer, context_length) for layer in range(self.config.num_layers))
         per_layer = self.config.kv_bytes_per_token(self.kv_value_bytes) / self.config.num_layers
         return Work(
@@ -75,7 +79,7 @@ class WorkFormula:
         )
 
     def prompt(self, *, num_tokens: int, tokens_per_step: int) -> Work:
-        """The first token of a prompt that nobody had before, alone in the engine."""
+        """Return the work until the first token of a prompt without a cached prefix, alone in the engine."""
         steps = -(-num_tokens // tokens_per_step)
         pairs = sum(_num_pairs(num_tokens, self.config.window(layer)) for layer in range(self.config.num_layers))
         linear = 2 * (self.num_multiplied - self._head) * num_tokens + 2 * self._head
@@ -83,7 +87,7 @@ class WorkFormula:
 
     @property
     def num_multiplied(self) -> int:
-        """Numbers of all matrices that a token's vector is multiplied by: an embedding is only looked up."""
+        """Numbers in all matrices that multiply a token's vector. The input embedding is only looked up."""
         shapes = self.config.parameter_shapes()
         layers = (shape for name, shape in shapes.items() if name.startswith("layers.") and len(shape) == 2)
         return sum(map(math.prod, layers)) + self._head
@@ -98,7 +102,7 @@ class WorkFormula:
 
     @property
     def _attended(self) -> int:
-        """Numbers of one layer's query heads."""
+        """Numbers in one layer's query heads."""
         return self.config.num_heads * self.config.head_dim
 
     def _seen(self, layer: int, context_length: float) -> float:
@@ -107,7 +111,7 @@ class WorkFormula:
 
 
 def _num_pairs(num_tokens: int, window: int | None) -> int:
-    """Pairs of a token and one that it sees, itself included."""
+    """Return the pairs of a token and a token that it attends to, itself included."""
     if window is None or window >= num_tokens:
         return num_tokens * (num_tokens + 1) // 2
     return window * (window + 1) // 2 + (num_tokens - window) * window

@@ -1,10 +1,10 @@
-"""What the default model's recipe owes to each of its choices: small runs that differ from one in one thing.
+"""Training trials of the default model's recipe: small runs that differ from a base run in one choice.
 
     python -m loadtest.training_trials --out docs/results/trials.json
 
-Needs the corpora of docs/training.md, which are read once for all trials. May be interrupted: trials that stand in the
-file are not repeated. The trials share the recipe's texts, tokenizer and order of learning, and are told by their
-held-out bits per byte, at equal tokens and by the seconds they took.
+Needs the corpora of docs/training.md, which are read once for all trials. An interrupted run continues: trials in
+the file are not repeated. The trials share the recipe's texts, tokenizer and order of learning. They are compared
+by held-out bits per byte, at equal tokens and by the seconds they took.
 """
 
 import argparse
@@ -30,12 +30,13 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "model" / "training" / "configs" / "kvasir.toml"
 OUT = ROOT / "docs" / "results" / "trials.json"
 
-# Small enough for minutes on two cores; its shape is the recipe's.
+# Small enough for minutes on two cores, with the recipe's proportions.
 _SMALL_MODEL = {"num_layers": 4, "hidden_size": 192, "num_heads": 3, "num_kv_heads": 1, "mlp_size": 512}
 _SMALL_RUN: dict[str, Any] = {
     "batch_size": 4, "steps": 300, "warmup_steps": 30, "decay_steps": 90, "chat_steps": 0, "evaluate_every": 10_000,
 }  # fmt: skip
-# What each trial changes: of the run, and under "model" of the model. "muon" is neither's: AdamW for all.
+# Changes of each trial to the run, and under "model" to the model. "muon" is in neither config; False is AdamW for all
+# parameters.
 TRIALS: Mapping[str, Mapping[str, Any]] = {
     "base": {},
     "another seed": {"seed": 2},
@@ -62,7 +63,7 @@ TRIALS: Mapping[str, Mapping[str, Any]] = {
 
 
 def trial_config(recipe: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
-    """The small run with a trial's changes."""
+    """Return the small run with a trial's changes."""
     of_model = {**recipe.model.to_dict(), **_SMALL_MODEL, **changes.get("model", {})}
     of_run = {key: value for key, value in changes.items() if key not in ("model", "muon")}
     model = type(recipe.model).from_dict(of_model)
@@ -70,7 +71,7 @@ def trial_config(recipe: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig
 
 
 def run_trial(corpus: Corpus, recipe: TrainConfig, changes: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Train one, and measure it. Returns what it came to, JSON-ready."""
+    """Train one trial and return its figures, JSON-ready."""
     config = trial_config(recipe, changes)
     deterministic(config.seed)
     torch.compiler.reset()
@@ -95,12 +96,20 @@ def run_trial(corpus: Corpus, recipe: TrainConfig, changes: Mapping[str, Any], d
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is missing. Returns the exit code: 0, 1 for corpora that cannot be used."""
+    """Run the missing trials. Return the exit code: 0; 1 for unusable corpora."""
     given = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="python -m loadtest.training_trials", description=__doc__.split("\n")[0])
-    parser.add_argument("--config", type=Path, default=RECIPE, metavar="FILE", help="default: the default model's")
+    parser.add_argument(
+        "--config", type=Path, default=RECIPE, metavar="FILE", help="recipe (default: the default model's)"
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs/trials"), metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help="default: docs/results/trials.json")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=OUT,
+        metavar="FILE",
+        help="JSON file with the trials (default: docs/results/trials.json)",
+    )
     parser.add_argument("--only", nargs="+", choices=TRIALS, default=list(TRIALS), metavar="TRIAL")
     arguments = parser.parse_args(given)
     found = json.loads(arguments.out.read_text()) if arguments.out.is_file() else {"kind": "trials", "trials": {}}

@@ -1,8 +1,10 @@
-"""Seeded workloads made of real text. Request number i is a pure function of (spec, i).
+"""Seeded workloads made of real text.
 
-So two runs, or two clients that share a counter, send the same requests whatever their number and order.
-Token counts are aims: prompts end at words, and a client outside the service has no tokenizer but the service's own;
-`usage` says what a prompt really was, and reports use that.
+Request number i is a pure function of (spec, i). Two runs, or two clients that share a counter, therefore send the
+same requests.
+
+Token counts are approximate: prompts end at words, and only the service has the tokenizer. Reports use the exact
+counts in `usage`.
 """
 
 import argparse
@@ -18,38 +20,38 @@ from typing import Any, Self
 
 TALES_PATH = Path(__file__).with_name("tales.txt")
 
-# What a prompt may have beyond its aim even when the tokens of its text are known: its first word stands without
-# the space before it, and a service may begin every prompt with a mark of its own.
+# Tokens that a prompt may have beyond its wanted length, even with a tokenized text. Its first word lacks the space
+# before it, and a service may begin every prompt with a special token.
 PROMPT_SLACK = 4
 
 
 class WorkloadKind(StrEnum):
-    """The shape of the lengths."""
+    """Distribution of prompt and completion lengths."""
 
-    FIXED = "fixed"  # every prompt and every answer of one length
-    LOGNORMAL = "lognormal"  # lengths spread as production traces are, around the given medians
+    FIXED = "fixed"  # all prompts and all completions have one length
+    LOGNORMAL = "lognormal"  # lognormal around the given medians, like production traces
     SHARED_PREFIX = "shared-prefix"  # prompts that begin with one of a few long prefixes
-    MIXED = "mixed"  # chat, long prompts, long answers and shared prefixes together
+    MIXED = "mixed"  # chat, long prompts, long completions and shared prefixes together
 
 
 class ClientKind(StrEnum):
-    """How the client behaves."""
+    """Behaviour of the client."""
 
     STREAMING = "streaming"
-    WHOLE = "whole"  # waits for the whole answer
-    CANCELLING = "cancelling"  # streams, and leaves before the end
+    WHOLE = "whole"  # does not stream
+    CANCELLING = "cancelling"  # streams, and disconnects before the end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkloadSpec:
-    """A workload, completely described.
+    """Complete description of a workload.
 
     prompt_tokens, output_tokens: the lengths (fixed), or their medians.
     sigma: spread of the lognormal lengths; 0.6 puts p95 at 2.7 times the median.
-    num_prefixes, prefix_share: how many shared prefixes, and the part of a prompt that is prefix.
+    num_prefixes, prefix_share: number of shared prefixes, and the share of a prompt that is prefix.
     whole_share, cancelling_share: shares of the clients; the rest stream to the end.
-    max_context_tokens: prompt and answer together stay below it.
-    ignore_eos: answers have the length asked for, so that runs compare.
+    max_context_tokens: limit of prompt and completion together.
+    ignore_eos: completions have the requested length, so that runs can be compared.
 
     Raises:
         ValueError: a value is out of range.
@@ -85,9 +87,9 @@ class WorkloadSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionRequest:
-    """One request to `/v1/completions`, and how its client behaves.
+    """One request to `/v1/completions`, and the behaviour of its client.
 
-    `cancel_after` is the number of text chunks after which a cancelling client leaves, None for the others.
+    `cancel_after` is the number of text chunks after which a cancelling client disconnects; None for other clients.
     """
 
     index: int
@@ -100,7 +102,9 @@ class CompletionRequest:
     seed: int = 0
 
     def body(self, model: str | None) -> dict[str, Any]:
-        """The JSON body; without a model the service takes its own. Streams ask for usage, which counts exactly."""
+        """Return the JSON body. Without a model the service uses its own. Streams ask for `usage`, which has exact
+        counts.
+        """
         body: dict[str, Any] = {
             **({} if model is None else {"model": model}),
             "prompt": self.prompt,
@@ -115,11 +119,11 @@ class CompletionRequest:
 
 
 class Passages:
-    """A text from which passages of a number of tokens are cut, at words.
+    """Text from which passages of a wanted number of tokens are cut, at words.
 
     Args:
-        word_tokens: how many tokens each word has, the space before it included.
-        overshoot: how many times longer than wished a passage may come out.
+        word_tokens: tokens of each word, the space before it included.
+        overshoot: how many times longer than wanted a passage may be.
 
     Raises:
         ValueError: the text has fewer than 100 words.
@@ -131,17 +135,19 @@ class Passages:
         self._words = words
         self._word_tokens = word_tokens
         self.overshoot = overshoot
-        # A stride coprime to the number of words visits every start once before any twice: no two passages begin
-        # alike, so the prefix cache hits only where the workload means it to.
+        # A stride coprime to the number of words visits every start before any start repeats. No two passages begin
+        # alike, so the prefix cache hits only where the workload intends it.
         count = len(words)
         self._stride = next(step for step in range(int(count * 0.618), count) if math.gcd(step, count) == 1)
 
     @classmethod
     def by_ratio(cls, text: str, chars_per_token: float) -> Self:
-        """Passages of a text whose tokens nobody knows. A sentence full of names has twice as many as expected.
+        """Return passages of a text that is not tokenized, by an average length of tokens.
+
+        A sentence full of names may have twice the expected tokens.
 
         Raises:
-            ValueError: the ratio is not positive, or the text too short.
+            ValueError: the ratio is not positive, or the text is too short.
         """
         if chars_per_token <= 0:
             raise ValueError(f"chars_per_token must be positive, not {chars_per_token}")
@@ -150,10 +156,10 @@ class Passages:
 
     @classmethod
     def by_tokens(cls, text: str, token_strs: Sequence[str]) -> Self:
-        """Passages of a text whose tokens are known; a token counts for the word in which it ends.
+        """Return passages of a tokenized text. A token counts for the word in which it ends.
 
         Raises:
-            ValueError: the tokens are not the text's, or the text is too short.
+            ValueError: the tokens do not spell the text, or the text is too short.
         """
         ends = list(itertools.accumulate(map(len, token_strs)))
         if not ends or ends[-1] != len(text):
@@ -166,7 +172,7 @@ class Passages:
         return cls(words, word_tokens, overshoot=1.0)
 
     def cut(self, start: int, num_tokens: int) -> str:
-        """The passage number `start` (any integer), of about `num_tokens` tokens and at least one word."""
+        """Return passage number `start` (any integer), of about `num_tokens` tokens and at least one word."""
         count = len(self._words)
         at = (start * self._stride) % count
         chosen, length = [self._words[at]], self._word_tokens[at]
@@ -180,7 +186,7 @@ class Passages:
 
 
 def tales() -> str:
-    """Grimm's tales, with single spaces between words: the text of every prompt."""
+    """Return Grimm's tales with single spaces between words: the text of every prompt."""
     return " ".join(TALES_PATH.read_text(encoding="utf-8").split())
 
 
@@ -188,35 +194,35 @@ def tales() -> str:
 class _Lengths:
     prompt_tokens: int
     output_tokens: int
-    prefix: int | None = None  # which shared prefix, None for none
+    prefix: int | None = None  # number of the shared prefix; None without one
 
 
-def _fixed(spec: WorkloadSpec, draw: random.Random) -> _Lengths:
+def _fixed(spec: WorkloadSpec, rng: random.Random) -> _Lengths:
     return _Lengths(prompt_tokens=spec.prompt_tokens, output_tokens=spec.output_tokens)
 
 
-def _lognormal(spec: WorkloadSpec, draw: random.Random) -> _Lengths:
+def _lognormal(spec: WorkloadSpec, rng: random.Random) -> _Lengths:
     prompt, output = (
-        max(1, round(draw.lognormvariate(math.log(median), spec.sigma)))
+        max(1, round(rng.lognormvariate(math.log(median), spec.sigma)))
         for median in (spec.prompt_tokens, spec.output_tokens)
     )
     return _Lengths(prompt_tokens=prompt, output_tokens=output)
 
 
-def _shared_prefix(spec: WorkloadSpec, draw: random.Random) -> _Lengths:
-    prefix = draw.randrange(spec.num_prefixes)
+def _shared_prefix(spec: WorkloadSpec, rng: random.Random) -> _Lengths:
+    prefix = rng.randrange(spec.num_prefixes)
     return _Lengths(prompt_tokens=spec.prompt_tokens, output_tokens=spec.output_tokens, prefix=prefix)
 
 
-def _mixed(spec: WorkloadSpec, draw: random.Random) -> _Lengths:
-    part = draw.random()
+def _mixed(spec: WorkloadSpec, rng: random.Random) -> _Lengths:
+    part = rng.random()
     if part < 0.4:
-        return _lognormal(spec, draw)
-    if part < 0.6:  # a long prompt, a short answer
+        return _lognormal(spec, rng)
+    if part < 0.6:  # a long prompt, a short completion
         return _Lengths(prompt_tokens=4 * spec.prompt_tokens, output_tokens=max(1, spec.output_tokens // 4))
-    if part < 0.8:  # a short prompt, a long answer
+    if part < 0.8:  # a short prompt, a long completion
         return _Lengths(prompt_tokens=max(1, spec.prompt_tokens // 4), output_tokens=2 * spec.output_tokens)
-    return _shared_prefix(spec, draw)
+    return _shared_prefix(spec, rng)
 
 
 _LENGTHS: dict[WorkloadKind, Callable[[WorkloadSpec, random.Random], _Lengths]] = {
@@ -228,22 +234,22 @@ _LENGTHS: dict[WorkloadKind, Callable[[WorkloadSpec, random.Random], _Lengths]] 
 
 
 class Workload:
-    """An endless sequence of requests."""
+    """Endless sequence of requests."""
 
     def __init__(self, spec: WorkloadSpec, passages: Passages) -> None:
         self.spec = spec
         self._passages = passages
-        # Where the seed puts the first passage: far apart for neighbouring seeds.
+        # Number of the first passage. Neighbouring seeds get distant ones.
         self._origin = random.Random(spec.seed).randrange(1 << 30)
 
     def request(self, index: int) -> CompletionRequest:
-        """Request number `index`, the same whenever it is asked for."""
+        """Return request number `index`: always the same for the same number."""
         spec = self.spec
-        draw = random.Random((spec.seed << 32) + index)
-        lengths = _LENGTHS[spec.kind](spec, draw)
+        rng = random.Random((spec.seed << 32) + index)
+        lengths = _LENGTHS[spec.kind](spec, rng)
         output = min(lengths.output_tokens, spec.max_context_tokens // 2)
         room = int((spec.max_context_tokens - output - PROMPT_SLACK) / self._passages.overshoot)
-        client, cancel_after = self._client(draw, output)
+        client, cancel_after = self._client(rng, output)
         return CompletionRequest(
             index=index,
             prompt=self._prompt(index, lengths.prefix, max(1, min(lengths.prompt_tokens, room))),
@@ -252,15 +258,15 @@ class Workload:
             cancel_after=cancel_after,
             temperature=spec.temperature,
             ignore_eos=spec.ignore_eos,
-            seed=draw.randrange(1 << 31),
+            seed=rng.randrange(1 << 31),
         )
 
-    def _client(self, draw: random.Random, output_tokens: int) -> tuple[ClientKind, int | None]:
-        share = draw.random()
+    def _client(self, rng: random.Random, output_tokens: int) -> tuple[ClientKind, int | None]:
+        share = rng.random()
         if share < self.spec.whole_share:
             return ClientKind.WHOLE, None
         if share < self.spec.whole_share + self.spec.cancelling_share:
-            return ClientKind.CANCELLING, draw.randint(1, max(1, output_tokens // 2))
+            return ClientKind.CANCELLING, rng.randint(1, max(1, output_tokens // 2))
         return ClientKind.STREAMING, None
 
     def _prompt(self, index: int, prefix: int | None, num_tokens: int) -> str:
@@ -283,42 +289,56 @@ def add_workload_arguments(parser: argparse.ArgumentParser | argparse._ArgumentG
         "--workload",
         choices=kinds,
         default=spec.kind.value,
-        help="shape of the lengths (default: %(default)s)",
+        help="distribution of lengths (default: %(default)s)",
     )
     add(
         "--prompt-tokens",
         type=int,
         default=spec.prompt_tokens,
         metavar="N",
-        help="about (default: %(default)s)",
+        help="approximate tokens of a prompt (default: %(default)s)",
     )
-    add("--output-tokens", type=int, default=spec.output_tokens, metavar="N", help="default: %(default)s")
-    add("--sigma", type=float, default=spec.sigma, metavar="X", help="spread of lognormal lengths")
-    add("--whole-share", type=float, default=spec.whole_share, metavar="X", help="clients that do not stream")
+    add(
+        "--output-tokens",
+        type=int,
+        default=spec.output_tokens,
+        metavar="N",
+        help="tokens of a completion (default: %(default)s)",
+    )
+    add(
+        "--sigma", type=float, default=spec.sigma, metavar="X", help="sigma of lognormal lengths (default: %(default)s)"
+    )
+    add("--whole-share", type=float, default=spec.whole_share, metavar="X", help="share of clients that do not stream")
     add(
         "--cancelling-share",
         type=float,
         default=spec.cancelling_share,
         metavar="X",
-        help="clients that leave",
+        help="share of clients that disconnect early",
     )
-    add("--temperature", type=float, default=spec.temperature, metavar="X", help="default: %(default)s")
+    add(
+        "--temperature",
+        type=float,
+        default=spec.temperature,
+        metavar="X",
+        help="sampling temperature (default: %(default)s)",
+    )
     add(
         "--stop-at-end",
         action="store_true",
-        help="answers end where the model ends them, not at --output-tokens",
+        help="let the model end completions before --output-tokens",
     )
     add(
         "--seed",
         type=int,
         default=spec.seed,
         metavar="N",
-        help="of workload and arrivals (default: %(default)s)",
+        help="seed of workload and arrivals (default: %(default)s)",
     )
 
 
 def spec_from_arguments(arguments: argparse.Namespace, max_context_tokens: int | None) -> WorkloadSpec:
-    """The workload that was asked for, within the model's context where that is known."""
+    """Return the requested workload, limited to the model's context if it is known."""
     return WorkloadSpec(
         kind=WorkloadKind(arguments.workload),
         prompt_tokens=arguments.prompt_tokens,

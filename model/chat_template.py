@@ -1,15 +1,15 @@
-"""How a conversation becomes a prompt: the chat template of a checkpoint directory. Torch-free.
+"""Chat template of a checkpoint directory: renders a conversation to a prompt. Torch-free.
 
-Where it stands, the first of which counts:
+Places of a template, by precedence:
 
     chat_template.jinja                  the template itself
-    additional_chat_templates/NAME.jinja further ones, by name
+    additional_chat_templates/NAME.jinja further templates, by name
     tokenizer_config.json                `chat_template`: a string, or a list of {"name", "template"}
-    chat_template.json                   {"chat_template": …}, as processors once wrote it
+    chat_template.json                   {"chat_template": …}, written by older processors
 
-Of several the one named `default` is used. The marks that a template may write (`bos_token` and the like) stand in
-tokenizer_config.json and special_tokens_map.json, as strings or as {"content": …}. `model.control_marks` keeps what a
-message says from being taken for one.
+Of several templates the one named `default` is used. The special tokens that a template may write (`bos_token` and
+the like) are read from tokenizer_config.json and special_tokens_map.json, as strings or as {"content": …}.
+`model.control_marks` keeps special tokens in messages from taking effect.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,22 +29,22 @@ SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 DEFAULT_NAME = "default"
 MAX_CHARACTERS = 2**23
 
-# For a base model, which knows no roles: the texts as paragraphs, and the answer goes on where the last one ends.
+# For base models, which have no roles: messages become paragraphs, and the completion continues the last message.
 PLAIN_SOURCE = "{{ bos_token }}{{ messages | map(attribute='content') | join('\\n\\n') }}"
 
 
 class ChatTemplateError(ValueError):
-    """A checkpoint's chat template cannot be used. One line: the file, the thing, the remedy."""
+    """Error of an unusable chat template. One line: the file, the fault, the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatTemplate:
-    """A template and what it may refer to.
+    """Chat template and its variables.
 
     source: Jinja.
-    origin: where it was read, for people.
-    special_tokens: `bos_token`, `eos_token` and so on, as the checkpoint's files say; variables of the template.
-    unused: names of further templates of the checkpoint.
+    origin: the template's file, for messages.
+    special_tokens: `bos_token`, `eos_token` and so on, from the checkpoint's files; variables of the template.
+    unused: names of the checkpoint's other templates.
     """
 
     source: str
@@ -53,7 +53,7 @@ class ChatTemplate:
     unused: tuple[str, ...] = ()
 
     def variables(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> dict[str, Any]:
-        """What the template is given. A key that is None is left out of its message, as templates expect."""
+        """Return the template's variables. Keys whose value is None are left out of messages, as templates expect."""
         return {
             **self.special_tokens,
             "messages": [{key: value for key, value in m.items() if value is not None} for m in messages],
@@ -63,21 +63,21 @@ class ChatTemplate:
         }
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The conversation as text, rendered in this process: the sandbox holds, but nothing bounds time and memory.
+        """Render a conversation in this process. The sandbox applies, but nothing bounds time and memory.
 
         Args:
             messages: `{"role", "content"}` each.
-            add_generation_prompt: end with what begins an assistant's message.
+            add_generation_prompt: end with the beginning of an assistant message.
 
         Raises:
-            TemplateFailure: the template refused or failed; one line.
+            TemplateFailure: the template rejected the conversation or failed; one line.
         """
         variables = self.variables(messages, add_generation_prompt=add_generation_prompt)
         return render(compile_template(self.source), variables, max_characters=MAX_CHARACTERS)
 
 
 def load_chat_template(directory: Path) -> ChatTemplate | None:
-    """The chat template of a checkpoint directory; None where it has none.
+    """Read the chat template of a checkpoint directory; None if it has no template.
 
     Raises:
         ChatTemplateError: a file cannot be read, is malformed, or none of several templates is the default.
@@ -96,7 +96,7 @@ def load_chat_template(directory: Path) -> ChatTemplate | None:
     if DEFAULT_NAME not in found:
         names = ", ".join(sorted(found))
         raise ChatTemplateError(
-            f"{origin}: templates {names}, none named {DEFAULT_NAME}; name one --chat-template FILE"
+            f"{origin}: templates {names}, but no template {DEFAULT_NAME}; choose one with --chat-template FILE"
         )
     return ChatTemplate(
         source=found[DEFAULT_NAME],
@@ -107,7 +107,8 @@ def load_chat_template(directory: Path) -> ChatTemplate | None:
 
 
 def read_special_tokens(directory: Path) -> dict[str, Any]:
-    """`bos_token`, `eos_token`, … of a checkpoint directory: the text of each mark, as templates call it.
+    """Return `bos_token`, `eos_token`, … of a checkpoint directory: the text of each special token by its template
+    variable.
 
     Raises:
         ChatTemplateError: a file cannot be read or is not a JSON object.
@@ -122,7 +123,7 @@ def read_special_tokens(directory: Path) -> dict[str, Any]:
 
 
 def _from_files(directory: Path) -> dict[str, str]:
-    """Templates that are files, by name."""
+    """Read the templates that are files, by name."""
     paths = {path.stem: path for path in sorted((directory / TEMPLATE_DIRECTORY).glob("*.jinja"))}
     if json_file.is_named(directory / TEMPLATE_FILE):
         paths[DEFAULT_NAME] = directory / TEMPLATE_FILE
@@ -130,7 +131,7 @@ def _from_files(directory: Path) -> dict[str, str]:
 
 
 def _from_value(path: Path, value: object) -> dict[str, str]:
-    """Templates by name from a `chat_template` entry: none, a string, or a list of named ones."""
+    """Return templates by name from a `chat_template` entry: null, a string, or a list of named templates."""
     if value is None:
         return {}
     if isinstance(value, str):
@@ -148,10 +149,10 @@ def _from_value(path: Path, value: object) -> dict[str, str]:
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file.
+    """Read a UTF-8 file.
 
     Raises:
-        ChatTemplateError: it cannot be read.
+        ChatTemplateError: the file cannot be read.
     """
     try:
         return json_file.read_text(path)

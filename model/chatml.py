@@ -1,12 +1,12 @@
-"""ChatML, the way our own models were taught conversations: the marks around each message, and the chat template.
+"""ChatML, the conversation format of Kvasir's models: special tokens around each message, and the chat template.
 
     <|endoftext|><|im_start|>user
     Who are you?<|im_end|>
     <|im_start|>assistant
     I am Kvasir.<|im_end|>
 
-What a message says stands in it as it is: nothing is stripped, no system message is added. `<|im_end|>` ends an answer,
-so it has to be an end mark of the tokenizer. Torch-free.
+Message contents are not changed: nothing is stripped, no system message is added. `<|im_end|>` ends a response, so
+the tokenizer must list it as an end-of-text token. Torch-free.
 """
 
 from collections.abc import Collection
@@ -30,5 +30,5 @@ TEMPLATE = """\
 
 
 def knows_chatml(marks: Collection[str]) -> bool:
-    """Whether a tokenizer with these control marks can be spoken to in ChatML."""
+    """Return whether a tokenizer with these special tokens supports ChatML."""
     return START in marks and END in marks

@@ -1,4 +1,4 @@
-"""A checkpoint directory as a model, and a model as a checkpoint directory: safetensors, strict, never pickle."""
+"""Loading and saving of checkpoint directories: safetensors only, with strict checks, never pickle."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from model.tokenizer.native import save_native
 from model.transformer import Transformer
 from model.weights import read_weights
 
-# What every way to pack replaces.
+# Matrices that every kind of packing replaces.
 _MATRICES = tuple(f"{name}.weight" for name in ("qkv", "out", "gate_up", "up", "down", "lm_head"))
 
 
@@ -33,15 +33,16 @@ def load_model(
     attention: AttentionBackend,
     packs_next: bool = False,
 ) -> Transformer:
-    """The model on its device, in `dtype`, ready to infer.
+    """Load a model onto its device, in `dtype`, ready for inference.
 
-    Tensors are read, converted and moved slice by slice, so that there is never a second copy, see `model.weights`.
+    Tensors are read, converted and moved slice by slice, so no tensor is ever in memory twice, see `model.weights`.
 
     Args:
-        packs_next: the caller makes all matrices into others before anything else: they need not be copied before.
+        packs_next: the caller converts all matrices before it uses the model, so they need not be copied from the
+            files.
 
     Raises:
-        CheckpointError: a tensor cannot be read, or the set of tensors is not the config's.
+        CheckpointError: a tensor cannot be read, or the tensors are not those of the config.
     """
     with torch.device("meta"), _NoInitialValues():
         model = Transformer(manifest.config, attention)
@@ -49,14 +50,14 @@ def load_model(
     matrices = {name for name in placements if packs_next and name.endswith(_MATRICES)}
     tensors = read_weights(placements, manifest.config, device=device, dtype=dtype, packed_next=matrices)
     model.load_state_dict(tensors, strict=True, assign=True)
-    # What is left are constants, such as rotary frequencies, which were made on the CPU.
+    # Only constants, such as rotary frequencies, are still on the CPU.
     return model.to(device).eval().requires_grad_(False)
 
 
 class _NoInitialValues(TorchFunctionMode):
-    """Leaves out every function of torch.nn.init: what is loaded next needs none.
+    """Skips every function of torch.nn.init, because the loaded tensors replace all initial values.
 
-    On the meta device they would compute nothing, but import 800 modules to do so: 79 MB and a second.
+    On the meta device these functions compute nothing, but import 800 modules: 79 MB and a second.
     """
 
     def __torch_function__(
@@ -79,22 +80,22 @@ def save_checkpoint(
     dtype: torch.dtype = torch.float32,
     generation: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a complete checkpoint directory: config, tokenizer, weights, manifest last.
+    """Write a complete checkpoint directory: config, tokenizer, weights, and the manifest last.
 
-    With a tokenizer that has the marks of ChatML comes its chat template.
+    If the tokenizer has ChatML's special tokens, the ChatML template is written too.
 
     Args:
-        training: how the model came to be, for the manifest.
-        generation: what a request gets that asks for nothing, as generation_config.json: `{"do_sample": True,
+        training: how the model was made, for the manifest.
+        generation: default sampling parameters, written as generation_config.json: `{"do_sample": True,
             "temperature": 0.7}`. None writes no such file.
 
     Raises:
         ValueError: tensors or tokenizer do not fit the config.
-        CheckpointError: the directory holds something else, see `check_writable`.
+        CheckpointError: the directory cannot be used, see `check_writable`.
     """
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     if shapes != config.parameter_shapes():
-        raise ValueError("the tensors are not those the config describes")
+        raise ValueError("the tensors' names or shapes differ from the config's; save them with their own config")
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}")
     check_writable(directory)
@@ -109,7 +110,7 @@ def save_checkpoint(
 def write_weights(
     directory: Path, config: ModelConfig, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None
 ) -> None:
-    """Write config.json and the weight files; `dtype` None keeps each tensor's own."""
+    """Write config.json and the weight files; with `dtype` None each tensor keeps its own dtype."""
     remove_shards(directory)
     num_bytes = {name: tensor.numel() * (dtype or tensor.dtype).itemsize for name, tensor in tensors.items()}
     stored = (tensor.detach().to(device="cpu", dtype=dtype).contiguous() for tensor in tensors.values())
@@ -118,18 +119,18 @@ def write_weights(
 
 
 def _write_or_remove(path: Path, text: str | None) -> None:
-    """None removes what an earlier save left there."""
+    """Write the file, or for None remove an earlier save's file."""
     path.unlink(missing_ok=True) if text is None else path.write_text(text)
 
 
 def check_writable(directory: Path, *, may_replace: bool = True) -> None:
-    """Make the directory, unless it is there; refuse one whose files are not a checkpoint's.
+    """Create the directory if it is missing; reject a directory whose files are not a checkpoint's.
 
     Args:
-        may_replace: whether it may hold a finished checkpoint.
+        may_replace: the directory may hold a finished checkpoint.
 
     Raises:
-        CheckpointError: it is a file, cannot be written, or holds what saving might overwrite.
+        CheckpointError: it is a file, cannot be written, or holds files that saving might overwrite.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -138,6 +139,6 @@ def check_writable(directory: Path, *, may_replace: bool = True) -> None:
     if not os.access(directory, os.W_OK):
         raise CheckpointError(f"{directory}: cannot be written; choose another directory")
     if any(directory.iterdir()) and not (directory / MANIFEST_FILE).is_file():
-        raise CheckpointError(f"{directory}: holds files and no {MANIFEST_FILE}; choose an empty or a new directory")
+        raise CheckpointError(f"{directory}: contains files but no {MANIFEST_FILE}; choose an empty or a new directory")
     if not may_replace and (directory / MANIFEST_FILE).is_file():
-        raise CheckpointError(f"{directory}: holds a finished model, of another run; choose a new directory")
+        raise CheckpointError(f"{directory}: contains the finished model of another run; choose a new directory")

@@ -1,7 +1,7 @@
-"""A frozen, torch-free description of a model: which mechanism it uses where, and the shape of every tensor.
+"""ModelConfig: a frozen, torch-free description of a model's mechanisms and of every tensor's shape.
 
-Everything here is a plain value: the API process, which never imports torch, reads these as freely as the
-engine does. A value that cannot work is refused when it is made, with a `ValueError` that names the field.
+All values are plain Python, so the API process, which never imports torch, reads them too. Invalid values are
+rejected at construction, with a `ValueError` that names the field.
 """
 
 import dataclasses
@@ -28,19 +28,21 @@ from model.kinds import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """A decoder-only transformer, completely described.
+    """Complete description of a decoder-only transformer.
 
-    The head counts decide the attention: `num_kv_heads == num_heads` is multi-head, `1` is multi-query,
-    anything between is grouped-query attention; `num_heads == 1` is single-head.
+    The head counts decide the kind of attention. `num_kv_heads == num_heads` is multi-head, `num_kv_heads == 1` is
+    multi-query, and anything between is grouped-query attention. `num_heads == 1` is single-head.
 
     vocab_size, max_context_length, num_layers, hidden_size, mlp_size, head_dim: sizes.
-    rope_theta, rotary_dim, rope_scaling: of rotary positions; rotary_dim None turns the whole head.
-    num_relative_buckets: of a relative bias. max_relative_distance: beyond it all distances are one, for a relative
-        bias and for disentangled attention.
-    sliding_window: a token sees itself and the `sliding_window - 1` before it, but in `global_layers`.
+    rope_theta, rotary_dim, rope_scaling: parameters of rotary positions; rotary_dim None rotates the whole head.
+    num_relative_buckets: buckets of a relative bias.
+    max_relative_distance: farther distances are treated as this one, in a relative bias and in disentangled attention.
+    sliding_window: a token sees itself and the `sliding_window - 1` tokens before it, except in `global_layers`.
     score_scale: factor of q·k before the softmax; None is 1/sqrt(head_dim), 1/sqrt(3 head_dim) when disentangled.
-    attention_bias: of queries, keys and values; attention_out_bias: of the output projection, None for the same.
-    norm_bias: whether LayerNorm has one. norm_unit_offset: RMS norms multiply by 1 + weight (Gemma).
+    attention_bias: queries, keys and values have biases.
+    attention_out_bias: the output projection has a bias; None for the value of attention_bias.
+    norm_bias: LayerNorm has a bias.
+    norm_unit_offset: RMS norms multiply by 1 + weight (Gemma).
     parallel_residual: attention and MLP read the same x and are added to it together (GPT-NeoX).
     embedding_scale: factor of the token embedding (Gemma).
 
@@ -87,10 +89,10 @@ class ModelConfig:
         if isinstance(self.rope_scaling, Mapping):
             object.__setattr__(self, "rope_scaling", RopeScaling.from_dict(self.rope_scaling))
         elif self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
-            raise ValueError(f"rope_scaling must be a table of kind, factor and so on, not {self.rope_scaling!r}")
+            raise ValueError(f"rope_scaling must be an object with kind and factor, not {self.rope_scaling!r}")
         layers = self.global_layers
         if not isinstance(layers, (list, tuple)) or any(type(layer) is not int for layer in layers):
-            raise ValueError(f"global_layers must be a list of layers' numbers, not {layers!r}")
+            raise ValueError(f"global_layers must be a list of layer numbers, not {layers!r}")
         object.__setattr__(self, "global_layers", tuple(self.global_layers))
         if self.attention_out_bias is None:
             object.__setattr__(self, "attention_out_bias", self.attention_bias)
@@ -110,7 +112,7 @@ class ModelConfig:
         self._check_choices()
 
     def _check_choices(self) -> None:
-        """Choices that need or exclude each other."""
+        """Check choices that require or exclude each other."""
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         rotary = self.position is PositionKind.ROTARY
@@ -119,7 +121,7 @@ class ModelConfig:
             raise ValueError(f"rotary positions need an even {name} up to head_dim, not {self.rotary_size}")
         in_scores = rotary or self.position in SCORED_POSITIONS
         if self.attention is AttentionKind.AVERAGE and (in_scores or self.qk_norm or self.score_scale is not None):
-            raise ValueError("average attention has no scores: no qk_norm, no score_scale, no position in the scores")
+            raise ValueError("average attention has no scores; remove qk_norm, score_scale and positions in the scores")
         needed = {
             "num_relative_buckets": self.position is PositionKind.RELATIVE_BIAS,
             "max_relative_distance": self.position in (PositionKind.RELATIVE_BIAS, PositionKind.DISENTANGLED),
@@ -129,12 +131,14 @@ class ModelConfig:
                 raise ValueError(f"{name} must {'be' if is_needed else 'not be'} given for position={self.position}")
         buckets, farthest = self.num_relative_buckets, self.max_relative_distance
         if buckets is not None and farthest is not None and not 1 <= buckets // 2 < farthest:
-            raise ValueError("num_relative_buckets must be at least 2, max_relative_distance over half of them")
+            raise ValueError(
+                "num_relative_buckets must be at least 2, and max_relative_distance over num_relative_buckets // 2"
+            )
         for name in ("rotary_dim", "rope_scaling"):
             if getattr(self, name) is not None and not rotary:
                 raise ValueError(f"{name} belongs to position=rotary, not {self.position}")
         if self.global_layers and self.sliding_window is None:
-            raise ValueError("global_layers without a sliding_window mean nothing")
+            raise ValueError("global_layers needs a sliding_window; set one, or remove global_layers")
         known = [layer for layer in dict.fromkeys(self.global_layers) if 0 <= layer < self.num_layers]
         if len(known) != len(self.global_layers):
             raise ValueError(
@@ -149,22 +153,22 @@ class ModelConfig:
 
     @property
     def query_groups(self) -> int:
-        """Query heads that share one key/value head."""
+        """Return the number of query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def rotary_size(self) -> int:
-        """Dimensions of a head that rotary positions turn, from the first on."""
+        """Return how many dimensions of a head rotary positions rotate, counted from the first."""
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @property
     def key_dim(self) -> int:
-        """Numbers a key has: none where nothing is compared."""
+        """Return the dimension of a key: 0 for average attention, which has no keys."""
         return 0 if self.attention is AttentionKind.AVERAGE else self.head_dim
 
     @property
     def effective_score_scale(self) -> float:
-        """Factor of q·k: 1/sqrt(d_k), so that scores vary as much as one component of q and k does.
+        """Return the factor of q·k: 1/sqrt(d_k), so that scores vary as much as one component of q and k does.
 
         Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1. Disentangled scores are sums of three products, hence
         1/sqrt(3 d_k): He et al. 2020 (arXiv 2006.03654), equation 4.
@@ -176,22 +180,22 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Trainable numbers; a tied embedding counts once."""
+        """Return the number of trainable parameters; a tied embedding counts once."""
         return sum(math.prod(shape) for shape in self.parameter_shapes().values())
 
     def window(self, layer: int) -> int | None:
-        """How many positions a token of this layer sees, itself included; None for all."""
+        """Return how many positions a token of this layer sees, itself included; None for all."""
         return None if layer in self.global_layers else self.sliding_window
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
-        """Bytes of KV-cache one token of context occupies: keys and values, all layers."""
+        """Return the bytes of KV-cache per token of context: keys and values of all layers."""
         return self.num_layers * self.num_kv_heads * (self.key_dim + self.head_dim) * bytes_per_value
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor of a checkpoint of this model, in module order.
+        """Return name and shape of every tensor of this model's checkpoint, in module order.
 
-        Torch-free twin of `Transformer(config).state_dict()`; a test holds the two together. It lets a
-        checkpoint be checked against its config before any tensor is read.
+        The result equals the names and shapes of `Transformer(config).state_dict()`, without torch; a test compares the
+        two. A checkpoint can thus be checked against its config before a tensor is read.
         """
         embed = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"token_embedding.weight": (self.vocab_size, embed)}
@@ -240,15 +244,15 @@ class ModelConfig:
         return shapes
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dictionary; `from_dict` gives back an equal config."""
+        """Return a JSON-ready dictionary, from which `from_dict` makes an equal config."""
         return {**dataclasses.asdict(self), "global_layers": list(self.global_layers)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read a config, refusing unknown keys and naming missing ones. Mechanisms that came later have defaults.
+        """Read a config. Fields of mechanisms that were added later have defaults.
 
         Raises:
-            ValueError: a key is unknown, missing, or has an unusable value.
+            ValueError: a key is unknown or missing, or has an invalid value.
         """
         fields = dataclasses.fields(cls)
         if unknown := sorted(set(values) - {field.name for field in fields}):
@@ -259,7 +263,7 @@ class ModelConfig:
         return cls(**values)
 
 
-# Ten times what the deepest models have. Every layer is listed by name before a tensor is looked for.
+# Ten times the deepest models' layers. A limit is needed because every layer's tensors are listed before any is read.
 MAX_LAYERS = 10_000
 _SIZES = (
     *("vocab_size", "max_context_length", "num_layers", "hidden_size"),

@@ -1,13 +1,15 @@
-"""Control marks in a rendered conversation: those that the template wrote act, those that a client wrote are text.
+"""Special tokens in a rendered conversation: the template's take effect, a client's are encoded as plain text.
 
-A mark is a string, such as `<|im_end|>`, that the tokenizer turns into one control token. Template and messages become
-one string, in which nothing tells whose a mark is: a message that holds marks would end itself and go on as the system.
-So before rendering, the marks in what a client sent are broken by a character that the client did not send, and after
-it, what is left whole is a mark and the rest, without that character, is text. transformers does likewise with
-`sanitize_control_tokens=True`; there it has to be asked for.
+A special token has a text, such as `<|im_end|>`, that the tokenizer maps to one id. Rendering joins template and
+messages into one string, in which both kinds of text look alike. A message that contains special tokens could then
+end itself and continue as the system.
 
-A mark that begins with the template's own characters and ends with the client's is not seen: no template ends its text
-with a part of a mark.
+So before rendering, a breaker character is inserted into every special token in the client's texts. The breaker is a
+character that the client did not send. After rendering, unbroken special tokens become ids, and the rest is encoded
+as text with the breaker removed. transformers does the same if asked for with `sanitize_control_tokens=True`.
+
+Limit: a special token that begins with the template's own characters and ends with the client's is not detected. No
+template ends a literal text with part of a special token.
 """
 
 import re
@@ -16,16 +18,16 @@ from typing import Any
 
 from model.tokenizer.interface import Tokenizer
 
-# Noncharacters: Unicode keeps them free for a program's own use.
+# Unicode noncharacters, reserved for internal use by programs.
 _BREAKERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
 
 class ForbiddenText(ValueError):
-    """A message whose text cannot be told from control marks. One line."""
+    """Error of messages whose special tokens cannot be broken. One line."""
 
 
 class ControlMarks:
-    """The marks of one tokenizer."""
+    """Special tokens of one tokenizer, and the means to keep clients from sending them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -33,38 +35,39 @@ class ControlMarks:
         marks = tuple(self._ids)
         self._single = tuple(mark for mark in marks if len(mark) == 1)
         self._whole = re.compile(f"({_one_of(marks)})")
-        # Where one begins, even inside another: its first character.
+        # Matches the first character of every special token, also of those that overlap.
         self._starts = re.compile(f"(?=(?:{_one_of(marks)}))(.)", re.DOTALL)
-        # A mark may begin in one text and end in the next, and templates strip texts.
+        # A special token may begin in one text and end in the next; templates may strip the whitespace between.
         beginnings = {mark[:end] for mark in marks for end in range(1, len(mark))}
         self._begun = re.compile(f"(?:{_one_of(beginnings)})(?=\\s*\\Z)")
         self._longest = max(map(len, marks), default=0)
 
     def shield(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str | None]:
-        """The messages with every mark in their texts broken, and the character that breaks them; None if none had to.
+        """Return the messages with every special token broken, and the breaker; None if no text had to change.
 
         Raises:
-            ForbiddenText: a mark is a single character and cannot be broken, or no character is free to do so.
+            ForbiddenText: a special token of one character, which cannot be broken, is in a text, or every possible
+                breaker is.
         """
         texts = _texts(messages)
         if mark := next((mark for mark in self._single if any(mark in text for text in texts)), None):
-            raise ForbiddenText(f"a message holds the control mark {mark!r}")
+            raise ForbiddenText(f"a message contains the special token {mark!r}; remove it")
         free = next((char for char in _BREAKERS if not any(char in text for text in texts)), None)
         shielded = [self._broken(message, free if free is not None else _BREAKERS[0]) for message in messages]
         if shielded == list(messages):
             return shielded, None
         if free is None:
-            raise ForbiddenText("the messages hold all the noncharacters from U+FDD0 to U+FDEF; leave one of them out")
+            raise ForbiddenText("the messages contain all noncharacters from U+FDD0 to U+FDEF; remove one of them")
         return shielded, free
 
     def encode(self, text: str, breaker: str | None) -> list[int]:
-        """Token ids of a rendered conversation; `breaker` as `shield` gave it.
+        """Return the token ids of a rendered conversation; `breaker` is the one that `shield` returned.
 
-        Text around broken marks is encoded piece by piece between the whole ones, where it may be cut into other
-        tokens than in one piece by a tokenizer that looks at what stands before a mark.
+        With a breaker, the text between special tokens is encoded piece by piece. A tokenizer whose result depends on
+        text before a special token may then split pieces differently than the whole.
 
         Raises:
-            TokenizerError: the text is beyond the tokenizer's means.
+            TokenizerError: the tokenizer cannot encode the text.
         """
         if breaker is None or breaker not in text:
             return self._tokenizer.encode(text, parse_special=True)
@@ -79,7 +82,7 @@ class ControlMarks:
     def _broken(self, value: Any, breaker: str) -> Any:
         if isinstance(value, str):
             value = self._starts.sub(f"\\1{breaker}", value)
-            # Only its end can be the beginning of a mark.
+            # Only the end of the text can begin a special token that the next text completes.
             stripped = len(value.rstrip())
             tail = max(0, stripped - self._longest)
             if (found := self._begun.search(value, tail)) is not None:
@@ -93,10 +96,10 @@ class ControlMarks:
 
 
 def _one_of(texts: Iterable[str]) -> str:
-    """A pattern of the longest of these texts that stands somewhere, as a tree: hundreds of marks are one look a place.
+    """Return a pattern that matches the longest of the texts at a position, as a prefix tree.
 
-    Nothing else in the process runs while a pattern is searched for: in 2 MB, 700 marks as a plain alternation took 5
-    to 9 s, as a tree they take under 0.1 s.
+    Python's `re` holds the GIL while it searches. In 2 MB of text, 700 special tokens took 5 to 9 s as a plain
+    alternation, and take under 0.1 s as a tree.
     """
     tails: dict[str, set[str]] = {}
     for text in texts:
@@ -109,7 +112,7 @@ def _one_of(texts: Iterable[str]) -> str:
 
 
 def _texts(value: Any) -> list[str]:
-    """Every string in it but the keys."""
+    """Return every string in a JSON-like value, except keys."""
     if isinstance(value, str):
         return [value]
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()

@@ -1,9 +1,9 @@
-"""Products of eight-bit matrices and few rows, in Triton, and what stands around them. Needs triton, a GPU.
+"""Triton kernels for int8 and fp8 matrices times few rows, and for quantizing and scaling. Needs triton and a GPU.
 
-A step of few rows costs what reading its weights costs. So each weight is read once, in long lines, by about
-`_PROGRAMS` programs: a matrix of few outputs is cut along its inputs too, and the parts' sums are added by a second
-kernel. How it is cut depends on the matrix alone, never on the rows or the card. Sums of int8 products are exact, in
-any cut; sums of fp8 products are float32.
+A step of few rows costs what reading its weights costs. So each weight is read once, in long contiguous runs, by
+about `_PROGRAMS` programs. A matrix of few outputs is split along its inputs too, and a second kernel adds the partial
+sums. The split depends on the matrix alone, never on the rows or the GPU. Sums of int8 products are exact in any
+split; sums of fp8 products are float32.
 
 Legend: T packed tokens, E inputs, F outputs, X parts along the inputs.
 """
@@ -16,17 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Rows that `multiply_few` takes: with more, a library's kernels have enough tiles to fill the card.
+# Maximum rows of `multiply_few`. With more rows PyTorch's kernels have enough tiles to fill the GPU.
 MAX_ROWS = 64
 _PROGRAMS = 256
-_OUTPUTS, _INPUTS = 32, 256  # of a tile of weights
-_MIN_ROWS = 16  # of a tile of a tensor core
+_OUTPUTS, _INPUTS = 32, 256  # size of a tile of weights
+_MIN_ROWS = 16  # minimum rows of a tensor core's tile
 _TILE = 1024
-_TINY = tl.constexpr(1e-30)  # a row of zeros has to be divided by something
+_TINY = tl.constexpr(1e-30)  # keeps the scale of a row of zeros from being zero
 
 
 def to_eight_bits(x_TE: Tensor, dtype: torch.dtype, size: int) -> tuple[Tensor, Tensor]:
-    """See `model.eight_bits.to_eight_bits`; a number halfway between two whole ones becomes the higher."""
+    """Quantize rows as `model.eight_bits.to_eight_bits` does, except that int8 rounds a half up."""
     if x_TE.stride(1) != 1:
         x_TE = x_TE.contiguous()
     numbers_TE = torch.empty((len(x_TE), size), dtype=dtype, device=x_TE.device)
@@ -43,7 +43,10 @@ def to_eight_bits(x_TE: Tensor, dtype: torch.dtype, size: int) -> tuple[Tensor, 
 def multiply_few(
     numbers_TE: Tensor, scale_T: Tensor, weight_FE: Tensor, scale_F: Tensor, bias_F: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The product of up to `MAX_ROWS` rows, scaled, with the bias, TF in `dtype`. Matrices have no gaps."""
+    """Multiply up to `MAX_ROWS` quantized rows by a matrix, scale and add the bias: TF in `dtype`.
+
+    All matrices must be contiguous.
+    """
     rows, inputs = numbers_TE.shape
     outputs = len(weight_FE)
     parts, each = cut(outputs, inputs)
@@ -65,14 +68,17 @@ def multiply_few(
 
 
 def scale_sums(sums_TF: Tensor, scale_T: Tensor, scale_F: Tensor, bias_F: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """See `model.eight_bits.scale_sums`. Sums have no gaps."""
+    """Scale contiguous sums as `model.eight_bits.scale_sums` does."""
     out_TF = torch.empty(sums_TF.shape, dtype=dtype, device=sums_TF.device)
     _scale(sums_TF[None], scale_T, scale_F, bias_F, out_TF)
     return out_TF
 
 
 def cut(outputs: int, inputs: int) -> tuple[int, int]:
-    """Parts along the inputs, and inputs of each: so many that there are programs enough, none of under two tiles."""
+    """Return the number of parts along the inputs, and the inputs of each part.
+
+    There are enough parts for about `_PROGRAMS` programs. A part has at least two tiles, except possibly the last part.
+    """
     blocks = triton.cdiv(outputs, _OUTPUTS)
     most = max(1, inputs // (2 * _INPUTS))
     tiles = triton.cdiv(inputs, _INPUTS)
@@ -93,7 +99,7 @@ def _to_eight_bits(
     x, numbers, scales, x_size, size, stride,
     LARGEST: tl.constexpr, WHOLE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One row; zeros behind its end."""
+    """Quantize one row and pad it with zeros."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED)
     given = tl.load(x + row * stride + columns, mask=columns < x_size, other=0.0).to(tl.float32)
@@ -107,7 +113,7 @@ def _to_eight_bits(
 
 @triton.jit
 def _scaled(sums, row_scale, scale, bias, HAS_BIAS: tl.constexpr):
-    """What sums of products mean, float32."""
+    """Scale sums of quantized products to float32 and add the bias."""
     out = sums.to(tl.float32) * row_scale * scale
     if HAS_BIAS:
         out = out + bias.to(tl.float32)
@@ -120,7 +126,10 @@ def _multiply_few(
     SUM: tl.constexpr, IS_PART: tl.constexpr, HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """All rows times a tile of outputs, over one part of the inputs: their sums, or what these mean."""
+    """Multiply all rows by a tile of outputs over one part of the inputs.
+
+    Stores raw sums if there are several parts, else scaled outputs.
+    """
     part = tl.program_id(1)
     row, column = tl.arange(0, ROWS), tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     real_rows, real_columns = row < rows, column < outputs
@@ -155,7 +164,7 @@ def _scale_sums(
     sums, x_scale, scale, bias, out, rows, outputs,
     PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one row: its parts' sums added in order, and what they mean."""
+    """Add the parts' sums of a tile of one row, in order, and scale them."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     real = columns < outputs
@@ -165,5 +174,5 @@ def _scale_sums(
     row_scale = tl.load(x_scale + row)
     scales = tl.load(scale + columns, mask=real, other=0.0)
     biases = tl.load(bias + columns, mask=real, other=0.0)
-    meant = _scaled(total, row_scale, scales, biases, HAS_BIAS)
-    tl.store(out + row * outputs + columns, meant.to(out.dtype.element_ty), mask=real)
+    out_numbers = _scaled(total, row_scale, scales, biases, HAS_BIAS)
+    tl.store(out + row * outputs + columns, out_numbers.to(out.dtype.element_ty), mask=real)

@@ -1,13 +1,14 @@
-"""Matrices in eight bits on a GPU: int8 or fp8 (e4m3), a scale for each output, and one for each token's inputs.
+"""Int8 and fp8 (e4m3) quantization on a GPU, with one scale per output and one per token's inputs.
 
-A product goes one of two ways, by its rows. Few cost what reading the weights costs, and take kernels of our own
-(`model.eight_bit_kernels`); many take PyTorch's, `torch._int_mm` and `torch._scaled_mm`. Where ours do not hold,
-PyTorch's take few rows too. `choose` finds out on the device, before a model is made of them.
+Products of few rows cost what reading the weights costs, and use the Triton kernels of `model.eight_bit_kernels`.
+Products of many rows use PyTorch's `torch._int_mm` and `torch._scaled_mm`. If the Triton kernels fail or are
+inaccurate on this GPU, PyTorch computes products of few rows too. `choose` tests both on the device before a model is
+quantized.
 
-Sums of int8 products are exact and each row is rounded by itself: a row's bits are the same by either way, in any
-company. fp8's sums are rounded, and the two ways round in another order.
+Sums of int8 products are exact, and each row is quantized by itself. Int8 results are therefore batch-invariant and
+bitwise identical with either kind of kernel. Sums of fp8 products are rounded, in an order that depends on the kernel.
 
-On a CPU `model.linear.Int8Linear` is another order of the same arithmetic.
+On a CPU `model.linear.Int8Linear` does the same arithmetic in another order.
 
 Legend: T packed tokens, E inputs, F outputs.
 """
@@ -24,23 +25,23 @@ try:
 except ImportError:  # no triton: it comes with PyTorch for CUDA
     eight_bit_kernels = None  # type: ignore[assignment]
 
-# PyTorch's products want sizes that are multiples of it, and more than 16 rows.
+# PyTorch's products need sizes that are multiples of 16, and more than 16 rows.
 _MULTIPLE, _MIN_ROWS = 16, 32
-_SLICE = 4096  # rows of a weight that are float32 at a time
-_TINY = 1e-30  # a row of zeros has to be divided by something
+_SLICE = 4096  # rows of a weight that are converted to float32 at a time
+_TINY = 1e-30  # keeps the scale of a row of zeros from being zero
 _FP8_CAPABILITY = (8, 9)
-# Matrices (F, E) that are tried, and rows. Of the largest number: inputs may round to the neighbour, outputs are
-# rounded to bfloat16.
+# Shapes (F, E) and row counts that `choose` tests, and the allowed error relative to the largest number: an input may
+# round to the neighbouring value, and outputs are rounded to bfloat16.
 _TRIED, _TRIED_ROWS, _TOLERANCE = ((48, 64), (40, 2090)), (1, 5, 20, 64, 100), 2e-2
 
 
 class EightBitsError(ValueError):
-    """Eight bits cannot be had here; says why, and what to do."""
+    """Error if int8 or fp8 quantization is not possible here. The message has the reason and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """A kind of eight-bit numbers, the largest of them, and PyTorch's product of many rows of such."""
+    """Quantized number format: dtype, largest number, and the PyTorch function that multiplies many rows."""
 
     name: str
     dtype: torch.dtype
@@ -55,7 +56,10 @@ FORMATS = {
 
 
 def to_eight_bits(x_TE: Tensor, dtype: torch.dtype, size: int) -> tuple[Tensor, Tensor]:
-    """Each row as `size` numbers, zeros behind its own, times a scale T, float32: its largest becomes the format's."""
+    """Quantize each row to `size` numbers, padded with zeros, and return its float32 scale, T.
+
+    A row's largest absolute value becomes the format's largest number.
+    """
     largest = next(form.largest for form in FORMATS.values() if form.dtype == dtype)
     x_TE = pad(x_TE, (0, size - x_TE.shape[1])).float()
     scale_T = x_TE.abs().amax(dim=1).clamp(min=_TINY) / largest
@@ -64,14 +68,14 @@ def to_eight_bits(x_TE: Tensor, dtype: torch.dtype, size: int) -> tuple[Tensor, 
 
 
 def scale_sums(sums_TF: Tensor, scale_T: Tensor, scale_F: Tensor, bias_F: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What sums of products mean, with the bias, TF in `dtype`."""
+    """Scale sums of quantized products back to numbers of `dtype`, TF, and add the bias."""
     out_TF = sums_TF.float() * scale_T[:, None] * scale_F
     return (out_TF if bias_F is None else out_TF + bias_F.float()).to(dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
-    """What is computed around PyTorch's products, and in place of them for up to `max_rows` rows."""
+    """Functions around PyTorch's products; `multiply_few` replaces the product itself for up to `max_rows` rows."""
 
     to_eight_bits: Callable[[Tensor, torch.dtype, int], tuple[Tensor, Tensor]]
     scale_sums: Callable[[Tensor, Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
@@ -83,8 +87,9 @@ PLAIN = Kernels(to_eight_bits=to_eight_bits, scale_sums=scale_sums)
 
 
 class EightBitLinear(nn.Module):
-    """x W^T + b, in the dtype of x. Dettmers et al. 2022 (arXiv 2208.07339), section 2.1; Micikevicius et al. 2022
-    (arXiv 2209.05433) for e4m3.
+    """Linear layer with int8 or fp8 weights: x W^T + b, in the dtype of x.
+
+    Dettmers et al. 2022 (arXiv 2208.07339), section 2.1; Micikevicius et al. 2022 (arXiv 2209.05433) for e4m3.
     """
 
     def __init__(self, weight_FE: Tensor, bias_F: Tensor | None, form: Format, kernels: Kernels) -> None:
@@ -99,7 +104,7 @@ class EightBitLinear(nn.Module):
         self.kernels = kernels
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        """TE -> TF."""
+        """Multiply TE -> TF."""
         kernels = self.kernels
         numbers_TE, scale_T = kernels.to_eight_bits(x_TE, self.weight_FE.dtype, self.num_inputs)
         if kernels.multiply_few is not None and len(x_TE) <= kernels.max_rows:
@@ -128,14 +133,17 @@ def _padded(size: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EightBits:
-    """How a model's matrices become eight-bit ones on its device. `left_out`: why our own kernels do not serve."""
+    """Chosen quantization of a model's matrices on its device.
+
+    left_out: why the Triton kernels are not used; None if they are.
+    """
 
     form: Format
     kernels: Kernels
     left_out: str | None
 
     def make(self, weight_FE: Tensor, bias_F: Tensor | None) -> EightBitLinear:
-        """A matrix in eight bits."""
+        """Quantize one matrix."""
         return EightBitLinear(weight_FE, bias_F, self.form, self.kernels)
 
     def __str__(self) -> str:
@@ -145,17 +153,17 @@ class EightBits:
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype) -> EightBits:
-    """How matrices of a format are multiplied on a GPU, tried there.
+    """Choose the kernels of a quantization format by testing them on the GPU.
 
     Raises:
-        EightBitsError: this card, or this PyTorch, has no such product.
+        EightBitsError: this GPU or this PyTorch does not support the format, or its products are inaccurate.
     """
     form = FORMATS[name]
     if form.dtype != torch.int8:
         _check_fp8(device, dtype)
-    reason = _try(EightBits(form=form, kernels=PLAIN, left_out=None), device, dtype)
+    reason = _find_fault(EightBits(form=form, kernels=PLAIN, left_out=None), device, dtype)
     if reason is not None:
-        raise EightBitsError(f"--quantize {name}: {form.product} does not hold on this GPU ({reason}); leave it out")
+        raise EightBitsError(f"--quantize {name}: {form.product} fails on this GPU ({reason}); omit --quantize")
     if eight_bit_kernels is None:
         return EightBits(form=form, kernels=PLAIN, left_out="triton is not installed")
     ours = Kernels(
@@ -164,43 +172,43 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> EightBits:
         multiply_few=eight_bit_kernels.multiply_few,
         max_rows=eight_bit_kernels.MAX_ROWS,
     )
-    reason = _try(EightBits(form=form, kernels=ours, left_out=None), device, dtype)
+    reason = _find_fault(EightBits(form=form, kernels=ours, left_out=None), device, dtype)
     return EightBits(form=form, kernels=ours if reason is None else PLAIN, left_out=reason)
 
 
 def _check_fp8(device: torch.device, dtype: torch.dtype) -> None:
     if dtype != torch.bfloat16:
-        raise EightBitsError("--quantize fp8: its products are bfloat16; give --dtype bfloat16, or --quantize int8")
+        raise EightBitsError("--quantize fp8 needs --dtype bfloat16; add it, or choose --quantize int8")
     capability = torch.cuda.get_device_capability(device)
     if capability < _FP8_CAPABILITY:
         found, needed = (".".join(map(str, pair)) for pair in (capability, _FP8_CAPABILITY))
         raise EightBitsError(
-            f"--quantize fp8: needs a GPU of compute capability {needed} (Ada, Hopper) or more, and this one has "
-            f"{found}; give --quantize int8, or leave it out"
+            f"--quantize fp8 needs a GPU with compute capability {needed} (Ada, Hopper) or higher, this GPU has "
+            f"{found}; choose --quantize int8, or omit --quantize"
         )
 
 
 @torch.inference_mode()
-def _try(eight: EightBits, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What is wrong with products of random matrices, some rows at a time; None where nothing is."""
+def _find_fault(eight: EightBits, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Multiply random matrices with several row counts; return what is wrong, None if nothing is."""
     generator = torch.Generator().manual_seed(len(_TRIED))
     try:
         for outputs, inputs in _TRIED:
             shapes = (outputs, inputs), (outputs,), (max(_TRIED_ROWS), inputs)
             weight_FE, bias_F, x_TE = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
             linear = eight.make(weight_FE, bias_F)
-            expected_TF = _meant(x_TE, eight.form) @ _meant(weight_FE, eight.form).t() + bias_F.double()
+            expected_TF = _dequantized(x_TE, eight.form) @ _dequantized(weight_FE, eight.form).t() + bias_F.double()
             for rows in _TRIED_ROWS:
                 error = (linear(x_TE[:rows]).double() - expected_TF[:rows]).abs().max() / expected_TF.abs().max()
-                if not error.item() <= _TOLERANCE:  # nor is NaN
+                if not error.item() <= _TOLERANCE:  # `not <=` catches NaN too
                     return f"{rows} rows differ by {error.item():.1e} of the largest number"
-    except Exception as error:  # a compiler, a driver or a kernel of somebody else's may raise anything
+    except Exception as error:  # the Triton compiler, the driver and third-party kernels may raise any type
         text = str(error).strip()
         return text.splitlines()[0] if text else type(error).__name__
     return None
 
 
-def _meant(x_TE: Tensor, form: Format) -> Tensor:
-    """The numbers that a matrix's eight bits stand for, float64."""
+def _dequantized(x_TE: Tensor, form: Format) -> Tensor:
+    """Quantize a matrix and return the numbers that the quantized values stand for, float64."""
     numbers_TE, scale_T = to_eight_bits(x_TE, form.dtype, x_TE.shape[1])
     return numbers_TE.double() * scale_T[:, None].double()

@@ -1,12 +1,12 @@
-"""What an error says, as one line a person can read, whatever stood in the file it speaks of. Torch-free."""
+"""Error texts as one printable line, whatever characters the faulty file contains. Torch-free."""
 
 HEAD_CHARACTERS, TAIL_CHARACTERS = 300, 180
 
 
 def error_line(text: str) -> str:
-    """The text without line breaks and other characters that cannot be shown; a long one loses its middle.
+    """Replace characters that cannot be printed, line breaks included, and shorten a long text in the middle.
 
-    What is wrong stands at the beginning, what to do at the end. Ordinary messages come back as they are.
+    An error's fact is at the beginning and its remedy at the end, so both stay. Ordinary messages are unchanged.
     """
     if len(text) > HEAD_CHARACTERS + TAIL_CHARACTERS:
         text = f"{text[:HEAD_CHARACTERS]} … {text[-TAIL_CHARACTERS:]}"

@@ -1,8 +1,8 @@
-"""NaN and infinity in stored weights, found as they are read: by their bits, at the speed of memory.
+"""Detection of NaN and infinity in stored weights while they are read, by bit patterns, at memory speed.
 
-In all formats of IEEE 754, and in bfloat16, a larger magnitude is a larger integer behind the sign bit, and infinity
-and NaN are the largest of all. So the largest signed integer shows the positive ones, and the largest unsigned integer
-the negative ones. Both passes together read 6 GB/s (one thread of a busy Zen 4); `isfinite` reads 0.1 GB/s.
+In all IEEE 754 formats, and in bfloat16, a larger magnitude is a larger integer after the sign bit. Infinity and NaN
+are the largest. So the largest signed integer reveals positive ones, and the largest unsigned integer negative ones.
+Both passes together read 6 GB/s (one thread of a busy Zen 4); `isfinite` reads 0.1 GB/s.
 """
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 from model.checkpoint_files import CheckpointError
 from model.safetensors_header import TensorHeader
 
-# Numbers of a slice that stays in a core's cache between both passes.
-_AT_ONCE = 2**18
-# By stored dtype: infinity's bits, and those of the least number that another dtype rounds to infinity.
+# Numbers per slice, so that it stays in a core's cache between both passes.
+_NUMBERS_PER_SLICE = 2**18
+# Bit patterns by stored dtype: of infinity, and of the least number that the target dtype rounds to infinity.
 _INFINITY = {torch.float32: 0x7F80_0000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 _BEYOND = {
     (torch.float32, torch.bfloat16): 0x7F7F_8000,
@@ -23,10 +23,10 @@ _BEYOND = {
 
 
 def check_finite(rows: Tensor, header: TensorHeader, dtype: torch.dtype) -> None:
-    """Refuse rows of a stored tensor that are not finite, or will not be once they are converted to `dtype`.
+    """Reject rows of a stored tensor that are not finite, or would not be after conversion to `dtype`.
 
     Args:
-        rows: contiguous, on the CPU, as the file has them.
+        rows: contiguous, on the CPU, in the file's dtype.
 
     Raises:
         CheckpointError: a number is NaN or infinite, or too large for `dtype`.
@@ -46,12 +46,12 @@ def check_finite(rows: Tensor, header: TensorHeader, dtype: torch.dtype) -> None
 
 
 def _has_bits_from(least: int, rows: Tensor) -> bool:
-    """Return whether the bits of any number, without its sign, are at least `least`."""
+    """Return whether any number's bit pattern, without its sign, is at least `least`."""
     is_short = rows.dtype.itemsize == 2
     signed = rows.view(torch.int16 if is_short else torch.int32).numpy().reshape(-1)
     sign = 0x8000 if is_short else 0x8000_0000
-    for start in range(0, len(signed), _AT_ONCE):
-        piece = signed[start : start + _AT_ONCE]
+    for start in range(0, len(signed), _NUMBERS_PER_SLICE):
+        piece = signed[start : start + _NUMBERS_PER_SLICE]
         if piece.max() >= least or piece.view(f"u{rows.dtype.itemsize}").max() >= sign + least:
             return True
     return False

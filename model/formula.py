@@ -1,4 +1,4 @@
-"""Closed formulas that know their value: what is printed is what was evaluated. Torch-free."""
+"""Symbolic formulas that carry their value, so the printed formula is the one evaluated. Torch-free."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -6,11 +6,11 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """Whole numbers under their letters, joined by + and ·: `text` and `value` are made by the same operations.
+    """Sum or product of named whole numbers; the same operations build `text` and `value`.
 
     text: as an article writes it, "d·(2·d_k + d_v)".
-    value: the number it comes to.
-    is_sum: whether a factor must put it in brackets.
+    value: the formula's value.
+    is_sum: the formula needs brackets as a factor.
     """
 
     text: str
@@ -19,7 +19,7 @@ class Formula:
 
     @classmethod
     def number(cls, value: int) -> Self:
-        """A number under its own name."""
+        """Return a formula of a number, written as itself."""
         return cls(str(value), value)
 
     def __add__(self, other: "Formula") -> "Formula":

@@ -1,7 +1,7 @@
-"""What was freed goes back to the system: torch-free.
+"""Return of freed memory to the operating system. Torch-free.
 
-A process that serves keeps what a step frees for the next one (`service.engine_builder.keep_freed_memory`). What only
-its start needed, such as matrices that have been packed, would stay with it for ever.
+A serving process keeps the memory that one step frees for the next step (`service.engine_builder.keep_freed_memory`).
+Memory that only its start needed, such as unpacked matrices, would otherwise stay with the process for ever.
 """
 
 import ctypes
@@ -9,6 +9,6 @@ from contextlib import suppress
 
 
 def give_back_freed_memory() -> None:
-    """Let the system have all whole pages that the C library holds for nobody; milliseconds. Nothing without glibc."""
+    """Return the C library's free whole pages to the system; takes milliseconds. Does nothing without glibc."""
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,7 +1,8 @@
-"""Between matrix products one kernel instead of several, on a GPU: norms, rotation, and the product of a gated MLP.
+"""Fused GPU kernels between matrix products: norms, rotary rotation, and the activation of a gated MLP.
 
-`fuse` makes a loaded model compute these by `model.fused_kernels`, each kind if it holds: tried on the model's own
-tensors, on their device, against what PyTorch computes. What fails or differs stays as it was.
+`fuse` replaces these parts of a loaded model by `model.fused_kernels`. Each kind of kernel is first tested on the GPU
+against PyTorch, with the model's own norm weights and rotations and random inputs. A kind that fails or differs is
+not used.
 
 Legend: T packed tokens, E hidden size, H query heads, K key/value heads, D head dimension.
 """
@@ -25,30 +26,30 @@ except ImportError:  # no triton: it comes with PyTorch for CUDA
     fused_kernels = None  # type: ignore[assignment]
 
 DEVICE = "cuda"
-# Of the largest number, by dtype: sums in another order may round to the neighbour.
+# Allowed error by dtype, relative to the largest number: a sum in another order may round to the neighbouring value.
 _TOLERANCES = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 _TRIED_ROWS = 5
 
 
 class FusedRMSNorm(RMSNorm):
-    """`RMSNorm` in one kernel."""
+    """RMS norm in one kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """See `RMSNorm.forward`."""
+        """Normalise the last dimension, as `RMSNorm.forward` does."""
         return fused_kernels.rms_norm(x, self.weight, self.eps, self.unit_offset)
 
 
 class FusedGatedMlp(GatedMlp):
-    """`GatedMlp` with SiLU, its product in one kernel."""
+    """Gated MLP with SiLU, activation and product in one kernel."""
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        """See `GatedMlp.forward`."""
+        """Apply the MLP, as `GatedMlp.forward` does."""
         out: Tensor = self.down(fused_kernels.silu_product(self.gate_up(x_TE)))
         return out
 
 
 def fuse(model: Transformer) -> tuple[str, ...]:
-    """Make a loaded model compute by fewer kernels. Returns what was left out, each with the reason."""
+    """Replace parts of a loaded model by fused kernels. Return the kinds that were left out, each with the reason."""
     weight = model.token_embedding.weight
     if fused_kernels is None:
         return ("fused kernels: triton is not installed",)
@@ -58,7 +59,7 @@ def fuse(model: Transformer) -> tuple[str, ...]:
     for name, replace in (("norms", _fuse_norms), ("rotation", _fuse_rotation), ("gated MLPs", _fuse_mlps)):
         try:
             replace(model)
-        except Exception as error:  # a compiler, a driver or a kernel of somebody else's may raise anything
+        except Exception as error:  # the Triton compiler, the driver and third-party kernels may raise any type
             text = str(error).strip()
             left_out.append(f"fused {name}: {text.splitlines()[0] if text else type(error).__name__}")
     return tuple(left_out)
@@ -70,7 +71,7 @@ def _fuse_norms(model: Transformer) -> None:
         x_TE = torch.randn((_TRIED_ROWS, len(norm.weight)), device=norm.weight.device).to(norm.weight.dtype)
         compare(partial(FusedRMSNorm.forward, cast(FusedRMSNorm, norm)), norm, x_TE)
     for norm in norms:
-        norm.__class__ = FusedRMSNorm  # the same tensors, computed otherwise
+        norm.__class__ = FusedRMSNorm  # keeps the tensors, replaces only forward()
 
 
 def _fuse_rotation(model: Transformer) -> None:
@@ -98,19 +99,23 @@ def _fuse_mlps(model: Transformer) -> None:
     compare(fused_kernels.silu_product, silu_product, x)
     for module in model.modules():
         if type(module) is GatedMlp:
-            module.__class__ = FusedGatedMlp  # the same matrices
+            module.__class__ = FusedGatedMlp  # keeps the matrices, replaces only forward()
 
 
 def silu_product(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of matrices (..., 2F) that hold both side by side: (..., F). As `GatedMlp` computes it."""
+    """Compute silu(gate) * up as `GatedMlp` does, from (..., 2F) with both halves side by side to (..., F)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate) * up
 
 
 @torch.inference_mode()
 def compare(fused: Callable[[Tensor], Tensor], plain: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """Raises ValueError: the two differ by more than rounding, or a number is not finite."""
+    """Compare a fused kernel with the plain computation.
+
+    Raises:
+        ValueError: the results differ by more than rounding, or contain NaN or infinity.
+    """
     found, expected = fused(x).float(), plain(x).float()
     error = ((found - expected).abs().max() / expected.abs().max()).item()
-    if not error <= _TOLERANCES[x.dtype]:  # nor is NaN
+    if not error <= _TOLERANCES[x.dtype]:  # `not <=` catches NaN too
         raise ValueError(f"differs by {error:.1e} of the largest number")

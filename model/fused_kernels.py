@@ -1,7 +1,7 @@
-"""What stands between a model's matrix products, each as one kernel in Triton. Needs triton, a GPU.
+"""Fused Triton kernels for the operations between a model's matrix products. Needs triton and a GPU.
 
-Written out in PyTorch these are three to seven kernels each, of a microsecond or two, and a decode step of one token
-has little else: Triton's give the same numbers, rounded at the same places.
+In PyTorch each of these operations takes three to seven kernels of a microsecond or two. A decode step of one token
+consists of little else. The fused kernels round at the same steps as PyTorch's.
 
 Legend: T packed tokens, E hidden size, H query heads, K key/value heads, D head dimension, R rotated dimensions,
 F feed-forward size, N rows.
@@ -19,7 +19,7 @@ _FEED_FORWARD_TILE = 1024
 
 
 def rms_norm(x: Tensor, weight_E: Tensor, eps: float, unit_offset: bool) -> Tensor:
-    """`model.layers.RMSNorm` of the last dimension; any leading shape."""
+    """Apply `model.layers.RMSNorm` to the last dimension; any leading shape."""
     size = x.shape[-1]
     x_NE = x.reshape(-1, size)
     if x_NE.stride(1) != 1:
@@ -34,7 +34,7 @@ def rms_norm(x: Tensor, weight_E: Tensor, eps: float, unit_offset: bool) -> Tens
 
 
 def rotate_pair(q_THD: Tensor, k_TKD: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """`model.positions.rotate` of queries and keys, in one kernel."""
+    """Rotate queries and keys as `model.positions.rotate` does, in one kernel."""
     cos_T1R, sin_T1R = rotation
     num_tokens, num_heads, size = q_THD.shape
     num_kv_heads = k_TKD.shape[1]
@@ -50,7 +50,7 @@ def rotate_pair(q_THD: Tensor, k_TKD: Tensor, rotation: tuple[Tensor, Tensor]) -
 
 
 def silu_product(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of matrices (..., 2F) that hold both side by side: (..., F)."""
+    """Compute silu(gate) * up from (..., 2F), with both halves side by side, to (..., F)."""
     size = gate_up.shape[-1] // 2
     flat_T2F = gate_up.reshape(-1, 2 * size)
     if flat_T2F.stride(1) != 1:
@@ -66,7 +66,7 @@ def silu_product(gate_up: Tensor) -> Tensor:
 def _rms_norm(
     x, weight, out, stride, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, UNIT_OFFSET: tl.constexpr
 ):  # fmt: skip
-    """One row."""
+    """Normalise one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED)
     real = columns < SIZE
@@ -83,11 +83,11 @@ def _rotate_pair(
     q, k, cosines, sines, turned_q, turned_k, q_stride, q_head_stride, k_stride, k_head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, ROTATED: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: a query's, and behind them the keys'."""
+    """Rotate one head of one token: query heads first, then key heads."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, PADDED)
     real, rotated = columns < SIZE, columns < ROTATED
-    # Each number's partner stands half of the rotated ones away; the first half meets it with a minus.
+    # A number's partner is half of the rotated dimensions away. In the first half the partner is subtracted.
     first = columns < ROTATED // 2
     partners = tl.where(first, columns + ROTATED // 2, columns - ROTATED // 2)
     cosine = tl.load(cosines + token * ROTATED + columns, mask=rotated, other=1.0)
@@ -109,7 +109,7 @@ def _rotate_pair(
 
 @triton.jit
 def _silu_product(gate_up, out, stride, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """A tile of one row. silu is rounded to the dtype before the product, as it is written out."""
+    """Compute a tile of one row. silu is rounded to the dtype before the product, as in PyTorch."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     real = columns < SIZE

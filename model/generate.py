@@ -1,6 +1,6 @@
-"""Generation without a cache: the slow, obvious twin of the engine, and its tests' oracle.
+"""Generation without a KV-cache: reference implementation of the engine, for tests.
 
-Every token recomputes the whole sequence. Same sampling, same ends, none of the machinery.
+Every token recomputes the whole sequence. Sampling and end conditions are the engine's.
 """
 
 from collections.abc import Sequence
@@ -18,16 +18,16 @@ from model.transformer import Transformer
 def generate(
     model: Transformer, prompt_token_ids: Sequence[int], params: SamplingParams, *, eos_token_ids: Sequence[int]
 ) -> list[int]:
-    """Completion token ids, the ending token included. Stop strings are text's business and not handled here.
+    """Return completion token ids, including the token that ended the completion. Stop strings are not handled here.
 
-    What the request says of single tokens may leave none; the completion ends there.
+    The completion also ends if the request's token rules leave no token to sample.
 
     Raises:
-        ValueError: the prompt is empty or leaves no room in the context.
+        ValueError: the prompt is empty or exceeds the context.
     """
     limit = min(len(prompt_token_ids) + params.max_tokens, model.config.max_context_length)
     if not 0 < len(prompt_token_ids) <= limit:
-        raise ValueError(f"{len(prompt_token_ids)} prompt tokens, context {model.config.max_context_length}")
+        raise ValueError(f"the prompt has {len(prompt_token_ids)} tokens; use 1 to {model.config.max_context_length}")
     token_ids = list(prompt_token_ids)
     device = model.token_embedding.weight.device
     ends = {*params.stop_token_ids} if params.ignore_eos else {*params.stop_token_ids, *eos_token_ids}

@@ -1,6 +1,6 @@
-"""How a Hugging Face checkpoint wants to be sampled: its generation_config.json. Torch-free.
+"""Default sampling parameters of a Hugging Face checkpoint: its generation_config.json. Torch-free.
 
-The names and their neutral values are those of `transformers.GenerationConfig`.
+Key names and their neutral values are those of `transformers.GenerationConfig`.
 """
 
 import math
@@ -15,21 +15,21 @@ from model.sampling_params import REPETITION_RANGE
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 _LONGEST_SHOWN = 60
-_LARGEST = 2**31 - 1  # of a count: what a request may ask for
+_LARGEST = 2**31 - 1  # the largest count, as in requests
 
 
 class GenerationConfigError(ValueError):
-    """generation_config.json cannot be used. One line: the file, the key, the remedy."""
+    """Error of an unusable generation_config.json. One line: the file, the key, the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationConfig:
-    """Defaults of a checkpoint; None says nothing about a value.
+    """Default sampling parameters of a checkpoint; None means that the file has no such default.
 
-    temperature: 0 where the file says `do_sample: false`.
+    temperature: 0 if the file has `do_sample: false`.
     top_k: 0 keeps all tokens.
-    eos_token_ids: any of them ends a text.
-    ignored: keys of the file that would change a completion and that nothing here acts on.
+    eos_token_ids: each of these ends a text.
+    ignored: keys of the file that would change a completion but are not supported.
     """
 
     temperature: float | None = None
@@ -45,7 +45,7 @@ class GenerationConfig:
 
 
 def read_generation_config(directory: Path) -> GenerationConfig:
-    """What generation_config.json says; all None where there is no such file.
+    """Read generation_config.json; all values are None if there is no such file.
 
     Raises:
         GenerationConfigError: the file is not a JSON object, or a value is out of its range.
@@ -59,14 +59,14 @@ def read_generation_config(directory: Path) -> GenerationConfig:
 
 
 def token_ids(value: object) -> tuple[int, ...]:
-    """The ids of an `eos_token_id`, which Hugging Face writes as null, one id or a list of them.
+    """Return the ids of an `eos_token_id`, which Hugging Face writes as null, one id or a list.
 
     Raises:
         ValueError: it is something else.
     """
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(map(_is_id, ids)):
-        raise ValueError(f"a token id or a list of them expected, not {_shown(value)}")
+        raise ValueError(f"a token id or a list of token ids expected, not {_shown(value)}")
     return tuple(dict.fromkeys(ids))
 
 
@@ -106,7 +106,7 @@ def _shown(value: object) -> str:
 
 
 def _is_number(value: object) -> bool:
-    # A whole number may be beyond every float, which what samples would make of it.
+    # Sampling converts the number to a float, and an int may be too large for that.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
@@ -122,19 +122,19 @@ def _number_between(low: float, high: float) -> Callable[[Any], bool]:
     return lambda value: _is_number(value) and low <= value <= high
 
 
-# What acts: a test and its words.
+# Supported keys: the check of a value, and the expected value for the error.
 _RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "do_sample": (lambda value: isinstance(value, bool), "true or false"),
     "temperature": (_number_between(0, math.inf), "a number of at least 0"),
     "top_k": (_is_count, "a whole number from 0 to 2147483647"),
-    "top_p": (lambda value: _is_number(value) and 0 < value <= 1, "a number over 0 up to 1"),
+    "top_p": (lambda value: _is_number(value) and 0 < value <= 1, "a number over 0 and at most 1"),
     "min_p": (_number_between(0, 1), "a number from 0 to 1"),
     "repetition_penalty": (_number_between(*REPETITION_RANGE), "a number from {:g} to {:g}".format(*REPETITION_RANGE)),
     "max_new_tokens": (lambda value: _is_count(value) and value > 0, "a whole number from 1 to 2147483647"),
     "bos_token_id": (_is_id, "a token id"),
     "pad_token_id": (_is_id, "a token id"),
 }
-# What changes nothing that is said: records, caches, speed, shape of Python results.
+# Keys that change no completion: records, caches, speed, shape of Python results.
 _HARMLESS = {
     "transformers_version",
     "use_cache",
@@ -152,7 +152,7 @@ _HARMLESS = {
     "low_memory",
     "prefill_chunk_size",
 }
-# What would change a completion, but not at this value.
+# Keys that would change a completion, with the values at which they do not.
 _NEUTRAL: Mapping[str, object] = {
     "encoder_repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,

@@ -1,12 +1,11 @@
-"""Which tokens may come next, by a grammar: llguidance's token masks over any of our vocabularies. Torch-free.
+"""Grammar-constrained decoding: llguidance's token masks over any tokenizer's vocabulary. Torch-free.
 
-A grammar is what llguidance takes: Lark's notation, or JSON around a schema (`{"grammars": [{"json_schema": …}]}`). It
-speaks of bytes, and a vocabulary is to it a list of what each token adds to a text, so that it serves every tokenizer
-we have. Control marks have no text and are never allowed, but for the ends of text where the grammar is complete.
+A grammar is what llguidance accepts: Lark notation, or JSON around a schema (`{"grammars": [{"json_schema": …}]}`).
+Grammars describe bytes, and llguidance needs only the bytes that each token adds to a text. So any tokenizer works.
+Special tokens have no bytes and are never allowed, except end-of-text tokens where the grammar is complete.
 
-Limits keep a grammar, and each mask, from taking the machine: `LIMITS`. They do not bound everything (a
-`multipleOf` of a million compiles for over 10 s), so a stranger's grammar is first compiled where it can be ended; see
-`service.structured`.
+`LIMITS` bounds a grammar's and each mask's work. It does not bound everything: a `multipleOf` of a million compiles
+for over 10 s. So an untrusted grammar is first compiled in a process that can be killed, see `service.structured`.
 """
 
 import re
@@ -17,10 +16,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from model.tokenizer.interface import Tokenizer, TokenizerError
 
 _LONGEST_REASON = 300
-_INDENTATION = 4  # of a regular expression in a message
+_INDENTATION = 4  # columns before a regular expression in llguidance's messages
 
-# The library's measure of work, and about what it comes to (its documentation): 20 ms for the lexer of a grammar, 15 ms
-# a mask, 100 MB of states a grammar.
+# In llguidance's units of work. By its documentation about 20 ms for a grammar's lexer, 15 ms per mask, and 100 MB of
+# states per grammar.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
@@ -32,20 +31,24 @@ LIMITS = LLParserLimits(
 
 
 class GrammarError(ValueError):
-    """A grammar cannot be used. One line."""
+    """Error of an unusable grammar. One line."""
 
     def __init__(self, message: str) -> None:
         super().__init__(_one_line(message)[:_LONGEST_REASON])
 
 
 def _one_line(message: str) -> str:
-    """The library draws an arrow under a line of the grammar; of a regular expression it names the place only so."""
+    """Shorten llguidance's error to one line.
+
+    llguidance points to the position with an arrow below the line; for regular expressions that is the only position
+    given.
+    """
     if message.startswith("panic"):
-        return "the library cannot compile it; it is too large, most likely"
+        return "llguidance cannot compile it, probably because it is too large; simplify it"
     if "coerce_one_of" in message:
-        return "oneOf whose branches may overlap cannot be enforced; anyOf can"
+        return "oneOf with branches that may overlap cannot be enforced; use anyOf"
     if message.startswith("NoExtension"):
-        return "this model's vocabulary cannot spell it"
+        return "this model's vocabulary lacks a token that it needs"
     lines = [line for line in message.splitlines() if line.strip()] or ["it cannot be used"]
     reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
     if reason is None:
@@ -56,15 +59,14 @@ def _one_line(message: str) -> str:
 
 
 class Vocabulary:
-    """A vocabulary in llguidance's terms.
+    """A tokenizer's vocabulary in the form that llguidance reads.
 
     Args:
-        token_bytes: what each token adds to a text; nothing for marks.
-        mark_ids: the control marks.
-        eos_token_ids: those of them that end a text. Where there are none, an id beyond the vocabulary stands for the
-            end, which cannot be drawn.
-        tokenizer: tells how it would write a text that the grammar leaves no choice about; None writes the longest
-            token that fits, again and again.
+        token_bytes: bytes that each token adds to a text; empty for special tokens.
+        mark_ids: ids of the special tokens.
+        eos_token_ids: special tokens that end a text. If there are none, an id beyond the vocabulary, which cannot be
+            sampled, stands for the end.
+        tokenizer: encodes text that the grammar forces. With None, such text is split into the longest matching tokens.
     """
 
     bos_token_id = None
@@ -88,22 +90,22 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Vocabulary":
-        """A tokenizer's."""
+        """Return a tokenizer's vocabulary."""
         token_bytes = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
         return cls(token_bytes, tokenizer.special_tokens.values(), tokenizer.eos_token_ids, tokenizer)
 
     def for_masks(self) -> LLTokenizer:
-        """The library's form of it, which takes about a second for 200,000 tokens."""
+        """Build llguidance's tokenizer from this vocabulary; takes about a second for 200,000 tokens."""
         return LLTokenizer(TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=list(self.eos_token_ids))
 
     def __call__(self, text: bytes) -> list[int]:
-        """Ids whose bytes are this text, as far as there are such."""
+        """Return ids whose bytes are this text. They end early at a byte that no token has."""
         if self._tokenizer is not None:
             try:
                 ids = self._tokenizer.encode(text.decode())
             except (UnicodeDecodeError, TokenizerError):
                 return self._longest_first(text)
-            # Some tokenizers put a space before a text, or write it in normal form.
+            # Some tokenizers prepend a space to a text, or normalize it.
             if b"".join(map(self._tokenizer.token_bytes, ids)) == text:
                 return ids
         return self._longest_first(text)
@@ -117,15 +119,16 @@ class Vocabulary:
                     start = end
                     break
             else:
-                break  # no token has this byte, so that no document gets here
+                break  # no token has this byte, so sampled text never contains it
         return ids
 
 
 def compile_grammar(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
-    """A matcher at the beginning of a document. Copies of it (`deep_copy`) share what was compiled.
+    """Compile a grammar into a matcher at the beginning of a document. Its copies (`deep_copy`) share the compiled
+    grammar.
 
     Raises:
-        GrammarError: it is no grammar, uses what is not supported, or is over a limit.
+        GrammarError: the grammar is malformed, uses unsupported features, or exceeds a limit.
     """
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
     if matcher.is_error():
@@ -134,17 +137,17 @@ def compile_grammar(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def json_grammar(schema: Mapping[str, object] | bool, *, lenient: bool = False) -> str:
-    r"""The grammar of JSON documents by a schema.
+    r"""Return the grammar of the JSON documents that a schema allows.
 
-    Between two marks of a document only what a printer would put there is allowed, a space or a line end with its
-    indentation: a model could otherwise go on with them for ever. A text is written in one way only, with no
-    `\u0061` for `a`: as a key it would pass for one that the schema does not name.
+    Between two punctuation marks of a document, only a space or a line end with indentation is allowed. Otherwise a
+    model could generate whitespace for ever. Strings have only one spelling, without escapes such as `\u0061` for `a`.
+    As a key, such a spelling would pass for a key that the schema does not name.
 
     Args:
-        lenient: pass over keywords that cannot be enforced, instead of refusing them.
+        lenient: ignore keywords that cannot be enforced, instead of rejecting them.
 
     Raises:
-        GrammarError: the schema nests too deeply, or has too large a number.
+        GrammarError: the schema nests too deeply, or contains too large a number.
     """
     try:
         return LLMatcher.grammar_from_json_schema(
@@ -160,5 +163,5 @@ def json_grammar(schema: Mapping[str, object] | bool, *, lenient: bool = False) 
 
 # A space, or a line end and eight levels of indentation by two spaces.
 WHITESPACE = r"( |\n {0,16})?"
-# The letters that may follow a backslash in a text.
+# Characters that may follow a backslash in a JSON string.
 ESCAPES = 'nrbtf"\\'

@@ -1,7 +1,7 @@
-"""Files that stand beside weights, read with care: JSON objects and texts. Torch-free.
+"""Strict readers of the JSON and text files beside a checkpoint's weights. Torch-free.
 
-They come from elsewhere: a download that broke off leaves links to nothing, and what is no regular file may never end.
-Every reader turns `FileError` into an error of its own type and puts the file's name before it.
+The files come from elsewhere. An interrupted download leaves broken links, and reading a pipe or device may never end.
+Callers convert `FileError` to their own error type and prepend the file's name.
 """
 
 import json
@@ -14,19 +14,19 @@ from model.permissions import read_problem
 
 
 class FileError(ValueError):
-    """A file cannot be used. One line without the file's name: what is wrong, what to do."""
+    """Error of an unusable file. One line without the file's name: the fact, then the remedy."""
 
 
 def is_named(path: Path) -> bool:
-    """Whether the directory has such an entry, be it a link to nothing."""
+    """Return whether the directory has such an entry; a broken link counts."""
     return os.path.lexists(path)
 
 
 def read_bytes(path: Path) -> bytes:
-    """All of a regular file.
+    """Read all of a regular file.
 
     Raises:
-        FileError: it is missing, a link to nothing, no regular file, or cannot be read.
+        FileError: the file is missing, a broken link, not a regular file, or cannot be read.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -41,10 +41,10 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """A regular file in UTF-8, its lines ended by \\n whoever wrote it.
+    """Read a regular file in UTF-8 and convert its line ends to \\n.
 
     Raises:
-        FileError: as `read_bytes`, or it is not UTF-8.
+        FileError: as `read_bytes`, or the file is not UTF-8.
     """
     try:
         return read_bytes(path).decode().replace("\r\n", "\n").replace("\r", "\n")
@@ -53,10 +53,10 @@ def read_text(path: Path) -> str:
 
 
 def read_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    """The JSON object that a regular file holds; an empty one if the file may be missing and is.
+    """Read the JSON object in a regular file; an empty object if `optional` and the file is missing.
 
     Raises:
-        FileError: as `read_bytes`, or it holds something else.
+        FileError: as `read_bytes`, or the file contains something else.
     """
     if optional and not is_named(path):
         return {}
@@ -65,9 +65,9 @@ def read_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
     except FileError:
         raise
     except RecursionError as error:
-        raise FileError("not JSON: nested too deeply; mend or remove the file") from error
+        raise FileError("not JSON: nested too deeply; correct or remove the file") from error
     except ValueError as error:
-        raise FileError(f"not JSON: {error}; mend or remove the file") from error
+        raise FileError(f"not JSON: {error}; correct or remove the file") from error
     if not isinstance(values, dict):
-        raise FileError("a JSON object expected; mend or remove the file")
+        raise FileError("a JSON object expected; correct or remove the file")
     return values

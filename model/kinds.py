@@ -1,4 +1,4 @@
-"""The choices of which a `ModelConfig` is made: one enum a question, torch-free."""
+"""Enums and small types that make up a `ModelConfig`: one enum per choice. Torch-free."""
 
 import dataclasses
 import sys
@@ -9,51 +9,51 @@ from typing import Any, Self
 
 
 class AttentionKind(StrEnum):
-    """What a token's attention weights are made of."""
+    """Kind of attention weights."""
 
     SOFTMAX = "softmax"  # softmax of scaled dot products of queries and keys
     AVERAGE = "average"  # the same weight for every visible token: no queries, no keys
 
 
 class PositionKind(StrEnum):
-    """How a token learns where it stands. See `model.positions` and `model.attention.biases`."""
+    """Kind of position encoding. See `model.positions` and `model.attention.biases`."""
 
-    NONE = "none"  # only the causal mask tells
-    LEARNED = "learned"  # one trained vector a position, added to the embedding (GPT-2)
-    SINUSOIDAL = "sinusoidal"  # one fixed vector a position, added to the embedding (the first Transformer)
+    NONE = "none"  # only the causal mask distinguishes positions
+    LEARNED = "learned"  # one trained vector per position, added to the embedding (GPT-2)
+    SINUSOIDAL = "sinusoidal"  # one fixed vector per position, added to the embedding (the first Transformer)
     ROTARY = "rotary"  # queries and keys rotated by an angle that grows with the position (RoFormer)
     RELATIVE_BIAS = "relative_bias"  # a trained number for each bucket of distances, added to the scores (T5)
     ALIBI = "alibi"  # a fixed slope times the distance, subtracted from the scores (ALiBi)
     DISENTANGLED = "disentangled"  # content attends to positions and positions to content (DeBERTa)
 
 
-# What is told in the scores of queries and keys, by `model.attention.biases`.
+# Positions that act in the scores of queries and keys, by `model.attention.biases`.
 SCORED_POSITIONS = (PositionKind.RELATIVE_BIAS, PositionKind.ALIBI, PositionKind.DISENTANGLED)
 
 
 class NormKind(StrEnum):
-    """What keeps the size of activations."""
+    """Kind of normalisation."""
 
     LAYER_NORM = "layer_norm"
     RMS_NORM = "rms_norm"
 
 
 class NormPlacement(StrEnum):
-    """Where a block's two norms stand."""
+    """Placement of a block's two norms."""
 
     PRE = "pre"  # x + f(norm(x))
     POST = "post"  # x + norm(f(x)) (OLMo 2)
 
 
 class QkNormScope(StrEnum):
-    """What one RMS norm of queries and keys takes together."""
+    """Scope of one RMS norm of queries and keys."""
 
     HEAD = "head"  # each head alone, one weight for all of them (Qwen3)
     PROJECTION = "projection"  # all heads at once (OLMo 2)
 
 
 class MlpKind(StrEnum):
-    """The feed-forward half of a block: down(f(up(x))), or down(f(gate(x)) * up(x)) where it is gated."""
+    """Kind of a block's MLP: down(f(up(x))), or gated down(f(gate(x)) * up(x))."""
 
     GELU = "gelu"  # the tanh form of GELU (GPT-2)
     GELU_EXACT = "gelu_exact"  # x * Phi(x) (GPT-NeoX, nanoGPT)
@@ -63,12 +63,12 @@ class MlpKind(StrEnum):
 
     @property
     def gated(self) -> bool:
-        """Whether a second matrix gates the first."""
+        """Return whether a second matrix gates the first."""
         return self in (MlpKind.SWIGLU, MlpKind.GEGLU)
 
 
 class RopeScalingKind(StrEnum):
-    """How rotary frequencies are stretched to contexts longer than they were trained for."""
+    """Rule by which rotary frequencies are stretched to contexts longer than they were trained for."""
 
     LINEAR = "linear"  # every frequency divided by the factor
     LLAMA3 = "llama3"  # low frequencies divided, high ones kept, a ramp between (Llama 3.1)
@@ -76,7 +76,7 @@ class RopeScalingKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """Parameters of a `RopeScalingKind`; the last three are Llama 3's alone.
+    """Parameters of a `RopeScalingKind`; the last three are for Llama 3 only.
 
     Raises:
         ValueError: a number is missing, not positive, or not of this kind.
@@ -94,7 +94,7 @@ class RopeScaling:
         of_llama3 = (self.low_freq_factor, self.high_freq_factor, self.original_context_length)
         if self.kind is not RopeScalingKind.LLAMA3:
             if any(value is not None for value in of_llama3):
-                raise ValueError(f"rope_scaling {self.kind} has no parameter but factor")
+                raise ValueError(f"rope_scaling {self.kind} has no parameter except factor")
             return
         for name in ("low_freq_factor", "high_freq_factor", "original_context_length"):
             check_number(f"rope_scaling {name}", getattr(self, name))
@@ -118,18 +118,18 @@ class RopeScaling:
 
 
 def check_member(name: str, value: object, kind: type[StrEnum]) -> StrEnum:
-    """The member of an enum a value names. Raises ValueError, naming the field and the choices."""
+    """Return the enum member that a value names. Raises ValueError, naming the field and the choices."""
     if value not in list(kind):
         raise ValueError(f"{name} must be one of {', '.join(kind)}, not {value!r}")
     return kind(str(value))
 
 
-# Beyond what any model has: 32 bits, which tensors' indices and products of two sizes still fit.
+# Larger than any model's sizes: fits 32 bits, so tensors' indices and the product of two sizes fit 64 bits.
 MAX_SIZE = 2**31 - 1
 
 
 def check_size(name: str, value: object, largest: int = MAX_SIZE) -> None:
-    """Raises ValueError unless the value is a positive integer up to `largest`."""
+    """Check that the value is a positive integer up to `largest`. Raises ValueError."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a positive integer, not {value!r}")
     if value > largest:
@@ -137,6 +137,6 @@ def check_size(name: str, value: object, largest: int = MAX_SIZE) -> None:
 
 
 def check_number(name: str, value: object) -> None:
-    """Raises ValueError unless the value is a positive number that a float can hold."""
+    """Check that the value is a positive number that a float can hold. Raises ValueError."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
         raise ValueError(f"{name} must be a positive number, not {value!r}")

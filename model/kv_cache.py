@@ -1,7 +1,7 @@
-"""Storage for keys and values: a pool of fixed-size blocks, one pair of tensors for all layers.
+"""KV-cache storage: a pool of fixed-size blocks, one pair of tensors for all layers.
 
-Which sequence owns which block is none of its business; that is `service.engine.block_pool`'s.
-Paging follows PagedAttention (Kwon et al. 2023, arXiv 2309.06180).
+`service.engine.block_pool` assigns blocks to sequences. Paging follows PagedAttention (Kwon et al. 2023, arXiv
+2309.06180).
 
 Legend: L layers, N blocks, P slots per block, K key/value heads, D head dimension, T packed tokens, B sequences,
 S = blocks per sequence * P.
@@ -15,10 +15,10 @@ from model.config import ModelConfig
 
 
 def rounded(x: Tensor, held_as: torch.dtype) -> Tensor:
-    """Numbers as a cache of another dtype holds them: to nearest, ties to even.
+    """Convert numbers to the dtype in which a cache stores them: to nearest, ties to even.
 
-    What is beyond float16's largest number, 65,504, becomes that number, for an infinite key would make an answer that
-    is none; what is no number stays none.
+    For float16, numbers beyond its largest number, 65,504, become that number: an infinite key would turn the output
+    into NaN. NaN stays NaN.
     """
     if held_as is torch.float16 and x.dtype is not held_as:
         most = torch.finfo(held_as).max
@@ -27,11 +27,11 @@ def rounded(x: Tensor, held_as: torch.dtype) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of `num_blocks * block_size` tokens. Average attention has keys of no numbers (D = 0).
+    """Keys and values of `num_blocks * block_size` tokens. Average attention has empty keys (D = 0).
 
     Args:
-        dtype: of what is written and read: the model's.
-        held_as: of what is in memory, see `rounded`; None for `dtype`.
+        dtype: dtype of written and returned tensors: the model's.
+        held_as: dtype in memory, see `rounded`; None for `dtype`.
 
     Raises:
         ValueError: a size is not positive.
@@ -50,7 +50,7 @@ class KVCache:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks={num_blocks} and block_size={block_size} must be positive")
         shape_LNPK = (config.num_layers, num_blocks, block_size, config.num_kv_heads)
-        # Zeros, not empty: padding reads slots nobody wrote, and 0 * NaN is NaN.
+        # Zeros, not empty: padding reads unwritten slots, and 0 * NaN is NaN.
         self.keys_LNPKD, self.values_LNPKD = (
             pages.zeros((*shape_LNPK, dim), held_as or dtype)
             if torch.device(device).type == "cpu"
@@ -64,16 +64,16 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes both tensors occupy."""
+        """Return the bytes of both tensors."""
         return self.keys_LNPKD.nbytes + self.values_LNPKD.nbytes
 
     def write(self, layer: int, slot_mapping_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
-        """Put each token's key and value into its slot (block * block_size + offset)."""
+        """Write each token's key and value to its slot (block * block_size + offset)."""
         for pool_LNPKD, new_TKD in ((self.keys_LNPKD, k_TKD), (self.values_LNPKD, v_TKD)):
             pool_LNPKD[layer].flatten(0, 1).index_copy_(0, slot_mapping_T, rounded(new_TKD, self.held_as))
 
     def gather(self, layer: int, block_tables_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and values of each sequence's blocks, in order: two BSKD tensors."""
+        """Copy the keys and values of each sequence's blocks, in order: two BSKD tensors."""
         num_sequences, num_blocks = block_tables_BN.shape
         blocks = block_tables_BN.reshape(-1)
         k_BSKD, v_BSKD = (
@@ -83,7 +83,7 @@ class KVCache:
         return k_BSKD.to(self.dtype), v_BSKD.to(self.dtype)
 
     def gather_slots(self, layer: int, slots_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and values in these slots: two SKD tensors."""
+        """Copy the keys and values in these slots: two SKD tensors."""
         k_SKD, v_SKD = (
             pool_LNPKD[layer].flatten(0, 1).index_select(0, slots_S).to(self.dtype)
             for pool_LNPKD in (self.keys_LNPKD, self.values_LNPKD)

@@ -14,9 +14,9 @@ from model.kinds import MlpKind, NormKind
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, in float32: Zhang & Sennrich 2019 (arXiv 1910.07467), equation 4.
+    """RMS norm: x / sqrt(mean(x^2) + eps) * weight, in float32. Zhang & Sennrich 2019 (arXiv 1910.07467), equation 4.
 
-    With `unit_offset` it is multiplied by 1 + weight instead (Gemma Team 2024, arXiv 2403.08295).
+    `unit_offset` multiplies by 1 + weight instead (Gemma Team 2024, arXiv 2403.08295).
     """
 
     def __init__(self, size: int, eps: float, *, unit_offset: bool = False) -> None:
@@ -34,7 +34,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(variance + eps) * weight + bias, in float32: Ba et al. 2016 (arXiv 1607.06450)."""
+    """Layer norm: (x - mean) / sqrt(variance + eps) * weight + bias, in float32. Ba et al. 2016 (arXiv 1607.06450)."""
 
     def __init__(self, size: int, eps: float, *, bias: bool) -> None:
         super().__init__()
@@ -49,14 +49,14 @@ class LayerNorm(nn.Module):
 
 
 def make_norm(config: ModelConfig, size: int) -> RMSNorm | LayerNorm:
-    """The norm of a config, for `size` numbers."""
+    """Return the config's norm for `size` numbers."""
     if config.norm is NormKind.RMS_NORM:
         return RMSNorm(size, config.norm_eps, unit_offset=config.norm_unit_offset)
     return LayerNorm(size, config.norm_eps, bias=config.norm_bias)
 
 
 class Mlp(nn.Module):
-    """down(f(up(x))): Vaswani et al. 2017 (arXiv 1706.03762), section 3.3, with another f."""
+    """MLP without a gate, down(f(up(x))): Vaswani et al. 2017 (arXiv 1706.03762), section 3.3, with the config's f."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -65,13 +65,13 @@ class Mlp(nn.Module):
         self.activation = ACTIVATIONS[config.mlp]
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        """TE -> TE."""
+        """Apply the MLP, TE -> TE."""
         out: Tensor = self.down(self.activation(self.up(x_TE)))
         return out
 
 
 class GatedMlp(nn.Module):
-    """down(f(gate(x)) * up(x)), gate and up in one matrix: Shazeer 2020 (arXiv 2002.05202), equation 6."""
+    """Gated MLP, down(f(gate(x)) * up(x)); gate and up are one matrix: Shazeer 2020 (arXiv 2002.05202), equation 6."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -80,14 +80,14 @@ class GatedMlp(nn.Module):
         self.activation = ACTIVATIONS[config.mlp]
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        """TE -> TE."""
+        """Apply the MLP, TE -> TE."""
         gate_TF, up_TF = self.gate_up(x_TE).chunk(2, dim=-1)
         out: Tensor = self.down(self.activation(gate_TF) * up_TF)
         return out
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh form of GELU: Hendrycks & Gimpel 2016 (arXiv 1606.08415), section 2."""
+    """Apply the tanh form of GELU: Hendrycks & Gimpel 2016 (arXiv 1606.08415), section 2."""
     return functional.gelu(x, approximate="tanh")
 
 
@@ -101,5 +101,5 @@ ACTIVATIONS: dict[MlpKind, Callable[[Tensor], Tensor]] = {
 
 
 def make_mlp(config: ModelConfig) -> Mlp | GatedMlp:
-    """The MLP of a config."""
+    """Return the config's MLP."""
     return GatedMlp(config) if config.mlp.gated else Mlp(config)

@@ -1,20 +1,20 @@
-"""The door to a checkpoint directory of either kind, read and verified without torch.
+"""Manifest of a checkpoint directory, in our own format or Hugging Face's, read and verified without torch.
 
-Ours:
+Our own format:
 
     config.json               the ModelConfig
     model.safetensors         the tensors; over 5 GB: model-00001-of-0000N.safetensors, ... and their index
-    tokenizer.tiktoken, tokenizer_spec.json, or another tokenizer that `load_tokenizer` knows
-    chat_template.jinja       of a model that was taught conversations
-    generation_config.json    how a request is sampled that does not say, if the model wants it otherwise than usual
-    manifest.json             size and SHA-256 of every file above, and how the model came to be
-    MODEL_CARD.md             for people; not hashed
+    tokenizer.tiktoken, tokenizer_spec.json, or another tokenizer that `load_tokenizer` supports
+    chat_template.jinja       of a model trained on conversations
+    generation_config.json    the model's default sampling parameters, if they differ from the usual ones
+    manifest.json             size and SHA-256 of every file above, and how the model was made
+    MODEL_CARD.md             for readers; not hashed
 
-Hugging Face's, of a family in `model.families`: config.json with a `model_type`, model.safetensors or
+Hugging Face's format, for the families in `model.families`: config.json with a `model_type`, model.safetensors or
 model.safetensors.index.json and its shards, the tokenizer's files, generation_config.json.
 
-Everything is checked before a tensor is loaded: a damaged directory ends in one line that says which file is wrong
-and what to do.
+Everything is checked before a tensor is loaded. The error for a damaged directory is one line: the faulty file, and
+the remedy.
 """
 
 import json
@@ -58,16 +58,16 @@ __all__ = [
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "manifest.json"
 FORMAT = "kvasir-checkpoint-1"
-MAX_NAME_CHARACTERS = 255  # as a directory's; it stands in every answer and on every page
+MAX_NAME_CHARACTERS = 255  # a directory name's limit; the name is in every response and on every page
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """A checkpoint's directory, name, architecture, files (name -> size and SHA-256) and provenance.
+    """Checkpoint description: directory, name, architecture, files (name -> size and SHA-256) and provenance.
 
-    family: whose names and layouts the tensors have; None is our own format.
-    files: a Hugging Face directory states no hashes: there the SHA-256 is "", and only the weights are listed.
-    index: tensor -> file, as an index file says; empty where there is none.
+    family: model family that defines the tensors' names and layouts; None for our own format.
+    files: a Hugging Face directory has no hashes, so its SHA-256 is "", and only weight files are listed.
+    index: tensor -> file, from an index file; empty if there is none.
     """
 
     directory: Path
@@ -80,17 +80,17 @@ class Manifest:
 
     @property
     def weight_files(self) -> list[Path]:
-        """The safetensors shards, in order."""
+        """Return the safetensors files, in order."""
         return [self.directory / name for name in sorted(self.files) if name.endswith(".safetensors")]
 
     @property
     def num_weight_bytes(self) -> int:
-        """Bytes of the weight files."""
+        """Return the bytes of the weight files."""
         return sum(size for name, (size, _) in self.files.items() if name.endswith(".safetensors"))
 
     @property
     def weight_dtype(self) -> str:
-        """Dtype of most of the weights' bytes, as safetensors names it: BF16, F16 or F32.
+        """Return the dtype of most of the weights' bytes, as safetensors names it: BF16, F16 or F32.
 
         Raises:
             CheckpointError: see `place_tensors`.
@@ -103,17 +103,17 @@ class Manifest:
 
     @property
     def created_seconds(self) -> int:
-        """When the checkpoint was written here, seconds since 1970."""
+        """Return the time at which the checkpoint was written on this machine, in seconds since 1970."""
         path = self.directory / (MANIFEST_FILE if self.family is None else CONFIG_FILE)
         return int(path.stat().st_mtime)
 
     def verify(self) -> Tokenizer:
         """Check every file's presence, size and hash, the tokenizer, and every tensor's name, shape and dtype.
 
-        Returns the tokenizer, which had to be read for it.
+        Returns the tokenizer, which is read for the check.
 
         Raises:
-            CheckpointError: the first thing that is wrong.
+            CheckpointError: the first fault found.
         """
         for name, (size, digest) in self.files.items():
             _check_file(self.directory / name, size, digest)
@@ -131,7 +131,7 @@ class Manifest:
         return tokenizer
 
     def place_tensors(self) -> dict[str, Placement]:
-        """For each tensor of the model, what fills it, from the files' headers.
+        """Return the sources of each tensor of the model, from the files' headers.
 
         Raises:
             CheckpointError: a file is damaged, or the tensors are not those of the config.
@@ -142,11 +142,11 @@ class Manifest:
 
 
 def read_manifest(directory: Path | str) -> Manifest:
-    """Read what describes a checkpoint: manifest.json and config.json; `Manifest.verify` checks the rest.
+    """Read manifest.json and config.json of a checkpoint; `Manifest.verify` checks the rest.
 
     Raises:
-        CheckpointError: the directory or a file is missing, unreadable, not JSON, names files outside the directory,
-            or describes a model we cannot compute.
+        CheckpointError: the directory or a file is missing, unreadable, not JSON, names files outside the directory, or
+            describes an unsupported model.
     """
     directory = Path(directory)
     check_is_searchable(directory)
@@ -156,7 +156,7 @@ def read_manifest(directory: Path | str) -> Manifest:
         raise CheckpointError(what_is_wrong(directory))
     values = read_json(directory / CONFIG_FILE)
     if "model_type" not in values and "architectures" not in values:
-        return _read_native(directory)  # which misses its manifest.json
+        return _read_native(directory)  # raises: manifest.json is missing
     return _read_hugging_face(directory, values)
 
 
@@ -177,12 +177,16 @@ def _read_hugging_face(directory: Path, values: dict[str, Any]) -> Manifest:
 def _read_native(directory: Path) -> Manifest:
     values = read_json(directory / MANIFEST_FILE)
     if values.get("format") != FORMAT:
-        raise CheckpointError(f"{directory / MANIFEST_FILE}: format {values.get('format')!r}, {FORMAT!r} expected")
+        raise CheckpointError(
+            f"{directory / MANIFEST_FILE}: format {values.get('format')!r}, {FORMAT!r} expected; save the model again"
+        )
     try:
         files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in values["files"].items()}
         name, training = values["name"], dict(values["training"])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise CheckpointError(f"{directory / MANIFEST_FILE}: name, files or training is malformed") from error
+        raise CheckpointError(
+            f"{directory / MANIFEST_FILE}: name, files or training is malformed; copy the file again"
+        ) from error
     if not isinstance(name, str) or not name.strip() or not name.isprintable() or len(name) > MAX_NAME_CHARACTERS:
         raise CheckpointError(
             f"{directory / MANIFEST_FILE}: the name {name!r} cannot be shown; "
@@ -191,9 +195,9 @@ def _read_native(directory: Path) -> Manifest:
     for file_name in files:
         check_plain_name(directory / MANIFEST_FILE, file_name)
     if CONFIG_FILE not in files:
-        raise CheckpointError(f"{directory / MANIFEST_FILE}: {CONFIG_FILE} is not listed")
+        raise CheckpointError(f"{directory / MANIFEST_FILE}: {CONFIG_FILE} is not listed; save the model again")
     if all(file_name in (CONFIG_FILE, INDEX_FILE) or file_name.endswith(".safetensors") for file_name in files):
-        raise CheckpointError(f"{directory / MANIFEST_FILE}: no tokenizer is listed")
+        raise CheckpointError(f"{directory / MANIFEST_FILE}: no tokenizer is listed; save the model again")
     try:
         config = ModelConfig.from_dict(read_json(directory / CONFIG_FILE))
     except CheckpointError:
@@ -206,7 +210,7 @@ def _read_native(directory: Path) -> Manifest:
 def write_manifest(
     directory: Path, *, name: str, training: dict[str, Any], tokenizer_files: tuple[str, ...] = (RANKS_FILE, SPEC_FILE)
 ) -> None:
-    """Hash what stands in the directory and write manifest.json beside it, last and atomically."""
+    """Hash the directory's files and write manifest.json atomically. Call it last."""
     optional = [name for name in (TEMPLATE_FILE, GENERATION_CONFIG_FILE, INDEX_FILE) if (directory / name).exists()]
     shards = sorted(path.name for path in directory.glob("*.safetensors"))
     names = dict.fromkeys((CONFIG_FILE, *tokenizer_files, *optional, *shards))
@@ -242,7 +246,7 @@ def _size_of(path: Path) -> int:
 
 
 def _name_of(directory: Path) -> str:
-    """The directory's name; in the cache of the Hugging Face hub (models--owner--name/snapshots/hash), the model's."""
+    """Return the directory's name; in the Hugging Face cache (models--owner--name/snapshots/hash) the model's."""
     directory = directory.absolute()
     repository = directory.parent.parent.name
     if directory.parent.name == "snapshots" and repository.startswith("models--"):

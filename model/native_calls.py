@@ -1,4 +1,4 @@
-"""The attention of all layers over one cache, ready for a kernel that computes all layers in one call."""
+"""Attention arguments of all layers over one cache, for the kernel that computes all layers in one call."""
 
 import ctypes
 from collections.abc import Sequence
@@ -15,8 +15,11 @@ from model.transformer import Attention
 
 @dataclass(frozen=True, slots=True)
 class AttentionCalls:
-    """`layers` is an array of `AttentionCall`. `backend` is None where it is not all the kernel's, or adds to its
-    scores; then there is no `kernel`, a pointer to what attends, either."""
+    """Array `layers` of `AttentionCall`, and the kernel function that they are for.
+
+    `backend` and `kernel` are None if some layer's attention is not computed by the native kernel, or adds a bias to
+    its scores.
+    """
 
     kv_cache: KVCache
     backend: NativeAttention | None
@@ -32,7 +35,7 @@ class AttentionCalls:
         kv_cache: KVCache,
         library: KernelLibrary,
     ) -> Self:
-        """Each layer's, from queries, keys and values into `mixed`: all layers use the same buffers."""
+        """Prepare each layer's call, from queries, keys and values to `mixed`: all layers use the same buffers."""
         backend = attentions[0].backend
         calls = (AttentionCall * len(attentions))()
         for call, attention in zip(calls, attentions, strict=True):
@@ -51,7 +54,7 @@ class AttentionCalls:
         return cls(kv_cache, backend, calls, ctypes.cast(kernel, ctypes.c_void_p))
 
     def use(self, threads: int) -> None:
-        """Let so many threads compute."""
+        """Set the number of threads of all calls."""
         if self.layers[0].threads != threads:
             for call in self.layers:
                 call.threads = threads

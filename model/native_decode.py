@@ -1,7 +1,7 @@
-"""A step of decodes that has been made ready for the kernels, to be computed again as it moves on.
+"""Prepared decode step of the native kernels, reused from step to step while its tensors are updated in place.
 
-After a pass of a model the processor's caches hold its weights and little else, so that each operation of Python, NumPy
-and PyTorch takes ten times what it does in a loop. Here nothing is left of them but a call.
+After a model's pass the CPU caches hold mostly its weights. Each Python, NumPy or PyTorch operation then takes ten
+times as long as in a loop. A prepared step leaves a single call.
 
 Legend: T packed tokens, B sequences, V vocabulary.
 """
@@ -19,9 +19,9 @@ from model.kv_cache import KVCache
 
 
 class Decoded(NamedTuple):
-    """What a step gave: each row's most likely id, the first of equals, and its logits BV float32.
+    """Result of a decode step: each row's most likely id, the first of equals, and its logits BV float32.
 
-    The id is -1 where a logit, or a number of the hidden state before it, is NaN or infinite.
+    The id is -1 if a logit of the row, or a number of the hidden state before it, is NaN or infinite.
     """
 
     ids: list[int]
@@ -30,7 +30,7 @@ class Decoded(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeCall:
-    """What kernels are handed, and all that it points to."""
+    """Arguments of a prepared decode step, and the objects that its pointers refer to."""
 
     decode: Decode
     rows: Rows
@@ -43,11 +43,11 @@ class DecodeCall:
 
     @property
     def reference(self) -> Any:
-        """What the kernel takes."""
+        """Return the C argument."""
         return ctypes.byref(self.decode)
 
     def is_of(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, num_ids: int) -> bool:
-        """Whether a step is in the same tensors, which may have moved on."""
+        """Return whether a step uses the same tensors, whose contents may have changed."""
         ours = self.metadata
         return (
             self.token_ids_T is token_ids_T
@@ -61,5 +61,5 @@ class DecodeCall:
         )
 
     def decoded(self) -> Decoded:
-        """What it gave when it was computed last."""
+        """Return the result of the last computed step."""
         return Decoded(self.ids[:], self.logits_BV)

@@ -1,4 +1,4 @@
-"""What a model's parts are to kernels of our own: its shape, and its matrices, packed."""
+"""A model's shape and packed matrices, in the format of the native kernels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ _ACTIVATIONS = {MlpKind.GELU: 0, MlpKind.GELU_EXACT: 1, MlpKind.RELU: 2, MlpKind
 
 
 def shape_of(config: ModelConfig, dtype: torch.dtype) -> Shape:
-    """A model's shape, whose numbers are of a dtype."""
+    """Return a model's shape for the kernels, with the model's dtype."""
     return Shape(
         hidden=config.hidden_size,
         heads=config.num_heads,
@@ -37,11 +37,11 @@ def shape_of(config: ModelConfig, dtype: torch.dtype) -> Shape:
 
 
 def pack(module: nn.Module, side_by_side: Callable[[int], int], *, gated: bool = False) -> Packed:
-    """The matrix of a module of any kind, or an embedding's.
+    """Pack the matrix of a linear layer of any kind, or of an embedding.
 
     Args:
-        side_by_side: how many inputs the kernels want so, by the number that stands for their dtype.
-        gated: whether its outputs are those of gates, and of what they gate.
+        side_by_side: returns how many inputs the kernels expect side by side, for a dtype's number in `NUMBERS`.
+        gated: the outputs are those of a gate, followed by those that it gates.
     """
     scale_F: Tensor | None = None
     if isinstance(module, Int8Linear):

@@ -1,9 +1,11 @@
-"""The transformer by kernels of our own, on CPUs: one call for all layers, where their attention is our kernel's too,
-else one between two layers' attentions; and one for the logits. A step of decodes is one call with all of that.
+"""Transformer computed by native kernels on CPUs.
 
-The twin of `model.transformer.Transformer`, from whose matrices it is made and with which it agrees within rounding:
-the residual stream and what is between two matrices stay float32 here. Every output of a matrix is one sum over its
-inputs in their order, so that a row's bits do not depend on how many rows or threads there are, one included.
+With native attention, all layers are one C call, and a decode step with its logits is one C call too. With another
+attention backend, one C call runs between consecutive attention layers. The logits are one more call.
+
+`NativeTransformer` is made from the matrices of a `model.transformer.Transformer` and agrees with it within rounding:
+here the residual stream and the values between two matrices stay float32. Every output of a matrix is one sum over
+its inputs in a fixed order. A row's result is therefore bitwise identical for any number of rows and threads.
 
 Legend: T packed tokens, R rows whose logits are wanted, E hidden size, F outputs and I inputs of a matrix, H query
 heads, K key/value heads, D head dimension, X queries, keys and values side by side, V vocabulary.
@@ -36,14 +38,14 @@ from model.pages import HugePages
 from model.transformer import Block, Transformer
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-# What a row of one thread's scratch holds, see layers.cpp.
+# Limit of the kernels: numbers in a row of a thread's scratch memory, see layers.cpp.
 _MOST_NUMBERS = 65_536
-# Of the thread that moves matrices to large pages: a busy processor leaves it a tenth of its time.
+# Of the thread that moves matrices to large pages: on a busy processor it gets a tenth of the time.
 _NICENESS = 10
 
 
 def computes(config: ModelConfig, dtype: torch.dtype) -> bool:
-    """Return whether these kernels compute all of a model of this config, in this dtype, on a CPU."""
+    """Return whether the native kernels compute every part of a model with this config and dtype on a CPU."""
     widths = (config.hidden_size, config.mlp_size, config.num_heads * config.head_dim)
     return (
         dtype in (torch.float32, torch.bfloat16)
@@ -54,8 +56,11 @@ def computes(config: ModelConfig, dtype: torch.dtype) -> bool:
 
 
 def library_for(model: Transformer) -> KernelLibrary | None:
-    """Return the loaded library that computes all of this model; None where its attention is another backend's, the
-    kernels do not compute such a model, or none are loaded."""
+    """Return the loaded kernel library that computes all of this model.
+
+    Returns None if the model's attention uses another backend, if the kernels do not support such a model, or if no
+    kernels are loaded.
+    """
     backends = {cast(Block, block).attention.backend for block in model.layers}
     backend, weight = backends.pop(), model.token_embedding.weight
     is_native = not backends and isinstance(backend, NativeAttention)
@@ -65,10 +70,10 @@ def library_for(model: Transformer) -> KernelLibrary | None:
 
 
 def by_native_kernels(model: "Transformer | NativeTransformer") -> "Transformer | NativeTransformer":
-    """Return what computes this model fastest: a `NativeTransformer` where its kernels are loaded, else the model.
+    """Return a `NativeTransformer` made from the model if its kernels are loaded, else the model itself.
 
-    The model's matrices are packed and freed one by one, so no more than one of them is in memory twice. A thread of
-    low priority moves them to pages of 2 MiB while they are used.
+    The model's matrices are packed and freed one by one, so at most one matrix is in memory twice. A low-priority
+    thread moves the packed matrices to pages of 2 MiB while the model already serves.
     """
     if isinstance(model, NativeTransformer) or (library := library_for(model)) is None:
         return model
@@ -77,7 +82,7 @@ def by_native_kernels(model: "Transformer | NativeTransformer") -> "Transformer 
     give_back_freed_memory()
 
     def enlarge() -> None:
-        with suppress(OSError, AttributeError):  # a system without priorities of threads
+        with suppress(OSError, AttributeError):  # no thread priorities on this system
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         native.enlarge_pages()
 
@@ -86,20 +91,20 @@ def by_native_kernels(model: "Transformer | NativeTransformer") -> "Transformer 
 
 
 class NativeTransformer:
-    """Takes the place of the `Transformer` it is made from, whose matrices are freed as they are packed.
+    """Replacement for the `Transformer` that it is made from, whose matrices are freed as they are packed.
 
     Args:
         library: the kernels.
 
     Raises:
-        ValueError: these kernels do not compute such a model, see `computes`.
+        ValueError: the kernels do not support such a model, see `computes`.
     """
 
     def __init__(self, model: Transformer, library: KernelLibrary) -> None:
         if model.token_embedding.weight.device.type != "cpu" or not computes(
             model.config, model.token_embedding.weight.dtype
         ):
-            raise ValueError("these kernels do not compute such a model")
+            raise ValueError("the native kernels do not support this model; keep its Transformer")
         self.config = model.config
         self.token_embedding, self.final_norm, self.layers = model.token_embedding, model.final_norm, model.layers
         self._model, self._dtype = model, model.token_embedding.weight.dtype
@@ -110,7 +115,7 @@ class NativeTransformer:
         self._logits = library.function("kvasir_logits", *[_POINTER] * 6)
         self._are_tokens = library.function("kvasir_are_tokens", _POINTER, _INT, _INT, result=ctypes.c_bool)
         self._side_by_side = library.function("kvasir_inputs_side_by_side", _INT, result=_INT)
-        self._kept: list[Tensor] = []  # what pointers lead to
+        self._kept: list[Tensor] = []  # keeps the memory behind the pointers alive
         self._huge_pages = HugePages()
         self._shape = shape_of(model.config, self._dtype)
         self._head = self._matrix(model.token_embedding if model.lm_head is None else model.lm_head)
@@ -129,11 +134,14 @@ class NativeTransformer:
 
     @property
     def kernel_level(self) -> str:
-        """Instruction level of the kernels."""
+        """Return the instruction-set level of the kernels."""
         return self._library.level
 
     def enlarge_pages(self) -> None:
-        """Move the matrices to pages of 2 MiB, see `HugePages.enlarge`; for a thread, they serve meanwhile."""
+        """Move the matrices to pages of 2 MiB, see `HugePages.enlarge`.
+
+        Meant for a background thread: the model can serve meanwhile.
+        """
         self._huge_pages.enlarge()
 
     def __call__(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
@@ -142,9 +150,9 @@ class NativeTransformer:
         return self.logits(x_TE if metadata.logit_rows_R is None else x_TE[metadata.logit_rows_R])
 
     def hidden(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
-        """What the last layer gives, TE float32, before the final norm; valid until the next call."""
+        """Return the last layer's output before the final norm, TE float32; valid until the next call."""
         count = len(token_ids_T)
-        self._hold(count)
+        self._grow_buffers(count)
         x_TE = self._buffers["x"][:count, : self.config.hidden_size]
         token_ids_T, positions_T = token_ids_T.contiguous(), metadata.positions_T.contiguous()
         rows = self._rows
@@ -159,7 +167,7 @@ class NativeTransformer:
         return x_TE
 
     def _attend_outside(self, count: int, metadata: AttentionMetadata, kv_cache: KVCache | None) -> None:
-        """All layers, each with its own attention, whatever that is."""
+        """Compute all layers, each with its own attention backend, with one kernel call between two attentions."""
         q_THD, k_TKD, v_TKD = self._heads(count)
         shared = ctypes.byref(self._shape), ctypes.byref(self._rows)
         done, mixed = None, None
@@ -174,7 +182,10 @@ class NativeTransformer:
         self._between(*shared, done, mixed, None)
 
     def _attend_inside(self, metadata: AttentionMetadata, kv_cache: KVCache) -> bool:
-        """All layers in one call; False, and nothing done, where their attention is not all of our own kernel's."""
+        """Compute all layers in one call.
+
+        Returns False and computes nothing if a layer's attention is not computed by the same native kernels.
+        """
         calls = self._calls_over(kv_cache)
         step = None if calls.backend is None else calls.backend.step_of(metadata, kv_cache)
         if step is None or step.loaded is not self._library:
@@ -189,18 +200,18 @@ class NativeTransformer:
     def decode(
         self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, *, num_ids: int
     ) -> Decoded | None:
-        """A step of sequences that compute one token each, in one call; valid until the next call.
+        """Compute one decode step, one token per sequence, in a single call; the result is valid until the next call.
 
-        The same tensors are best given again, moved on by a position: they have been made ready.
+        Pass the same tensors in every step, updated in place: the prepared call is then reused.
 
         Args:
-            metadata: with `contexts_B`, a cache's, and logits wanted of all rows.
-            num_ids: the first tokens of the vocabulary, whose logits are wanted.
+            metadata: must have `contexts_B` and a cache's slots and blocks; logits are computed for all rows.
+            num_ids: return logits of this many tokens, from the start of the vocabulary.
 
-        Returns None, and nothing is done, where another way is the one to go: `hidden` and `logits`.
+        Returns None, having computed nothing, if the caller must use `hidden` and `logits` instead.
 
         Raises:
-            ValueError: a slot or a block that the cache does not have.
+            ValueError: a slot or a block is outside the cache.
         """
         call = self._decodes
         if call is None or not call.is_of(token_ids_T, metadata, kv_cache, num_ids):
@@ -219,7 +230,7 @@ class NativeTransformer:
         self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, num_ids: int
     ) -> DecodeCall | None:
         count = len(token_ids_T)
-        self._hold(count)
+        self._grow_buffers(count)
         calls, contexts_B = self._calls_over(kv_cache), metadata.contexts_B
         step = None if calls.backend is None or contexts_B is None else calls.backend.step_of(metadata, kv_cache)
         if step is None or step.loaded is not self._library:
@@ -258,7 +269,7 @@ class NativeTransformer:
         )
 
     def _calls_over(self, kv_cache: KVCache) -> AttentionCalls:
-        """Each layer's attention over the buffers there are, in a cache."""
+        """Return the prepared attention calls of all layers over this cache and the current buffers."""
         if self._calls is None or self._calls.kv_cache is not kv_cache:
             attentions = [cast(Block, block).attention for block in self.layers]
             heads, mixed = self._heads(self._capacity), self._buffers["mixed"]
@@ -266,9 +277,9 @@ class NativeTransformer:
         return self._calls
 
     def logits(self, x_RE: Tensor) -> Tensor:
-        """Next-token logits of rows of `hidden`, RV float32."""
+        """Return next-token logits of rows of `hidden`, RV float32."""
         count, size = x_RE.shape
-        self._hold(count)
+        self._grow_buffers(count)
         x_RE = (functional.pad(x_RE, (0, padded(size) - size)) if size < padded(size) else x_RE).contiguous()
         rows = self._rows
         rows.count, rows.threads, rows.x = count, torch.get_num_threads(), x_RE.data_ptr()
@@ -278,7 +289,7 @@ class NativeTransformer:
         return logits_RV[:, : self.config.vocab_size]
 
     def _heads(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries THD, keys TKD and values TKD, where the kernels write those of every layer."""
+        """Return views of the buffer into which the kernels write each layer's queries THD, keys TKD and values TKD."""
         config = self.config
         query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         qkv_TX = self._buffers["qkv"][:count, : query + 2 * key]
@@ -287,7 +298,7 @@ class NativeTransformer:
         return q_THD, k_TKD, v_TKD
 
     def _rotations_of(self, length: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of every position under `length`, tables that grow; empty without rotary positions."""
+        """Return cosines and sines of at least all positions under `length`; empty tables without rotary positions."""
         rotary = self._model.rotary
         if rotary is not None and length > len(self._rotations[0]):
             half = self.config.rotary_size // 2
@@ -295,15 +306,15 @@ class NativeTransformer:
             self._rotations = cosines[:, 0, :half].contiguous(), sines[:, 0, :half].contiguous()
         return self._rotations
 
-    def _hold(self, count: int) -> None:
-        """Make the buffers large enough for so many rows."""
+    def _grow_buffers(self, count: int) -> None:
+        """Grow the buffers to at least `count` rows."""
         if count <= self._capacity:
             return
         config, dtype = self.config, self._dtype
         hidden, mlp = padded(config.hidden_size), padded(config.mlp_size)
         mixed = padded(config.num_heads * config.head_dim)
         widest = max(hidden, mlp, mixed)
-        with torch.inference_mode(False):  # whoever asks first, all may write to them
+        with torch.inference_mode(False):  # else a first call in inference mode makes them read-only outside it
             self._buffers = {
                 "x": torch.zeros(count, hidden),
                 "added": torch.zeros(count, hidden),
@@ -319,13 +330,13 @@ class NativeTransformer:
         self._capacity, self._calls, self._decodes = count, None, None
 
     def _embedding(self) -> int | None:
-        """A pointer to the tokens' embeddings, where these alone are what the first layer gets."""
+        """Return a pointer to the embedding matrix if the first layer's input is its rows alone, else None."""
         model, weight_VE = self._model, self.token_embedding.weight
         is_all = self.config.embedding_scale == 1.0 and model.position_embedding is None and weight_VE.is_contiguous()
         return weight_VE.data_ptr() if is_all else None
 
     def _layer(self, block: Block) -> LayerWeights:
-        """One layer's pointers; its matrices leave the model."""
+        """Return pointers to one layer's packed matrices and norms. The caller frees the matrices in the model."""
         attention, mlp = block.attention, block.mlp
         gated = isinstance(mlp, GatedMlp)
         layer = LayerWeights(
@@ -348,7 +359,7 @@ class NativeTransformer:
         return Matrix(*pointers, packed.inputs, packed.outputs, NUMBERS[packed.weight.dtype])
 
     def _norm(self, norm: RMSNorm | LayerNorm | None) -> tuple[int | None, int | None]:
-        """Pointers to weight and bias, float32."""
+        """Return pointers to the norm's weight and bias, both float32."""
         if norm is None:
             return None, None
         bias_E = norm.bias if isinstance(norm, LayerNorm) else None

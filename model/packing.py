@@ -1,4 +1,4 @@
-"""Matrices in the order in which our kernels read them: panels of 64 outputs, a few inputs side by side.
+"""Matrix layout of the native kernels: panels of 64 outputs, with a few inputs side by side.
 
 Legend: F outputs, I inputs of a matrix, N panels, G groups of inputs, S inputs side by side.
 """
@@ -10,15 +10,16 @@ from torch import Tensor
 from torch.nn import functional
 
 BLOCK = 16
-_PANEL = 64  # outputs that one task computes: matrices have whole panels
+_PANEL = 64  # outputs of one task; matrices are padded to whole panels
 _HALF_PANEL = _PANEL // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """A matrix of `inputs` by `outputs`, the latter padded with zeros; vectors are as long. `weight` may be a view.
+    """Packed matrix of `inputs` by `outputs`. Outputs are padded with zeros, and the vectors have the same length.
 
-    shift: of integers, 128 times the sum of each output's weights: the kernels add 128 to every input.
+    weight: may be a view.
+    shift: for int8, 128 times the sum of each output's weights, because the kernels add 128 to every input.
     """
 
     weight: Tensor
@@ -30,17 +31,17 @@ class Packed:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """In the order of linear.h's `Matrix`."""
+        """Return the tensors in the order of linear.h's `Matrix`."""
         return self.weight, self.bias, self.scale, self.shift
 
 
 def padded(size: int) -> int:
-    """The next multiple of a panel."""
+    """Round a size up to whole panels."""
     return -(-size // _PANEL) * _PANEL
 
 
 def pack_floats(weight_FI: Tensor, bias_F: Tensor | None, side_by_side: int) -> Packed:
-    """A matrix in its own dtype; its bias in float32."""
+    """Pack a matrix in its own dtype, and its bias in float32."""
     outputs, inputs = weight_FI.shape
     return Packed(
         weight=_panels(weight_FI, side_by_side),
@@ -53,7 +54,7 @@ def pack_floats(weight_FI: Tensor, bias_F: Tensor | None, side_by_side: int) -> 
 
 
 def pack_int8(weight_FI: Tensor, scale_F: Tensor, bias_F: Tensor | None, side_by_side: int) -> Packed:
-    """A matrix of eight-bit integers with a scale an output."""
+    """Pack an int8 matrix with a scale per output."""
     outputs, inputs = weight_FI.shape
     return Packed(
         weight=_panels(weight_FI, side_by_side),
@@ -66,9 +67,9 @@ def pack_int8(weight_FI: Tensor, scale_F: Tensor, bias_F: Tensor | None, side_by
 
 
 def interleaved(rows: Tensor) -> Tensor:
-    """Rows of gates' outputs and those of what they gate, F each, in turns of a block: a task has both of a pair.
+    """Interleave gate rows and gated rows, F each, in blocks of 16, so that one task computes both rows of a pair.
 
-    Each half is padded with zeros first, to whole panels of pairs.
+    Each half is first padded with zeros to whole half panels.
     """
     half = len(rows) // 2
     room = -(-half // _HALF_PANEL) * _HALF_PANEL
@@ -78,7 +79,7 @@ def interleaved(rows: Tensor) -> Tensor:
 
 
 def _panels(weight_FI: Tensor, side_by_side: int) -> Tensor:
-    """FI as N G 64 S: a view, but where there are zeros to add."""
+    """Return FI as N G 64 S: a view, or a copy if padding is needed."""
     outputs, inputs = weight_FI.shape
     groups = -(-inputs // side_by_side)
     missing = groups * side_by_side - inputs, padded(outputs) - outputs

@@ -1,12 +1,12 @@
-"""Memory of the CPU: weights in pages of 2 MiB, the cache in pages that come when they are touched.
+"""CPU memory: weights in pages of 2 MiB, the KV-cache in pages that are allocated at their first touch.
 
-A step reads all weights once, and with pages of 4 KiB looks up every one of them anew: a table of a processor's has
-some thousand entries, a model of 50 MB 12,000 pages. What runs between two steps finds that table full of weights too.
+A step reads all weights once. With pages of 4 KiB, nearly every page misses the TLB: a TLB has some thousand entries,
+and a model of 50 MB has 12,000 pages. Code that runs between two steps finds the TLB full of weights' pages too.
 
-A page of 2 MiB is made whole at its first touch, which takes milliseconds where a virtual machine has to ask its host
-for it: free memory in whole pages of that size is what a machine gives back to its host, the rest it keeps (measured:
-2.2 to 8.9 s a GB, and 0.5 in small pages). So weights are written to small pages, and moved to large ones by a thread
-while they serve already. The cache stays in small ones, which come when they are touched.
+A page of 2 MiB is allocated whole at its first touch. In a virtual machine that can take milliseconds, because guests
+return free pages of that size to the host and must ask for them again. Measured: 2.2 to 8.9 s per GB, against 0.5 s
+per GB in small pages. So weights are written to small pages, and a thread moves them to large pages while the model
+already serves. The KV-cache stays in small pages.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ _MADV_COLLAPSE = 25  # linux/mman.h, since 6.1; Python has no name for it
 
 
 class HugePages:
-    """Memory that is only ever added to; it lives as long as this, or a tensor in it, does."""
+    """Append-only memory, freed when this object and all its tensors are."""
 
     def __init__(self) -> None:
         self._chunks: list[mmap.mmap] = []
@@ -34,10 +34,10 @@ class HugePages:
         self._used = 0
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor of the CPU, in one piece, in small pages until `enlarge`.
+        """Copy a CPU tensor into contiguous memory; its pages are small until `enlarge`.
 
         Raises:
-            torch.OutOfMemoryError: the system gives no more.
+            torch.OutOfMemoryError: the system has too little memory.
         """
         size = tensor.nbytes
         if self._used + size > len(self._chunk):
@@ -49,9 +49,10 @@ class HugePages:
         return place.copy_(tensor)
 
     def enlarge(self) -> None:
-        """Move what is kept to pages of 2 MiB: seconds a GB, for a thread. Who reads it meanwhile may wait for a page.
+        """Move all kept tensors to pages of 2 MiB; takes seconds per GB, so run it in a thread.
 
-        Where the kernel cannot do it now it is asked to do it in time, and where it has none, nothing happens.
+        A thread that reads the tensors meanwhile may wait for a page. If the kernel cannot collapse pages now, it may
+        do so later (MADV_HUGEPAGE). Without huge pages nothing happens.
         """
         for chunk in self._chunks:
             _advise(chunk, "MADV_HUGEPAGE")
@@ -60,37 +61,39 @@ class HugePages:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """As `torch.zeros` on the CPU; what is never written takes no memory.
+    """Return `torch.zeros` on the CPU whose memory is allocated when it is first written.
+
+    Applies to tensors of at least 2 MiB; smaller ones are plain `torch.zeros`.
 
     Raises:
-        torch.OutOfMemoryError: the system does not give so much.
+        torch.OutOfMemoryError: the system has too little memory.
     """
     size = math.prod(shape) * dtype.itemsize
     return torch.zeros(shape, dtype=dtype) if size < PAGE else _pages(size)[:size].view(dtype).view(shape)
 
 
 def _pages(size: int) -> Tensor:
-    """Zeros, uint8, of at least so many bytes. Raises torch.OutOfMemoryError."""
+    """Return at least `size` zero bytes as a uint8 tensor. Raises torch.OutOfMemoryError."""
     return torch.frombuffer(_map(size), dtype=torch.uint8)
 
 
 def _map(size: int) -> mmap.mmap:
-    """Zeros of at least so many bytes. Raises torch.OutOfMemoryError."""
+    """Map at least `size` zero bytes. Raises torch.OutOfMemoryError."""
     try:
         return mmap.mmap(-1, -(-size // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise torch.OutOfMemoryError(f"the system does not give {size:,} bytes: {error}") from error
+        raise torch.OutOfMemoryError(f"the system has no {size:,} bytes of memory left: {error}") from error
 
 
 def _advise(memory: mmap.mmap, advice: str) -> None:
-    """Tell the kernel something by its name in C, where it is known."""
+    """Call madvise with a constant's name, if Python knows the constant on this system."""
     if hasattr(mmap, advice):
         with suppress(OSError):
             memory.madvise(getattr(mmap, advice))
 
 
 def _madvise_of_system() -> Callable[[int, int, int], int]:
-    """The C library's, which lets other threads of Python run meanwhile, as mmap's does not."""
+    """Return the C library's madvise. It is called without the GIL; `mmap.madvise` holds the GIL."""
     found: Any = getattr(ctypes.CDLL(None), "madvise", None)
     if found is None:
         return lambda begin, size, advice: -1

@@ -1,10 +1,10 @@
-"""How many parameters each part of a model has: by closed formula, and counted from the shapes of its tensors.
+"""Parameters of each part of a model, by closed formula and counted from the shapes of its tensors. Torch-free.
 
-Torch-free. The two ways share nothing but the config: formulas are written here from the literature, counts come from
+The two ways share nothing but the config. Formulas are written here from the literature, and counts come from
 `ModelConfig.parameter_shapes()`, tensor by tensor.
 
 Letters: V vocabulary, n context, L layers, d width, h query heads, g key/value heads, d_k and d_v numbers of a key and
-of a value, m width of the MLP, b buckets of distances, r farthest distance that is told from others.
+of a value, m width of the MLP, b buckets of distances, r maximum relative distance.
 """
 
 import math
@@ -20,13 +20,13 @@ from model.kinds import AttentionKind, NormKind, PositionKind, QkNormScope
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartCount:
-    """One part's parameters, in all its places.
+    """Parameters of one part, in all layers that have the part.
 
     group, name: "attention", "W_Q".
-    formula: of one place.
-    num_places: layers that have one, or 1.
-    num_counted: from the tensors, all places.
-    note: why there is nothing, where there is nothing.
+    formula: parameters per layer, or in total for a part outside the layers.
+    num_places: number of layers that have the part, or 1.
+    num_counted: counted from the tensors, in all layers.
+    note: why the part has no parameters, if it has none.
     """
 
     group: str
@@ -38,18 +38,18 @@ class PartCount:
 
     @property
     def by_formula(self) -> int:
-        """What the formula says of all places."""
+        """Return the formula's value for all layers."""
         return self.formula.value * self.num_places
 
     @property
     def agrees(self) -> bool:
-        """Whether formula and tensors say the same."""
+        """Return whether the formula and the tensors give the same number."""
         return self.by_formula == self.num_counted
 
 
 @dataclass(frozen=True, slots=True)
 class Letters:
-    """The sizes of one config under their letters."""
+    """Sizes of one config under their letters."""
 
     V: Formula
     n: Formula
@@ -65,7 +65,7 @@ class Letters:
 
     @classmethod
     def of(cls, config: ModelConfig) -> "Letters":
-        """Read them from a config; what it does not have is 0."""
+        """Read the sizes from a config; a size that the config lacks is 0."""
         values = {
             "V": config.vocab_size,
             "n": config.max_context_length,
@@ -83,7 +83,7 @@ class Letters:
 
 
 def count_parameters(config: ModelConfig) -> list[PartCount]:
-    """Every part of the model, in the order of its layers; together they are `config.num_parameters`.
+    """Return every part of the model, in the order of its layers; the counts add up to `config.num_parameters`.
 
     Raises:
         ValueError: a tensor belongs to no part.
@@ -107,11 +107,11 @@ def count_parameters(config: ModelConfig) -> list[PartCount]:
 
 
 def attention_formulas(config: ModelConfig) -> list[tuple[str, Formula]]:
-    """From one head to the matrices of a layer, biases aside.
+    """Return formulas from one head to the matrices of a layer, biases aside.
 
-    A head has W_Q and W_K of d·d_k and W_V of d·d_v (Vaswani et al. 2017, arXiv 1706.03762, section 3.2.2); W_O mixes
-    what h heads found; g key/value heads may serve h query heads (Shazeer 2019, arXiv 1911.02150; Ainslie et al. 2023,
-    arXiv 2305.13245). Averaging compares nothing and so has no W_Q and no W_K.
+    A head has W_Q and W_K of d·d_k and W_V of d·d_v (Vaswani et al. 2017, arXiv 1706.03762, section 3.2.2). W_O mixes
+    the outputs of h heads. g key/value heads may serve h query heads (Shazeer 2019, arXiv 1911.02150; Ainslie et al.
+    2023, arXiv 2305.13245). Average attention compares nothing and so has no W_Q and no W_K.
     """
     at = Letters.of(config)
     if config.attention is AttentionKind.AVERAGE:
@@ -132,7 +132,7 @@ def attention_formulas(config: ModelConfig) -> list[tuple[str, Formula]]:
 
 
 def attention_name(config: ModelConfig) -> str:
-    """What the head counts are called."""
+    """Return the usual name of the config's head counts."""
     if config.num_heads == 1:
         return "single-head"
     if config.num_kv_heads == config.num_heads:
@@ -141,7 +141,10 @@ def attention_name(config: ModelConfig) -> str:
 
 
 def kv_cache_formula(config: ModelConfig, bytes_per_value: int) -> Formula:
-    """Bytes of KV-cache a token of context takes: a value, and but for averages a key, a layer and key/value head."""
+    """Return the bytes of KV-cache per token of context.
+
+    Every layer and key/value head stores a value and, except with average attention, a key.
+    """
     at = Letters.of(config)
     keys_and_values = at.d_v if config.attention is AttentionKind.AVERAGE else at.d_k + at.d_v
     return at.L * at.g * keys_and_values * Formula.number(bytes_per_value)
@@ -156,7 +159,7 @@ class _Row:
     once: bool = False
 
 
-# Why a way to tell positions has no parameters.
+# Reasons why a kind of position has no parameters.
 _UNTRAINED_POSITIONS = {
     PositionKind.NONE: "only the causal mask tells positions",
     PositionKind.SINUSOIDAL: "sinusoidal: fixed",
@@ -223,7 +226,7 @@ def _norm_rows(config: ModelConfig) -> Iterator[_Row]:
 
 
 def _count_tensors(config: ModelConfig) -> Counter[str]:
-    """Parameters of each row's name, from the shapes alone. Fused tensors are shared out by their heads."""
+    """Count parameters by row name, from shapes alone. A fused tensor is divided among its parts."""
     h, g = config.num_heads, config.num_kv_heads
     fused: dict[str, dict[str, int]] = {
         "attention.qkv.weight": {"W_Q": h, "W_K": g, "W_V": g},
@@ -235,7 +238,7 @@ def _count_tensors(config: ModelConfig) -> Counter[str]:
     for tensor, shape in config.parameter_shapes().items():
         name = re.sub(r"^layers\.\d+\.", "", tensor)
         if name not in fused and name not in _ROW_OF_TENSOR:
-            raise ValueError(f"tensor {tensor} belongs to no part that parameters are counted by")
+            raise ValueError(f"tensor {tensor} belongs to no part of the model; add it to _ROW_OF_TENSOR")
         shares = fused[name] if name in fused else {_ROW_OF_TENSOR[name]: 1}
         rows, whole = shape[0], sum(shares.values())
         for row, share in shares.items():

@@ -1,4 +1,4 @@
-"""Advice for files that this process may not read: which path denies it, to which user, and the remedy. Torch-free."""
+"""Error texts for unreadable files: the path that denies access, the user, and the remedy. Torch-free."""
 
 import os
 import stat
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def read_problem(path: Path, error: OSError) -> str:
-    """Describe why `path` cannot be read, and what to do; without the path itself, in one line."""
+    """Describe why `path` cannot be read, and the remedy; without the path itself, in one line."""
     if not isinstance(error, PermissionError):
         return f"{error.strerror}; is the checkpoint complete?"
     blocker = _blocker(path)
@@ -26,7 +26,7 @@ def read_problem(path: Path, error: OSError) -> str:
 
 
 def _blocker(path: Path) -> Path | None:
-    """First path, from the root on, that denies this process what it needs to read `path`, behind its links.
+    """Return the first path, from the root on, that denies this process what it needs to read `path`, after its links.
 
     None if the modes allow everything.
     """

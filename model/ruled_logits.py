@@ -1,16 +1,17 @@
-"""What a request says of single tokens, applied to the logits they are drawn from.
+"""A request's rules for single tokens, applied to the logits before sampling.
 
-In this order, which is vLLM's, and before temperature and filters:
+The order is vLLM's, and precedes temperature and filters:
 
 1. `logit_bias` is added.
 2. `repetition_penalty` p, for each token of prompt or completion: logit / p (Keskar et al. 2019, CTRL, arXiv
-   1909.05858, section 4.1). A negative logit is multiplied, as everybody does since: dividing would raise it.
-3. `frequency_penalty` f and `presence_penalty` q, for each token that stands c > 0 times in the completion:
+   1909.05858, section 4.1). A negative logit is multiplied instead, as is common since, because dividing would raise
+   it.
+3. `frequency_penalty` f and `presence_penalty` q, for each token that occurs c > 0 times in the completion:
    logit - c * f - q (OpenAI, https://developers.openai.com/api/docs/guides/advanced-usage).
-4. What is not in `allowed_token_ids`, and what would complete a forbidden word or end a text too early, is impossible.
+4. Logits become -inf for tokens outside `allowed_token_ids`, and for tokens that would complete a forbidden word or
+   end a text too early.
 
-Only the rows that have rules are touched, and of them only the tokens that the rules name. Each number depends on its
-own row alone.
+Only rows with rules change, and only at the tokens that the rules name. Each row is independent of the others.
 
 Legend: B sequences, V vocabulary, N single logits, anywhere in the batch.
 """
@@ -28,13 +29,13 @@ from model.token_rules import TokenRules
 def obey(
     logits_BV: Tensor, rules: Sequence[TokenRules | None], forbidden: Sequence[Sequence[int]]
 ) -> tuple[Tensor, bool]:
-    """The logits that the rules leave, and whether some are impossible by now.
+    """Apply the rules; return the logits, and whether any logit was set to -inf.
 
-    The logits come back as they are where nobody has a rule, else a copy.
+    Returns the given tensor if no row has a rule, else a copy.
 
     Args:
-        rules: each row's; empty for none at all.
-        forbidden: token ids that are impossible in each row; empty for none at all.
+        rules: each row's rules; empty if no row has any.
+        forbidden: token ids that must not be sampled, for each row; empty if no row has any.
     """
     asked = [(row, its) for row, its in enumerate(rules) if its is not None]
     impossible = [(row, np.array(ids, dtype=np.int64)) for row, ids in enumerate(forbidden) if ids]
@@ -56,7 +57,7 @@ def obey(
 
 def _add_bias(logits_BV: Tensor, rows: Sequence[tuple[int, TokenRules]]) -> None:
     if rows:
-        # A token is named once in a row, so that nothing is added up in an order that could differ.
+        # Each token occurs once in a row, so no sum depends on an order.
         logits_BV[_places(logits_BV, [(row, its.bias_ids) for row, its in rows])] += _column(
             logits_BV, [its.bias for _, its in rows]
         )
@@ -83,7 +84,7 @@ def _penalise(logits_BV: Tensor, rows: Sequence[tuple[int, TokenRules]]) -> None
 
 
 def _places(logits_BV: Tensor, rows: Sequence[tuple[int, NDArray[np.int64]]]) -> tuple[Tensor, Tensor]:
-    """Row and column of each of these rows' token ids: N each."""
+    """Return row and column of every token id of these rows: N each."""
     rows_N = np.repeat(np.array([row for row, _ in rows], dtype=np.int64), [len(ids) for _, ids in rows])
     columns_N = np.concatenate([ids for _, ids in rows])
     return torch.from_numpy(rows_N).to(logits_BV.device), torch.from_numpy(columns_N).to(logits_BV.device)

@@ -1,7 +1,7 @@
-"""The header of a safetensors file, read without torch: as strictly as the library, before it, and within bounds.
+"""Header of a safetensors file, read without torch, with the library's strictness and bounded memory.
 
-A file is 8 bytes of length, a JSON object of that length, and the tensors' bytes without gaps or overlaps. Source: the
-format's description at https://github.com/huggingface/safetensors, and what its library refuses.
+A file is 8 bytes of header length, a JSON object of that length, and the tensors' bytes without gaps or overlaps.
+Source: the format's description at https://github.com/huggingface/safetensors, and what its library rejects.
 """
 
 import json
@@ -17,11 +17,12 @@ from model.permissions import read_problem
 
 WEIGHT_BYTES: Mapping[str, int] = {"F32": 4, "BF16": 2, "F16": 2}  # the dtypes weights may have, and their sizes
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
-MAX_TENSORS = 200_000  # in one file: 10,000 layers have some 120,000
-# Brackets and commas bound what JSON becomes in memory. An entry has one brace, and nine or ten of all of them.
+MAX_TENSORS = 200_000  # per file; 10,000 layers have some 120,000 tensors
+# Counting braces, brackets and commas before parsing bounds the memory of the parsed JSON. A tensor's entry has one
+# opening brace, and nine or ten of these characters in total.
 _MAX_BRACES = MAX_TENSORS + 2
 _MAX_MARKS = 12 * MAX_TENSORS
-# Bits of every dtype the format knows: files may hold masks that no model loads.
+# Bits of every dtype in the format: files may contain tensors that no model loads, such as masks.
 _BITS: Mapping[str, int] = {
     **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -34,7 +35,7 @@ _BITS: Mapping[str, int] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorHeader:
-    """What a safetensors header says of one tensor: its dtype's name, its shape, its bytes from the file's start."""
+    """One tensor's entry in a safetensors header: dtype, shape, and the range of its bytes from the file's start."""
 
     path: Path
     name: str
@@ -44,32 +45,32 @@ class TensorHeader:
     end: int
 
     def check_is_weight(self) -> None:
-        """Raises CheckpointError unless the dtype is one we load."""
+        """Check that the dtype is supported for weights. Raises CheckpointError."""
         self._check_dtype(WEIGHT_BYTES)
 
     def check_length(self) -> None:
-        """Raises CheckpointError unless the dtype is known, and the bytes are as many as the shape asks for."""
+        """Check that the dtype is known and that the number of bytes fits the shape. Raises CheckpointError."""
         self._check_dtype(_BITS)
         actual = self.end - self.begin
         if 8 * actual != math.prod(self.shape) * _BITS[self.dtype]:
             raise CheckpointError(
-                f"{self.path}: tensor {self.name} has {actual} bytes, not those of its shape; save it again"
+                f"{self.path}: tensor {self.name} has {actual} bytes, which do not fit its shape; save it again"
             )
 
     def _check_dtype(self, allowed: Mapping[str, int]) -> None:
         if self.dtype not in allowed:
             known, dtype = ", ".join(WEIGHT_BYTES), _word(self.dtype)
             raise CheckpointError(
-                f"{self.path}: tensor {self.name} is {dtype}, one of {known} expected; save the weights as one"
+                f"{self.path}: tensor {self.name} is {dtype}, one of {known} expected; save it as one of these"
             )
 
 
 def read_headers(path: Path) -> dict[str, TensorHeader]:
-    """A safetensors file's tensors by name.
+    """Read the tensor headers of a safetensors file, by name.
 
     Raises:
         CheckpointError: the file cannot be read, the header is malformed or too large, tensors overlap, leave holes or
-            have not the bytes of their shape, or the data is not as long as promised.
+            have not the bytes of their shape, or the file's length differs from the header's.
     """
     try:
         size, length, text = _read(path)
@@ -89,7 +90,7 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
 
 
 def _read(path: Path) -> tuple[int, int, str]:
-    """The file's size, its header's length and text."""
+    """Return the file's size, the header's length and the header's text."""
     check_is_file(path)
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -106,7 +107,7 @@ def _read(path: Path) -> tuple[int, int, str]:
 
 
 def _tensor(path: Path, name: str, entry: Mapping[str, Any], data: int) -> TensorHeader:
-    """One entry of the header; `data` is where the file's data begins."""
+    """Convert one entry of the header; `data` is the offset at which the tensors' bytes begin."""
     if not name.isprintable():
         raise CheckpointError(f"{path}: the tensor name {name!r} cannot be shown; save the weights again")
     begin, end = _sizes(entry["data_offsets"])
@@ -121,44 +122,44 @@ def _tensor(path: Path, name: str, entry: Mapping[str, Any], data: int) -> Tenso
 
 
 def _check_order(headers: Iterable[TensorHeader], data: int) -> None:
-    """Each tensor begins where the one before it ends, and is as long as its shape. Raises CheckpointError."""
+    """Check that each tensor begins where the previous one ends, and fits its shape. Raises CheckpointError."""
     at = data
     for tensor in sorted(headers, key=lambda tensor: (tensor.begin, tensor.end)):
         if tensor.begin != at:
-            found = "overlaps the one before it" if tensor.begin < at else "leaves a hole before it"
+            found = "overlaps the tensor before it" if tensor.begin < at else "leaves a hole before it"
             raise CheckpointError(f"{tensor.path}: tensor {tensor.name} {found}; save the weights again")
         tensor.check_length()
         at = tensor.end
 
 
 def _check_metadata(metadata: object) -> None:
-    """Texts by name, or none. Raises ValueError."""
+    """Check that metadata maps names to strings, or is absent. Raises ValueError."""
     if metadata is not None and not (
         isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     ):
-        raise ValueError("texts expected")
+        raise ValueError("strings expected")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys are all different. Raises ValueError."""
+    """Make a JSON object from pairs with distinct keys. Raises ValueError for a repeated key."""
     values = dict(pairs)
     if len(values) != len(pairs):
-        raise ValueError("a key stands there twice")
+        raise ValueError("a key is repeated")
     return values
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    """NaN and infinities, which Python's reader would take, are no JSON."""
-    raise ValueError(f"{name} is no number")
+    """Reject NaN and infinities: Python's reader accepts them, JSON does not."""
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _sizes(numbers: object) -> tuple[int, ...]:
-    """A list of whole numbers from 0 to 2^63 - 1. Raises ValueError for anything else."""
+    """Convert a list of whole numbers from 0 to 2^63 - 1. Raises ValueError for anything else."""
     if not isinstance(numbers, list) or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
         raise ValueError("whole numbers expected")
     return tuple(numbers)
 
 
 def _word(text: str) -> str:
-    """A dtype's name, however it is made."""
+    """Return a dtype's name, escaped and shortened if it has unusual characters."""
     return text if text.isalnum() or text.replace("_", "").isalnum() else repr(text)[:80]

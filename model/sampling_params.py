@@ -1,33 +1,33 @@
-"""How one completion is drawn and when it ends: a frozen, torch-free value."""
+"""Sampling parameters of one completion: a frozen, torch-free value."""
 
 from dataclasses import dataclass
 
 MAX_LOGPROBS = 20
-# Each is forbidden one by one in every draw before min_tokens: thousands would slow the steps of everybody.
+# Before min_tokens every stop token is masked in every step: thousands would slow the whole batch.
 MAX_STOP_TOKEN_IDS = 128
-# Tokens a request may speak of one by one: each sample carries them to the engine, and each draw looks at them.
+# Limits on rules for single tokens: each sequence carries its rules to the engine, and every step applies them.
 MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKEN_IDS = 4096
 MAX_BAD_WORDS = 128
 PENALTY_RANGE = (-2.0, 2.0)
-REPETITION_RANGE = (0.01, 100.0)  # a logit times the extremes is far from float32's
+REPETITION_RANGE = (0.01, 100.0)  # a logit times either limit stays far within float32's range
 LOGIT_BIAS_RANGE = (-100.0, 100.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How one completion is drawn and when it ends.
+    """Sampling parameters and end conditions of one completion.
 
-    `temperature == 0`, or nearly, is greedy. `top_k == 0`, `top_p == 1` and `min_p == 0` switch those filters off.
-    `seed` fixes every draw: draw number i of a sequence depends on (seed, position) alone, see `sampling`.
-    `logprobs` is None for none, else how many alternatives to report beside the sampled token.
-    `prompt_logprobs` likewise for the prompt's tokens, the first of which has none.
+    `temperature` under 1e-5 is greedy. `top_k == 0`, `top_p == 1` and `min_p == 0` switch those filters off.
+    `seed` fixes every sampled token: randomness depends on (seed, position) alone, see `sampling`.
+    `logprobs` is the number of alternatives to report beside each sampled token; None reports no logprobs.
+    `prompt_logprobs` is the same for the prompt's tokens, except the first, which has no logprob.
     `max_tokens == 0` computes the prompt (for `prompt_logprobs`) and generates nothing.
     `min_tokens` forbids ending by end-of-text, stop token or stop string before that many tokens.
-    `presence_penalty`, `frequency_penalty` and `repetition_penalty` make tokens that have come less likely, and
-    `logit_bias`, pairs of a token id and what is added to its logit, any token more or less; see `ruled_logits`.
-    `allowed_token_ids`, where there are any, are the only ones that may come.
-    `bad_word_ids` are forbidden words, each as token ids of which the last must not follow the others.
+    `presence_penalty`, `frequency_penalty` and `repetition_penalty` act on tokens that have occurred, see
+    `ruled_logits`. `logit_bias` holds pairs of a token id and the number added to its logit. `allowed_token_ids`, if
+    not empty, are the only tokens that may be sampled. `bad_word_ids` are forbidden words as token ids: a word's last
+    id must not follow its other ids.
 
     Raises:
         ValueError: a value is out of range; the message names the field and the range.
@@ -98,18 +98,18 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether every draw takes the most likely token.
+        """Return whether the most likely token is always taken.
 
-        Below 1e-5 a temperature would overflow float32, and means the same.
+        A temperature under 1e-5 would overflow float32, and has the same effect.
         """
         return self.temperature < 1e-5
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens that have come are less likely, or more, than they would be."""
+        """Return whether any penalty changes the logits of tokens that have occurred."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
     def has_token_rules(self) -> bool:
-        """Whether the request speaks of single tokens at all, its ends apart."""
+        """Return whether the request has rules for single tokens, apart from stop tokens."""
         return self.has_penalties or bool(self.logit_bias or self.allowed_token_ids or self.bad_word_ids)

@@ -25,20 +25,20 @@ def write_shards(
     *,
     metadata: dict[str, str] | None = None,
 ) -> None:
-    """Write tensors as one file, or as several with an index where they take more than MAX_SHARD_BYTES.
+    """Write tensors to one file, or to several with an index if they exceed MAX_SHARD_BYTES.
 
     Peak memory: the tensors of one shard.
 
     Args:
         num_bytes: the size of each tensor, by name, in the order of `tensors`.
-        tensors: contiguous tensors on the CPU. Each shard is written before the next one's first tensor is taken.
+        tensors: contiguous tensors on the CPU. Each shard is written before the next shard's first tensor is taken.
     """
     shards = plan_shards(num_bytes)
     weight_map: dict[str, str] = {}
     pending = iter(tensors)
     for number, names in enumerate(shards, start=1):
         file_name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        # An argument, not a variable: no name holds this shard while the next one is read.
+        # An argument, not a variable, so that this shard is freed before the next shard is read.
         save_shard(
             dict(zip(names, itertools.islice(pending, len(names)), strict=True)),
             directory / file_name,
@@ -51,7 +51,7 @@ def write_shards(
 
 
 def plan_shards(num_bytes: Mapping[str, int]) -> list[list[str]]:
-    """Return the names of each shard's tensors, in order. A tensor over MAX_SHARD_BYTES has a shard of its own."""
+    """Return the names of each shard's tensors, in order. A tensor over MAX_SHARD_BYTES gets its own shard."""
     shards: list[list[str]] = [[]]
     used = 0
     for name, size in num_bytes.items():

@@ -1,13 +1,13 @@
-"""A chat template in Jinja's sandbox, and a process of its own for it. Imports next to nothing of ours.
+"""Jinja sandbox for chat templates, and a child process that renders in it. Imports almost nothing of this project.
 
-A template comes with a checkpoint from elsewhere: a program by a stranger. Jinja's immutable sandbox keeps it from
-attributes that lead out and from changing what it is given. It does not keep it from `'a' * 10**10`, `9**9**9` or loops
-within loops, and a thread cannot be stopped. So the service renders in a child process (`main`), which the operating
-system bounds: memory by RLIMIT_AS, processor time by a timer whose signal ends the process even inside one long
-instruction. Text that is longer than asked for ends the rendering too.
+A checkpoint's template is untrusted code. Jinja's immutable sandbox keeps a template from attributes that lead out of
+it and from changing its variables. It does not bound `'a' * 10**10`, `9**9**9` or nested loops, and a thread cannot be
+stopped. So the service renders in a child process (`main`) with limits of the operating system. RLIMIT_AS bounds
+memory. A timer bounds processor time: its signal ends the process even inside one long instruction. Rendering also
+ends when the text exceeds its maximum length.
 
 The environment is that of transformers' `apply_chat_template` (trimmed blocks, loop controls, `tojson` without HTML
-escapes, `raise_exception`, `strftime_now`, `{% generation %}`): a template means here what it means there.
+escapes, `raise_exception`, `strftime_now`, `{% generation %}`), so that templates behave the same.
 """
 
 import json
@@ -32,7 +32,7 @@ _LONGEST_MESSAGE = 300
 
 
 class TemplateFailure(ValueError):
-    """A template cannot be compiled or rendered. One line; `by_template` where the template itself refused."""
+    """Error of compiling or rendering a template. One line; `by_template`: rejected by the template itself."""
 
     def __init__(self, message: str, *, by_template: bool = False) -> None:
         super().__init__(" ".join(message.split())[:_LONGEST_MESSAGE])
@@ -40,13 +40,13 @@ class TemplateFailure(ValueError):
 
 
 class _Refused(TemplateError):
-    """What `raise_exception` raises: the template's own words."""
+    """Error raised by `raise_exception`, with the template's own message."""
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}` marks what an assistant wrote, for training. Here it is its body."""
+    """Extension for `{% generation %}…{% endgeneration %}`, which only training needs. Renders the body."""
 
-    tags = {"generation"}  # noqa: RUF012 (what Jinja asks for)
+    tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -54,15 +54,15 @@ class _Generation(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's, without `dict['a']`: that stands for the class, and is none whose attributes Jinja guards."""
+    """Jinja's immutable sandbox, which also guards attributes of `dict['a']`, a generic alias."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """See Jinja."""
+        """Reject attributes of generic aliases; otherwise decide as Jinja does."""
         return not isinstance(obj, GenericAlias) and super().is_safe_attribute(obj, attr, value)
 
 
 class _PlainNamespace(Namespace):
-    """`namespace()` without names that begin with an underscore: those are Python's."""
+    """`namespace()` that rejects names beginning with an underscore, which are Python's own."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # not `self`: a template may use the name
         for name in dict(*args[1:], **kwargs):
@@ -75,10 +75,10 @@ class _PlainNamespace(Namespace):
 
 
 def compile_template(source: str) -> Template:
-    """The template, compiled.
+    """Compile a template.
 
     Raises:
-        TemplateFailure: it is not Jinja.
+        TemplateFailure: the source is not valid Jinja.
     """
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
@@ -96,10 +96,10 @@ def compile_template(source: str) -> Template:
 
 
 def render(template: Template, variables: Mapping[str, Any], *, max_characters: int) -> str:
-    """The template's text.
+    """Render a template to text.
 
     Raises:
-        TemplateFailure: it refused, failed, or its text is longer than `max_characters`.
+        TemplateFailure: the template rejected the conversation, failed, or its text is longer than `max_characters`.
     """
     pieces, length = [], 0
     try:
@@ -114,17 +114,16 @@ def render(template: Template, variables: Mapping[str, Any], *, max_characters: 
     except _Refused as error:
         raise TemplateFailure(str(error), by_template=True) from None
     except SecurityError as error:
-        raise TemplateFailure(f"it tried what the sandbox forbids: {error}") from None
-    except Exception as error:  # it is a stranger's program
+        raise TemplateFailure(f"the sandbox forbids an operation: {error}") from None
+    except Exception as error:  # untrusted code may raise any type
         raise TemplateFailure(f"{type(error).__name__}: {error}") from None
 
 
 def main() -> None:
-    """Render for the parent: JSON lines in, JSON lines out, until the parent closes the pipe or a limit ends it.
+    """Render for the parent process, JSON lines in and out, until the parent closes the pipe or a limit is hit.
 
-    The first line is `{"source", "max_characters", "memory_bytes", "cpu_seconds"}` and is answered when the template
-    is compiled; each further line is the variables of one rendering. An answer is `{"text"}`, or `{"error",
-    "by_template"}`.
+    The first line is `{"source", "max_characters", "memory_bytes", "cpu_seconds"}`, with a reply once the template is
+    compiled. Each further line is the variables of one rendering. A reply is `{"text"}`, or `{"error", "by_template"}`.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the parent, which then closes the pipe
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Token masks applied to logits: what a grammar does not allow is impossible.
+"""Token masks applied to logits: tokens that a grammar does not allow get -inf.
 
 Legend: B sequences, R rows with a mask, V vocabulary.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def only_allowed(logits_BV: Tensor, rows: Sequence[int], allowed_RV: Tensor) -> Tensor:
-    """A copy of the logits, impossible in these rows wherever `allowed_RV` (bool) is false.
+    """Return a copy of the logits with -inf in these rows wherever `allowed_RV` (bool) is false.
 
     Raises:
         ValueError: the shapes disagree.
@@ -18,7 +18,7 @@ def only_allowed(logits_BV: Tensor, rows: Sequence[int], allowed_RV: Tensor) -> 
     if allowed_RV.shape != (len(rows), logits_BV.shape[1]):
         raise ValueError(f"masks of {tuple(allowed_RV.shape)} for {len(rows)} rows of {logits_BV.shape[1]}")
     allowed_RV = allowed_RV.to(logits_BV.device, non_blocking=True)
-    if len(rows) == len(logits_BV):  # rows are in order, so that these are all
+    if len(rows) == len(logits_BV):  # rows are distinct and in order, so these are all rows
         return logits_BV.masked_fill(~allowed_RV, -torch.inf)
     rows_R = torch.tensor(rows, device=logits_BV.device)
     return logits_BV.index_copy(0, rows_R, logits_BV[rows_R].masked_fill(~allowed_RV, -torch.inf))

@@ -1,7 +1,7 @@
-"""What a request says of single tokens, and what of that holds for the next one. Torch-free.
+"""A request's rules for single tokens, and their state for the next token. Torch-free.
 
-A function of one sequence's own tokens: rebuilt from them, or kept as they come, it is the same. Kept, a token costs
-the same however long the sequence is. `model.ruled_logits` applies it.
+The state depends only on the sequence's tokens. Rebuilding it from all tokens or appending tokens one by one gives the
+same result. Appending costs the same however long the sequence is. `model.ruled_logits` applies the rules.
 """
 
 from collections import deque
@@ -17,12 +17,12 @@ Ids = NDArray[np.int64]
 
 
 class TokenRules:
-    """One completion's rules, as far as it has come. Read only; `append` tells of its next token.
+    """Token rules of one completion at its current length. Attributes are read-only; `append` adds the next token.
 
     Attributes:
-        params: where the penalties are.
-        bias_ids, bias: the tokens of `logit_bias`, and what is added to each.
-        allowed_ids: the only tokens that may come; None where all may.
+        params: the sampling parameters, with the penalties.
+        bias_ids, bias: the tokens of `logit_bias`, and the number added to each logit.
+        allowed_ids: the only tokens that may be sampled; None allows all.
     """
 
     def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
@@ -40,7 +40,7 @@ class TokenRules:
     def of(
         cls, params: SamplingParams, prompt_token_ids: Sequence[int], completion_token_ids: Iterable[int] = ()
     ) -> Self | None:
-        """The rules of a completion that has these tokens already; None where the request has no rules."""
+        """Return the rules of a completion that already has these tokens; None if the request has no rules."""
         if not params.has_token_rules:
             return None
         rules = cls(params, prompt_token_ids)
@@ -49,14 +49,14 @@ class TokenRules:
         return rules
 
     def append(self, token_id: int) -> None:
-        """The completion has one more token."""
+        """Add the completion's next token."""
         if self.params.has_penalties:
             self._counts.add(token_id)
         self._words.push(token_id)
 
     @property
     def counted(self) -> tuple[Ids, NDArray[np.float32]]:
-        """The tokens that penalties are about, each once, and how often each stands in the completion.
+        """Return the tokens under penalties, each once, and how often each occurs in the completion.
 
         A count of 0 is a token of the prompt.
         """
@@ -64,15 +64,15 @@ class TokenRules:
 
     @property
     def forbidden(self) -> tuple[int, ...]:
-        """Tokens that would complete a forbidden word."""
+        """Return tokens that would complete a forbidden word."""
         return self._words.last_tokens()
 
 
 class _Counts:
-    """How often each token has come, in arrays that grow: no step has to build them anew."""
+    """Occurrences of each token, in arrays that grow, so that no step rebuilds them."""
 
     def __init__(self, known: Sequence[int]) -> None:
-        """`known`: tokens that are listed with a count of 0."""
+        """Start with the tokens of `known` at a count of 0."""
         listed = np.unique(np.array(known, dtype=np.int64))
         self._size = len(listed)
         self._ids = np.concatenate([listed, np.zeros(16, dtype=np.int64)])
@@ -100,7 +100,7 @@ class _Counts:
 
 
 class _Words:
-    """Token sequences of which none may be completed: by what must come before it, each one's last token."""
+    """Forbidden token sequences, indexed by their last token but one."""
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
         self._alone = tuple(word[0] for word in words if len(word) == 1)

@@ -1,8 +1,8 @@
-"""A decoder-only transformer, whole, on one page.
+"""Decoder-only transformer: the whole architecture on one page.
 
-Blocks: x += attention(norm(x)); x += mlp(norm(x)), or one of the two other arrangements (`Block`). Packed and ragged:
-the tokens of all sequences lie in one row, and `AttentionMetadata` says whose they are. With `kv_cache=None` every
-sequence is whole and the same code trains.
+Blocks compute x += attention(norm(x)); x += mlp(norm(x)), or one of two other arrangements (`Block`). Batches are
+packed: the tokens of all sequences lie in one row, and `AttentionMetadata` holds the sequences' boundaries. With
+`kv_cache=None` every sequence is complete, and the same code trains.
 
 Legend: T packed tokens, R rows whose logits are wanted, E hidden size, H query heads, K key/value heads,
 D head dimension, V vocabulary.
@@ -24,9 +24,9 @@ from model.positions import LearnedPositions, RotaryPositions, SinusoidalPositio
 
 
 class Attention(nn.Module):
-    """Causal self-attention: multi-head, grouped-query or multi-query by the config's head counts.
+    """Causal self-attention: multi-head, grouped-query or multi-query, by the config's head counts.
 
-    `table` is what positions in the scores share between layers, see `model.attention.biases`.
+    `table` holds the parameters that all layers' score biases share, see `model.attention.biases`.
     """
 
     def __init__(self, config: ModelConfig, backend: AttentionBackend, layer: int, table: nn.Embedding | None) -> None:
@@ -60,7 +60,7 @@ class Attention(nn.Module):
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
-        """TE -> TE."""
+        """Attend, TE -> TE."""
         q_THD, k_TKD, v_TKD = self._project(x_TE)
         if rotation is not None:
             q_THD, k_TKD = self.rotate_pair(q_THD, k_TKD, rotation)
@@ -69,7 +69,10 @@ class Attention(nn.Module):
         return out
 
     def _project(self, x_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries THD, keys TKD, values TKD; queries and keys of no numbers (D = 0) where nothing is compared."""
+        """Return queries THD, keys TKD and values TKD.
+
+        Average attention compares nothing: its queries and keys are empty (D = 0).
+        """
         if self.averages:
             v_TKD = torch.unflatten(self.value(x_TE), -1, (-1, self.head_dim))
             return v_TKD.new_empty(len(x_TE), self.num_heads, 0), v_TKD[..., :0], v_TKD
@@ -83,10 +86,10 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and MLP, each beside a residual.
+    """One layer: attention and MLP, each added to the residual stream.
 
-    Norms stand before both (pre: GPT-2, Llama) or behind both (post: OLMo 2). Where they are parallel (GPT-NeoX), both
-    read the same x. `dropout` is the share of what each half adds that is left out while training.
+    Norms are applied to both inputs (pre: GPT-2, Llama) or to both outputs (post: OLMo 2). In a parallel block
+    (GPT-NeoX) attention and MLP read the same x. `dropout` is the dropout rate of each half's output while training.
     """
 
     dropout = 0.0
@@ -108,7 +111,7 @@ class Block(nn.Module):
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
-        """TE -> TE."""
+        """Compute the layer, TE -> TE."""
         if self.norms_outputs:
             attended_TE = self.attention(x_TE, rotation, metadata=metadata, kv_cache=kv_cache)
             x_TE = x_TE + self._drop(self.attention_norm(attended_TE))
@@ -120,12 +123,12 @@ class Block(nn.Module):
         return x_TE
 
     def _drop(self, x_TE: Tensor) -> Tensor:
-        """Dropout (Srivastava et al. 2014): x itself where nothing is left out, as while serving."""
+        """Apply dropout (Srivastava et al. 2014) while training; return x itself otherwise."""
         return functional.dropout(x_TE, self.dropout) if self.training and self.dropout else x_TE
 
 
 class Transformer(nn.Module):
-    """Token ids to next-token logits. Its tensors are those of `config.parameter_shapes()`."""
+    """Model from token ids to next-token logits. Its tensors are those of `config.parameter_shapes()`."""
 
     def __init__(self, config: ModelConfig, attention: AttentionBackend) -> None:
         super().__init__()
@@ -145,12 +148,12 @@ class Transformer(nn.Module):
             Block(config, attention, layer, self.relative_positions) for layer in range(config.num_layers)
         )
         self.final_norm = make_norm(config, config.hidden_size)
-        self.lm_head: nn.Module | None = None  # where embeddings are tied
+        self.lm_head: nn.Module | None = None  # None if embeddings are tied
         if not config.tie_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
-        """Next-token logits, RV float32, for `metadata.logit_rows_R` (all T rows where that is None).
+        """Return next-token logits, RV float32, for `metadata.logit_rows_R` (for all T rows if that is None).
 
         Raises:
             ValueError: see `hidden`.
@@ -159,10 +162,11 @@ class Transformer(nn.Module):
         return self.logits(x_TE if metadata.logit_rows_R is None else x_TE[metadata.logit_rows_R])
 
     def hidden(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
-        """What the last layer gives, TE in the model's dtype, before the final norm.
+        """Return the last layer's output before the final norm, TE in the model's dtype.
 
         Raises:
-            ValueError: token ids and metadata disagree in length, or metadata and cache do.
+            ValueError: token ids and positions differ in shape, or metadata for a cache comes without a cache, or vice
+                versa.
         """
         if token_ids_T.shape != metadata.positions_T.shape:
             shapes = f"{tuple(token_ids_T.shape)} and {tuple(metadata.positions_T.shape)}"
@@ -176,7 +180,7 @@ class Transformer(nn.Module):
         return x_TE
 
     def logits(self, x_RE: Tensor) -> Tensor:
-        """Next-token logits of rows of `hidden`, RV float32."""
+        """Return next-token logits of rows of `hidden`, RV float32."""
         x_RE = self.final_norm(x_RE)
         if self.lm_head is None:
             return functional.linear(x_RE, self.token_embedding.weight).float()
@@ -184,10 +188,10 @@ class Transformer(nn.Module):
         return logits_RV.float()
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Token embeddings, with what positions add to them, TE in the model's dtype."""
+        """Return token embeddings plus position embeddings, if the model has them: TE in the model's dtype."""
         x_TE: Tensor = self.token_embedding(token_ids_T)
         if self.config.embedding_scale != 1.0:
-            # The factor is rounded to the model's dtype first, as where such models come from.
+            # Round the factor to the model's dtype first, as transformers does for Gemma.
             x_TE = x_TE * torch.full((), self.config.embedding_scale, dtype=x_TE.dtype, device=x_TE.device)
         if self.position_embedding is not None:
             x_TE = x_TE + self.position_embedding(positions_T).to(x_TE.dtype)
@@ -195,10 +199,10 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Fresh weights, the same for the same seed: normal with 1/sqrt(fan-in), residual outputs scaled down.
+        """Initialize weights from a seed: normal with 1/sqrt(fan-in), residual outputs scaled down.
 
-        Matrices that write to the residual stream are divided by sqrt(2 * layers), so that its variance does not
-        grow with depth (GPT-2, Radford et al. 2019, section 2.3).
+        Matrices that write to the residual stream are divided by sqrt(2 * layers), so that its variance does not grow
+        with depth (GPT-2, Radford et al. 2019, section 2.3).
         """
         generator = torch.Generator().manual_seed(seed)
         depth_scale = (2 * self.config.num_layers) ** -0.5

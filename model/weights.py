@@ -1,9 +1,9 @@
-"""Tensors from safetensors files into their final place: mapped, a slice at a time, never a second copy of a tensor.
+"""Tensors copied from safetensors files to their final place in slices, so that no tensor is in memory twice.
 
-A mapped page that was read counts as this process's memory until the file is unmapped. So a file is opened anew every
-few dozen MB, and a tensor is copied in slices, each converted to its final dtype on the way. A matrix that is packed
-next is copied then, and until then is the file's own pages, which go when it goes. Each slice is checked for NaN and
-infinity as it is read, see `model.finite_weights`.
+Pages of a mapped file that were read count as this process's memory until the file is unmapped. So files are reopened
+every few dozen MB, and tensors are copied in slices, each converted to its final dtype on the way. A matrix that will
+be packed is not copied: until then its tensor is the file's own mapped pages, which are released with it. Each slice is
+checked for NaN and infinity as it is read, see `model.finite_weights`.
 
 Legend: H heads, D head dimension, E hidden size.
 """
@@ -38,13 +38,14 @@ def read_weights(
     dtype: torch.dtype,
     packed_next: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Every tensor of the model, on its device and in `dtype`.
+    """Read every tensor of the model to its device and dtype.
 
     Peak memory: the tensors themselves, and at most MAPPED_BYTES + SLICE_BYTES of the files.
 
     Args:
-        packed_next: tensors that the caller packs before anything else, and then lets go. Where a file has one as it
-            is wanted, in `dtype` and on the CPU, it is that file's pages: whoever writes to the file changes it.
+        packed_next: tensors that the caller packs before any other use, and then releases. If a file stores such a
+            tensor in `dtype` and the device is the CPU, the tensor is the file's mapped pages: writing to the file
+            changes the tensor.
 
     Raises:
         CheckpointError: a file cannot be read, or a tensor is not finite.
@@ -68,13 +69,13 @@ def read_weights(
 
 
 def _is_as_wanted(place: Placement, dtype: torch.dtype) -> bool:
-    """Whether a file's bytes are the tensor."""
+    """Return whether a file's bytes can serve as the tensor unchanged."""
     (header, *others) = place.parts
     return not others and place.layout is Layout.AS_IS and _DTYPES.get(header.dtype) is dtype and header.begin % 4 == 0
 
 
 def _pages_of(place: Placement, dtype: torch.dtype) -> Tensor:
-    """A tensor that is a part of its file, unmapped when nobody has it any more. Writing to it changes no file.
+    """Map a tensor from its file; unmapped when the tensor is freed. Writing to the tensor does not change the file.
 
     Raises:
         CheckpointError: the file cannot be mapped, or the tensor is not finite.
@@ -84,18 +85,20 @@ def _pages_of(place: Placement, dtype: torch.dtype) -> Tensor:
     try:
         with header.path.open("rb") as file:
             memory = mmap.mmap(file.fileno(), header.end - first, access=mmap.ACCESS_COPY, offset=first)
-            memory.madvise(mmap.MADV_WILLNEED)  # read ahead, while others are placed
+            memory.madvise(mmap.MADV_WILLNEED)  # read ahead while other tensors are placed
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{header.path}: {error}; copy it again") from error
     count = math.prod(place.shape)
     tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=header.begin - first).view(place.shape)
     check_finite(tensor, header, dtype)
-    memory.madvise(mmap.MADV_DONTNEED)  # until the tensor is packed, its pages are the page cache's alone
+    memory.madvise(mmap.MADV_DONTNEED)  # until the tensor is packed, its pages are in the page cache only
     return tensor
 
 
 def part_views(tensor: Tensor, layout: Layout, rows: Iterable[int], config: ModelConfig) -> tuple[Tensor, ...]:
-    """The views of one of our tensors that are a checkpoint's tensors: row for row, or rows grouped by head (H3DE).
+    """Return views of a model's tensor that correspond to the checkpoint's tensors.
+
+    Views have the rows in order, or grouped by head (H3DE).
 
     Args:
         rows: rows of each part, for a concatenation.
@@ -107,12 +110,12 @@ def part_views(tensor: Tensor, layout: Layout, rows: Iterable[int], config: Mode
             return (tensor.t(),)
         case Layout.CONCATENATED:
             return tuple(torch.split(tensor, list(rows)))
-        case Layout.INTERLEAVED_HEADS:  # ours is q of all heads, then k, then v; a file's is head by head
+        case Layout.INTERLEAVED_HEADS:  # model: q of all heads, then k, then v; file: q, k, v of each head
             return (tensor.view(3, config.num_heads, config.head_dim, *tensor.shape[1:]).transpose(0, 1),)
 
 
 def _copy_file(path: Path, wanted: list[tuple[TensorHeader, Tensor]]) -> None:
-    """Fill each target from the file's tensor beside it.
+    """Fill each target from the tensor paired with it.
 
     Raises:
         CheckpointError: a tensor is not finite.
@@ -131,7 +134,7 @@ def _copy_file(path: Path, wanted: list[tuple[TensorHeader, Tensor]]) -> None:
 
 
 def _slices(target: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-    """A target cut along its first dimension, with the rows of the file that fill each piece.
+    """Cut a target along its first dimension; yield each piece with the range of file rows that fill it.
 
     A target of heads (H3DE) takes 3D rows of the file for each head.
     """

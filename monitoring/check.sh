@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Checks monitoring/ with Prometheus' own tools, and then with Prometheus itself on a running service:
+# Check monitoring/ with promtool, and with a Prometheus server on a running service:
 #
 #     monitoring/check.sh http://127.0.0.1:8000
 #
-# Sends the service a few completions, scrapes it, and asks every question that the dashboard, the recording rules
-# and the alerts ask. Exit code 1 when one cannot be asked, or has no answer though the service was used.
-# Needs prometheus, promtool, curl and python3 (Debian: apt-get install prometheus curl python3).
+# Sends the service five completions, scrapes it, and runs every query of the dashboard, the recording rules and the
+# alerts. Exits with 1 if a query is invalid, if a query that should have data returns no samples, or if a critical
+# alert fires. Needs prometheus, promtool, curl and python3 (Debian: apt-get install prometheus curl python3).
 set -euo pipefail
 
 if [[ $# -ne 1 || $1 != http://* ]]; then
@@ -28,7 +28,7 @@ fail() {
     exit 1
 }
 
-# Waits up to a minute for a command to succeed.
+# Retry a command for up to a minute until it succeeds.
 await() {
     local deadline=$((SECONDS + 60))
     until "$@" >/dev/null 2>&1; do
@@ -37,19 +37,20 @@ await() {
     done
 }
 
-echo "== configuration, rules, and what makes each alert fire"
+echo "== configuration, rules and rule tests"
 promtool check config "$here/prometheus.yml"
 promtool test rules "$here"/rule_tests/*.yml
 
-echo "== the exposition"
-# Left out are the names that are vLLM's: promtool rightly dislikes their colons, and `_total` on a histogram.
+echo "== format of /metrics"
+# Exclude vLLM's metric names: promtool rejects their colons, which are reserved for recording rules, and `_total` on a
+# histogram.
 curl --fail --silent --show-error "$service/metrics" | grep --invert-match 'vllm:\|llm_iteration_tokens_total' |
     promtool check metrics
 
 echo "== Prometheus on $service"
 port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 ln -s "$here/rules" "$scratch/rules"
-# The same configuration, in a hurry.
+# The same configuration with intervals of 1 s, so that the check takes less time.
 sed -e "s/kvasir:8000/${service#http://}/" -e 's/_interval: .*/_interval: 1s/' -e 's/_timeout: .*/_timeout: 1s/' \
     "$here/prometheus.yml" >"$scratch/prometheus.yml"
 prometheus --config.file="$scratch/prometheus.yml" --storage.tsdb.path="$scratch/data" \
@@ -57,26 +58,27 @@ prometheus --config.file="$scratch/prometheus.yml" --storage.tsdb.path="$scratch
 pid=$!
 url=http://127.0.0.1:$port
 
-# The value of an instant query; fails when it cannot be asked, prints nothing when it has no answer.
-ask() {
+# Print the samples of an instant query. Fails if the query is invalid; prints nothing if it has no samples.
+run_query() {
     promtool query instant "$url" "$1"
 }
-answers() {
-    [[ -n $(ask "$1") ]]
+has_samples() {
+    [[ -n $(run_query "$1") ]]
 }
-await answers 'up{job="kvasir"} == 1' || fail "Prometheus does not scrape $service"
+await has_samples 'up{job="kvasir"} == 1' || fail "Prometheus does not scrape $service"
 
 for number in 1 2 3 4 5; do
     curl --fail --silent --show-error --output /dev/null --header 'content-type: application/json' \
         --data "{\"prompt\": \"Once upon a time\", \"max_tokens\": 8, \"ignore_eos\": true, \"seed\": $number}" \
-        "$service/v1/completions" || fail "$service refuses a completion"
+        "$service/v1/completions" || fail "$service did not return a completion; see the error above"
     sleep 1 # a rate needs an increase between two scrapes
 done
-await answers 'model:llm_e2e_request_latency_seconds:quantile5m{quantile="0.99"} > 0' ||
-    fail "completions leave no trace in the recorded latencies"
+await has_samples 'model:llm_e2e_request_latency_seconds:quantile5m{quantile="0.99"} > 0' ||
+    fail "the recorded latencies have no samples after five completions"
 
-# Every question, one a line, the dashboard's variables filled in: whether it must be answered, then the expression.
-python3 - "$here" >"$scratch/questions" <<'PYTHON'
+# One query per line, with the dashboard's variables filled in: first `required` if the query must return samples, else
+# `optional`; then the expression.
+python3 - "$here" >"$scratch/queries" <<'PYTHON'
 import json, re, sys
 from pathlib import Path
 
@@ -85,23 +87,23 @@ dashboard = json.loads((here / "grafana/dashboards/kvasir.json").read_text())
 for panel in dashboard["panels"]:
     for target in panel.get("targets", []):
         expr = target["expr"].replace('model_name="$model_name"', 'model_name=~".+"')
-        print("answer", expr.replace("$__rate_interval", "1m"))
+        print("required", expr.replace("$__rate_interval", "1m"))
 for name in re.findall(r"record: (\S+)", (here / "rules/recording.yml").read_text()):
-    print("answer", name)
-print("ask", "ALERTS")
+    print("required", name)
+print("optional", "ALERTS")
 PYTHON
 count=0
 while read -r kind expr; do
-    answer=$(ask "$expr") || fail "cannot be asked: $expr"
-    [[ $kind == ask || -n $answer ]] || fail "no answer: $expr"
+    samples=$(run_query "$expr") || fail "invalid query: $expr"
+    [[ $kind == optional || -n $samples ]] || fail "query returns no samples: $expr"
     count=$((count + 1))
-done <"$scratch/questions"
-echo "  $count questions asked and answered"
+done <"$scratch/queries"
+echo "  $count queries succeeded"
 
-firing=$(ask 'ALERTS{alertstate="firing", severity="critical"}')
-[[ -z $firing ]] || fail "an idle service raises $firing"
+firing=$(run_query 'ALERTS{alertstate="firing", severity="critical"}')
+[[ -z $firing ]] || fail "critical alerts fire although the service is healthy: $firing"
 unhealthy=$(curl --fail --silent "$url/api/v1/rules" |
     python3 -c 'import json, sys; groups = json.load(sys.stdin)["data"]["groups"]
 print(*(rule["name"] for group in groups for rule in group["rules"] if rule["health"] != "ok"))')
-[[ -z $unhealthy ]] || fail "rules that cannot be evaluated: $unhealthy"
-echo "all good"
+[[ -z $unhealthy ]] || fail "Prometheus cannot evaluate the rules $unhealthy"
+echo "all checks passed"

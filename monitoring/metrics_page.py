@@ -1,7 +1,7 @@
-"""docs/metrics.md, written from service/metric_families.py.
+"""Generator of docs/metrics.md from service/metric_families.py.
 
 python -m monitoring.metrics_page            writes the page
-python -m monitoring.metrics_page --check    exit code 1 when the page is not what the table says
+python -m monitoring.metrics_page --check    exit code 1 if the page is out of date
 """
 
 from pathlib import Path
@@ -13,24 +13,24 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
 _HEAD = f"""# Metrics
 
-Written by `python -m monitoring.metrics_page` from `service/metric_families.py`. `GET /metrics` shows them, added up
-over all processes of the service.
+`GET /metrics` returns the series below in Prometheus' text format, summed over all processes of the service. This page
+is generated from `service/metric_families.py` by `python -m monitoring.metrics_page`.
 
-Every series also carries the labels {" and ".join(f"`{label}`" for label in COMMON_LABELS)}. Where the last column
-names a `{VLLM_PREFIX}` series, the same samples are exposed under that name, too, so that dashboards, autoscalers and
-benchmark tools made for vLLM work as they are. A histogram `x` is the series `x_bucket`, `x_sum` and `x_count`.
+Every series also has the labels {" and ".join(f"`{label}`" for label in COMMON_LABELS)}. If the last column names a
+`{VLLM_PREFIX}` series, the same samples are also exposed under that name. Dashboards, autoscalers and benchmark tools
+made for vLLM therefore work unchanged. A histogram `x` consists of the series `x_bucket`, `x_sum` and `x_count`.
 
-A *choice* is one completion: a request with three prompts and `n: 2` has six. Latencies are those of choices that
-ended with `stop` or `length`; what was cancelled or failed is counted, and timed nowhere but in its first and
-inter-token latencies. A counter has the label values listed below from the start, at 0.
+A *choice* is one completion: a request with three prompts and `n: 2` has six choices. Latencies cover choices that
+ended with `stop` or `length`. Cancelled and failed choices are counted, but only their time to first token and their
+inter-token latencies are measured. Every counter starts at 0 for each label value listed below.
 
-| series | type | unit | what it says | labels | vLLM |
+| series | type | unit | description | labels | vLLM |
 |---|---|---|---|---|---|
 """
 
 
 def render() -> str:
-    """The page."""
+    """Return the page as Markdown."""
     buckets = "".join(
         f"| `{family.exposed_name}` | {' '.join(f'{bound:g}' for bound in family.buckets)} |\n"
         for family in FAMILIES.values()

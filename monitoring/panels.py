@@ -1,7 +1,8 @@
-"""What the dashboard shows: rows of panels, each with its queries.
+"""Rows, panels and queries of the Grafana dashboard.
 
-The first row has the panels and titles of vLLM's dashboard, for people who know it. Where vLLM plots the rate of a
-histogram's sum, which grows with the number of requests, ours divide by the rate of its count.
+The first row has the panels and titles of vLLM's dashboard, so that operators of vLLM recognize them. vLLM plots the
+rate of a histogram's sum, which grows with the number of requests. These panels divide that rate by the rate of the
+histogram's count, which gives a mean.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ _QUANTILES: Final = (("P99", 0.99), ("P95", 0.95), ("P90", 0.9), ("P50", 0.5))
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One PromQL expression, and the name of its lines."""
+    """PromQL expression and the legend of its lines."""
 
     expr: str
     legend: str
@@ -20,7 +21,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture. `unit` is Grafana's name for it; `kind` is a panel type of Grafana."""
+    """Dashboard panel. `unit` is a Grafana unit name, and `kind` is a Grafana panel type."""
 
     title: str
     description: str
@@ -32,14 +33,14 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Panels under one heading."""
+    """Dashboard row: panels under one heading."""
 
     title: str
     panels: tuple[Panel, ...]
 
 
 def _select(metric: str, **labels: str) -> str:
-    """A metric of the chosen model, where its labels have these values."""
+    """Return a selector for a metric of the model chosen on the dashboard, restricted to these label values."""
     matchers = ", ".join(f'{label}="{value}"' for label, value in ({"model_name": "$model_name"} | labels).items())
     return f"{metric}{{{matchers}}}"
 
@@ -61,13 +62,13 @@ def _quantile(histogram: str, quantile: float) -> str:
 
 
 def _distribution(title: str, description: str, histogram: str) -> Panel:
-    """Quantiles and mean of a histogram over time."""
+    """Return a panel with the quantiles and the mean of a histogram over time."""
     queries = [Query(_quantile(histogram, quantile), name) for name, quantile in _QUANTILES]
     return Panel(title, description, "s", (*queries, Query(_mean(histogram), "Mean")))
 
 
 def _heatmap(title: str, description: str, histogram: str) -> Panel:
-    """How many observations fell into each bucket over time."""
+    """Return a heatmap of the observations in each bucket of a histogram over time."""
     query = Query(_increase(f"{histogram}_bucket", "le", "$__rate_interval"), "{{le}}")
     return Panel(title, description, "none", (query,), kind="heatmap")
 
@@ -78,12 +79,12 @@ ROWS: Final = (
         (
             _distribution(
                 "E2E Request Latency",
-                "Arrival to last token, of completions that ended by themselves.",
+                "Time from arrival of the request to the last token, for completions that ended with stop or length.",
                 "llm_e2e_request_latency_seconds",
             ),
             Panel(
                 "Token Throughput",
-                "Tokens processed per second.",
+                "Prompt tokens and completion tokens processed per second.",
                 "short",
                 (
                     Query(_rate("llm_prompt_tokens_total"), "Prompt Tokens/Sec"),
@@ -92,12 +93,12 @@ ROWS: Final = (
             ),
             _distribution(
                 "Inter Token Latency",
-                "Time between two tokens, as they leave the server.",
+                "Time between two consecutive tokens of a completion, measured as they leave the server.",
                 "llm_inter_token_latency_seconds",
             ),
             Panel(
                 "Scheduler State",
-                "Completions that compute, that may compute at once, and that wait for room.",
+                "Running completions, the maximum number of running completions, and waiting completions.",
                 "none",
                 (
                     Query(f"sum({_select('llm_num_requests_running')})", "Num Running"),
@@ -107,27 +108,31 @@ ROWS: Final = (
             ),
             _distribution(
                 "Time To First Token Latency",
-                "Arrival to first token leaving the server, queue included.",
+                "Time from arrival of the request to the first token leaving the server, queue time included.",
                 "llm_time_to_first_token_seconds",
             ),
             Panel(
                 "Cache Utilization",
-                "Share of KV-cache blocks in use.",
+                "Fraction of KV-cache blocks in use.",
                 "percentunit",
                 (Query(f"max({_select('llm_kv_cache_usage_perc')})", "KV Cache Usage"),),
             ),
-            _heatmap("Request Prompt Length", "Tokens a prompt had.", "llm_request_prompt_tokens"),
-            _heatmap("Request Generation Length", "Tokens a completion had.", "llm_request_generation_tokens"),
+            _heatmap("Request Prompt Length", "Number of tokens per prompt.", "llm_request_prompt_tokens"),
+            _heatmap("Request Generation Length", "Number of tokens per completion.", "llm_request_generation_tokens"),
             Panel(
                 "Finish Reason",
-                "Why completions ended, per second.",
+                "Completions that ended per second, by finish reason.",
                 "reqps",
                 (Query(_rate("llm_request_success_total", "finished_reason"), "{{finished_reason}}"),),
             ),
-            _distribution("Queue Time", "Arrival to first scheduled.", "llm_request_queue_time_seconds"),
+            _distribution(
+                "Queue Time",
+                "Time from arrival of the request until the scheduler first runs it.",
+                "llm_request_queue_time_seconds",
+            ),
             Panel(
                 "Requests Prefill and Decode Time",
-                "Mean time a completion spent in each phase.",
+                "Mean time that a completion spends in prefill, in decode, and in both.",
                 "s",
                 (
                     Query(_mean("llm_request_prefill_time_seconds"), "Prefill"),
@@ -137,11 +142,11 @@ ROWS: Final = (
             ),
             Panel(
                 "Max Generation Token in Sequence Group",
-                "The max_tokens completions asked for, and what they got, on average.",
+                "Mean max_tokens requested, and mean number of tokens generated, per completion.",
                 "none",
                 (
-                    Query(_mean("llm_request_params_max_tokens"), "Asked for"),
-                    Query(_mean("llm_request_generation_tokens"), "Got"),
+                    Query(_mean("llm_request_params_max_tokens"), "Requested"),
+                    Query(_mean("llm_request_generation_tokens"), "Generated"),
                 ),
             ),
         ),
@@ -151,7 +156,7 @@ ROWS: Final = (
         (
             Panel(
                 "Objective Attainment",
-                "Share of completions that met each objective: first token, time per token, and both.",
+                "Fraction of completions that met each objective: first token, time per output token, and both.",
                 "percentunit",
                 (
                     Query(
@@ -163,7 +168,7 @@ ROWS: Final = (
             ),
             Panel(
                 "Goodput",
-                "Completions per second, and those of them that met both objectives.",
+                "Completions per second, and completions per second that met both objectives.",
                 "reqps",
                 (
                     Query(_rate("llm_slo_requests_total", slo="all"), "All"),
@@ -172,12 +177,12 @@ ROWS: Final = (
             ),
             _distribution(
                 "Time Per Output Token",
-                "(End to end - time to first token) / (tokens - 1), of each completion.",
+                "(End-to-end latency - time to first token) / (tokens - 1), per completion.",
                 "llm_request_time_per_output_token_seconds",
             ),
             Panel(
                 "Latency by Quantile, 5 Minutes",
-                "The recorded 95th percentiles that alerts and reports are made of.",
+                "95th percentiles over 5 minutes, as computed by the recording rules.",
                 "s",
                 tuple(
                     Query(_select(f"model:llm_{name}:quantile5m", quantile="0.95"), legend)
@@ -185,7 +190,7 @@ ROWS: Final = (
                         ("time_to_first_token_seconds", "First token"),
                         ("inter_token_latency_seconds", "Between tokens"),
                         ("request_time_per_output_token_seconds", "Per token"),
-                        ("e2e_request_latency_seconds", "Whole"),
+                        ("e2e_request_latency_seconds", "End to end"),
                     )
                 ),
             ),
@@ -196,13 +201,13 @@ ROWS: Final = (
         (
             Panel(
                 "Prefix Cache Hit Ratio",
-                "Share of the looked-up tokens that were found.",
+                "Fraction of the tokens looked up in the prefix cache that were found.",
                 "percentunit",
                 (Query(f"{_rate('llm_prefix_cache_hits_total')} / {_rate('llm_prefix_cache_queries_total')}", "Hits"),),
             ),
             Panel(
                 "Prompt Tokens by Source",
-                "Prompt tokens per second that were found in the cache, and that had to be computed.",
+                "Prompt tokens per second: found in the prefix cache, and computed.",
                 "short",
                 (
                     Query(_rate("llm_prompt_tokens_cached_total"), "Cached"),
@@ -218,13 +223,13 @@ ROWS: Final = (
         (
             Panel(
                 "Rejections",
-                "Requests refused before any work was done, per second.",
+                "Requests rejected per second before any work was done, by reason.",
                 "reqps",
                 (Query(_rate("llm_admission_rejections_total", "reason"), "{{reason}}"),),
             ),
             Panel(
                 "Failures",
-                "Requests answered with an error, per second.",
+                "Requests that failed per second, by HTTP status and error type.",
                 "reqps",
                 (Query(_rate("llm_request_failures_total", "status, error_type"), "{{status}} {{error_type}}"),),
             ),
@@ -235,14 +240,14 @@ ROWS: Final = (
         (
             Panel(
                 "Engine State",
-                "The state that holds.",
+                "Current state of the engine: starting, ready, restarting, stalled or draining.",
                 "none",
                 (Query(f"max by (state) ({_select('llm_engine_state')}) == 1", "{{state}}"),),
                 kind="state-timeline",
             ),
             Panel(
                 "Worker Restarts and Replays",
-                "Workers that died, and the requests they left, within an hour.",
+                "Worker restarts in the last hour by reason, and replays of their unfinished requests by outcome.",
                 "none",
                 (
                     Query(_increase("llm_worker_restarts_total", "reason", "1h"), "restart: {{reason}}"),
@@ -251,13 +256,13 @@ ROWS: Final = (
             ),
             Panel(
                 "Cancellations",
-                "Requests whose client left, per second, by what they were doing.",
+                "Requests cancelled per second because the client disconnected, by phase: waiting or running.",
                 "reqps",
                 (Query(_rate("llm_requests_cancelled_total", "phase"), "{{phase}}"),),
             ),
             Panel(
                 "Wasted Tokens",
-                "Tokens per second that were computed for nobody.",
+                "Completion tokens per second that were computed and not delivered to a client, by reason.",
                 "short",
                 (Query(_rate("llm_wasted_tokens_total", "reason"), "{{reason}}"),),
             ),
@@ -269,7 +274,7 @@ ROWS: Final = (
             ),
             Panel(
                 "Start-up Time",
-                "Start of the newest worker to ready.",
+                "Time from start to ready of the most recent worker: model load and warm-up.",
                 "s",
                 (Query(f"max({_select('llm_startup_seconds')})", "Start-up"),),
                 kind="stat",
@@ -277,7 +282,7 @@ ROWS: Final = (
             ),
             Panel(
                 "Version",
-                "What runs.",
+                "Versions of kvasir, torch and LitServe.",
                 "none",
                 (Query(_select("llm_build_info"), "kvasir {{version}}, torch {{torch}}, litserve {{litserve}}"),),
                 kind="stat",
@@ -285,7 +290,7 @@ ROWS: Final = (
             ),
             Panel(
                 "KV Cache",
-                "Its shape.",
+                "Number and size of the KV-cache's blocks, their dtype, and their device.",
                 "none",
                 (
                     Query(
@@ -301,28 +306,26 @@ ROWS: Final = (
     Row(
         "Iteration",
         (
-            _distribution(
-                "Iteration Duration", "How long a step of the engine takes.", "llm_iteration_duration_seconds"
-            ),
+            _distribution("Iteration Duration", "Duration of an engine step.", "llm_iteration_duration_seconds"),
             Panel(
                 "Engine Utilization",
-                "Share of time spent in steps.",
+                "Fraction of time that the engine spends in steps.",
                 "percentunit",
                 (Query(_rate("llm_engine_busy_seconds_total", "engine"), "engine {{engine}}"),),
             ),
-            _heatmap("Batch Size", "Completions that computed in a step.", "llm_batch_size"),
+            _heatmap("Batch Size", "Number of completions computed in a step.", "llm_batch_size"),
             _heatmap(
                 "Iteration Tokens", "Prompt and completion tokens computed in a step.", "llm_iteration_tokens_total"
             ),
             Panel(
                 "Preemptions",
-                "Completions put back in the queue for want of KV blocks, per second.",
+                "Completions per second that were put back in the queue because no KV-cache block was free.",
                 "short",
                 (Query(_rate("llm_num_preemptions_total"), "Preemptions"),),
             ),
             Panel(
                 "Steps",
-                "Steps per second, and tokens a step.",
+                "Engine steps per second, and mean tokens per step.",
                 "short",
                 (
                     Query(_rate("llm_iteration_duration_seconds_count"), "Steps/Sec"),
@@ -331,7 +334,7 @@ ROWS: Final = (
             ),
             Panel(
                 "Draft Acceptance",
-                "Share of the drafted tokens that were drawn (speculative decoding, where it is on).",
+                "Fraction of drafted tokens that were accepted. Empty unless speculative decoding is on.",
                 "percentunit",
                 (
                     Query(

@@ -1,4 +1,4 @@
-"""A file that a program writes: write it, or say that it is not what the program would write."""
+"""Write a generated file, or check that it is current."""
 
 import argparse
 import sys
@@ -7,13 +7,15 @@ from pathlib import Path
 
 
 def write_or_check(path: Path, text: str, *, command: str, argv: Sequence[str] | None = None) -> int:
-    """Write `text`; with `--check`, compare instead. Returns the exit code: 1 when the file is out of date."""
+    """Write `text` to `path`, or only compare with `--check`. Return the exit code: 1 if the file is out of date."""
     parser = argparse.ArgumentParser(prog=command, description=f"Write {path.name}.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 when it is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with code 1 if the file is out of date"
+    )
     if not parser.parse_args(argv).check:
         path.write_text(text)
         return 0
     if path.read_text() == text:
         return 0
-    print(f"{path.name} is out of date; `{command}` writes it anew", file=sys.stderr)
+    print(f"{path.name} is out of date; run `{command}` to update it", file=sys.stderr)
     return 1

@@ -1,4 +1,4 @@
-"""Who may ask, and from which pages: the middleware around the routes. Pure ASGI."""
+"""ASGI middleware around the routes: API keys, CORS, request ids, early rejection. Pure ASGI."""
 
 import logging
 from collections.abc import Callable
@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 PROBES: Final = frozenset({"/health", "/ready"})
 METRICS: Final = frozenset({"/metrics"})
-# The page, whose reader types a key into it, and the document that says where keys go: neither tells a secret.
+# The playground, where the user types an API key, and the OpenAPI document. Neither contains a secret.
 ALWAYS_OPEN: Final = frozenset({"/", "/playground", "/openapi.json"})
-# What scripts may read of an answer beside its body: for support, and for when to come back.
+# Response headers that scripts of allowed origins may read: the request id for support, and the retry hints.
 _EXPOSED_HEADERS: Final = (REQUEST_ID, "retry-after", "retry-after-ms", "x-should-retry", "idempotent-replayed")
-# Where `request.state` has the name of the key that came with the request.
+# Attribute of `request.state` with the name of the API key that the request was authenticated by.
 KEY_NAME: Final = "api_key_name"
 
 
@@ -31,12 +31,12 @@ def middlewares(
     count: Callable[[ApiError], None],
     refuse_unread: Callable[[Scope], None] = lambda scope: None,
 ) -> list[tuple[type, dict[str, Any]]]:
-    """What stands around the routes, from inside out: early refusals, then keys, then CORS, then the request's id.
+    """Return the middleware around the routes, innermost first: early rejection, API keys, CORS, request id.
 
-    So that a refusal has an id, and a page that may ask can read that it was refused.
+    In this order every rejection has a request id, and a script of an allowed origin can read the rejection.
 
     Args:
-        count: told of each refusal.
+        count: receives the error of each rejection.
         refuse_unread: see `EarlyRefusal`.
     """
     around: list[tuple[type, dict[str, Any]]] = [(EarlyRefusal, {"refuse": refuse_unread, "count": count})]
@@ -46,9 +46,9 @@ def middlewares(
         cors = {
             "allow_origins": settings.cors_origins,
             "allow_methods": ("GET", "POST"),
-            "allow_headers": ("*",),  # the SDKs send a dozen of their own
+            "allow_headers": ("*",),  # the OpenAI SDKs send a dozen extra headers
             "expose_headers": _EXPOSED_HEADERS,
-            # Cookies are not looked at; with credentials any page could use what the browser knows.
+            # No route reads cookies, and with credentials any allowed origin could use those of the browser.
             "allow_credentials": False,
         }
         around.append((CORSMiddleware, cors))
@@ -56,17 +56,19 @@ def middlewares(
 
 
 def open_paths(settings: ServeSettings) -> frozenset[str]:
-    """The routes that ask for no key. A path that is none of ours is guarded, too."""
+    """Return the paths that need no API key. Every other path needs one, unknown paths included."""
     probes = PROBES if settings.open_probes else frozenset()
     return ALWAYS_OPEN | probes | (METRICS if settings.open_metrics else frozenset())
 
 
 class Authentication:
-    """ASGI middleware: lets nobody pass without a key; `request.state.api_key_name` says whose it was.
+    """ASGI middleware that rejects requests without a known API key, and stores the key's name.
+
+    The name is stored as `request.state.api_key_name`.
 
     Args:
-        open_paths: where no key is asked for.
-        count: told of each refusal.
+        open_paths: paths that need no key.
+        count: receives the error of each rejection.
     """
 
     def __init__(
@@ -87,23 +89,24 @@ class Authentication:
             self._count(error)
             await json_response(error.body(), error.status, error.headers())(scope, receive, send)
             return
-        path = scope["raw_path"].decode("ascii", "replace")  # as it came: decoded, it may hold lines of its own
-        logger.debug("%s %s: by the key of %s", scope["method"], path, name)
+        # The raw path, since a decoded path may contain line breaks, which would forge log lines.
+        path = scope["raw_path"].decode("ascii", "replace")
+        logger.debug("%s %s: API key %s", scope["method"], path, name)
         scope.setdefault("state", {})[KEY_NAME] = name
         await self._app(scope, receive, send)
 
     def _name(self, scope: Scope) -> str:
-        """Whose key came with the request.
+        """Return the name of the request's API key.
 
         Raises:
-            Unauthorized: none did, or one that nobody has.
+            Unauthorized: the request has no API key, or an unknown one.
         """
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = given[0].strip().partition(b" ") if len(given) == 1 else (b"", b"", b"")
         if scheme.lower() != b"bearer" or not key.strip():
-            raise Unauthorized("this server asks for an API key: send it as Authorization: Bearer KEY")
+            raise Unauthorized("this server requires an API key; send it as Authorization: Bearer KEY")
         name = self._keys.name_of(key.strip())
         if name is None:
-            # litellm takes a 401 for a BadRequestError unless it has OpenAI's first words.
+            # litellm raises BadRequestError for a 401 unless the message begins as OpenAI's does.
             raise Unauthorized("Incorrect API key provided: this server does not know it")
         return name

@@ -1,19 +1,20 @@
-"""Who may wait, and what the others are told.
+"""Admission control: admit a request into the queue, or reject it with a Retry-After.
 
-Three bounds: on sequences, on tokens, and on the time that a request would wait for a place. The last one keeps the
-service fast for those it admits: a queue that never empties adds waiting and no throughput. It is not applied where
-places are free, before a rate is known, or to an owner of whom nothing waits yet and who has less than an even share of
-the places: it may wait as long as its timeout.
+Three bounds apply: the number of sequences, the number of waiting tokens, and the predicted wait for a slot. The bound
+on the wait keeps the service fast for admitted requests, since a permanent queue adds latency and no throughput. The
+bound on the wait is not applied while slots are free or before a rate is known. It is replaced by the request's timeout
+for a tenant with nothing waiting and less than an even share of the slots.
 
-The next places are foreseen by what the answers that hold them have left (`service.places`), later ones by the rate at
-which sequences have begun of late. A mean alone would be wrong by as much as endings come together by chance: by twice
-and more for the next place or two, which are those that a short queue is about.
+The next few free slots are predicted from the remaining tokens of the sequences that hold slots (`service.places`).
+Later slots are predicted from the recent rate of sequence starts. The mean rate alone would be off by a factor of two
+or more for the next slot or two, because endings cluster by chance. A short queue is about those first slots.
 
-Room is shared among owners by dynamic thresholds (Choudhury and Hahne 1998, IEEE/ACM Trans. Networking 6(2)): an owner
-may have at most four times as much as is left. One alone gets all that the settings say, and a quarter of that again
-is there for others who come; two that flood get 5/9 of it each, and a third still finds room.
+Capacity is shared among tenants by dynamic thresholds (Choudhury and Hahne 1998, IEEE/ACM Trans. Networking 6(2)). A
+tenant may hold at most four times the capacity that is left, out of 5/4 of the configured limit. A single tenant thus
+gets the whole configured limit, and the extra quarter is kept for further tenants. Two tenants that flood the server
+get 5/9 of the limit each, and a third tenant still finds capacity.
 
-Who was told to come back, and does, finds a little more room than who comes for the first time.
+A retry of a rejected request gets slightly higher bounds than a first attempt.
 """
 
 import math
@@ -28,25 +29,25 @@ from service.places import Answer, Places
 from service.queue_terms import QueueTerms
 from service.rates import Rate
 
-# SDKs ignore a Retry-After of over two minutes.
-_LONGEST_WAIT_SECONDS = 120.0
-# Nobody is told less: a connection and a request take some milliseconds by themselves.
-_SHORTEST_WAIT_SECONDS = 0.02
-# How many times what is left an owner may have.
+# The OpenAI SDKs ignore a Retry-After of over two minutes.
+_MAX_RETRY_AFTER_SECONDS = 120.0
+# Shortest Retry-After: a new connection and a request take some milliseconds by themselves.
+_MIN_RETRY_AFTER_SECONDS = 0.02
+# Largest holding of a tenant, as a multiple of the capacity that is left.
 _THRESHOLD = 4
-# The share of places above which starts are counted for the rate of a full service.
+# Load (admitted sequences per slot) from which starts count toward the start rate of a full server.
 _FULL = 7 / 8
-# A prompt takes about so many steps where nobody waits: the rest of the present one, and one of its own.
+# Steps from arrival to first token on an idle queue, about: the rest of the current step, and the prefill step.
 _PROMPT_STEPS = 2
-# Told times are spread by up to this share, so that those who were refused together do not come back together.
+# Retry-After is lengthened by up to this share at random, so that requests rejected together do not retry together.
 _SPREAD = 0.25
-# How much more room there is for who has come back, as a share.
+# Extra capacity and patience for a retry, as a share.
 _RETURN_BONUS = 0.25
 
 
 @dataclass(slots=True)
 class _Holding:
-    """What one owner has here."""
+    """Admitted sequences of one tenant."""
 
     num_sequences: int = 0
     num_waiting: int = 0
@@ -54,8 +55,8 @@ class _Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """What a request wants: so many sequences, of so many tokens together."""
+class _Demand:
+    """Demand of one request: the number of its sequences, and their tokens together."""
 
     num_sequences: int
     num_tokens: int
@@ -64,9 +65,9 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Shortage:
-    """Why there is no room, and after how many seconds there should be.
+    """Reason for a rejection, and the seconds until the request should fit.
 
-    wait_seconds: what the request would wait, where that is the reason.
+    wait_seconds: the predicted wait, if it is the reason; else None.
     """
 
     seconds: float
@@ -74,14 +75,14 @@ class _Shortage:
 
 
 class Admission:
-    """Counts the sequences that were admitted and have not ended.
+    """Admission control by the number of sequences that were admitted and have not ended.
 
-    A sequence waits until its first event from the engine. `num_tokens` is the most it can come to: prompt plus
-    max_tokens.
+    A sequence counts as waiting until its first event from the engine. The `num_tokens` of a sequence is its upper
+    limit: prompt plus max_tokens.
 
     Args:
-        observe_error: told how much later than promised room appeared, see `Comebacks`.
-        draw: a number from 0 to 1, which spreads what is told.
+        observe_error: receives the error of each checked Retry-After in seconds, see `Comebacks`.
+        draw: returns a random number from 0 to 1, which spreads the Retry-After values.
     """
 
     def __init__(
@@ -98,31 +99,31 @@ class Admission:
         self._most_running = self._max_num_running = max_num_running
         self._max_waiting_tokens = max_waiting_tokens
         self._clock = clock
-        self._draw = draw
+        self._random = draw
         self._last_seconds = clock()
         self._finished, self._started_tokens = Rate(), Rate()
-        self._started = Rate()  # sequences, while every place was wanted
+        self._started = Rate()  # sequence starts, while the server is about full
         self._places = Places()
-        self._comebacks: Comebacks[_Asked] = Comebacks(observe_error)
+        self._comebacks: Comebacks[_Demand] = Comebacks(observe_error)
         self._holdings: dict[str, _Holding] = {}
         self.num_sequences = 0
         self.num_waiting_tokens = 0
         self._num_running = 0
 
     def admit(self, token_counts: list[int], terms: QueueTerms | None = None) -> None:
-        """Let in the sequences of one request, all or none. An idle server admits any request.
+        """Admit all sequences of one request, or none. An idle server admits any request.
 
         Raises:
-            Overloaded: there is no room; says after how many seconds there should be.
-            WaitTooLong: it would wait longer than it may; says the same.
+            Overloaded: the bound on sequences or tokens is reached; carries a Retry-After.
+            WaitTooLong: the predicted wait is longer than the request allows; carries a Retry-After.
         """
         terms = QueueTerms() if terms is None else terms
         self._advance()
         if terms.is_retry:
             self._comebacks.returned(terms.owner)
-        asked = _Asked(len(token_counts), sum(token_counts), terms)
+        asked = _Demand(len(token_counts), sum(token_counts), terms)
         if (shortage := self._shortage(asked)) is not None:
-            raise self._refusal(asked, shortage)
+            raise self._rejection(asked, shortage)
         holding = self._holdings.setdefault(terms.owner, _Holding())
         holding.num_sequences += asked.num_sequences
         holding.num_waiting += asked.num_sequences
@@ -131,20 +132,24 @@ class Admission:
         self.num_waiting_tokens += asked.num_tokens
 
     def refuse_hopeless(self, terms: QueueTerms) -> None:
-        """Refuse a request of which nothing else is known, where not even the smallest would be let in.
+        """Reject a request by its terms alone, if not even the smallest request would be admitted.
 
         Raises:
-            Overloaded, WaitTooLong: as `admit` does.
+            Overloaded, WaitTooLong: as in `admit`.
         """
         self._advance()
-        asked = _Asked(1, 1, terms)
+        asked = _Demand(1, 1, terms)
         if (shortage := self._shortage(asked)) is not None:
             if terms.is_retry:
                 self._comebacks.returned(terms.owner)
-            raise self._refusal(asked, shortage)
+            raise self._rejection(asked, shortage)
 
     def started(self, num_tokens: int, owner: str = "", answer: Answer | None = None) -> None:
-        """A sequence of that many tokens waits no longer. `answer`: what it has become, where it holds a place."""
+        """Record that a waiting sequence of `num_tokens` tokens has begun.
+
+        Args:
+            answer: the running completion, if it holds a slot.
+        """
         self._advance(tokens=num_tokens, begun=1)
         self._num_running += 1
         if answer is not None:
@@ -156,18 +161,18 @@ class Admission:
         self._watch()
 
     def limit_running(self, max_num_running: int | None) -> None:
-        """Take up the engine's limit on running sequences; None: the configured one."""
+        """Adopt the engine's current limit on running sequences; None: the configured limit."""
         most = self._most_running
         self._max_num_running = most if max_num_running is None else min(max_num_running, most)
 
     def stepped(self, token_counts: Sequence[int]) -> None:
-        """The engine has told of a step, in which answers got so many tokens each. 0: it told something else."""
+        """Record an engine step by the number of new tokens of each completion. Zeros are ignored: no token came."""
         if counts := [count for count in token_counts if count]:
             self._advance()
             self._places.step(sum(counts) / len(counts))
 
     def ended(self, owner: str = "", answer: Answer | None = None) -> None:
-        """A sequence has left, whatever the reason, after it was `started`."""
+        """Record that a sequence has ended, for whatever reason, after `started` was called for it."""
         self._advance(sequences=1)
         self._num_running -= 1
         if answer is not None:
@@ -179,38 +184,41 @@ class Admission:
         self._watch()
 
     def retry_after(self, token_counts: list[int], terms: QueueTerms) -> float:
-        """When a request that is sent away should come back, in seconds."""
-        asked = _Asked(len(token_counts), sum(token_counts), terms)
+        """Return the Retry-After of a request that is rejected elsewhere, in seconds."""
+        asked = _Demand(len(token_counts), sum(token_counts), terms)
         shortage = self._shortage(asked)
-        return self._promise(asked, 0.0 if shortage is None else shortage.seconds)
+        return self._retry_after(asked, 0.0 if shortage is None else shortage.seconds)
 
-    def _promise(self, asked: _Asked, seconds: float) -> float:
-        """What is told to one who would find room in so many seconds if nobody else came back."""
+    def _retry_after(self, asked: _Demand, seconds: float) -> float:
+        """Return the Retry-After of a request that would fit in `seconds` if no other client retried; record it.
+
+        Expected retries of the same tenant are served first, which lengthens the Retry-After.
+        """
         now, owner = self._clock(), asked.terms.owner
         if num_expected := self._comebacks.num_expected(owner, now):
             rate = self._started if self._started.is_known else self._finished
             seconds += rate.seconds_for(num_expected)
-        seconds *= 1.0 + _SPREAD * self._draw()
-        seconds = min(max(seconds, _SHORTEST_WAIT_SECONDS), _LONGEST_WAIT_SECONDS)
+        seconds *= 1.0 + _SPREAD * self._random()
+        seconds = min(max(seconds, _MIN_RETRY_AFTER_SECONDS), _MAX_RETRY_AFTER_SECONDS)
         self._comebacks.refused(owner, asked, num_sequences=asked.num_sequences, now=now, seconds=seconds)
         return seconds
 
-    def _refusal(self, asked: _Asked, shortage: _Shortage) -> Overloaded:
-        """What a request is told for which there is no room."""
-        seconds = self._promise(asked, shortage.seconds)
+    def _rejection(self, asked: _Demand, shortage: _Shortage) -> Overloaded:
+        """Return the error of a request that does not fit."""
+        seconds = self._retry_after(asked, shortage.seconds)
         if shortage.wait_seconds is not None:
             return WaitTooLong(
                 f"the request would wait about {shortage.wait_seconds:.1f} s, longer than "
-                f"{asked.terms.patience_seconds:g} s; try again later, or allow more by timeout",
+                f"{asked.terms.patience_seconds:g} s; try again later, or set a larger timeout",
                 retry_after_seconds=seconds,
             )
         return Overloaded(
-            f"the server is full: {self.num_sequences} completions are running or waiting, try again later",
+            f"the server is full: {self.num_sequences} completions are running or waiting; try again later",
             retry_after_seconds=seconds,
         )
 
-    def _shortage(self, asked: _Asked, num_before: float = 0.0) -> _Shortage | None:
-        """What is missing for a request, beside so many sequences that come before it; None for nothing."""
+    def _shortage(self, asked: _Demand, num_before: float = 0.0) -> _Shortage | None:
+        """Return why a request does not fit behind `num_before` expected sequences; None if the request fits."""
         terms = asked.terms
         bonus = _RETURN_BONUS if terms.is_retry else 0.0
         holding = self._holdings.get(terms.owner, _Holding())
@@ -230,7 +238,8 @@ class Admission:
         if self.num_sequences + num_sequences <= self._max_num_running or not self._started.is_known:
             return None
         wait_seconds = self._wait_seconds(self._num_ahead(terms.owner, num_sequences) + num_sequences)
-        # The first of an owner's line has only others' first ones before it. Whose the places are needs no such favour.
+        # The engine's queue serves tenants in turn, so the first waiting sequence of a tenant begins early. A tenant
+        # with nothing waiting and less than an even share of the slots is therefore bounded by its timeout only.
         num_owners = len(self._holdings) + (terms.owner not in self._holdings)
         is_served = holding.num_waiting or holding.num_sequences * num_owners >= self._max_num_running
         patience_seconds = terms.patience_seconds if is_served else terms.timeout_seconds
@@ -240,30 +249,32 @@ class Admission:
         return _Shortage(wait_seconds - patience_seconds, wait_seconds)
 
     def _wait_seconds(self, num_starts: float) -> float:
-        """When the last of so many sequences will have begun, but for the time that a prompt always takes."""
+        """Return the seconds until `num_starts` more sequences have begun, beyond a prompt's time on an idle queue."""
         num_seen = self._places.num_seen
         if not num_seen:
             return self._started.seconds_for(num_starts)
-        # Of those that wait for a first token, so many have a place, or will at the next step.
+        # Number of the waiting sequences that have a slot already, or get a slot at the next step.
         num_placed = min(num_starts, max(0, self._max_num_running - self._num_running))
-        # The first endings free no slot where more sequences run than the limit allows by now.
+        # While more sequences run than the lowered limit allows, the first endings free no slot.
         num_endings = num_starts - num_placed + max(0, self._num_running - self._max_num_running)
         num_foreseen = min(num_endings, num_seen)
         seconds = self._places.seconds_until_ended(num_foreseen)
         seconds += self._started.seconds_for(num_endings - num_foreseen)
-        # Where prompts are what takes the time, places are free, and those who have them wait nevertheless.
+        # Where prefill is the bottleneck, sequences with a slot still wait for their first token.
         usual_seconds = self._places.seconds_for_tokens(_PROMPT_STEPS)
         return max(seconds, self._started.seconds_for(num_placed) - usual_seconds)
 
     def _num_ahead(self, owner: str, num_sequences: float) -> float:
-        """Sequences that begin before the last of so many new ones of this owner: its own, and as many of each other,
-        for the engine's queue serves owners in turn."""
+        """Return the number of waiting sequences that begin before the last of `num_sequences` new ones of a tenant.
+
+        These are the tenant's own, and at most as many of each other tenant: the engine's queue serves tenants in turn.
+        """
         own = self._holdings.get(owner, _Holding()).num_waiting
         others = (min(o.num_waiting, own + num_sequences) for name, o in self._holdings.items() if name != owner)
         return own + sum(others)
 
     def _watch(self) -> None:
-        """Room may have appeared for somebody who was refused."""
+        """Check the recorded Retry-After values against the room that there is now."""
 
         self._comebacks.watch(self._clock(), lambda asked, num_before: self._shortage(asked, num_before) is None)
 
@@ -274,16 +285,16 @@ class Admission:
         self._places.pass_time(seconds)
         self._finished.add(sequences, seconds)
         self._started_tokens.add(tokens, seconds)
-        # With as much as that the places are as good as full; a place that is free for a moment does not interrupt it.
+        # The threshold is below 1 so that a slot which is free for a moment does not interrupt the measurement.
         if self.num_sequences >= _FULL * self._max_num_running:
             self._started.add(begun, seconds)
 
 
 def _excess(held: float, total: float, asked: float, limit: float, bonus: float) -> float:
-    """How much must leave before one who holds `held` of `total` may have `asked` more.
+    """Return how much must be freed before a tenant that holds `held` of `total` may have `asked` more.
 
-    Its share may be `_THRESHOLD` times what is left of a room that is larger than the limit by one part in
-    `_THRESHOLD`: so one alone may have the limit. What leaves is taken to be its own, which counts in both.
+    A tenant may hold `_THRESHOLD` times what is left of a capacity of `limit * (1 + 1 / _THRESHOLD)`, so that a single
+    tenant may hold `limit`. What is freed is assumed to be the tenant's own, so it lowers both `held` and `total`.
     """
     room = math.floor(limit * (1.0 + bonus)) * (_THRESHOLD + 1)
     return (held + asked + _THRESHOLD * (total + asked) - room) / (_THRESHOLD + 1)

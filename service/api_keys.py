@@ -1,5 +1,4 @@
-"""Who may use the server: API keys with names, from a file or the environment. Kept as digests, compared in constant
-time."""
+"""Named API keys from a file or the environment, kept as digests and compared in constant time."""
 
 import hashlib
 import hmac
@@ -11,22 +10,22 @@ from pathlib import Path
 
 from service.settings import ServeSettings, SettingsError
 
-# What may follow "Bearer" in a header, and what may be told of a key in a log line.
+# The characters of a key are valid after "Bearer" in a header, and those of a name are safe in a log line.
 _LINE = re.compile(r"(?P<name>[\w.@-]{1,64})(?:\s*:\s*|\s+)(?P<key>[!-~]+)(?:\s+#.*)?")
 _KEY = re.compile(r"[!-~]+")
 _COMMENT = "#"
-# Of the key that stands alone in KVASIR_API_KEY.
+# Name of the key in KVASIR_API_KEY.
 DEFAULT_NAME = "default"
-# 16 characters of base64 are 96 bits. Whoever tries a million keys a second finds one of them in 10^15 years.
+# 16 characters of base64 are 96 bits: at a million guesses per second, finding a key takes 10^15 years.
 _SHORT_KEY = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """The keys a server knows, by name.
+    """API keys of a server, by name.
 
-    digests: SHA-256 of each key. The keys themselves are kept nowhere.
-    warnings: what is unwise about them, a line each, without a key.
+    digests: SHA-256 of each key. The keys themselves are not kept.
+    warnings: security problems of the keys, one line each, without a key in it.
     """
 
     digests: Mapping[str, bytes] = field(default_factory=dict)
@@ -36,12 +35,12 @@ class ApiKeys:
         return bool(self.digests)
 
     def __str__(self) -> str:
-        return ", ".join(self.digests) or "none: everybody may use this server"
+        return ", ".join(self.digests) or "none: this server accepts requests without an API key"
 
     def name_of(self, key: bytes) -> str | None:
-        """Whose key this is; None for nobody's.
+        """Return the name of a key; None if the key is unknown.
 
-        Takes as long whichever it is: every digest is looked at, and `compare_digest` looks at all of it.
+        The time does not depend on the key: every digest is compared, each in constant time.
         """
         presented = hashlib.sha256(key).digest()
         found = None
@@ -52,10 +51,10 @@ class ApiKeys:
 
 
 def read_api_keys(settings: ServeSettings) -> ApiKeys:
-    """The keys of `--api-keys-file`, KVASIR_API_KEYS and KVASIR_API_KEY together.
+    """Return the keys of `--api-keys-file`, KVASIR_API_KEYS and KVASIR_API_KEY together.
 
     Raises:
-        SettingsError: a source cannot be read or holds no key, a line is no key, or a name or key stands there twice.
+        SettingsError: a source cannot be read or holds no key, an entry is malformed, or a name or key occurs twice.
     """
     found: list[tuple[str, str]] = []
     warnings: list[str] = []
@@ -72,7 +71,7 @@ def read_api_keys(settings: ServeSettings) -> ApiKeys:
             raise SettingsError("KVASIR_API_KEY: must be one word of visible ASCII characters")
         found.append((DEFAULT_NAME, key))
     warnings += [
-        f"the API key of {name} has under {_SHORT_KEY} characters and may be guessed"
+        f"the API key of {name} has under {_SHORT_KEY} characters and may be guessed; use a longer key"
         for name, key in found
         if len(key) < _SHORT_KEY
     ]
@@ -80,7 +79,7 @@ def read_api_keys(settings: ServeSettings) -> ApiKeys:
 
 
 def _read(path: Path) -> tuple[str, bool]:
-    """The file's text, and whether others can read it."""
+    """Return the file's text, and whether every user of the machine can read the file."""
     try:
         return path.read_text("utf-8-sig"), bool(path.stat().st_mode & stat.S_IROTH)
     except OSError as error:
@@ -90,7 +89,7 @@ def _read(path: Path) -> tuple[str, bool]:
 
 
 def _parse(lines: Iterable[str], source: str) -> Iterator[tuple[str, str]]:
-    """Names and keys. What a bad line holds is not told: it may be a key."""
+    """Yield names and keys. An error message never quotes a malformed line, since the line may contain a key."""
     is_empty = True
     for number, line in enumerate(lines, 1):
         text = line.strip()
@@ -99,8 +98,8 @@ def _parse(lines: Iterable[str], source: str) -> Iterator[tuple[str, str]]:
         matched = _LINE.fullmatch(text)
         if matched is None:
             raise SettingsError(
-                f"{source}: entry {number} must be NAME: KEY, the name of letters, digits and . _ - @, "
-                "the key one word of visible ASCII characters"
+                f"{source}: entry {number} must be NAME: KEY; a name has letters, digits and . _ - @, "
+                "a key is one word of visible ASCII characters"
             )
         is_empty = False
         yield matched["name"], matched["key"]
@@ -112,9 +111,9 @@ def _digests(found: Iterable[tuple[str, str]]) -> dict[str, bytes]:
     digests: dict[str, bytes] = {}
     for name, key in found:
         if name in digests:
-            raise SettingsError(f"two API keys are called {name}; give each a name of its own")
+            raise SettingsError(f"two API keys are called {name}; rename one of them")
         digest = hashlib.sha256(key.encode()).digest()
         if (other := next((known for known, value in digests.items() if value == digest), None)) is not None:
-            raise SettingsError(f"{other} and {name} have the same API key; give each one of its own")
+            raise SettingsError(f"{other} and {name} have the same API key; replace one of the keys")
         digests[name] = digest
     return digests

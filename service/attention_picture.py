@@ -1,4 +1,4 @@
-"""Attention weights as labelled heat maps: one panel a head, a row a token, what it attends to from left to right.
+"""Attention weights as labelled heat maps: one panel per head, one row per query token, one column per key token.
 
 Legend: H heads, T tokens of one text.
 """
@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from service.token_labels import MAX_TOKENS, SUFFIXES
 
 _MAIN_FONT = "DejaVu Sans"  # comes with matplotlib
-_NO_FONT = "Last Resort"  # comes with it too, has a box for every character
+_NO_FONT = "Last Resort"  # comes with matplotlib; shows every character as a box
 _COLOURS = "YlGnBu"
-# Inches a token takes in a panel, and around it for labels and title.
+# Inches per token in a panel, for the labels and title around a panel, and at least for a panel.
 _TOKEN_INCHES, _LABEL_INCHES, _LEAST_INCHES = 0.2, 0.85, 1.6
-# With more heads, labels stand at the picture's left and lower edge alone.
+# With more heads, only the panels at the left and lower edge of the picture have token labels.
 _MAX_LABELLED = 16
 _MAX_PIXELS = 40_000_000
 
@@ -31,11 +31,11 @@ _MAX_PIXELS = 40_000_000
 def draw_attention(
     path: Path, weights_HTT: NDArray[np.float32], labels: Sequence[str], *, heads: Sequence[int], title: str
 ) -> None:
-    """Write the picture; the suffix of `path` chooses the format.
+    """Write the picture in the format of the suffix of `path`.
 
     Args:
-        weights_HTT: a row of weights for each of the `heads` and tokens; 0 above the diagonal.
-        labels: of the tokens, each on one line, see `service.token_labels`.
+        weights_HTT: attention weights of the `heads`, query tokens by key tokens; 0 above the diagonal.
+        labels: token labels of one line each, see `service.token_labels`.
 
     Raises:
         ValueError: more than `MAX_TOKENS` tokens, or an unknown suffix.
@@ -70,10 +70,10 @@ def draw_attention(
 
 
 def _draw_head(axes: Axes, weights_TT: NDArray[np.float32], labels: Sequence[str], families: list[str]) -> AxesImage:
-    """One panel. The future stays white: nothing can be attended to there."""
+    """Draw one panel. Masked future positions stay white."""
     size = len(labels)
     future_TT = np.triu(np.ones((size, size), dtype=bool), k=1)
-    # A power brings out small weights; 0 and 1 stay where they are.
+    # The square root makes small weights visible, and keeps 0 and 1.
     norm = PowerNorm(0.5, vmin=0.0, vmax=1.0)
     image = axes.imshow(np.ma.masked_array(weights_TT, future_TT), cmap=_COLOURS, norm=norm, interpolation="nearest")
     axes.set_xticks(range(size), labels=labels, rotation=90, fontsize=8, fontfamily=families, parse_math=False)
@@ -88,7 +88,7 @@ def _draw_head(axes: Axes, weights_TT: NDArray[np.float32], labels: Sequence[str
 
 
 def _fonts(labels: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Fonts that have the labels' characters between them, and the labels with U+… for what no font here has."""
+    """Return fonts that together have the labels' characters, and the labels with U+… for characters in no font."""
     missing = {ord(character) for text in labels for character in text}
     families = [_MAIN_FONT]
     missing -= _characters(font_manager.findfont(_MAIN_FONT))
@@ -103,7 +103,7 @@ def _fonts(labels: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _characters(font: str) -> set[int]:
-    """Code points a font can draw; none where it cannot be scaled (bitmaps of emoji)."""
+    """Return the code points of a font; an empty set for a font that cannot be scaled (emoji bitmaps)."""
     face = FT2Font(font)
     return set(face.get_charmap()) if face.scalable else set()
 

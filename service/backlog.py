@@ -1,17 +1,17 @@
-"""What is kept of an answer until its client takes it: how much that is, and how much it may be."""
+"""Memory of a response's deltas that its client has not yet read, and the limit on it."""
 
 from typing import Final
 
 from service.messages import TokenDelta
 
-# Of one stream. A client that is so far behind is given up.
+# Limit per stream. The request of a client that is further behind fails.
 MAX_BACKLOG_BYTES: Final = 16 * 2**20
-# Roughly what Python keeps: of a delta, of a token's score, of each alternative beside it, of a character.
+# Approximate Python memory of a delta, of a token's logprob entry, of each alternative in the entry, of a character.
 _DELTA_BYTES, _SCORE_BYTES, _ALTERNATIVE_BYTES, _CHARACTER_BYTES = 600, 150, 120, 4
 
 
 def kept_bytes(delta: TokenDelta) -> int:
-    """Memory that a delta takes, roughly. What comes with a prompt's scores is large, and counted whole."""
+    """Return the approximate memory of a delta in bytes, including its logprobs."""
     if not (delta.logprobs or delta.prompt_logprobs):
         return _DELTA_BYTES + _CHARACTER_BYTES * len(delta.text)
     scores = (*(delta.logprobs or ()), *(delta.prompt_logprobs or ()))

@@ -1,4 +1,4 @@
-"""Many completions at once, by the engine, for whoever has a model in hand and no server."""
+"""Batch completion with a loaded model, by the engine and without a server."""
 
 import time
 from collections.abc import Sequence
@@ -17,10 +17,12 @@ _BLOCK_SIZE = 16
 def complete_batch(
     model: Transformer, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> list[list[int]]:
-    """Each prompt's completion, the ending token included; see `model.evaluation.samples.Complete`.
+    """Return the token ids of each prompt's completion, with the final stop token if there is one.
+
+    Implements `model.evaluation.samples.Complete`.
 
     Raises:
-        ValueError: a prompt cannot be completed; the message says why.
+        ValueError: a prompt cannot be completed; the message has the reason.
     """
     lengths = [len(ids) + wanted.max_tokens for ids, wanted in zip(prompts, params, strict=True)]
     num_running = min(_MAX_NUM_RUNNING, len(prompts))

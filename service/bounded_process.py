@@ -1,7 +1,7 @@
-"""A child process that works for strangers, one order at a time, and bounds itself by the operating system.
+"""Child process that handles untrusted input, one command at a time, under operating-system resource limits.
 
-Orders and answers are JSON lines. It lives as long as its parent keeps the pipe open; where a limit has ended it,
-whoever asks next starts another. Asking blocks: whoever asks does so in a thread of its own.
+Commands and replies are JSON lines. The child sets its own limits, and runs until its parent closes the pipe. After a
+limit has ended the child, the caller starts a new one. Calls block, so make them in a separate thread.
 """
 
 import json
@@ -14,29 +14,29 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-# For an answer. The child's own bounds are of processor time, which end no child that is stopped.
+# Timeout of a reply. The child's own limits are of CPU time, which a stopped child does not use.
 ANSWER_SECONDS: Final = 60.0
 _ROOT: Final = str(Path(__file__).parents[1])
 
 
 class ProcessEnded(Exception):
-    """The child ended before it answered: a limit ended it, most likely."""
+    """The child ended before it replied, most likely at one of its limits."""
 
 
 class ProcessKilled(ProcessEnded):
-    """It was killed, which none of its own limits does; by us where it took too long."""
+    """The child was killed by SIGKILL: by this process at the reply timeout, or from outside, but not by its limits."""
 
 
 def program_of(module: str) -> list[str]:
-    """What Python is started with to run a module's `main`, wherever it was started from."""
+    """Return the Python arguments that run a module's `main` from any working directory."""
     return ["-c", f"import sys; sys.path.append({_ROOT!r}); from {module} import main; main()"]
 
 
 class BoundedProcess:
-    """A Python child.
+    """Python child process.
 
     Args:
-        arguments: what Python is started with.
+        arguments: command-line arguments of Python.
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
@@ -46,18 +46,18 @@ class BoundedProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has been started, and not been closed or lost since."""
+        """True from the start of the child until it is closed or has ended without a reply."""
         return self._process is not None
 
     def start(self, opening: Mapping[str, Any]) -> dict[str, Any]:
-        """Start it and give it its first order. Returns the answer.
+        """Start the child, send the first command and return the reply.
 
         Raises:
-            ProcessEnded: there was none.
+            ProcessEnded: the child ended without a reply.
         """
         assert self._process is None
         self._opening = opening
-        # -P: a script's own directory must not lend its modules' names to what it imports.
+        # -P: modules in the working directory or a script's directory must not shadow the child's imports.
         self._process = subprocess.Popen(
             [sys.executable, "-P", *self._arguments],
             stdin=subprocess.PIPE,
@@ -69,12 +69,12 @@ class BoundedProcess:
         return self._answer(opening)
 
     def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Give it an order; to another in its place where it was killed, which is not the order's fault.
+        """Send a command and return the reply.
 
-        Returns the answer.
+        If the child was killed, which its limits never do, a new child gets the command once more.
 
         Raises:
-            ProcessEnded: there was none; the child is closed.
+            ProcessEnded: the child ended without a reply, and is closed.
         """
         try:
             return self._answer(order)
@@ -94,7 +94,7 @@ class BoundedProcess:
             process.stdin.write(json.dumps(order) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
-        except OSError:  # it ended before it had read everything
+        except OSError:  # the child ended before it had read the whole command
             line = ""
         finally:
             patience.cancel()
@@ -106,12 +106,12 @@ class BoundedProcess:
         return answer
 
     def close(self) -> None:
-        """End it, if it runs."""
+        """Kill the child, if there is one."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 assert pipe is not None
-                with suppress(OSError):  # what was not sent to a process that is gone
+                with suppress(OSError):  # closing flushes unsent data to a process that has ended
                     pipe.close()

@@ -1,4 +1,4 @@
-"""From a conversation to the token ids of a prompt: template, control marks, tokenizer."""
+"""Conversion of conversations into prompt token ids: chat template, special tokens, tokenizer."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -13,18 +13,18 @@ from service.errors import EngineFailed, InvalidRequest
 from service.template_process import TemplateProcess
 from service.turns import Turns
 
-# How long a conversation may wait while others are rendered. Rendering takes milliseconds; a template that hangs takes
-# the processor time it may (`template_process.Limits`), and who waits for a crowd of those is told to come back.
+# Longest wait of a conversation for the template process. Rendering takes milliseconds. A template that hangs takes up
+# to the CPU time limit (`template_process.Limits`), and requests that wait longer behind it are rejected.
 WAIT_SECONDS = 5.0
 
 
 class ChatPrompts:
-    """Makes prompts of conversations, one at a time, in a thread.
+    """Encoder of conversations, one at a time, in a thread.
 
     Args:
-        template: None where this server serves no conversations.
-        max_waiting: conversations that may wait for their turn.
-        wait_seconds: how long each may.
+        template: chat template; None if this server serves no conversations.
+        max_waiting: limit on conversations that wait to be encoded.
+        wait_seconds: longest wait of each conversation.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ChatPrompts:
         self._tokenizer = tokenizer
         self._marks = ControlMarks(tokenizer)
         self._process = None if template is None else TemplateProcess(template.source)
-        # The template's process does one at a time, and a slow template must not hold every thread there is.
+        # The template process renders one conversation at a time, and a slow template must not block all threads.
         self._turns = Turns("conversations", "the chat template", max_waiting=max_waiting, wait_seconds=wait_seconds)
 
     async def encode(
@@ -50,17 +50,18 @@ class ChatPrompts:
         more: Mapping[str, Any] | None,
         add_special_tokens: bool = False,
     ) -> list[int]:
-        """Token ids of a conversation.
+        """Return the token ids of a conversation.
 
         Args:
-            add_generation_prompt: end with what begins an assistant's message.
-            more: further variables of the template.
-            add_special_tokens: begin with the mark that begins a text, where the template has not.
+            add_generation_prompt: end the prompt with the header of an assistant message.
+            more: additional template variables.
+            add_special_tokens: begin with the begin-of-text token, unless the template has written one.
 
         Raises:
-            InvalidRequest: no conversations are served, the template refused, or the text is beyond the tokenizer.
-            EngineFailed: the template failed.
-            Overloaded: too many conversations wait for their turn, or this one did for too long.
+            InvalidRequest: the server serves no conversations, the template raised an exception for these messages,
+                the template failed with these additional variables, or the text cannot be tokenized.
+            EngineFailed: the template failed without additional variables.
+            Overloaded: too many conversations wait to be encoded, or this one has waited for too long.
         """
         if self.template is None:
             raise InvalidRequest(
@@ -71,7 +72,9 @@ class ChatPrompts:
         )
         more = {} if more is None else more
         if taken := [name for name in more if name in variables]:
-            raise InvalidRequest(f"chat_template_kwargs: {taken[0]} is not yours to set", param="chat_template_kwargs")
+            raise InvalidRequest(
+                f"chat_template_kwargs: {taken[0]} is set by the server; leave it out", param="chat_template_kwargs"
+            )
         ids = await self._turns.run(partial(self._encode, variables, more))
         begin = self._tokenizer.bos_token_id
         if add_special_tokens and begin is not None and ids[:1] != [begin]:
@@ -79,7 +82,7 @@ class ChatPrompts:
         return ids
 
     def close(self) -> None:
-        """End thread and process."""
+        """End the thread and the template process."""
         self._turns.close()
         if self._process is not None:
             self._process.close()
@@ -87,13 +90,13 @@ class ChatPrompts:
     def _encode(self, variables: Mapping[str, Any], more: Mapping[str, Any]) -> list[int]:
         assert self._process is not None
         try:
-            (*messages, told), breaker = self._marks.shield([*variables["messages"], more])
-            text = self._process.render({**variables, "messages": messages, **told})
+            (*messages, extra), breaker = self._marks.shield([*variables["messages"], more])
+            text = self._process.render({**variables, "messages": messages, **extra})
             return self._marks.encode(text, breaker)
         except TemplateFailure as failure:
             if failure.by_template:
-                raise InvalidRequest(f"the chat template refuses: {failure}", param="messages") from None
-            if more:  # most likely a value of a type that the template does not expect
+                raise InvalidRequest(f"the chat template rejects the messages: {failure}", param="messages") from None
+            if more:  # most likely a value has a type that the template does not expect
                 message = f"the chat template fails with chat_template_kwargs: {failure}"
                 raise InvalidRequest(message, param="chat_template_kwargs") from None
             raise EngineFailed(f"the model's chat template failed: {failure}", retry=False) from None

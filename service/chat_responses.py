@@ -1,4 +1,4 @@
-"""The OpenAI wire contract of a conversation's answers."""
+"""Response schemas of `/v1/chat/completions`, as in OpenAI's API."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -10,7 +10,7 @@ from service.responses import PromptLogprobs, Timings, Usage
 
 
 class ChatTopLogprob(msgspec.Struct, kw_only=True):
-    """A token that might have been. `bytes` are what it adds to the text; null for a control mark."""
+    """An alternative token. `bytes`: its bytes of the text; null for a special token."""
 
     token: str
     logprob: float
@@ -18,7 +18,7 @@ class ChatTopLogprob(msgspec.Struct, kw_only=True):
 
 
 class ChatTokenLogprob(msgspec.Struct, kw_only=True):
-    """A token of the answer, and the most likely ones in its place. The bytes of all, joined, are the answer's text."""
+    """A token of the completion, and the most likely alternatives. The joined bytes of all tokens are the text."""
 
     token: str
     logprob: float
@@ -27,14 +27,14 @@ class ChatTokenLogprob(msgspec.Struct, kw_only=True):
 
 
 class ChatLogprobs(msgspec.Struct, kw_only=True):
-    """One entry a token; tokens of a stop string are listed though its text is not shown."""
+    """Logprobs with one entry per token. Tokens of a stop string have entries, although their text is not returned."""
 
     content: list[ChatTokenLogprob]
     refusal: None = None
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """The answer."""
+    """The assistant's message."""
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -42,7 +42,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """One answer. `stop_reason`: the stop string or token id that matched."""
+    """One completion. `stop_reason`: the stop string or token id that matched."""
 
     index: int
     message: ChatMessage
@@ -53,7 +53,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
-    """The answer as one body."""
+    """Response body without streaming."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -67,14 +67,14 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
-    """What is new in a stream: first who speaks, then text, at last perhaps nothing."""
+    """New part of a message in a stream: the role first, then text. The last delta may be empty."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
-    """A piece of one answer."""
+    """New part of one completion in a stream."""
 
     index: int
     delta: ChatDelta
@@ -85,7 +85,10 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatCompletionChunk(msgspec.Struct, kw_only=True):
-    """An event of a stream. `timings` come in the last two, what is the prompt's where the first choice begins."""
+    """Event of a stream. The last choice's final event and the usage event after it have `timings`.
+
+    Fields of the prompt are in the event that begins the first choice.
+    """
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"

@@ -1,4 +1,4 @@
-"""The wire contract of requests that hold a conversation: `/v1/chat/completions`, and `/tokenize`, which may."""
+"""Request schemas with conversations: `/v1/chat/completions` and `/tokenize`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -8,24 +8,24 @@ from pydantic import Field
 from service.errors import InvalidRequest
 from service.schemas import MAX_MESSAGES, MAX_PARTS, Count, GenerationRequest, NumLogprobs, RequestModel
 
-# Between the text parts of one message: templates want one string.
+# Joins the text parts of one message, since templates expect one string.
 _BETWEEN_PARTS = "\n"
 
 
 class TextPart(RequestModel):
-    """A part of a message."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(RequestModel):
-    """One message. `developer` is OpenAI's newer word for `system`, and templates are given that."""
+    """One message. The role `developer` is OpenAI's newer name of `system`, and is passed to templates as `system`."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
     name: str | None = None
-    # What the clients send back with an answer of ours; accepted where it is empty.
+    # Fields of a response message, which clients send back in the next request. Only empty values are accepted.
     refusal: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
@@ -33,19 +33,19 @@ class Message(RequestModel):
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """What a chat template is given."""
+        """Return the message as a chat template expects it."""
         parts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content]
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": _BETWEEN_PARTS.join(parts), "name": self.name}
 
 
-# What a template may ask for beside the messages, such as Qwen3's `enable_thinking`.
+# Additional template variables, such as Qwen3's `enable_thinking`.
 TemplateVariables = Annotated[dict[str, bool | int | float | str | None], Field(max_length=16)]
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 def message_parts(messages: Sequence[Message]) -> Iterator[tuple[str, RequestModel]]:
-    """Every message, and every part of one, with what stands before the names of its fields."""
+    """Yield every message and every message part, each with the path that prefixes its field names in errors."""
     for number, message in enumerate(messages):
         yield f"messages[{number}].", message
         if not isinstance(message.content, str):
@@ -109,7 +109,7 @@ class ChatCompletionRequest(GenerationRequest):
         yield from message_parts(self.messages)
 
     def check_together(self) -> None:
-        """See `GenerationRequest`. Alternatives to what nobody asked for are a mistake; none of them are not."""
+        """See `GenerationRequest`. `top_logprobs` above 0 without `logprobs` is an error."""
         super().check_together()
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -123,24 +123,25 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def most_tokens(self) -> int | None:
-        """The most tokens the answer may have, where the client said so.
+        """Limit on completion tokens; None if the request sets no limit.
 
         Raises:
-            InvalidRequest: it said two numbers.
+            InvalidRequest: `max_completion_tokens` and `max_tokens` differ.
         """
         new, old = self.max_completion_tokens, self.max_tokens
         if new is not None and old is not None and new != old:
             raise InvalidRequest(
-                f"max_completion_tokens={new} and max_tokens={old}: give one of them", param="max_completion_tokens"
+                f"max_completion_tokens={new} and max_tokens={old} differ; give one of them",
+                param="max_completion_tokens",
             )
         return old if new is None else new
 
 
 class TokenizeRequest(RequestModel):
-    """`POST /tokenize`: a text, or a conversation as the model would be given it.
+    """`POST /tokenize`: a text, or a conversation as the model would receive it.
 
-    `add_special_tokens` puts the mark that begins a text before it; a text has it by default, a conversation has those
-    that its template writes.
+    `add_special_tokens` adds the begin-of-text token. The default is true for a text, and false for a conversation,
+    whose template writes its own special tokens.
     """
 
     prompt: str | None = None
@@ -150,7 +151,7 @@ class TokenizeRequest(RequestModel):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: bool | None = None
-    # What vLLM's clients send along; accepted where it asks for nothing.
+    # Fields that vLLM's clients send. Only values without effect are accepted.
     continue_final_message: Literal[False] | None = None
     chat_template: None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -161,11 +162,11 @@ class TokenizeRequest(RequestModel):
         yield from message_parts([] if self.messages is None else self.messages)
 
     def subject(self) -> str | list[Message]:
-        """What is to be tokenized.
+        """Return the text or the messages to tokenize.
 
         Raises:
-            InvalidRequest: neither or both of prompt and messages, none among these, or a field of messages without
-                any.
+            InvalidRequest: prompt and messages are both given or both missing, messages is empty, or a field needs
+                messages and there is only a prompt.
         """
         if self.messages is not None:
             if self.prompt is not None:

@@ -1,6 +1,6 @@
-"""`kvasir`: one table of commands.
+"""Command line `kvasir`: a table of commands, and the code that runs one.
 
-A command is imported when its flags are understood: torch takes seconds, and a typo should not.
+A command's module is imported after its flags are parsed: importing torch takes seconds, which a typo should not cost.
 """
 
 import importlib
@@ -27,31 +27,32 @@ from service.early_worker import EARLY_WORKER
 from service.interrupts import EXIT_CODE, raise_on_interrupt
 from service.settings import GenerateSettings, ServeSettings, SettingsError, read_settings
 
-# What torch's libraries read from the environment, unless it says otherwise.
+# Environment variables of torch's libraries. A value that the environment has already wins.
 LIBRARY_ENVIRONMENT = {
-    # OpenMP's threads, on which PyTorch's own operators run (not our kernels), are to sleep while they wait for each
-    # other. By default they spin, and then one busy neighbour, such as our own API process, makes a step of two
-    # threads on two cores a hundred times slower (measured: 540 ms instead of 6). But not at once: what follows within
-    # a step follows in microseconds, and so long a spin is 1.8 times the tokens on two quiet cores, and 0.4 to 0.7
-    # beside a process that never rests (docs/performance-log.md).
+    # PyTorch's operators run on OpenMP threads, unlike the native kernels. These threads sleep while they wait for each
+    # other. By default they spin, and one busy neighbour, such as the API process, then makes a step 100 times slower
+    # (540 ms instead of 6 ms; two threads on two cores).
     "OMP_WAIT_POLICY": "PASSIVE",
+    # A short spin comes before the sleep, since parallel regions within a step are microseconds apart. With the spin,
+    # throughput is 1.8 times as high on two idle cores, and 0.4 to 0.7 times beside a process that is always busy
+    # (docs/performance-log.md).
     "GOMP_SPINCOUNT": "3000",
-    # oneDNN, and PyTorch's bridge to it, keep kernels of 1,024 shapes each, and every number of rows is another one:
-    # 300 of them took 715 MB (five matrices of a model of 9.3 million parameters, float32), and so they take 77.
+    # oneDNN and PyTorch's bridge to it each cache kernels of 1,024 shapes, and every batch size is a new shape. 300
+    # batch sizes took 715 MB, and take 77 MB with this limit (five matrices of 9.3 million parameters, float32).
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     "LRU_CACHE_CAPACITY": "64",
 }
 
-# Packages of the extras in pyproject.toml, which serving does not need.
+# Optional dependencies (extras in pyproject.toml), which serving does not need.
 EXTRA_MODULES = ("matplotlib",)
 
 
 class Command(NamedTuple):
-    """What one word does.
+    """One command of the command line.
 
-    module: its `main` takes the settings and returns the exit code.
-    line: what the list of commands says.
-    settings: their docstring heads the help page. None: `main` takes the arguments as they are.
+    module: module whose `main` takes the settings and returns the exit code.
+    line: description in the list of commands.
+    settings: settings class, whose docstring heads the help page. None: `main` takes the unparsed arguments.
     """
 
     module: str
@@ -62,26 +63,26 @@ class Command(NamedTuple):
 _IN = "service.commands."
 COMMANDS = {
     "serve": Command(_IN + "serve", "serve a checkpoint over HTTP, in OpenAI's protocol", ServeSettings),
-    "generate": Command(_IN + "generate", "continue a text here and now, without a server", GenerateSettings),
+    "generate": Command(_IN + "generate", "complete a text in this process, without a server", GenerateSettings),
     "train": Command(_IN + "train", "train a model and write its checkpoint", TrainSettings),
-    "eval": Command(_IN + "eval", "measure a model: held-out texts, minimal pairs, samples", EvalSettings),
+    "eval": Command(_IN + "eval", "evaluate a model on held-out texts, minimal pairs, samples", EvalSettings),
     "bench": Command(_IN + "bench", "measure the engine in this process", None),
     "tokenize": Command(_IN + "tokenize", "show how a text becomes token ids", TokenizeSettings),
     "export-tokenizer": Command(
-        _IN + "export_tokenizer", "write the tokenizer for other tools to count with", ExportTokenizerSettings
+        _IN + "export_tokenizer", "write the tokenizer as a Hugging Face directory", ExportTokenizerSettings
     ),
-    "convert": Command(_IN + "convert", "make a checkpoint of one kind from another", ConvertSettings),
-    "inspect": Command(_IN + "inspect", "show what is in a checkpoint", InspectSettings),
+    "convert": Command(_IN + "convert", "convert a checkpoint into another format", ConvertSettings),
+    "inspect": Command(_IN + "inspect", "show the contents of a checkpoint", InspectSettings),
 }
 # `kvasir inspect WORD`.
 LOOKS = {
-    "params": Command(_IN + "inspect_params", "count every matrix", InspectParamsSettings),
-    "attention": Command(_IN + "inspect_attention", "where a prompt's tokens look", InspectAttentionSettings),
+    "params": Command(_IN + "inspect_params", "count the parameters of every matrix", InspectParamsSettings),
+    "attention": Command(_IN + "inspect_attention", "show the attention weights of a prompt", InspectAttentionSettings),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Exit codes: 0 done, 1 failed, 2 not understood."""
+    """Run one command and return its exit code: 0 success, 1 failure, 2 invalid arguments, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     match arguments:
         case [] | ["-h" | "--help", *_]:
@@ -94,19 +95,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(f"inspect {look}", LOOKS[look], rest) if look in LOOKS else _no_look(look)
         case [name, *rest] if name in COMMANDS:
             return _run(name, COMMANDS[name], rest)
-    print(f"kvasir: no command {arguments[0]!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+    print(f"kvasir: no command {arguments[0]!r}; use one of {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
 
 
 def _no_look(word: str) -> int:
     looks = " and ".join(f"`kvasir inspect {look}`" for look in LOOKS)
-    hint = f"did you mean --checkpoint {word}?" if Path(word).is_dir() else f"there are {looks}"
-    print(f"kvasir inspect: nothing called {word!r}; {hint}", file=sys.stderr)
+    hint = f"did you mean --checkpoint {word}?" if Path(word).is_dir() else f"use {looks}"
+    print(f"kvasir inspect: no subcommand {word!r}; {hint}", file=sys.stderr)
     return 2
 
 
 def _run(name: str, command: Command, argv: list[str]) -> int:
-    # Before torch is loaded, here or in a worker that inherits them.
+    # Set before torch is loaded, in this process or in a worker, which inherits the environment.
     for variable, value in LIBRARY_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     try:

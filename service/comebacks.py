@@ -1,7 +1,7 @@
-"""What refused clients were told, how many of them come back, and whether it was right.
+"""Virtual queue of rejected clients: expected retries, and the accuracy of Retry-After.
 
-Those who come back stand in a line that nobody holds a connection for: each is told a time behind those that were told
-before it and are still expected. How many will come is learnt from how many came.
+A rejected client gets a Retry-After behind the clients of its tenant that were rejected earlier and are still expected.
+No connection is held meanwhile. The share of clients that retry is learned from recent rejections.
 """
 
 from bisect import bisect_left, insort
@@ -10,53 +10,60 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-# Refusals over which the share of those that come back is averaged.
+# Rejections over which the share of clients that retry is averaged.
 _MEMORY = 100
-# Promises that are watched at a time; more say no more about their accuracy.
+# Retry-After values that are checked at a time, a sample that suffices to measure their accuracy.
 _MAX_WATCHED = 16
-# Owners that are remembered when nobody of theirs is expected.
+# Tenants to remember. Above this number, tenants with no expected retry are forgotten.
 _MAX_OWNERS = 1000
-# A promise so far off is given up, and counted as that far off.
-_LONGEST_ERROR_SECONDS = 120.0
+# A Retry-After that is this late is no longer checked, and the lateness so far is recorded as its error.
+_MAX_ERROR_SECONDS = 120.0
 
 Asked = TypeVar("Asked")
 
 
 @dataclass(slots=True)
-class _Line:
-    """Of one owner: when its refused sequences are expected, and how many refusals and returns there were of late."""
+class _TenantQueue:
+    """Virtual queue of one tenant: times of expected retries, and decaying counts of rejections and retries."""
 
-    due_seconds: list[float] = field(default_factory=list)  # ascending
-    num_refused: float = 2.0  # so that half of them are expected before anything is known
+    due_seconds: list[float] = field(default_factory=list)  # one entry per rejected sequence, ascending
+    num_rejected: float = 2.0  # prior: half of the rejected clients retry
     num_returned: float = 1.0
 
     @property
     def share(self) -> float:
-        return min(1.0, self.num_returned / self.num_refused)
+        return min(1.0, self.num_returned / self.num_rejected)
 
 
 @dataclass(frozen=True, slots=True)
 class _Promise(Generic[Asked]):
+    """A Retry-After that was sent, and what it was sent for."""
+
     owner: str
     asked: Asked
-    told_at: float
+    sent_at: float
     seconds: float
 
 
 class Comebacks(Generic[Asked]):
-    """The lines of all owners, and a sample of promises that are watched.
+    """Virtual queues of all tenants, and a sample of Retry-After values to check.
 
     Args:
-        observe_error: told how much later than promised room appeared, in seconds; less than 0 where it was earlier.
+        observe_error: receives how much later than its Retry-After a request would have fit, in seconds; negative if
+            earlier.
     """
 
     def __init__(self, observe_error: Callable[[float], None]) -> None:
         self._observe_error = observe_error
-        self._lines: dict[str, _Line] = {}
+        self._lines: dict[str, _TenantQueue] = {}
         self._watched: deque[_Promise[Asked]] = deque()
 
     def num_expected(self, owner: str, now: float, *, before: float | None = None) -> float:
-        """Sequences of this owner that were refused and will come back, `before` some time where one is given."""
+        """Return the expected number of rejected sequences of a tenant that will be retried.
+
+        Args:
+            before: count only retries that are due before this time.
+        """
         line = self._lines.get(owner)
         if line is None:
             return 0.0
@@ -65,9 +72,9 @@ class Comebacks(Generic[Asked]):
         return line.share * count
 
     def refused(self, owner: str, asked: Asked, *, num_sequences: int, now: float, seconds: float) -> None:
-        """Somebody was told to come back after so many seconds."""
-        line = self._lines.setdefault(owner, _Line())
-        line.num_refused = line.num_refused * (1 - 1 / _MEMORY) + 1.0
+        """Record a rejection with a Retry-After of `seconds`."""
+        line = self._lines.setdefault(owner, _TenantQueue())
+        line.num_rejected = line.num_rejected * (1 - 1 / _MEMORY) + 1.0
         line.num_returned *= 1 - 1 / _MEMORY
         for _ in range(num_sequences):
             insort(line.due_seconds, now + seconds)
@@ -77,21 +84,21 @@ class Comebacks(Generic[Asked]):
             self._lines = {name: line for name, line in self._lines.items() if line.due_seconds}
 
     def returned(self, owner: str) -> None:
-        """Somebody has come back."""
+        """Record a retry of a rejected request."""
         if (line := self._lines.get(owner)) is not None:
             line.num_returned += 1.0
 
     def watch(self, now: float, has_room: Callable[[Asked, float], bool]) -> None:
-        """Something has begun or ended: see whose room is there now.
+        """Check the sampled Retry-After values. Call it after a sequence has begun or ended.
 
         Args:
-            has_room: whether what was asked could be admitted, beside so many sequences that come before it.
+            has_room: returns whether a request would be admitted behind a number of expected sequences.
         """
         for _ in range(len(self._watched)):
             promise = self._watched.popleft()
-            waited = now - promise.told_at
-            num_before = self.num_expected(promise.owner, now, before=promise.told_at + promise.seconds)
-            if has_room(promise.asked, num_before) or waited - promise.seconds >= _LONGEST_ERROR_SECONDS:
+            waited = now - promise.sent_at
+            num_before = self.num_expected(promise.owner, now, before=promise.sent_at + promise.seconds)
+            if has_room(promise.asked, num_before) or waited - promise.seconds >= _MAX_ERROR_SECONDS:
                 self._observe_error(waited - promise.seconds)
             else:
                 self._watched.append(promise)

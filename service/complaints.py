@@ -1,11 +1,11 @@
-"""Pydantic's complaints in our words, for flags, variables and JSON alike."""
+"""Rewording of pydantic's validation errors for flags, environment variables and JSON."""
 
 import json
 import re
 from collections.abc import Container
 
-# Pydantic's names of what can be wrong (https://docs.pydantic.dev/latest/errors/validation_errors/); others keep
-# pydantic's words.
+# Messages by pydantic's error type (https://docs.pydantic.dev/latest/errors/validation_errors/). Other types keep
+# pydantic's message.
 _WORDS = {
     "int_type": "must be a whole number",
     "int_parsing": "must be a whole number",
@@ -23,11 +23,11 @@ EMPTY = "must not be empty"
 
 
 def in_words(kind: str, message: str) -> str:
-    """What must be otherwise, to follow a field's name: "must be a whole number".
+    """Return a message that follows a field's name, such as "must be a whole number".
 
     Args:
-        kind: the `type` of pydantic's complaint.
-        message: its `msg`.
+        kind: `type` of pydantic's error.
+        message: `msg` of pydantic's error.
     """
     if kind in ("string_too_short", "too_short") and " at least 1 " in message:
         return EMPTY
@@ -36,5 +36,6 @@ def in_words(kind: str, message: str) -> str:
 
 
 def unknown_field(fields: Container[str], body: bytes) -> str | None:
-    """The first name of a JSON object that is none of the fields: a misspelt one is why another is missing."""
+    """Return the first unknown name of a JSON object, since a misspelt name explains a missing field; None if all are
+    known."""
     return next((name[:100] for name in json.loads(body) if name not in fields), None)

@@ -1,4 +1,4 @@
-"""`/v1/completions` and `/v1/chat/completions`: from a request's bytes to the response that will deliver its answer."""
+"""Routes `/v1/completions` and `/v1/chat/completions`: parse a request, submit its sequences, return its response."""
 
 import asyncio
 import time
@@ -26,11 +26,11 @@ _Read = Callable[[Request, bytes, float], Awaitable[Response]]
 
 
 class Completions:
-    """The two routes.
+    """Handlers of the two routes.
 
     Args:
-        planner: names the model, and makes sequences of requests.
-        chat: makes prompts of conversations.
+        planner: turns requests into sequences.
+        chat: encodes conversations as prompts.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Completions:
         return await self._answer(request, self._conversation)
 
     def close(self) -> None:
-        """End what was started here."""
+        """End the grammar checker."""
         self._grammar_checker.close()
 
     async def _answer(self, request: Request, read: _Read) -> Response:
@@ -94,7 +94,7 @@ class Completions:
     async def _submit(
         self, asked: GenerationRequest, choices: list[Choice], dialect: type[Dialect], request: Request
     ) -> Response:
-        """What comes of the choices is the response."""
+        """Submit the choices to the engine and return the response that will deliver them."""
         await self._grammar_checker.attach(asked.wanted_output, choices)
         live = LiveRequest(
             choices=choices,

@@ -1,15 +1,15 @@
-"""The shipped model, for commands that were given no checkpoint."""
+"""Default checkpoint of the commands: the shipped model."""
 
 from pathlib import Path
 
 from model.manifest import MANIFEST_FILE
 
 SHIPPED_CHECKPOINT = Path("checkpoints") / "kvasir-9m"
-# The parent of `service`: the repository, where the package is installed from it in editable mode.
+# Parent directory of `service`; the repository, if the package is installed in editable mode.
 _PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 
 
 def find_default_checkpoint() -> Path | None:
-    """Return the shipped model's directory below the working directory, else beside the package; None without one."""
+    """Return the shipped model's directory below the working directory, else beside the package; None if missing."""
     places = (SHIPPED_CHECKPOINT, _PACKAGE_ROOT / SHIPPED_CHECKPOINT)
     return next((path for path in places if (path / MANIFEST_FILE).is_file()), None)

@@ -1,6 +1,6 @@
-"""How a completion leaves: a stream of server-sent events, or one body. Both join the same deltas.
+"""Responses of completions: a stream of server-sent events, or one JSON body, made from the same deltas.
 
-Plain ASGI, one level deep: every wrapper around `send` is paid once a token.
+Plain ASGI without further layers, since every wrapper around `send` costs time for every token.
 """
 
 import asyncio
@@ -22,16 +22,16 @@ from service.metrics import Metrics
 from service.open_body import OpenBody, open_body
 from service.responses import DONE, KEEP_ALIVE, PromptTokensDetails, Timings, Usage, encode, encode_event
 
-# Tokens whose log-probabilities take about as long to write as a step takes: 20 µs each, with 20 alternatives.
+# Number of logprob entries that take about as long to encode as a step takes: 20 µs each, with 20 alternatives.
 MANY_SCORES = 500
 
 
 class Delivery(Response, ABC):
-    """The response of one live request. It ends the request, however it ends.
+    """Response of one live request. The request is closed when the response ends, for whatever reason.
 
     Args:
-        dialect: words the answer.
-        close: forgets the request and cancels what is unfinished.
+        dialect: builds the events or the body.
+        close: removes the request and cancels its unfinished sequences.
     """
 
     def __init__(
@@ -42,16 +42,16 @@ class Delivery(Response, ABC):
         metrics: Metrics,
         close: Callable[[LiveRequest], None],
     ) -> None:
-        # Not Response's own: it would count the length of a body that is not here yet.
+        # Response.__init__ is not called: it would set Content-Length, and the body is unknown yet.
         self.status_code = 200
         self.background = None
         self.init_headers()
         self._request = request
         self._dialect = dialect
         self._wants = wants = dialect.answer.wants
-        # The best is known by all its tokens, though nobody is told them.
+        # best_of ranks completions by the logprobs of all their tokens, even if no logprobs are returned.
         self._shows_tokens = wants.token_ids or wants.logprobs is not None or wants.num_best is not None
-        # Between a choice's first event and its last there is but text to tell.
+        # Between the first and the last event of a choice, only text has to be sent.
         self._is_plain = not (self._shows_tokens or wants.running_usage)
         self._metrics = metrics
         self._close = close
@@ -62,7 +62,7 @@ class Delivery(Response, ABC):
         self._num_completion_tokens = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Deliver. A client that leaves, streaming or not, ends the request at once.
+        """Send the response. A client that disconnects ends the request at once, streaming or not.
 
         Raises:
             ApiError: the request failed before anything was sent.
@@ -89,14 +89,14 @@ class Delivery(Response, ABC):
 
     @property
     def num_sent_tokens(self) -> int:
-        """Completion tokens that were sent, or are in what is sent next."""
+        """Number of completion tokens in the events sent so far and in the event that is sent next."""
         return self._num_completion_tokens
 
     def _piece(self, choice: Choice, delta: TokenDelta) -> Piece | None:
-        """What a delta means to the client; None when there is nothing to show, as with half a character."""
+        """Return the piece of a delta; None if there is nothing to show, as with an incomplete character."""
         self._num_completion_tokens += len(delta.token_ids)
         is_first = choice.index in self._unbegun
-        # Without a token come the prompt's logprobs, or a part of them: `choice` has gathered them.
+        # A delta without tokens carries logprobs of the prompt, which `choice` has already collected.
         are_tokens_shown = delta.token_ids and (self._shows_tokens or (is_first and choice.prompt_text))
         if not (delta.text or delta.finish or are_tokens_shown):
             return None
@@ -112,19 +112,19 @@ class Delivery(Response, ABC):
         )
 
     def _usage(self) -> Usage:
-        """Tokens so far. What was cached is known when all choices are finished."""
-        told = Usage(
+        """Return the token counts so far. The cached prompt tokens are known once all choices are finished."""
+        usage = Usage(
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=self._num_completion_tokens,
             total_tokens=self._num_prompt_tokens + self._num_completion_tokens,
         )
         if not self._num_unfinished:
             cached = sum(choice.finish.num_cached_tokens for choice in self._first_samples if choice.finish)
-            told.prompt_tokens_details = PromptTokensDetails(cached_tokens=cached)
-        return told
+            usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=cached)
+        return usage
 
     def _observe(self, arrived: News, now: float) -> None:
-        """Count tokens as they leave."""
+        """Record the latency metrics of deltas that are being sent."""
         for choice, delta in arrived:
             count = len(delta.token_ids)
             if count and choice.first_token_seconds is None:
@@ -151,7 +151,7 @@ class Delivery(Response, ABC):
         return sum(len(choice.token_ids) for choice in self._request.choices)
 
     def _fail(self) -> None:
-        """Count what the request's failure cost."""
+        """Record the metrics of a failed request."""
         self._metrics.count_wasted_tokens("failed", self._num_undelivered())
         for choice in self._request.choices:
             if choice.finish is not None and choice.finish.reason in (FinishReason.ERROR, FinishReason.REFUSED):
@@ -159,12 +159,12 @@ class Delivery(Response, ABC):
 
 
 class CompletionStream(Delivery):
-    """Server-sent events. The status is decided by the first event, or by the first long silence."""
+    """Server-sent events. The HTTP status is sent with the first event, or with the first keep-alive comment."""
 
     media_type = "text/event-stream"
 
     def init_headers(self, headers: object = None) -> None:
-        # X-Accel-Buffering: nginx would otherwise collect events.
+        # X-Accel-Buffering: nginx would otherwise buffer events.
         super().init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def _deliver(self, send: Send, body: OpenBody | None) -> None:
@@ -194,8 +194,11 @@ class CompletionStream(Delivery):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _write_at_once(self, body: OpenBody, arrived: News) -> Callable[[], None] | None:
-        """The events of a step, to be sent in the turn in which they came. None for the stream's first and last ones,
-        which the task sends, and where the client is behind."""
+        """Return a callback that writes a step's events within the event-loop turn in which the events came.
+
+        Return None if the task must send the events instead: while a choice has no event yet, when a choice ends, or if
+        the client reads too slowly.
+        """
         if self._unbegun or not body.is_writable:
             return None
         for _, delta in arrived:  # `any` of a generator takes twice as long
@@ -209,12 +212,12 @@ class CompletionStream(Delivery):
         return partial(body.write, events)
 
     def _num_prompt_scores(self, arrived: News) -> int:
-        """What is the prompt's comes with a choice's first event."""
+        """Return the number of prompt logprobs in these events. A choice's first event carries all of them."""
         begin = self._unbegun.intersection([choice.index for choice, _ in arrived])
         return sum(len(self._request.choices[index].prompt_logprobs) for index in begin)
 
     def _events(self, arrived: News) -> bytes:
-        """The events of these deltas, and the stream's end after the last choice's."""
+        """Return the encoded events of these deltas, and the end of the stream once all choices are finished."""
         events: list[bytes] = []
         times: Timings | UnsetType = UNSET
         for choice, delta in arrived:
@@ -243,16 +246,16 @@ class CompletionStream(Delivery):
         return b"".join(events)
 
     def _num_undelivered(self) -> int:
-        return self._num_received() - self._num_completion_tokens  # sent as they came
+        return self._num_received() - self._num_completion_tokens
 
 
 class CompletionBody(Delivery):
-    """One JSON body when every choice is finished."""
+    """One JSON body, sent when every choice is finished."""
 
     media_type = "application/json"
 
     async def _deliver(self, send: Send, body: OpenBody | None) -> None:
-        self._request.last_sent_seconds = float("inf")  # no sign of life is possible before the body
+        self._request.last_sent_seconds = float("inf")  # no keep-alive can be sent before the body
         pieces: list[list[Piece]] = [[] for _ in self._request.choices]
         while self._num_unfinished:
             arrived = await self._request.next_deltas()
@@ -275,12 +278,12 @@ class CompletionBody(Delivery):
 
 
 async def _written(write: Callable[[], bytes], num_scores: int) -> bytes:
-    """What `write` gives. Of many scores it is done beside the event loop, where everybody's streams are."""
+    """Return the result of `write`. With many logprobs a thread runs it, so that other streams do not wait."""
     return await asyncio.to_thread(write) if num_scores > MANY_SCORES else write()
 
 
 def _nothing() -> None:
-    """Half a character has come: nothing is to be sent yet."""
+    """Send nothing: the step brought no complete character."""
 
 
 async def _watch(receive: Receive, request: LiveRequest) -> None:
@@ -290,7 +293,7 @@ async def _watch(receive: Receive, request: LiveRequest) -> None:
 
 
 def timings(request: LiveRequest) -> Timings:
-    """Times of a finished request."""
+    """Return the times of a finished request."""
     finishes = [choice.finish for choice in request.choices if choice.finish]
     earliest = min(finishes, key=lambda finish: finish.queue_seconds + finish.prefill_seconds)
     firsts = [c.first_token_seconds for c in request.choices if c.first_token_seconds is not None]
@@ -312,7 +315,7 @@ def _ms(seconds: float) -> float:
 
 
 def _whole(pieces: list[Piece]) -> Piece:
-    """A choice's pieces as one. The last one has its end."""
+    """Join the pieces of a choice. The last piece has the finish."""
     return Piece(
         choice=pieces[0].choice,
         is_first=True,

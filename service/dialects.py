@@ -1,7 +1,7 @@
-"""How an answer is worded: the same pieces of completions as the events and bodies of one route or the other.
+"""Response builders: turn pieces of completions into the events and bodies of a route.
 
-The engine completes prompts, and delivery makes pieces of what it tells. `Text` says them in the words of
-`/v1/completions`, `Chat` in those of `/v1/chat/completions`.
+`service.delivery` makes pieces from the engine's deltas. `Text` writes the responses of `/v1/completions`, `Chat` those
+of `/v1/chat/completions`.
 """
 
 from abc import ABC, abstractmethod
@@ -40,19 +40,21 @@ _FINISH_REASONS: dict[FinishReason, Literal["stop", "length"]] = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
 }
-# Where the text is in an event.
+# Placeholder for the text in the event that serves as a template.
 _ANY_TEXT = "\0text\0"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wants:
-    """What a client wants beside the text.
+    """Parts of a response that the client requested beside the text.
 
-    echo: the prompt's text, and its log-probabilities where there are some.
-    logprobs, prompt_logprobs: alternatives to each token, None for no log-probabilities.
-    names_are_ids: tokens are named by their ids in `logprobs`.
-    usage: in a last event of a stream; running_usage: in all the others.
-    num_best: how many of each prompt's completions are told, the best ones; None for all of them.
+    echo: the prompt's text, with its logprobs where logprobs are requested.
+    logprobs, prompt_logprobs: number of alternatives to each token; None for no logprobs.
+    token_ids: token ids of the completion and the prompt.
+    names_are_ids: `logprobs` names tokens by their ids.
+    usage: token counts in a last event of a stream.
+    running_usage: token counts in all other events of a stream.
+    num_best: number of completions to return for each prompt, the best ones; None for all completions.
     """
 
     echo: bool = False
@@ -66,7 +68,7 @@ class Wants:
 
     @classmethod
     def of(cls, request: GenerationRequest) -> "Wants":
-        """What this request says."""
+        """Return what a request asks for."""
         options = request.stream_options
         return cls(
             echo=request.echoes,
@@ -82,7 +84,7 @@ class Wants:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What is the same in everything that is sent for a request, and what the client wants of it."""
+    """Fields shared by all events and bodies of a response, and what the client wants in the response."""
 
     id: str
     created: int
@@ -92,9 +94,11 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """What is new of one choice: `text` that is safe to show, and the tokens that came.
+    """New part of one choice.
 
-    is_first: nothing of the choice has been told, and its prompt is part of this piece.
+    is_first: nothing of the choice has been sent, so the prompt's part of the response belongs to this piece.
+    text: new text without an incomplete character or a possible stop string at its end.
+    token_ids: new tokens.
     """
 
     choice: Choice
@@ -106,17 +110,17 @@ class Piece:
 
     @property
     def finish_reason(self) -> Literal["stop", "length"] | None:
-        """Why the choice ended, where it has."""
+        """Finish reason of the choice; None while the choice is unfinished."""
         return None if self.finish is None else _FINISH_REASONS[self.finish.reason]
 
     @property
     def stop_reason(self) -> str | int | None:
-        """The stop string or token id that ended it, where one did."""
+        """Stop string or token id that ended the choice, if any."""
         return None if self.finish is None else self.finish.stop_reason
 
 
 class Dialect(ABC):
-    """The words of one route, for one request: it knows what has been said."""
+    """Response builder of one route for one request. It keeps state between the events of a stream."""
 
     id_prefix: ClassVar[str]
 
@@ -129,22 +133,22 @@ class Dialect(ABC):
 
     @abstractmethod
     def body(self, pieces: Sequence[Piece], usage: Usage, timings: Timings) -> Body:
-        """The whole answer: one piece a choice."""
+        """Return the whole response from one piece per choice."""
 
     @abstractmethod
     def opening(self, piece: Piece) -> Event | None:
-        """The event of a stream that must come before this piece, if one must."""
+        """Return the event that must precede this piece in a stream, if any."""
 
     @abstractmethod
     def event(self, piece: Piece) -> Event:
-        """The event that says this piece."""
+        """Return the event of this piece."""
 
     @abstractmethod
     def summary(self) -> Event:
-        """An event without choices."""
+        """Return an event without choices."""
 
     def plain_event(self, choice: Choice, text: str) -> bytes:
-        """The bytes of the event of a piece that is text and nothing else, as most are: the rest is always the same."""
+        """Return the encoded event of a piece that is only text, from a cached template, since most pieces are."""
         if (frame := self._frames.get(choice.index)) is None:
             piece = Piece(choice=choice, is_first=False, text=_ANY_TEXT, token_ids=(), logprobs=(), finish=None)
             before, _, after = encode_event(self.event(piece)).rpartition(encode_text(_ANY_TEXT))
@@ -163,7 +167,7 @@ class Text(Dialect):
         self._writers: dict[int, LogprobWriter] = {}
 
     def body(self, pieces: Sequence[Piece], usage: Usage, timings: Timings) -> Completion:
-        """See `Dialect`. Of completions that were chosen from more, the index is their place among the chosen."""
+        """See `Dialect`. Choices are numbered anew, since `best_of` returns some of the completions only."""
         completion = self._completion([self._choice(piece) for piece in pieces])
         for index, choice in enumerate(completion.choices):
             choice.index = index
@@ -187,7 +191,7 @@ class Text(Dialect):
 
     def _choice(self, piece: Piece) -> CompletionChoice:
         wants, choice = self._wants, piece.choice
-        told = CompletionChoice(
+        built = CompletionChoice(
             index=choice.index,
             text=piece.text,
             logprobs=None if wants.logprobs is None else self._logprobs(piece),
@@ -195,15 +199,15 @@ class Text(Dialect):
             stop_reason=piece.stop_reason,
         )
         if wants.token_ids:
-            told.token_ids = piece.token_ids
+            built.token_ids = piece.token_ids
         if piece.is_first:
             if wants.echo:
-                told.text = choice.prompt_text + piece.text
+                built.text = choice.prompt_text + piece.text
             if wants.token_ids:
-                told.prompt_token_ids = choice.submit.prompt_token_ids
+                built.prompt_token_ids = choice.submit.prompt_token_ids
             if wants.prompt_logprobs is not None:
-                told.prompt_logprobs = prompt_logprobs(choice.prompt_logprobs, self._prompt_wording)
-        return told
+                built.prompt_logprobs = prompt_logprobs(choice.prompt_logprobs, self._prompt_wording)
+        return built
 
     def _logprobs(self, piece: Piece) -> Logprobs:
         index = piece.choice.index
@@ -214,7 +218,7 @@ class Text(Dialect):
 
 
 class Chat(Dialect):
-    """`/v1/chat/completions`: the assistant's messages. All answer one prompt, and the first has its scores."""
+    """`/v1/chat/completions`. All choices share one prompt, and the first choice has the prompt's logprobs."""
 
     id_prefix: ClassVar[str] = "chatcmpl-"
 
@@ -240,7 +244,7 @@ class Chat(Dialect):
         return completion
 
     def opening(self, piece: Piece) -> ChatCompletionChunk | None:
-        """See `Dialect`. A choice's first event says who speaks, and no text yet, as OpenAI's does."""
+        """See `Dialect`. The first event of a choice has the role and no text, as OpenAI's has."""
         if not piece.is_first:
             return None
         choice = piece.choice
@@ -254,7 +258,7 @@ class Chat(Dialect):
 
     def event(self, piece: Piece) -> ChatCompletionChunk:
         """See `Dialect`."""
-        told = ChatChunkChoice(
+        built = ChatChunkChoice(
             index=piece.choice.index,
             delta=ChatDelta(content=piece.text) if piece.text else ChatDelta(),
             logprobs=self._logprobs(piece) if piece.logprobs else None,
@@ -262,8 +266,8 @@ class Chat(Dialect):
             stop_reason=piece.stop_reason,
         )
         if self._wants.token_ids:
-            told.token_ids = piece.token_ids
-        return self._chunk(told)
+            built.token_ids = piece.token_ids
+        return self._chunk(built)
 
     def summary(self) -> ChatCompletionChunk:
         """See `Dialect`."""
@@ -274,7 +278,7 @@ class Chat(Dialect):
         return ChatCompletionChunk(id=answer.id, created=answer.created, model=answer.model, choices=list(choices))
 
     def _choice(self, piece: Piece) -> ChatChoice:
-        told = ChatChoice(
+        built = ChatChoice(
             index=piece.choice.index,
             message=ChatMessage(content=piece.text),
             logprobs=self._logprobs(piece),
@@ -282,8 +286,8 @@ class Chat(Dialect):
             stop_reason=piece.stop_reason,
         )
         if self._wants.token_ids:
-            told.token_ids = piece.token_ids
-        return told
+            built.token_ids = piece.token_ids
+        return built
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
         return None if self._wants.logprobs is None else chat_logprobs(piece.logprobs, self._wording)

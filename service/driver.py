@@ -1,6 +1,6 @@
-"""Feeds the engine and carries its events away: what the worker's thread does at every turn.
+"""Engine loop of the worker's thread: pass commands to the engine, run steps, send events.
 
-Nothing here knows processes or queues, so that a test can turn it by hand.
+The loop knows no processes or transports, so that a test can call each iteration.
 """
 
 import logging
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What a client is told of an exception in here.
+# Error message that a client gets when the engine raises an exception.
 _FAILED = "the engine failed on this request"
-# Looks get a quarter of the time while anything streams, at most: after one of x seconds, 3x are for steps.
+# Attention looks get at most a quarter of the time while sequences run: after a look of x seconds, steps get 3x.
 _STEPS_PER_LOOK = 3.0
-# An engine that fails twice in a row is replaced: its state, or the device's, can't be trusted.
+# Failures in a row after which the worker is replaced: the state of the engine or device cannot be trusted.
 _MAX_FAILURES_IN_A_ROW = 2
-# How often a worker without work says that it is well.
+# Interval between heartbeats of an idle worker.
 _BEAT_SECONDS = 1.0
 
 Parcel: TypeAlias = tuple[int, tuple[bytes, ...]]  # API process, encoded commands
@@ -43,14 +43,14 @@ Send: TypeAlias = Callable[[int, list[Event]], None]
 
 
 class Driver:
-    """Feeds the engine and carries its events away. The only thread that touches the engine.
+    """Engine loop. Its thread is the only one that uses the engine.
 
     Args:
-        inbox: commands, from the pump thread.
-        send: delivers events to an API process, in order.
-        send_now: the same, and they are out of this process when it returns.
-        beat: called at every turn, and every second of a wait.
-        clock: seconds, for sharing the time between steps and looks.
+        inbox: commands from the pump thread.
+        send: sends events to an API process, in order.
+        send_now: sends events like `send`, and returns only when the events have left this process.
+        beat: heartbeat; called in every iteration, and every second of a wait.
+        clock: seconds, to share the time between steps and attention looks.
     """
 
     def __init__(
@@ -71,25 +71,25 @@ class Driver:
         self._metrics = metrics
         self._beat = beat
         self._owners: dict[str, tuple[int, int]] = {}  # uid -> API process, attempt
-        self._started: set[str] = set()  # of these, what the engine has begun to compute
+        self._started: set[str] = set()  # uids of `_owners` that the engine has begun to compute
         self._looks: dict[str, tuple[int, Look]] = {}  # uid -> API process, in order of arrival
         self._clock = clock
-        self._next_look_seconds = -math.inf  # by the clock, while there are steps to compute
+        self._next_look_seconds = -math.inf  # earliest time of the next look while sequences run
         self._num_failures = 0
-        self._max_num_running = engine.max_num_running  # as the API processes know it
+        self._max_num_running = engine.max_num_running  # last value sent to the API processes
 
     def turn(self) -> None:
-        """Wait for work if there is none, take all commands, compute one step and one look, send what they gave.
+        """Run one iteration: wait for work, take all commands, run at most one step and one look, send the events.
 
         Raises:
-            RuntimeError: the engine failed again, right after it was cleared.
+            RuntimeError: the engine failed twice in a row, the second time after all its sequences were aborted.
         """
         if not self._engine.has_work and not self._looks:
             self._metrics.observe_idle()
-            self._take(self._next_parcel())
+            self._handle(self._next_parcel())
         with suppress(Empty):
             while True:
-                self._take(self._inbox.get_nowait())
+                self._handle(self._inbox.get_nowait())
         self._beat()
         if self._engine.has_work:
             self._step()
@@ -103,23 +103,23 @@ class Driver:
                 return self._inbox.get(timeout=_BEAT_SECONDS)
 
     def _look(self) -> None:
-        """Answer one look, the oldest. Streams wait for it, so they get their share of time before the next."""
+        """Compute the oldest attention look. Streams wait meanwhile, so steps get their share before the next look."""
         uid = next(iter(self._looks))
         api_id, look = self._looks.pop(uid)
         self._send_now(api_id, [Started(uid=uid, attempt=look.attempt)])
         began, weights = self._clock(), None
         try:
             weights = self._engine.attention_weights(look.token_ids, layer=look.layer, heads=look.heads)
-        except Exception:  # as in a step: whoever asked gets an answer, and the service goes on
-            logger.exception("the engine failed on a look at layer %d", look.layer)
+        except Exception:  # as in a step, the client gets an error and the service continues
+            logger.exception("the engine failed on an attention look at layer %d", look.layer)
         ended = self._clock()
         self._next_look_seconds = ended + _STEPS_PER_LOOK * (ended - began)
         self._send(api_id, [Looked(uid=uid, weights=weights, compute_seconds=ended - began)])
 
     def _step(self) -> None:
         try:
-            result = self._engine.step(before=self._tell_started)
-        except Exception as error:  # whatever it was, every request gets an ending and the service goes on
+            result = self._engine.step(before=self._report_started)
+        except Exception as error:  # on any failure every request gets an error, and the service continues
             logger.exception("the engine failed; its %d sequences end with an error", len(self._owners))
             self._num_failures += 1
             self._emit(self._engine.abort_all(_FAILED))
@@ -131,15 +131,15 @@ class Driver:
         self._emit(result.events)
         self._metrics.observe_step(result.stats)
 
-    def _take(self, parcel: Parcel) -> None:
+    def _handle(self, parcel: Parcel) -> None:
         api_id, payload = parcel
         for command in map(decode_command, payload):
             match command:
                 case Submit():
                     self._owners[command.uid] = (api_id, command.attempt)
                     self._started.discard(command.uid)
-                    if command.grammar is not None:  # which is compiled at once
-                        self._tell_started([command.uid])
+                    if command.grammar is not None:  # its compilation begins with `submit`, before any step
+                        self._report_started([command.uid])
                     self._engine.submit(command)
                 case Look():
                     self._looks[command.uid] = (api_id, command)
@@ -149,9 +149,11 @@ class Driver:
                     if self._owners.pop(command.uid, None) is not None:
                         self._engine.cancel(command.uid)
 
-    def _tell_started(self, uids: list[str]) -> None:
-        """Have it known whose computation begins, before it does: should this process die of it, the API process knows
-        whom to suspect."""
+    def _report_started(self, uids: list[str]) -> None:
+        """Report the sequences that are about to be computed, before they are.
+
+        If the worker then crashes, the API process knows which requests may have caused the crash.
+        """
         new = [uid for uid in uids if uid not in self._started]
         self._started.update(new)
         messages: dict[int, list[Event]] = {}
@@ -162,12 +164,12 @@ class Driver:
             self._send_now(api_id, events)
 
     def _emit(self, deltas: list[TokenDelta]) -> None:
-        """One message to each API process that has a part in this step."""
+        """Send each API process one message with its deltas of this step."""
         messages: dict[int, list[Event]] = {}
         for delta in deltas:
             owner = self._owners.get(delta.uid)
             if owner is None or owner[1] != delta.attempt:
-                continue  # cancelled
+                continue  # cancelled, or an older attempt
             messages.setdefault(owner[0], []).append(delta)
             if delta.finish is not None:
                 del self._owners[delta.uid]

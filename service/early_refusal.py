@@ -1,6 +1,7 @@
-"""Refuses what has no chance before it costs anything: of four that come to a full server, three have none.
+"""Load shedding: reject requests by their headers while the server is full.
 
-Pure ASGI, around the routes: through the router, its checks and its error handlers a refusal costs over twice as much.
+Of four requests to a full server, three are rejected. Pure ASGI around the routes, since a rejection by a route, with
+its checks and error handlers, costs over twice as much.
 """
 
 from collections.abc import Callable
@@ -12,19 +13,19 @@ from service.errors import ApiError
 from service.requests import json_response
 
 ROUTES: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/embeddings"})
-# Who sends one of these may want an answer that is there already; and what is compressed is read by nobody here.
+# With the first two headers, a response may already be buffered. A compressed body cannot be searched for `timeout`.
 _CHANCES: Final = frozenset({b"idempotency-key", b"last-event-id", b"content-encoding"})
 
 
 class EarlyRefusal:
-    """ASGI middleware: asks `refuse` about the requests that would wait for the engine.
+    """ASGI middleware that calls `refuse` for requests that would wait for the engine.
 
-    Not about those that it cannot judge by their head: their routes refuse them.
+    Requests that cannot be judged by their headers pass, and their routes decide.
 
     Args:
-        refuse: raises an `ApiError` where no request with this head would be taken, whatever its body asks for; a body
-            that names a `timeout` may be.
-        count: told of each refusal.
+        refuse: raises an `ApiError` if no request with these headers would be admitted, whatever its body. A body that
+            sets `timeout` is the exception, and is never passed to `refuse`.
+        count: receives the error of each rejection.
     """
 
     def __init__(self, app: ASGIApp, *, refuse: Callable[[Scope], None], count: Callable[[ApiError], None]) -> None:

@@ -1,12 +1,13 @@
-"""A worker's process, begun before there is anything to tell it: the first one's imports while main does.
+"""Prespawned worker: a process that imports its modules before it gets its work.
 
-Most of a small model's start is imports, in main and in its worker. So the command line begins the process as soon as
-its settings are understood, and main hands it later what multiprocessing would have given it at its start: pickled
-objects, and file descriptors, over a Unix socket. One that is not wanted in the end is killed, and none outlives main.
-A standby's begins so too: nobody waits for it, so it imports in what time nobody else wants.
+Imports take most of a small model's start time, in main and in the worker. The command line therefore starts the
+worker's process as soon as the settings are parsed, and both import at the same time. Main later sends what
+multiprocessing would have passed at the start, over a Unix socket: the environment, pickled objects, file descriptors.
+An unused process is killed, and no process outlives main. The standby worker is prespawned too, and imports at low
+priority.
 
-What is imported meanwhile must not depend on what main puts into the environment, which comes with the rest: so not
-the metrics.
+The prespawned process must not import modules that read environment variables which main sets later, such as the
+metrics.
 """
 
 import gc
@@ -27,35 +28,36 @@ from typing import NamedTuple
 from model.parent_death import end_with_parent
 from service.lifecycle import name_process
 
-# What takes longest first.
+# The slowest import comes first.
 _WORKER_IMPORTS = ("service.engine_builder", "litserve")
-# Of the order's beginning: how long the environment is. Then it comes, and what multiprocessing reads.
+# Length of the message's first field, which is the size of the environment. The environment and the data that
+# multiprocessing reads follow.
 _LENGTH_BYTES = 8
-# Of the thread that imports while others serve: the last to get a processor.
+# Nice value of the standby's importing thread: the lowest priority, so that serving processes get the CPU first.
 _NICENESS = 19
 _MAX_DESCRIPTORS = 64
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from service.early_worker import spawn_main; spawn_main{arguments!r}"
 
-# In the process: the file descriptors that it was handed.
+# File descriptors that this process has received from main.
 RECEIVED: list[int] = []
 
 
 class Begun(NamedTuple):
-    """A process that waits for its order at the other end of a socket."""
+    """Prespawned process that waits for its work at the other end of a socket."""
 
     pid: int
     channel: socket.socket
 
     def hand_over(self, descriptors: Sequence[int], order: bytes) -> None:
-        """Give it what it waits for, and the environment; nothing where it has died, which its parent will see.
+        """Send the process its work and the environment. A dead process is ignored here: its parent will notice.
 
-        It may import for long before it reads, and an environment may be larger than what a socket holds: so a thread
-        waits for it, and not the caller.
+        A thread sends the data, so that the caller does not block. The process may import for seconds before it reads,
+        and the environment may be larger than the socket's buffer.
 
         Args:
-            descriptors: the first is that of multiprocessing's resource tracker; the process finds the others, in
-                order, in `RECEIVED`.
-            order: what `multiprocessing.spawn` reads.
+            descriptors: file descriptors to send. The first is the one of multiprocessing's resource tracker. The
+                process finds the rest in `RECEIVED`, in order.
+            order: data for `multiprocessing.spawn`.
         """
         encoded = json.dumps(dict(os.environ)).encode()
         with suppress(ConnectionError):
@@ -70,10 +72,10 @@ def _send(channel: socket.socket, order: bytes) -> None:
 
 
 class EarlyWorker:
-    """Main's side. There is one process at most, and it is taken once.
+    """Main's handle on at most one prespawned process.
 
     Args:
-        imports: modules that it imports.
+        imports: modules for the process to import.
     """
 
     def __init__(self, imports: Sequence[str] = _WORKER_IMPORTS) -> None:
@@ -81,14 +83,14 @@ class EarlyWorker:
         self._begun: Begun | None = None
 
     def begin(self, checkpoint: Path) -> None:
-        """Start the process; nothing where none can be started, which who needs one later will find out.
+        """Start the process, and have the checkpoint read ahead. On failure there is no process, and no error.
 
-        The thread that calls this must live as long as main does: the kernel ends the process with it.
+        The calling thread must live as long as main, since the kernel kills the process when that thread ends.
         """
         self._begin(str(checkpoint))
 
     def begin_quietly(self) -> None:
-        """The same of a process that is not needed yet: what it imports takes nobody's time, and nothing is read."""
+        """Start a process that is not needed yet: it imports at low priority and reads no checkpoint ahead."""
         self._begin(None)
 
     def _begin(self, checkpoint: str | None) -> None:
@@ -100,7 +102,7 @@ class EarlyWorker:
             command = spawn.get_command_line()
             arguments = (theirs.fileno(), os.getpid(), checkpoint, self._imports)
             command[command.index("-c") + 1] = _PROGRAM.format(path=sys.path, arguments=arguments)
-            # Ctrl-C reaches every process of a terminal. The new one inherits the mask, until it ignores SIGINT.
+            # Ctrl-C reaches every process of a terminal. The new process inherits this mask until it ignores SIGINT.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 self._begun = Begun(util.spawnv_passfds(os.fsencode(command[0]), command, [theirs.fileno()]), ours)
@@ -110,12 +112,12 @@ class EarlyWorker:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def take(self) -> Begun | None:
-        """The process, if there is one; from now on it is the caller's."""
+        """Return the process, if there is one, and hand over its ownership to the caller."""
         begun, self._begun = self._begun, None
         return begun
 
     def end(self) -> None:
-        """Kill it if nobody has taken it."""
+        """Kill the process, unless `take` has returned it."""
         begun = self.take()
         if begun is not None:
             os.kill(begun.pid, signal.SIGKILL)
@@ -127,17 +129,17 @@ EARLY_WORKER = EarlyWorker()
 
 
 def spawn_main(descriptor: int, parent: int, checkpoint: str | None, imports: Sequence[str]) -> None:
-    """The process: import, wait for the order, and be what it says. Ends with its parent.
+    """Run the prespawned process: import, wait for the work, and run it. The process ends with its parent.
 
     Args:
-        checkpoint: what to read ahead; None for a process that has time.
+        checkpoint: checkpoint to read ahead; None for a process that imports at low priority.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # main drains, then ends its workers
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
-    gc.disable()  # what is imported stays, and to look through it for garbage takes an eighth of the time
+    gc.disable()  # imported modules are no garbage, and collection takes an eighth of the import time
     if checkpoint is None:
         name_process("kvasir-importer")
         importing = threading.Thread(target=_import_quietly, args=(imports,), name="importing")
@@ -158,7 +160,7 @@ def spawn_main(descriptor: int, parent: int, checkpoint: str | None, imports: Se
 
 
 def _import_quietly(names: Sequence[str]) -> None:
-    """Of this thread alone: a process that has given its priority away would not get it back."""
+    """Import modules at the lowest priority, which only this thread gets: a process cannot raise its priority again."""
     with suppress(OSError):  # forbidden in some sandboxes
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
     _import(names)
@@ -166,13 +168,15 @@ def _import_quietly(names: Sequence[str]) -> None:
 
 def _import(names: Sequence[str]) -> None:
     for name in names:
-        with suppress(Exception):  # who needs it imports it again, and says why it cannot
+        with suppress(Exception):  # the worker imports the module again, and then reports the error
             importlib.import_module(name)
 
 
 def read_ahead(directory: Path) -> None:
-    """Have the kernel read a checkpoint's weights while nobody needs them yet. Nothing where they are not read soon
-    after, for want of memory; what is wrong with them others say."""
+    """Have the kernel read a checkpoint's weights into the page cache before the worker needs them.
+
+    Nothing is read ahead if twice the weights exceed the available memory. Errors are left to the loader to report.
+    """
     with suppress(OSError, ValueError):
         paths = [path for path in sorted(directory.glob("*.safetensors")) if stat.S_ISREG(path.stat().st_mode)]
         room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

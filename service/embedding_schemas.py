@@ -1,6 +1,6 @@
-"""The wire contract of `/v1/embeddings`: what is asked, what is answered, and how vectors are written.
+"""Request and response schemas of `/v1/embeddings`, and the encoding of vectors.
 
-Legend: N texts, E hidden size, D dimensions of the answer.
+Legend: N texts, E hidden size, D dimensions of the response.
 """
 
 import base64
@@ -14,7 +14,7 @@ from pydantic import Field
 from service.errors import InvalidRequest
 from service.schemas import MAX_PROMPTS, NumKept, RequestModel, Texts, Timeout, TokenIds, parse_body
 
-# Of a number on the wire: float32 has no more between 0.01 and 1.
+# Decimals of a number in JSON: float32 has no more between 0.01 and 1.
 _DECIMALS = 9
 _WANTED = {
     "input": f"must be a string, a list of strings, token ids, or a list of token-id lists, up to {MAX_PROMPTS}",
@@ -34,7 +34,7 @@ class EmbeddingRequest(RequestModel):
         Literal["float", "base64"] | None, Field(description="base64: of little-endian float32")
     ] = "float"
     dimensions: Annotated[
-        int | None, Field(ge=1, lt=2**31, description="the first so many, scaled to length 1 again")
+        int | None, Field(ge=1, lt=2**31, description="number of leading dimensions to return, scaled to length 1")
     ] = None
     truncate_prompt_tokens: NumKept | None = None
     timeout: Timeout | None = None
@@ -52,15 +52,15 @@ class EmbeddingRequest(RequestModel):
         except InvalidRequest as error:
             if error.param not in _WANTED or error.message.endswith("is required"):
                 raise
-            # Pydantic complains of one branch of a union.
+            # Pydantic's message names only one branch of the union.
             raise InvalidRequest(f"{error.param} {_WANTED[error.param]}", param=error.param) from None
 
     @property
     def inputs(self) -> Sequence[str | list[int]]:
-        """The texts one by one, in order.
+        """Texts of the request, in order.
 
         Raises:
-            InvalidRequest: there is none, or one is empty.
+            InvalidRequest: there is no text, or a text is empty.
         """
         inputs: Sequence[str | list[int]]
         if isinstance(self.input, str) or (self.input and isinstance(self.input[0], int)):
@@ -73,7 +73,7 @@ class EmbeddingRequest(RequestModel):
 
 
 class Embedding(msgspec.Struct, kw_only=True):
-    """One text's vector, of length 1. In base64 the bytes of little-endian float32."""
+    """Vector of one text, of length 1. As base64, the vector is little-endian float32."""
 
     object: Literal["embedding"] = "embedding"
     index: int
@@ -81,14 +81,14 @@ class Embedding(msgspec.Struct, kw_only=True):
 
 
 class EmbeddingUsage(msgspec.Struct, kw_only=True):
-    """Tokens of all texts; both are the same, since nothing is generated."""
+    """Tokens of all texts. Both counts are equal, since nothing is generated."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class EmbeddingList(msgspec.Struct, kw_only=True):
-    """The vectors, in the order of the texts."""
+    """Response body: the vectors in the order of the texts."""
 
     object: Literal["list"] = "list"
     data: list[Embedding]
@@ -99,7 +99,12 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
 def write_vectors(
     vectors: Sequence[bytes], *, dimensions: int | None, as_text: Literal["float", "base64"] | None
 ) -> Iterator[list[float] | str]:
-    """Vectors of length 1 as they are answered, one by one. `dimensions`: only the first so many, of length 1 again."""
+    """Yield the encoded vectors one by one.
+
+    Args:
+        vectors: float32 vectors of length 1, as bytes.
+        dimensions: number of leading dimensions to keep, scaled to length 1; None keeps all dimensions.
+    """
     vectors_NE = np.frombuffer(b"".join(vectors), dtype=np.float32).reshape(len(vectors), -1)
     if dimensions is not None:
         cut_ND = vectors_NE[:, :dimensions]

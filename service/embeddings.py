@@ -1,7 +1,7 @@
-"""`/v1/embeddings`: texts as vectors, pooled by the engine in its steps, beside whatever else it computes.
+"""Route `/v1/embeddings`: texts as vectors, pooled by the engine in the same steps as completions.
 
-A request of many texts goes to the engine in groups, so that it needs no more room than a few completions, and one
-that has begun waits for room where others have taken it.
+A request with many texts is submitted in groups, so that it occupies no more capacity than a few completions. After the
+first group has been admitted, later groups wait for capacity instead of being rejected.
 """
 
 import asyncio
@@ -29,18 +29,18 @@ from service.responses import encode
 from service.settings import ServeSettings
 from service.truncation import Truncation
 
-# Of one group; more would keep others waiting, and be a 429 where they wait already.
+# Prompt tokens per group. A larger group would delay other requests, and be rejected with 429 if requests wait already.
 _GROUP_TOKENS = 16_384
-# Answers of more numbers are written in a thread: a million take 0.4 s.
+# Responses with more numbers are encoded in a thread: a million numbers take 0.4 s.
 _MANY_NUMBERS = 20_000
 
 
 class Embeddings:
-    """The route.
+    """Handler of the route.
 
     Args:
-        planner: names the model and encodes texts.
-        width: of a vector.
+        planner: checks the model's name and encodes texts.
+        width: dimensions of a vector.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class Embeddings:
         return EmbeddingBody(groups, asked, model=model, intake=self._intake)
 
     def _plan(self, asked: EmbeddingRequest, terms: QueueTerms, arrival_seconds: float) -> list[LiveRequest]:
-        """The texts as sequences, in groups. When the first one has begun, the others have all the time they need.
+        """Return the texts as sequences, in groups. Only the first group has the request's timeout.
 
         Raises:
-            ModelNotFound: it is another model.
-            InvalidRequest: a text, id or number does not fit.
+            ModelNotFound: the request names another model.
+            InvalidRequest: a text, a token id or a field is invalid.
         """
         self._planner.check_model(asked.model)
         inputs = asked.inputs
@@ -119,16 +119,16 @@ class Embeddings:
         )
 
     def _token_ids(self, asked: EmbeddingRequest, text: str | list[int]) -> list[int]:
-        """A text's ids, begin-of-text mark included, cut where the request wants that."""
+        """Return a text's token ids with the begin-of-text token, truncated if the request asks for it."""
         room, kept = self._planner.max_context_length, asked.truncate_prompt_tokens
         num_marks = 0
         if isinstance(text, str):
-            # A text so long that no tokenization fits is refused before it costs one.
+            # A text that cannot fit, however it is tokenized, is rejected before it is tokenized.
             if kept is None and (at_least := self._planner.least_tokens(text)) > room:
                 raise self._too_long(f"at least {at_least}")
             try:
                 token_ids = self._planner.encode(text)
-            except InvalidRequest as error:  # which speaks of a prompt
+            except InvalidRequest as error:  # the error names the field "prompt"
                 raise InvalidRequest(error.message, param="input") from None
             num_marks = int(self._planner.tokenizer.bos_token_id is not None)
         else:
@@ -144,13 +144,13 @@ class Embeddings:
     def _too_long(self, num_tokens: str) -> ContextLengthExceeded:
         return ContextLengthExceeded(
             f"this model's maximum context length is {self._planner.max_context_length} tokens, "
-            f"but a text has {num_tokens}; shorten it, or cut it by truncate_prompt_tokens",
+            f"but a text has {num_tokens}; shorten it, or set truncate_prompt_tokens",
             param="input",
         )
 
 
 class EmbeddingBody(Response):
-    """One JSON body when every text is pooled. The first group is with the engine already."""
+    """JSON response, sent when every text is pooled. The first group has been submitted already."""
 
     media_type = "application/json"
 
@@ -162,7 +162,7 @@ class EmbeddingBody(Response):
         model: str,
         intake: Intake,
     ) -> None:
-        # Not Response's own: it would count the length of a body that is not here yet.
+        # Response.__init__ is not called: it would set Content-Length, and the body is unknown yet.
         self.status_code = 200
         self.background = None
         self.init_headers()
@@ -175,7 +175,7 @@ class EmbeddingBody(Response):
         self._has_client = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer. A client that leaves ends the request at once.
+        """Send the response. A client that disconnects ends the request at once.
 
         Raises:
             ApiError: the request failed.
@@ -225,7 +225,10 @@ class EmbeddingBody(Response):
             raise
 
     async def _go_on(self, group: LiveRequest) -> None:
-        """Submit the next group as soon as there is room. The last one lives until then: a drain waits for it."""
+        """Submit the next group as soon as there is capacity.
+
+        The finished group stays open until then, so that a drain waits for the request.
+        """
         while True:
             if not self._has_client:
                 raise ClientGone("the client closed the connection")
@@ -240,14 +243,14 @@ class EmbeddingBody(Response):
     def _observe(self, request: LiveRequest, choice: Choice) -> None:
         assert choice.finish is not None
         seconds = time.monotonic() - request.arrival_seconds
-        # The vector is the first thing and the last: the objective of first tokens is its own.
+        # The vector is the whole response, so it counts as the first token in the latency objective.
         self._intake.metrics.observe_finish(choice.finish, e2e_seconds=seconds, ttft_seconds=seconds, max_tokens=0)
 
     def _body(self) -> bytes:
         vectors = [self._vectors[index] for index in range(len(self._vectors))]
         written = write_vectors(vectors, dimensions=self._asked.dimensions, as_text=self._asked.encoding_format)
         num_tokens = sum(choice.num_prompt_tokens for group in self._groups for choice in group.choices)
-        # Encoded one by one: what encodes holds the interpreter's lock, and streams wait for it.
+        # Vectors are encoded one by one: encoding holds the GIL, which streams need meanwhile.
         data = [Raw(encode(Embedding(index=index, embedding=vector))) for index, vector in enumerate(written)]
         answer = EmbeddingList(
             data=data,  # type: ignore[arg-type]
@@ -258,7 +261,7 @@ class EmbeddingBody(Response):
 
 
 def grouped(choices: Sequence[Choice], max_group: int) -> list[list[Choice]]:
-    """Neighbours together: at most `max_group`, of a bounded number of tokens where they are more than one."""
+    """Group neighbouring choices: at most `max_group` each, and `_GROUP_TOKENS` tokens in a group of several."""
     groups: list[list[Choice]] = []
     num_tokens = 0
     for choice in choices:

@@ -38,13 +38,13 @@ from service.settings import ModelSettings, SettingsError, context_length
 
 _MIB = 2**20
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
-# Room for prefixes of ended sequences, as a share of what the running ones can need.
+# KV-cache for prefixes of ended sequences, as a share of the KV-cache that running sequences can need.
 _PREFIX_CACHE_SHARE = 0.5
-# Tokens beyond which not every running sequence gets: 64 contexts of 131,072 tokens are room that nothing ever fills.
+# Tokens per running sequence that "auto" sizes the KV-cache for: 64 contexts of 131,072 tokens would never be used.
 _USUAL_LENGTH = 8192
-# Of free memory, for one context that is too long for half of it.
+# Largest share of free memory for the KV-cache, used if one full context needs more than half.
 _MOST_OF_MEMORY = 0.8
-# In a safetensors file.
+# Names of dtypes in safetensors files.
 _STORED_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _STORED_AS = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -52,13 +52,13 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineFacts:
-    """Values that "auto" came to.
+    """Values in force of the engine's settings, with "auto" resolved.
 
     attention: native, paged (with its parts), sdpa or eager.
     kernel_level: instruction level of the native kernels, where they compute every step whole; else None.
     matrices: plain, packed, int8 or fp8, see `model.linear`, `model.eight_bits`.
-    reasons: why a setting's "auto" came to its value, by the setting's name.
-    has_standby: a standby worker is wanted, and fits into memory.
+    reasons: reason for the value, by the setting's name.
+    has_standby: true if a standby worker is wanted and fits into memory.
     """
 
     device: str
@@ -84,7 +84,7 @@ class EngineFacts:
 
     @property
     def kv_cache(self) -> str:
-        """The KV-cache's size in words."""
+        """Size of the KV-cache as text."""
         size = f"{self.kv_cache_bytes / _MIB:.4g} MiB of {self.kv_cache_dtype}"
         return f"KV-cache of {self.num_blocks} blocks of {self.block_size} tokens ({size})"
 
@@ -106,18 +106,18 @@ class EngineFacts:
 def build_engine(
     settings: ModelSettings, manifest: Manifest, *, server: ServerNeeds | None = None
 ) -> tuple[Engine, EngineFacts]:
-    """Load the model and make the engine around it. Native kernels are compiled first where they are missing.
+    """Load the model and build its engine. Native kernels are compiled first if they are missing.
 
     Args:
-        server: the server that needs memory beside this process; None: there is none.
+        server: memory needs of the server's other processes; None if there is no server.
 
     Raises:
         CheckpointError: the tensors cannot be read.
-        SettingsError: a longer context was asked for than the model has, a device that is not there or has no such
-            eight-bit products or attention, a KV-cache too small for one full context, or of a dtype that is not for
-            this model.
-        ValueError: the memory is too small for that.
-        torch.OutOfMemoryError, RuntimeError: the device cannot hold it.
+        SettingsError: the requested context is longer than the model's, the device is missing or does not support the
+            requested quantization or attention, the KV-cache is too small for one full context, or its dtype does not
+            fit the model.
+        ValueError: the memory is too small for the requested settings.
+        torch.OutOfMemoryError, RuntimeError: the model or the KV-cache does not fit on the device.
     """
     keep_freed_memory()
     max_context_length = context_length(settings, manifest.config)
@@ -127,19 +127,19 @@ def build_engine(
     dtype = _DTYPES[dtype_name]
     threads, threads_reason = _choose_threads(settings, manifest.config, dtype, device)
     torch.set_num_threads(threads)
-    held_as = find_cache_dtype(settings.kv_cache_dtype, device, dtype)
+    cache_dtype = find_cache_dtype(settings.kv_cache_dtype, device, dtype)
     eight_bits = find_eight_bits(settings.quantize, device, dtype)
     place = Place(config=manifest.config, device=torch.device(device), dtype=dtype, block_size=settings.block_size)
-    attending = _attend(settings, place)
+    attending = _choose_attention(settings, place)
     is_native = _is_native(settings, manifest.config, dtype, device)
     packs = device == "cpu" and (is_native or _matrix_kind(settings.quantize, device, dtype) != "plain")
-    plan = _plan(server, settings, manifest, place, packs=packs, cache_value_bytes=held_as.itemsize)
+    plan = _plan(server, settings, manifest, place, packs=packs, cache_value_bytes=cache_dtype.itemsize)
     loaded = load_model(manifest, device=device, dtype=dtype, attention=attending.backend, packs_next=packs)
     matrices = prepare_matrices(loaded, settings.quantize, eight_bits)
     fuse_for_gpu(loaded)
     model = by_native_kernels(loaded)
     kernel_level = model.kernel_level if isinstance(model, NativeTransformer) else None
-    block_bytes = settings.block_size * manifest.config.kv_bytes_per_token(held_as.itemsize)
+    block_bytes = settings.block_size * manifest.config.kv_bytes_per_token(cache_dtype.itemsize)
     largest, records = _largest_step(settings, max_context_length), settings.cuda_graphs and attending.recordable
     usable = cache_bytes(loaded, largest, settings.gpu_memory_share, records=records)
     free = max(0, free_bytes(device) - plan.reserved_bytes) if usable is None else usable
@@ -158,7 +158,7 @@ def build_engine(
         num_blocks=num_blocks,
         block_size=settings.block_size,
         kv_cache_bytes=num_blocks * block_bytes,
-        kv_cache_dtype=str(held_as).removeprefix("torch."),
+        kv_cache_dtype=str(cache_dtype).removeprefix("torch."),
         reasons={"dtype": dtype_reason, "threads": threads_reason},
         has_standby=plan.has_standby,
     )
@@ -217,7 +217,7 @@ def _engine_config(settings: ModelSettings, num_blocks: int, max_context_length:
 
 
 def _largest_step(settings: ModelSettings, max_context_length: int) -> LargestStep:
-    """What a step may hold by these settings."""
+    """Return the largest step that these settings allow."""
     return LargestStep(
         block_size=settings.block_size,
         num_tokens=settings.max_batched_tokens,
@@ -233,7 +233,7 @@ def _make_engine(
     attending: Attending,
     settings: ModelSettings,
 ) -> Engine:
-    """Return the engine. On a GPU its decode steps are captured, where its attention can be, and launched ahead."""
+    """Return the engine. On a GPU, decode steps are captured as CUDA graphs if the attention backend supports it."""
     looks_ahead = None if settings.lookahead else False
     capture = None
     if settings.cuda_graphs and attending.recordable:
@@ -245,16 +245,16 @@ def _make_engine(
 
 
 def _prepare_kernels(settings: ModelSettings, device: str) -> None:
-    """Load the native kernels where they are to compute, or compile them first."""
+    """Load the native kernels if the settings use them; compile them first if they are missing."""
     if device == "cpu" and (settings.attention == "native" or (settings.attention == "auto" and has_vector_level())):
         KERNELS.prepare(settings.cache_dir)
 
 
 def _choose_dtype(settings: ModelSettings, manifest: Manifest, device: str) -> tuple[str, str]:
-    """Return the dtype to compute in, and why.
+    """Return the dtype to compute in, and the reason.
 
-    On a CPU auto is the checkpoint's bfloat16 where the native kernels compute the model: they read half the bytes, and
-    a row's bits do not depend on the batch. PyTorch's CPU kernels promise that only in float32, within rounding.
+    On a CPU, "auto" is bfloat16 if the checkpoint is bfloat16 and the native kernels compute the model. The kernels
+    then read half the bytes, and are batch-invariant. PyTorch's CPU kernels are so only in float32, up to rounding.
     """
     if settings.dtype != "auto":
         return settings.dtype, "as set"
@@ -269,10 +269,10 @@ def _choose_dtype(settings: ModelSettings, manifest: Manifest, device: str) -> t
 
 
 def _choose_threads(settings: ModelSettings, config: ModelConfig, dtype: torch.dtype, device: str) -> tuple[int, str]:
-    """Return the CPU threads of the model, and why.
+    """Return the number of CPU threads of the model, and the reason.
 
-    Native kernels take all CPUs: their threads leave a part of a step to each other, so that a CPU which another
-    process uses holds up none of them. PyTorch's OpenMP threads wait for the slowest, so one CPU is left to the API
+    Native kernels use all CPUs: their threads share out the work of a step dynamically, so a CPU that another process
+    uses delays no other thread. PyTorch's OpenMP threads wait for the slowest thread, so one CPU is left to the API
     process (figures: docs/performance-log.md).
     """
     cpus = usable_cpus()
@@ -284,13 +284,17 @@ def _choose_threads(settings: ModelSettings, config: ModelConfig, dtype: torch.d
 
 
 def _is_native(settings: ModelSettings, config: ModelConfig, dtype: torch.dtype, device: str) -> bool:
-    """Return whether the native kernels compute every step whole."""
+    """Return whether the native kernels compute whole steps, not only the attention."""
     is_wanted = device == "cpu" and settings.attention in ("auto", "native")
     return is_wanted and KERNELS.loaded is not None and computes(config, dtype)
 
 
-def _attend(settings: ModelSettings, place: Place) -> Attending:
-    """Return the backend that was asked for. Raises SettingsError: the model or the device does not fit it."""
+def _choose_attention(settings: ModelSettings, place: Place) -> Attending:
+    """Return the requested attention backend.
+
+    Raises:
+        SettingsError: the backend does not support the model or the device.
+    """
     try:
         return attention_for(settings.attention, place)
     except ValueError as error:
@@ -298,9 +302,9 @@ def _attend(settings: ModelSettings, place: Place) -> Attending:
 
 
 def prepare_matrices(model: Transformer, quantize: str, eight_bits: EightBits | None) -> str:
-    """Bring a loaded model's matrices into the format that is fastest here, or that was asked for; return its name.
+    """Convert a loaded model's matrices to the requested or the fastest format, and return the format's name.
 
-    Loaded native kernels pack float matrices themselves, see `by_native_kernels`.
+    Float matrices for native kernels are left as they are: `by_native_kernels` packs them.
     """
     weight = model.token_embedding.weight
     if quantize == "none" and library_for(model) is not None:
@@ -314,17 +318,17 @@ def prepare_matrices(model: Transformer, quantize: str, eight_bits: EightBits | 
 
 
 def _matrix_kind(quantize: str, device: torch.device | str, dtype: torch.dtype) -> str:
-    """What a loaded model's matrices become."""
+    """Return the format that a loaded model's matrices are converted to."""
     if quantize != "none":
         return quantize
     return "packed" if can_pack(device, dtype) else "plain"
 
 
 def keep_freed_memory() -> None:
-    """Let the allocator reuse what a step frees instead of giving it back to the kernel.
+    """Let the allocator keep freed memory for later steps instead of returning it to the kernel.
 
-    glibc maps every large block anew and unmaps it when it is freed, and each first touch of a page is a fault. A step
-    frees what the next one wants again: with 64 sequences it takes half the time (measured: 27 ms instead of 54).
+    By default, glibc maps and unmaps every large block anew, and the first access to each page causes a page fault.
+    With the memory kept, a step of 64 sequences takes 27 ms instead of 54 ms.
     """
     with suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL(None)
@@ -333,28 +337,40 @@ def keep_freed_memory() -> None:
 
 
 def find_device(wanted: str) -> str:
-    """What a --device setting means here. Raises SettingsError: there is no such device."""
+    """Return the device of a --device setting on this machine.
+
+    Raises:
+        SettingsError: the device is missing.
+    """
     has_cuda = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:
-        raise SettingsError("--device cuda: no CUDA device can be used here")
+        raise SettingsError("--device cuda: no CUDA device is available; check the driver, or give --device cpu")
     return "cuda" if wanted == "cuda" or (wanted == "auto" and has_cuda) else "cpu"
 
 
 def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtype:
-    """What a --kv-cache-dtype setting means for a model of this dtype. Raises SettingsError: it is not for it."""
+    """Return the dtype of the KV-cache of a --kv-cache-dtype setting.
+
+    Raises:
+        SettingsError: the KV-cache dtype does not fit the model's dtype or the device.
+    """
     if wanted == "auto":
         return dtype
     if device != "cpu" or dtype is not torch.float32:
         model = f"{str(dtype).removeprefix('torch.')} on {'CUDA' if device == 'cuda' else 'the CPU'}"
         raise SettingsError(
-            f"--kv-cache-dtype {wanted}: for float32 models on the CPU, and this one is {model}; leave it out, or give "
-            "--device cpu --dtype float32"
+            f"--kv-cache-dtype {wanted} needs a float32 model on the CPU, and this model is {model}; leave it out, or "
+            "give --device cpu --dtype float32"
         )
     return torch.float16
 
 
 def find_eight_bits(quantize: str, device: str, dtype: torch.dtype) -> EightBits | None:
-    """What a --quantize setting means on a GPU; None elsewhere. Raises SettingsError: it has no such products."""
+    """Return the quantized matrix products of a --quantize setting on a GPU; None elsewhere.
+
+    Raises:
+        SettingsError: the GPU does not support this quantization.
+    """
     try:
         return eight_bits_for(quantize, torch.device(device), dtype)
     except ValueError as error:
@@ -364,25 +380,26 @@ def find_eight_bits(quantize: str, device: str, dtype: torch.dtype) -> EightBits
 def _num_blocks(
     settings: ModelSettings, max_context_length: int, block_bytes: int, free: int, *, is_shared: bool
 ) -> int:
-    """Blocks of the pool: what was asked for, or what can be of use, within the `free` bytes of memory.
+    """Return the number of KV-cache blocks: as requested, or as many as are useful, within `free` bytes of memory.
 
     Args:
-        is_shared: half of the memory is for everything else, as on a machine; a GPU's has been divided before.
+        is_shared: True on a CPU: "auto" leaves half of the free memory to other uses, if one full context allows.
+            False on a GPU, where `free` has been reduced before.
 
     Raises:
-        SettingsError: one sequence at full length is more than was asked for; says what would do.
-        ValueError: it is more than there is.
+        SettingsError: the requested KV-cache is too small for one sequence at full length; suggests settings.
+        ValueError: the memory is too small for the requested KV-cache, or for one sequence at full length.
     """
     blocks_per_context = -(-max_context_length // settings.block_size)
     needed_mib = -(-blocks_per_context * block_bytes // _MIB)
-    # One sequence may have nearly all, rather than none being served.
+    # One full context may take more than half of the memory, since otherwise the model could not be served.
     most, usual_share = (int(free * _MOST_OF_MEMORY), free // 2) if is_shared else (free, free)
     if settings.kv_cache_memory == "auto":
         if blocks_per_context * block_bytes > most:
             fitting = most // block_bytes * settings.block_size
             raise ValueError(
                 f"a context of {max_context_length} tokens needs {needed_mib} MiB of KV-cache, and {free // _MIB} MiB "
-                f"of memory are free: {_shorter(fitting)}"
+                f"of memory are free: {_length_advice(fitting)}"
             )
         usual = min(blocks_per_context, -(-_USUAL_LENGTH // settings.block_size))
         useful = round(settings.max_num_running * usual * (1 + _PREFIX_CACHE_SHARE))
@@ -395,14 +412,14 @@ def _num_blocks(
         raise SettingsError(
             f"--kv-cache-memory {asked.human_readable()} holds {num_blocks * settings.block_size} tokens, less "
             f"than the context of {max_context_length}: give it {needed_mib}MiB, or "
-            f"{_shorter(num_blocks * settings.block_size)}"
+            f"{_length_advice(num_blocks * settings.block_size)}"
         )
     return num_blocks
 
 
-def _shorter(fitting: int) -> str:
-    """What to do about a context that does not fit, where `fitting` tokens do."""
-    return f"serve --max-context-length {fitting}" if fitting else "take a smaller model or --block-size"
+def _length_advice(fitting: int) -> str:
+    """Return the advice for a context that does not fit; `fitting` is the number of tokens that would."""
+    return f"set --max-context-length {fitting}" if fitting else "use a smaller model or --block-size"
 
 
 def free_bytes(device: str) -> int:

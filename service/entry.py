@@ -1,6 +1,6 @@
-"""Entry point of the `kvasir` program: handles Ctrl-C first, then imports the command line.
+"""Entry point of the `kvasir` program: installs the Ctrl-C handler, then imports the command line.
 
-Python's own start, 10 to 20 ms before this module is imported, still answers Ctrl-C with a traceback.
+Ctrl-C still shows a traceback in the first 10 to 20 ms, while Python starts and before this module is imported.
 """
 
 import importlib
@@ -10,10 +10,10 @@ from service.interrupts import exit_on_interrupt
 
 
 def main() -> int:
-    """Run the command of this process's arguments and return its exit code."""
+    """Run the command given by this process' arguments and return its exit code."""
     exit_on_interrupt()
     code: int = importlib.import_module("service.cli").main()
-    exit_on_interrupt()  # while the interpreter ends
+    exit_on_interrupt()  # also while the interpreter shuts down
     return code
 
 

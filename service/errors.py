@@ -1,4 +1,4 @@
-"""The tree of errors that answer a request, and their HTTP statuses.
+"""Exceptions that become error responses, with their HTTP statuses and error codes.
 
 ApiError                        500  server_error
 ├── InvalidRequest              400  invalid_request_error
@@ -13,7 +13,7 @@ ApiError                        500  server_error
 ├── AnswerGone                  404  answer_gone; see service.recordings
 ├── MethodNotAllowed            405  method_not_allowed
 ├── BodyTooLarge                413  body_too_large
-├── ClientGone                  499  (nobody is left to read it)
+├── ClientGone                  499  (never sent: the client disconnected)
 ├── SwitchedOff                 403  switched_off; see service.inspection
 ├── Overloaded                  429  queue_full, with Retry-After
 │   ├── WaitTooLong             429  queue_time, with Retry-After
@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 
 
 class ApiError(Exception):
-    """A request's ending that is not an answer. The message is for the client: no path, no traceback."""
+    """Base class of error responses. The client sees the message, so it contains no path and no traceback."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -40,11 +40,11 @@ class ApiError(Exception):
         self.param = param
 
     def headers(self) -> dict[str, str]:
-        """What the response carries beside its body."""
+        """Return the headers that this error adds to the response."""
         return {}
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object: always these four keys."""
+        """Return OpenAI's error object, always with these four keys."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
@@ -104,7 +104,7 @@ class ClientGone(ApiError):
 
 
 class EngineFailed(ApiError):
-    """The computation failed. `retry` tells the SDKs, which repeat a 500 twice, whether that can help."""
+    """Failure of the computation. OpenAI's SDKs retry a 500 twice, unless `retry` is False."""
 
     code = "engine_failed"
 
@@ -116,8 +116,8 @@ class EngineFailed(ApiError):
         return {"x-should-retry": "true" if self.retry else "false"}
 
 
-class _ComeBackLater(ApiError):
-    """An error that a client can wait out: all three headers that the SDKs read."""
+class _RetryLater(ApiError):
+    """Error that a later retry can avoid. Sends all three retry headers that OpenAI's SDKs read."""
 
     def __init__(self, message: str, *, retry_after_seconds: float) -> None:
         super().__init__(message)
@@ -131,7 +131,7 @@ class _ComeBackLater(ApiError):
         }
 
 
-class Overloaded(_ComeBackLater):
+class Overloaded(_RetryLater):
     status, type, code = 429, "rate_limit_error", "queue_full"
 
 
@@ -143,13 +143,13 @@ class TooManyConnections(Overloaded):
     status, type, code = 503, "server_error", "too_many_connections"
 
 
-class QueueTimeout(_ComeBackLater):
+class QueueTimeout(_RetryLater):
     status, type, code = 408, "timeout_error", "queue_timeout"
 
 
-class Draining(_ComeBackLater):
+class Draining(_RetryLater):
     status, type, code = 503, "server_error", "draining"
 
     def headers(self) -> dict[str, str]:
-        # The next attempt must open a connection of its own, which a load balancer sends elsewhere.
+        # The client's retry must open a new connection, which a load balancer routes to another server.
         return {**super().headers(), "connection": "close"}

@@ -1,4 +1,4 @@
-"""A worker as LitServe launches one, but in a process that has begun already: see `service.early_worker`."""
+"""Launch of LitServe workers in a prespawned process; see `service.early_worker`."""
 
 import io
 import os
@@ -20,7 +20,7 @@ from service.early_worker import EARLY_WORKER, RECEIVED, Begun
 
 
 class EarlyProcess(SpawnProcess):
-    """A process of multiprocessing's: the one that has begun, where there is one, else a new one."""
+    """multiprocessing process that uses the prespawned process if there is one, else spawns a new process."""
 
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> Any:
@@ -29,23 +29,23 @@ class EarlyProcess(SpawnProcess):
 
 
 class _Descriptor:
-    """A pickled file descriptor: in the process, one of those that it was handed."""
+    """Pickled file descriptor: an index into the descriptors that the process receives (`RECEIVED`)."""
 
     def __init__(self, number: int) -> None:
         self._number = number
 
     def detach(self) -> int:
-        """What it is there."""
+        """Return the descriptor's number in the receiving process."""
         return RECEIVED[self._number]
 
 
 class _HandedOver(SpawnPopen):
-    """What multiprocessing's `Popen` of a spawned process is to it, of one that was started before.
+    """multiprocessing `Popen` of a process that is already running.
 
-    Its end of the socket is the sentinel: it can be read when the process has ended.
+    The socket to the process is the sentinel: the socket becomes readable when the process ends.
     """
 
-    DupFd = _Descriptor  # type: ignore[assignment]  # which is alike
+    DupFd = _Descriptor  # type: ignore[assignment]  # same interface
 
     def __init__(self, process_obj: BaseProcess, begun: Begun) -> None:
         self._begun = begun
@@ -54,13 +54,16 @@ class _HandedOver(SpawnPopen):
         super().__init__(process_obj)
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """As any. One thread keeps the worker and another ends it: who is told last by the kernel is told nothing."""
+        """Return the exit code, None while running.
+
+        Two threads poll, and only the first waitpid() returns the exit status, hence the lock.
+        """
         with self._polling:
             code: int | None = super().poll(flag)
             return code
 
     def duplicate_for_child(self, fd: int) -> int:
-        """The number of a descriptor among those that are handed over."""
+        """Add a descriptor to those that are passed to the process; return its index."""
         self._descriptors.append(fd)
         return len(self._descriptors) - 1
 
@@ -75,17 +78,17 @@ class _HandedOver(SpawnPopen):
         self.pid, self.sentinel = self._begun.pid, self._begun.channel.fileno()
         self.finalizer = util.Finalize(self, self._begun.channel.close)
         tracker = resource_tracker.getfd()
-        assert tracker is not None, "getfd has started it"
+        assert tracker is not None, "resource_tracker.getfd() starts the tracker"
         self._begun.hand_over([tracker, *self._descriptors], order.getvalue())
 
 
 def launch_worker(
     api: LitAPI, queue: Any, transport: MessageTransport, statuses: Any, callbacks: CallbackRunner
 ) -> BaseProcess:
-    """Start one: LitServe's `launch_single_inference_worker`, but for what concerns routes.
+    """Start a worker. Does the same as LitServe's `launch_single_inference_worker`, without its handling of routes.
 
     Args:
-        statuses: LitServe's of its workers, shared with them.
+        statuses: LitServe's table of worker states, shared with the workers.
     """
     statuses[f"{api.api_path.split('/')[-1]}_0"] = WorkerSetupStatus.STARTING
     order = (api, "cpu", 0, queue, transport, statuses, callbacks, True)

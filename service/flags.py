@@ -1,4 +1,4 @@
-"""The flags of a command, made of the fields of its settings: what they are called, what the help page says."""
+"""Command-line flags and help page of a command, generated from the fields of its settings class."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -12,27 +12,27 @@ from service.options import PREFIX
 
 
 class FlagError(ValueError):
-    """Arguments that are none of the command's, in one line with where to look."""
+    """Invalid command-line arguments. The message is one line and ends with a hint."""
 
 
 def parse_flags(
     kind: type[BaseSettings], argv: Sequence[str], *, command: str, summary: str, epilog: str
 ) -> Mapping[str, Any]:
-    """The values that were given, by field. They stay strings: pydantic converts and checks them.
+    """Parse `argv` into values by field name. Values stay strings; pydantic converts and checks them.
 
     Raises:
-        FlagError: an unknown flag, or one without its value.
-        SystemExit: `--help` was asked for.
+        FlagError: a flag is unknown, or its value is missing.
+        SystemExit: `argv` contains `--help`.
     """
     secrets = [name for name in kind.model_fields if is_secret(kind, name)]
     for name in secrets:
         if any(word.partition("=")[0] == flag_of(name) for word in argv):
             raise FlagError(
-                f"{flag_of(name)} is no flag, since flags show in the list of processes; "
+                f"{flag_of(name)} is not a flag, because flags show in the list of processes; "
                 f"set {variable_of(name)} instead"
             )
-    told = (f" {variable_of(name)}: {kind.model_fields[name].description}." for name in secrets)
-    parser = _parser(kind, command, summary, epilog + "".join(told))
+    notes = (f" {variable_of(name)}: {kind.model_fields[name].description}." for name in secrets)
+    parser = _parser(kind, command, summary, epilog + "".join(notes))
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}", directory=_directory(kind, unknown))
@@ -40,17 +40,17 @@ def parse_flags(
 
 
 def flag_of(name: str) -> str:
-    """The flag of a field."""
+    """Return the flag of a field."""
     return "--" + name.replace("_", "-")
 
 
 def variable_of(name: str) -> str:
-    """The environment variable of a field."""
+    """Return the environment variable of a field."""
     return PREFIX + name.upper()
 
 
 def is_secret(kind: type[BaseSettings], name: str) -> bool:
-    """Whether a field has no flag, and its value is not to be shown."""
+    """Return True if a field has no flag and its value must not be shown."""
     extra = kind.model_fields[name].json_schema_extra
     return isinstance(extra, dict) and bool(extra.get("secret"))
 
@@ -62,7 +62,7 @@ def older_names(kind: type[BaseSettings]) -> dict[str, str]:
 
 
 def _directory(kind: type[BaseSettings], unknown: Sequence[str]) -> str | None:
-    """What was meant as the checkpoint, perhaps: a directory without a flag."""
+    """Return the only unknown argument if it is a directory: probably a checkpoint without `--checkpoint`."""
     is_one = "checkpoint" in kind.model_fields and len(unknown) == 1 and Path(unknown[0]).is_dir()
     return unknown[0] if is_one else None
 
@@ -79,7 +79,7 @@ class _Help(argparse.HelpFormatter):
 
 
 def _parser(kind: type[BaseSettings], command: str, summary: str, epilog: str) -> _Parser:
-    """Flags of every field, by group."""
+    """Build the parser: one flag per field, by group."""
     parser = _Parser(
         prog=f"kvasir {command}",
         description=summary,
@@ -97,35 +97,35 @@ def _parser(kind: type[BaseSettings], command: str, summary: str, epilog: str) -
             continue
         title = str(extra["group"])
         group = groups[title] if title in groups else groups.setdefault(title, parser.add_argument_group(title))
-        is_switch, told = field.annotation is bool, extra.get("told")
-        needed = field.is_required() and not told
-        default = f" (default: {told or field.default})"
-        if needed or field.default is None or field.default is False or field.default == ():
+        is_switch, default_text = field.annotation is bool, extra.get("default_text")
+        is_needed = field.is_required() and not default_text
+        default = f" (default: {default_text or field.default})"
+        if is_needed or field.default is None or field.default is False or field.default == ():
             default = ""
         group.add_argument(
             *map(flag_of, filter(None, (name, older.get(name)))),
             dest=name,
             default=argparse.SUPPRESS,
-            help=f"{field.description}{default}{' (needed)' if needed else ''}".replace("%", "%%"),
+            help=f"{field.description}{default}{' (required)' if is_needed else ''}".replace("%", "%%"),
             **(_switch(field.default) if is_switch else _value(field.annotation, extra["metavar"])),
         )
     return parser
 
 
 def _switch(default: bool) -> dict[str, Any]:
-    """What is off is switched on by its name; what is on has a --no- form as well."""
+    """Return argparse options of a boolean flag. A flag that is on by default also has a --no- form."""
     return {"action": argparse.BooleanOptionalAction} if default else {"action": "store_const", "const": "true"}
 
 
 def _value(annotation: Any, metavar: object) -> dict[str, Any]:
-    """What takes a value; a tuple's is given once for each of its items."""
+    """Return argparse options of a flag with a value. A tuple's flag is repeated, once per item."""
     if get_origin(annotation) is tuple:
         return {"action": "append", "metavar": metavar}
     return {"metavar": metavar or _metavar(annotation)}
 
 
 def _metavar(annotation: Any) -> str:
-    """What a value looks like: the choices of a Literal, else the type."""
+    """Return the placeholder of a value: the choices of a Literal, else a word for the type."""
     if annotation in (int, float, str, Path, ByteSize):
         return {int: "N", float: "X", str: "TEXT", Path: "DIR", ByteSize: "SIZE"}[annotation]
     parts = get_args(annotation)

@@ -1,7 +1,7 @@
-"""The API process: routes, admission, delivery, cancellation, replay. Imports no torch.
+"""API process: routes, admission, delivery, cancellation, replay. Imports no torch.
 
-LitServe gives this spec its request queue and runs one copy of it in each API process; one LitAPI, one queue and
-one worker serve all routes. What comes back arrives by `event_channel`, one message an engine step.
+LitServe gives this spec its request queue and runs one copy of the spec in each API process. One LitAPI, one queue and
+one worker serve all routes. Results arrive through `event_channel`, one message per engine step.
 """
 
 import asyncio
@@ -47,13 +47,13 @@ from service.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 15.0
-# How often the process looks after itself: a wait that is too long ends so much later at most.
+# Interval of the periodic work. A queue timeout takes effect at most this much too late.
 _TICK_SECONDS = 1.0
 _PLAYGROUND = Path(__file__).parent / "playground" / "index.html"
 
 
 class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
-    """The routes, and the state of one API process."""
+    """Routes and state of one API process."""
 
     def __init__(self, settings: ServeSettings, *, serving: Serving, lifecycle: Lifecycle, metrics: Metrics) -> None:
         super().__init__()
@@ -113,15 +113,15 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         width = serving.manifest.config.hidden_size
         self._embeddings = Embeddings(settings, intake=intake, planner=self._planner, width=width)
         self._hello: Hello | None = None
-        self.inboxes: tuple[Any, ...] = ()  # of one worker after the other; set before this process is forked
+        self.inboxes: tuple[Any, ...] = ()  # successive workers use them in turn; set before this process is forked
 
     @property
     def stream(self) -> bool:
-        """LitServe then hands every message on as it comes."""
+        """Always True, so that LitServe passes every message on at once."""
         return True
 
     def pre_setup(self, lit_api: Any) -> None:
-        """Name the routes."""
+        """Register the routes."""
         for path, endpoint, methods in (
             ("/v1/completions", self._completions.completions, ["POST"]),
             ("/v1/chat/completions", self._completions.chat_completions, ["POST"]),
@@ -140,16 +140,16 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             ("/playground", self.playground, ["GET"]),
             ("/", self.playground, ["GET"]),
         ):
-            # Collectors and probes ask with HEAD whether there is something to get.
+            # Metric collectors and probes send HEAD to test a route.
             self.add_endpoint(path, endpoint, [*methods, "HEAD"] if "GET" in methods else methods)
 
     def decode_request(self, request: Any, context_kwargs: Any) -> Any:
         """Not used: the worker's loop reads commands."""
-        raise AssertionError("only LitServe's own loops call this")
+        raise AssertionError("only LitServe's built-in loops call this")
 
     def encode_response(self, output: Any, context_kwargs: Any) -> Any:
         """Not used: the worker's loop writes events."""
-        raise AssertionError("only LitServe's own loops call this")
+        raise AssertionError("only LitServe's built-in loops call this")
 
     # Routes.
 
@@ -166,11 +166,11 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         return msgspec.structs.replace(self._card, id=model_id)
 
     async def health(self) -> Response:
-        """`GET /health`: this process answers."""
+        """`GET /health`: 200 while this process responds."""
         return json_response(responses.Health())
 
     async def ready(self) -> Response:
-        """`GET /ready`: a request would be served now."""
+        """`GET /ready`: 200 if a request would be served now, else 503 with Retry-After."""
         readiness = self.readiness()
         if readiness.state == "ready":
             return json_response(readiness)
@@ -182,7 +182,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         return json_response(responses.Version(version=importlib.metadata.version("kvasir")))
 
     async def metrics(self) -> Response:
-        """`GET /metrics`. Reads files of every process that ever ran, hence the thread."""
+        """`GET /metrics`. Renders in a thread, because this reads the metric files of all processes."""
         num_tasks = len(asyncio.all_tasks())
         self._metrics.set_engine_state(self._engine_state())
         self._metrics.flush()
@@ -191,14 +191,14 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         return Response(body, headers={"content-type": content_type})
 
     async def playground(self) -> Response:
-        """`GET /playground`: the page people open first."""
+        """`GET /playground` and `GET /`: the page to try the model."""
         return HTMLResponse(_PLAYGROUND.read_bytes())
 
-    # The process around the routes.
+    # Periodic work and shutdown.
 
     async def tend(self) -> None:
-        """Run beside the routes: signs of life for silent streams, ends of waits, and an end if main is gone."""
-        gc.freeze()  # what is here stays; to look through it for garbage would hold up every stream
+        """Do the periodic work: heartbeat, keep-alives, queue timeouts, metrics; exit if main is gone."""
+        gc.freeze()  # startup objects live forever; scanning them for garbage would stall every stream
         while True:
             self._lifecycle.beat_api()
             await asyncio.sleep(_TICK_SECONDS)
@@ -209,25 +209,25 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             self._journal.expire(time.monotonic(), is_stalled=self.readiness().state == "stalled")
 
     def close(self) -> None:
-        """End what this process started."""
+        """Close the helpers that this process started."""
         self._chat.close()
         self._completions.close()
         self._recordings.close()
 
     def end_all(self) -> None:
-        """The time to finish is over: tell every client that is still here."""
+        """Fail all unfinished requests, because the drain time is over."""
         self._journal.fail_all(Draining("the server is shutting down", retry_after_seconds=1.0))
 
     def receive(self, message: bytes) -> None:
-        """One message of a worker. Raises nothing: nobody would be told."""
+        """Process one message of a worker. Never raises; an error fails all requests."""
         try:
             self._journal.receive(decode_events(message))
         except Exception:
-            logger.exception("a worker's message could not be read")
+            logger.exception("a message of the worker could not be processed; all requests fail")
             self._journal.fail_all(ApiError("internal error"))
 
     def readiness(self) -> responses.Readiness:
-        """Whether a request would be served now, and if not, why and how long."""
+        """Return the service's state for new requests, and the expected time until ready."""
         return readiness_of(
             self._lifecycle,
             self._hello,
@@ -236,25 +236,25 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         )
 
     def _engine_state(self) -> EngineState:
-        """The state that the metric reports. Only this process sets it: two would overwrite each other's."""
+        """Return the state for the metric. Only the API process sets the metric: a second writer would overwrite it."""
         state = self.readiness().state
         if state == "loading":
             return EngineState.STARTING if self._hello is None else EngineState.RESTARTING
         return EngineState(state)
 
     def count_error(self, error: ApiError) -> None:
-        """Count a request that was refused or failed."""
+        """Count a request that was rejected or failed."""
         if isinstance(error, Overloaded | Draining):
             self._metrics.count_rejection(error.code)
         else:
             self._metrics.count_failure(error.status, error.type)
 
     def refuse_unread(self, scope: Scope) -> None:
-        """Refuse a request by its head, where none would be taken whatever its body asks for but a `timeout`.
+        """Reject a request from its headers if it would be rejected whatever its body contains (except a `timeout`).
 
         Raises:
-            Draining, Overloaded: it is refused.
-            InvalidRequest: its head says a timeout that is none.
+            Draining, Overloaded: the request is rejected.
+            InvalidRequest: the timeout header is not a valid timeout.
         """
         self._refuse_when_draining()
         self._admission.refuse_hopeless(self._queue_limits.terms(Request(scope), None))
@@ -276,16 +276,19 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self._lifecycle.num_active.value = self._journal.num_requests + self._journal.num_looks
 
     def _send(self, commands: Sequence[Command]) -> None:
-        """Put commands on the worker's queue, or on its dead predecessor's: one trip through LitServe's manager.
+        """Put commands on the queue of the last worker that sent `Hello`.
+
+        All commands form one item, because each item costs a round trip to LitServe's manager process.
 
         Raises:
-            Draining: the queue process is gone, and main is about to end the service.
+            Draining: LitServe's queue process is gone, and main is about to stop the service.
         """
         payload = tuple(map(encode_command, commands))
         try:
             self.request_queue.put((self.response_queue_id, BUS, time.monotonic(), payload))
         except (EOFError, OSError):
-            if not all(isinstance(command, Cancel) for command in commands):  # nothing is computed any more
+            # A cancel needs no error: nothing is computed any more.
+            if not all(isinstance(command, Cancel) for command in commands):
                 raise Draining("the server is shutting down", retry_after_seconds=1.0) from None
 
     def _hear_hello(self, hello: Hello) -> None:

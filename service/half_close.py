@@ -1,9 +1,9 @@
-"""Probe whether a client that has closed its sending side still reads, by the first bytes of its answer.
+"""Probe that detects if a half-closed connection still has a reader, by sending the first bytes of the response.
 
-A client that closes its sending side alone (`nc -N`) waits for its answer (RFC 9112, 9.6); one that closes the whole
-connection does not. TCP announces both by the same FIN. Only data tells them apart: the host of a closed connection
-answers data with a reset, and the next write fails. Every answer begins with the same nine bytes, whatever its status,
-so that they can be sent before the answer is known, and no client sees a difference.
+A client that closes only its sending side (`nc -N`) waits for the response (RFC 9112, 9.6). A client that closes the
+whole connection does not. TCP sends the same FIN for both. Only data shows the difference: the host of a closed
+connection answers data with a reset, and the next write fails. Every response begins with the same nine bytes, for any
+status. These bytes can be sent before the response is known, and the client sees no difference.
 """
 
 import asyncio
@@ -12,18 +12,18 @@ from typing import Any, Final
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 _BEGINNING: Final = b"HTTP/1.1 "
-# A round trip within a network is shorter. Each pause is four times the one before it: nine bytes last 219 s.
+# Longer than a round trip within a network. Each pause is four times the previous pause, so nine bytes last 219 s.
 _FIRST_PAUSE_SECONDS: Final = 0.01
 _PAUSE_GROWTH: Final = 4.0
 
 
 class EarlyBeginning(asyncio.Transport):
-    """Transport of one answer that has not begun: it sends the answer's first bytes ahead, one at a time.
+    """Transport of one response that has not begun: sends the first bytes of the response early, one at a time.
 
-    Two bytes notice a closed connection, four notice one behind a TCP proxy that passes half closes on.
+    Two bytes detect a closed connection. Four bytes detect one behind a TCP proxy that forwards half closes.
 
     Args:
-        cycle: the request and its answer. Its transport is this one until the answer begins.
+        cycle: the request and its response. The cycle uses this transport until the response begins.
     """
 
     def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> None:
@@ -38,7 +38,7 @@ class EarlyBeginning(asyncio.Transport):
         self._probe()
 
     def write(self, data: Any) -> None:
-        """Write the beginning of the answer, without the bytes that are sent already."""
+        """Write the beginning of the response, without the bytes that are already sent."""
         self.stop()
         self._cycle.transport = self._transport
         self._transport.write(data[self._num_sent :])
@@ -52,7 +52,7 @@ class EarlyBeginning(asyncio.Transport):
         return self._transport.is_closing()
 
     def stop(self) -> None:
-        """Send no more bytes ahead."""
+        """Stop sending bytes early."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,9 +1,9 @@
-"""Health check of a container: exit code 0 if the service in it answers `GET /ready` with 200.
+"""Health check of a container: exit code 0 if `GET /ready` of its service returns 200.
 
     python -m service.healthcheck
 
 The address comes from KVASIR_HOST and KVASIR_PORT, as it does for `kvasir serve`. The check runs every few seconds, so
-it imports only `socket`: `http.client` takes another 50 ms of CPU.
+it uses `socket` alone: importing `http.client` takes another 50 ms of CPU.
 """
 
 import os
@@ -11,11 +11,11 @@ import socket
 import sys
 from collections.abc import Mapping
 
-# The defaults of `service.settings`, which is too slow to import here.
+# Copies of the defaults in `service.settings`, because that module is slow to import.
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", "8000"
-# Addresses that only a listening socket can have, and where that socket is reached.
+# Wildcard addresses for listening, and the loopback address at which each is reached.
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-# Under the HEALTHCHECK's own limit of 5 s, so that the check reports the timeout itself.
+# Below the 5 s timeout of the Dockerfile's HEALTHCHECK, so that the check itself reports the timeout.
 TIMEOUT_SECONDS = 4.0
 _STATUS_LINE_BYTES = 1024
 
@@ -30,18 +30,18 @@ def main(environment: Mapping[str, str]) -> int:
         print(f"{host} port {port}: {error}")
         return 1
     if status == 401:
-        print("GET /ready: 401; --no-open-probes needs the environment variable KVASIR_API_KEY for this check, too")
+        print("GET /ready: 401; with --no-open-probes, set KVASIR_API_KEY to a valid key in the check's environment")
     elif status != 200:
         print(f"GET /ready: {status}")
     return int(status != 200)
 
 
 def _status(host: str, port: int, api_key: str | None) -> int:
-    """HTTP status of `GET /ready`.
+    """Return the HTTP status of `GET /ready`.
 
     Raises:
-        OSError: no connection, or no answer within `TIMEOUT_SECONDS`.
-        ValueError: the answer is not HTTP.
+        OSError: no connection, or no response within `TIMEOUT_SECONDS`.
+        ValueError: the response is not HTTP.
     """
     lines = ["GET /ready HTTP/1.1", "Host: localhost", "Connection: close"]
     if api_key is not None:
@@ -51,7 +51,7 @@ def _status(host: str, port: int, api_key: str | None) -> int:
         with connection.makefile("rb") as answer:
             words = answer.readline(_STATUS_LINE_BYTES).split()
     if len(words) < 2 or not words[0].startswith(b"HTTP/"):
-        raise ValueError("the answer is not HTTP")
+        raise ValueError("the response is not HTTP")
     return int(words[1])
 
 

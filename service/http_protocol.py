@@ -1,12 +1,17 @@
-"""HTTP itself, within bounds: uvicorn's protocol on httptools, which waits for a client as long as the client likes.
+"""HTTP/1.1 protocol of a connection: uvicorn's httptools protocol with limits on size and time.
 
-Bounded are a request's head (the request line and the header fields), the time that a client takes to send its request
-and to take its answer, the bytes that it sends ahead, and the number of connections. A rejected request gets an error
-in the shape of our errors, after the answers to the requests before it, and the connection is closed.
+uvicorn itself waits for a slow client without a limit. The limits here:
+- size of a request's head (the request line and the header fields)
+- time in which a client must send its request and read its response
+- bytes that a client may send ahead of the response
+- number of connections
 
-Pipelined requests are served in turn, any number of them. Bytes after a complete request are not parsed before it is
-answered, and not read beyond `MAX_AHEAD_BYTES`. A client that closes its sending side gets the answers to all complete
-requests; see `service.half_close`.
+A rejected request gets an error in this API's format, after the responses to the requests before it. Then the
+connection is closed.
+
+Pipelined requests are served in order, without a limit on their number. Bytes after a complete request are parsed only
+after its response, and read only up to `MAX_AHEAD_BYTES`. A client that closes its sending side gets the responses to
+all complete requests; see `service.half_close`.
 """
 
 import asyncio
@@ -32,33 +37,33 @@ from service.open_body import ChunkedBody, extension
 from service.queue_terms import TIMEOUT_HEADER
 from service.responses import encode
 
-# What nginx takes by default is 32 KiB, and browsers send under a hundred fields.
+# nginx accepts 32 KiB by default, and browsers send fewer than 100 fields.
 MAX_HEAD_BYTES: Final = 64 * 1024
 MAX_HEADERS: Final = 100
-# Of a connection, read and not parsed, before reading pauses. A paused connection does not show that its client leaves.
+# Unparsed bytes of a connection at which reading pauses. While reading is paused, a disconnect goes unnoticed.
 MAX_AHEAD_BYTES: Final = 64 * 1024
-# Parsed at a time: the shortest request has 18 bytes, so that at most 57 are parsed before the first is answered.
+# Bytes parsed at a time. The shortest request has 18 bytes, so at most 57 requests are parsed before a response.
 _PARSED_BYTES: Final = 1024
-# A body gets a second more for so many bytes of it.
+# Slowest accepted upload of a body: these bytes add one second to the time limit.
 BODY_BYTES_A_SECOND: Final = 10_000
-# What frames a body (sizes of chunks, fields after them) may be so many times longer than it, and a head beside.
+# Limit of chunked framing (chunk sizes, trailer fields): this factor times the body, plus `MAX_HEAD_BYTES`.
 MAX_FRAMING: Final = 8
-# Fields that say one thing. Of two, a proxy in front may have gone by the other.
+# Fields that may occur only once. Of two values, a proxy in front may have used the other one.
 _SINGLE: Final = frozenset(
     {b"host", b"content-encoding", b"idempotency-key", b"last-event-id", TIMEOUT_HEADER.encode()}
 )
-# What a client that is behind must take of its answer each time.
+# Bytes of the response that a slow client must read within each time limit.
 MIN_TAKEN_BYTES: Final = 16 * 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConnectionLimits:
-    """What a client may ask of a connection.
+    """Limits of the connections.
 
-    max_connections: of all clients. One more takes the place of the connection that has waited longest for its client.
-    client_seconds: for a request's head, for its body and a second more for each 10 kB of it, and for each 16 KiB of
-        an answer that the client is behind with.
-    max_body_bytes: no body gets more time than one of this size.
+    max_connections: limit over all clients. A new connection above it closes the longest-idle connection.
+    client_seconds: time limit for a request's head, for its body (plus 1 s per 10 kB of body), and for each 16 KiB that
+        a slow client reads.
+    max_body_bytes: size above which a body gets no additional time.
     """
 
     max_connections: int = 1024
@@ -67,12 +72,12 @@ class ConnectionLimits:
 
 
 class _HeldFlow(FlowControl):
-    """uvicorn's flow control, which an application that waits for a body cannot resume while `is_held`."""
+    """uvicorn's flow control with a hold: while `is_held`, an application that reads a body cannot resume reading."""
 
     is_held = False
 
     def resume_reading(self) -> None:
-        """Read again, unless reading is held."""
+        """Resume reading, unless reading is held."""
         if not self.is_held:
             super().resume_reading()
 
@@ -82,18 +87,18 @@ class _HeldFlow(FlowControl):
         self.pause_reading()
 
     def release(self) -> None:
-        """Read again after `hold`."""
+        """Resume reading after `hold`."""
         if self.is_held:
             self.is_held = False
             self.resume_reading()
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection. What uvicorn does, within bounds.
+    """uvicorn's protocol for one connection, with limits.
 
     Args:
-        limits: the bounds.
-        count: told of each refusal.
+        limits: the limits; None for the defaults.
+        count: called with the error of each request that is rejected here.
     """
 
     def __init__(
@@ -107,33 +112,35 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._limits = ConnectionLimits() if limits is None else limits
         self._count = count
         self._is_in_head = self._is_in_body = False
-        self._num_head_bytes = 0  # received of a head that is not complete
+        self._num_head_bytes = 0  # received of an incomplete head
         self._num_body_bytes = 0  # received of this request's body
         self._num_framed_bytes = 0  # received since the head's end
-        self._has_passed_head = False  # in these bytes
-        self._num_missing_bytes = 0  # of this request's body, by its Content-Length
+        self._has_passed_head = False  # a head ended in the piece being parsed
+        self._num_missing_bytes = 0  # not yet received of this request's body, by Content-Length
         self._unparsed = bytearray()
-        self._has_client_ended = False  # its sending side
+        self._has_client_ended = False  # closed its sending side
         self._early: EarlyBeginning | None = None
-        self._due: ApiError | None = None  # to be sent after the answers that are under way
-        self._refusal: ApiError = InvalidRequest("this is not HTTP/1.1, or not whole")
-        self._cycles: list[RequestResponseCycle] = []  # requests that are not answered yet
-        self._waiting_since: float | None = None  # for the client to send
-        self._behind: tuple[int, float] | None = None  # bytes that the client had not taken, and when that was
+        self._due: ApiError | None = None  # sent after the pending responses
+        self._refusal: ApiError = InvalidRequest("the request is not valid HTTP/1.1, or incomplete")
+        self._cycles: list[RequestResponseCycle] = []  # requests, some with complete responses
+        self._waiting_since: float | None = None  # time since which the connection waits for the client to send
+        self._behind: tuple[int, float] | None = None  # unsent bytes, and the time at which they were measured
         self._check: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected."""
+        """Handle a new connection; reject it if all connections are busy."""
         super().connection_made(transport)
         self.flow: _HeldFlow = _HeldFlow(transport)
         self._waiting_since = self.loop.time()
         if len(self.connections) > self._limits.max_connections and not self._make_room():
             number = self._limits.max_connections
-            self._refuse(TooManyConnections(f"all {number} connections are in use", retry_after_seconds=1.0))
+            self._refuse(
+                TooManyConnections(f"all {number} connections are in use; try again later", retry_after_seconds=1.0)
+            )
         self._check_later()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone: all its requests learn it, not only the last one."""
+        """Handle the end of the connection: disconnect all its requests, not only the last one as uvicorn does."""
         if self._check is not None:
             self._check.cancel()
         if self._early is not None:
@@ -145,21 +152,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of the client. What comes after a rejected request is dropped."""
+        """Handle bytes of the client. Bytes after a rejected request are dropped."""
         self._unset_keepalive_if_required()
         if self.transport.is_closing() or self._due is not None:
             return
         self._unparsed += data
         self._parse()
 
-    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio keeps open what returns True
-        """Keep the connection open while answers are due to a client that has closed its sending side."""
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio keeps the connection open on True
+        """Keep the connection open while responses are due to a client that has closed its sending side."""
         self._has_client_ended = self.flow.is_held = True
         self._parse()
         return not self.transport.is_closing()
 
     def on_response_complete(self) -> None:
-        """An answer is complete: begin with the next request."""
+        """Handle the end of a response: start the next request."""
         super().on_response_complete()
         if self.transport.is_closing():
             return
@@ -171,9 +178,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._parse()
 
     def _parse(self) -> None:
-        """Parse up to the end of a request, which is answered before more is parsed."""
+        """Parse up to the end of a request. Parsing continues after its response."""
         while self._unparsed and not (self.is_busy or self.transport.is_closing()):
-            # A body up to its end, so that what follows is parsed in its turn.
+            # A body is parsed only up to its end, so that the next request waits for the response.
             num_bytes = self._num_missing_bytes if self._num_missing_bytes > 0 else _PARSED_BYTES
             piece = bytes(self._unparsed[:num_bytes])
             del self._unparsed[:num_bytes]
@@ -199,7 +206,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._bound_bytes(len(piece), was_in_body=was_in_body)
 
     def _end_requests(self) -> None:
-        """No more requests come. One without its end is dropped, and the connection closes after the last answer."""
+        """Handle the end of input: drop an incomplete request, and close the connection after the last response."""
         self._drop_incomplete()
         if not self.is_busy:
             self.transport.close()
@@ -207,7 +214,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._unanswered()[-1].keep_alive = False
 
     def _drop_incomplete(self) -> None:
-        """Forget the request that is being received, if it waits behind others."""
+        """Drop the request that is being received, if earlier requests have no response yet."""
         self._is_in_head = self._is_in_body = False
         self._waiting_since = None
         if self.pipeline and self.pipeline[0][0].more_body:
@@ -215,7 +222,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._cycles.remove(cycle)
 
     def _probe_client(self) -> None:
-        """Find out whether the client waits for an answer that has not begun."""
+        """Start a probe that shows if the client still reads, unless the response has begun."""
         unanswered = self._unanswered()
         if not unanswered or self.transport.is_closing():
             return
@@ -224,7 +231,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._early = EarlyBeginning(cycle, self.loop)
 
     def _bound_bytes(self, num_bytes: int, *, was_in_body: bool) -> None:
-        """After so many more: bound what the parser holds of a head, or of what frames a body."""
+        """Count received bytes; reject a request whose head or chunked framing is over its limit."""
         if was_in_body and self._is_in_body:
             self._num_framed_bytes += num_bytes
             if self._num_framed_bytes > MAX_HEAD_BYTES + (1 + MAX_FRAMING) * self._num_body_bytes:
@@ -237,10 +244,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._waiting_since = self.loop.time()  # empty lines before a request
 
     def _stay_with_http_1(self, rest: bytes) -> None:
-        """Go on as if the client had not offered another protocol.
+        """Continue as if the client had not offered another protocol (RFC 9110, 7.8 allows this).
 
-        A server may do so. The parser would take the body for that protocol's, and Java's client offers HTTP/2 with
-        every first request.
+        Java's client offers HTTP/2 with every first request. The parser would treat the body as data of the other
+        protocol, so a new parser gets the head again without the Upgrade field.
         """
         fields = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
         line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
@@ -248,18 +255,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unparsed[:0] = b"\r\n".join([line, *fields, b"", rest])
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """Handle the first byte of a request."""
         super().on_message_begin()
         self._is_in_head, self._num_head_bytes, self._num_missing_bytes = True, 0, 0
         self._waiting_since = self.loop.time()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A field of the head. Those after a body's chunks are dropped: they must not pass for the head's."""
+        """Handle a header field. Trailer fields are dropped, because they must not be mistaken for header fields."""
         if self._is_in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head's end. What is raised here ends the parsing."""
+        """Handle the end of the head. An exception raised here ends the parsing."""
         self._is_in_head, self._is_in_body, self._has_passed_head = False, True, True
         self._num_body_bytes, self._num_framed_bytes, self._waiting_since = 0, 0, self.loop.time()
         num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
@@ -267,12 +274,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refusal = _head_too_large()
             raise ValueError("the head is too large")
         if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
-            self._refusal = UnsupportedEncoding("the only Transfer-Encoding that this server reads is chunked")
-            raise ValueError("a body in another encoding")
+            self._refusal = UnsupportedEncoding(
+                "Transfer-Encoding is not supported, except chunked; send the body chunked or with Content-Length"
+            )
+            raise ValueError("the body has an unsupported transfer encoding")
         names = [name for name, _ in self.headers]
         if len(set(names)) < len(names) and (twice := {name for name in _SINGLE if names.count(name) > 1}):
             self._refusal = InvalidRequest(f"{min(twice).decode()} came twice; send it once", param=min(twice).decode())
-            raise ValueError("a field that says two things")
+            raise ValueError("a header field occurs twice")
         if self._offers_another_protocol():
             return
         self._num_missing_bytes = int(dict(self.headers).get(b"content-length", b"0"))
@@ -284,20 +293,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._cycles.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
+        """Handle a part of the body."""
         self._num_body_bytes += len(body)
         self._num_missing_bytes -= len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The body's end."""
+        """Handle the end of the body."""
         self._is_in_body, self._waiting_since = False, None
         if not self._offers_another_protocol():
             super().on_message_complete()
 
     def _offers_another_protocol(self) -> bool:
         if self.parser.get_method() == b"CONNECT":
-            raise ValueError("this is no proxy")
+            raise ValueError("CONNECT is not supported: this server is not a proxy")
         return bool(self.parser.should_upgrade())
 
     def _should_upgrade_to_ws(self) -> bool:
@@ -307,7 +316,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return [cycle for cycle in self._cycles if not cycle.response_complete]
 
     def _refuse(self, error: ApiError) -> None:
-        """Reject the request that is being received, after the answers to those before it, and close."""
+        """Reject the request that is being received, after the responses to earlier requests, and close."""
         if self._due is not None:
             return
         if self._count is not None:
@@ -319,7 +328,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._unparsed.clear()
             self._drop_incomplete()
         elif is_one_incomplete and unanswered[-1].response_started:
-            self.transport.abort()  # another answer to it is under way
+            self.transport.abort()  # its response has begun, so no error can be sent
         else:
             self._send_refusal(error)
 
@@ -331,10 +340,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self.transport.close()
 
-    # Clients that let us wait.
+    # Slow clients.
 
     def _make_room(self) -> bool:
-        """Close the connection that has waited longest for its client; False where every client waits for us."""
+        """Close the connection that is idle for longest. Returns False if every other client waits for a response."""
         others = (each for each in self.connections if isinstance(each, BoundedHttpProtocol) and each is not self)
         idle = [each for each in others if not each.is_busy]
         if not idle:
@@ -346,19 +355,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a client waits for an answer, having sent all of its request."""
+        """True if the client has sent a complete request and waits for the response."""
         return any(not cycle.more_body for cycle in self._unanswered())
 
     @property
     def idle_since(self) -> float:
-        """When it became the client's turn; for ever ago where the last answer was complete."""
+        """Time since which the connection waits for the client to send; 0 between two requests."""
         return 0.0 if self._waiting_since is None else self._waiting_since
 
     def _check_later(self) -> None:
         self._check = self.loop.call_later(self._limits.client_seconds / 4, self._check_client)
 
     def _check_client(self) -> None:
-        """Now and then: whether it is still worth waiting for this client."""
+        """Close the connection, or reject its request, if the client is over a time limit. Runs periodically."""
         now = self.loop.time()
         if self._is_stuck(now):
             self.transport.abort()
@@ -371,16 +380,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._check_later()
 
     def _is_late(self, now: float) -> bool:
-        """Whether the client has had its time to send."""
+        """Return True if the client has used up its time to send."""
         if self._waiting_since is None:
             return False
-        if self.flow.read_paused or self._unparsed:  # we let the client wait
+        if self.flow.read_paused or self._unparsed:  # the server makes the client wait
             self._waiting_since = now
         num_bytes = min(self._num_body_bytes, self._limits.max_body_bytes) if self._is_in_body else 0
         return now - self._waiting_since > self._limits.client_seconds + num_bytes / BODY_BYTES_A_SECOND
 
     def _is_stuck(self, now: float) -> bool:
-        """Whether the client has had its time to take what is written, be it what holds up the writer or the last."""
+        """Return True if the client has used up its time to read.
+
+        The time runs while unsent bytes block the writer or remain after the last response.
+        """
         num_bytes = self.transport.get_write_buffer_size()
         is_due = self.flow.write_paused or self.transport.is_closing() or not self._unanswered()
         if not num_bytes or not is_due:
@@ -392,9 +404,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 def _speak_http_1_0(cycle: RequestResponseCycle) -> None:
-    """Answer one that knows no chunks and waits for no 100 (RFC 9112, 6.1; RFC 9110, 10.1.1).
+    """Adapt the response to HTTP/1.0: no chunked encoding, no 100 Continue (RFC 9112, 6.1; RFC 9110, 10.1.1).
 
-    An answer of no known length ends with the connection, which uvicorn closes behind every answer to HTTP/1.0.
+    A response without Content-Length ends with the connection. uvicorn closes the connection after
+    every response to HTTP/1.0.
     """
     cycle.waiting_for_100_continue = False
     send, is_of_known_length = cycle.send, False

@@ -1,7 +1,7 @@
-"""`/inspect/attention`: what a prompt's tokens attend to, computed by the worker between its steps.
+"""Routes of `/inspect/attention`: attention weights of a prompt, computed by the worker between its steps.
 
-A look changes nothing and costs no KV-cache. Three bounds limit its cost to the streams: `--max-inspect-tokens` for a
-prompt, `MAX_LOOKS` for the looks under way, and one look a step.
+One such computation is a look. A look changes no state and uses no KV-cache. Three limits bound the delay of other
+requests: `--max-inspect-tokens` per prompt, `MAX_LOOKS` looks in progress, and one look per step.
 
 Legend: H heads, T tokens of the prompt.
 """
@@ -37,24 +37,24 @@ from service.queue_terms import QueueLimits
 from service.requests import json_response, read_body
 from service.schemas import RequestModel, TokenIds, parse_body
 
-# Looks that may be under way: the worker computes one between two steps.
+# Limit of looks in progress. The worker computes one look between two steps.
 MAX_LOOKS = 4
-# Weights on the wire are whole millionths: a row of 512 sums to 1 within 3e-4.
+# Weights in the response are rounded to millionths: a row of 512 weights sums to 1 within 3e-4.
 _MILLION = 1_000_000
 _WANTED = {
-    "prompt": "must be a string or a list of token ids, not empty",
-    "head": 'must be the number of a head, from 0, or "all"',
+    "prompt": "must be a non-empty string or list of token ids",
+    "head": 'must be the index of a head, from 0, or "all"',
 }
 
 
 class SwitchedOff(ApiError):
-    """A route that this server does not offer."""
+    """Rejection by a route that is disabled on this server."""
 
     status, type, code = 403, "invalid_request_error", "switched_off"
 
 
 class AttentionRequest(RequestModel):
-    """`POST /inspect/attention`."""
+    """Body of `POST /inspect/attention`."""
 
     prompt: Annotated[str, Field(min_length=1)] | Annotated[TokenIds, Field(min_length=1)]
     layer: Annotated[int, Field(ge=0, lt=2**31, description="from 0")]
@@ -63,7 +63,7 @@ class AttentionRequest(RequestModel):
 
 
 class AttentionLimits(msgspec.Struct, kw_only=True):
-    """`GET /inspect/attention`: what can be asked for."""
+    """Response of `GET /inspect/attention`: the limits of a look."""
 
     model: str
     num_layers: int
@@ -72,14 +72,14 @@ class AttentionLimits(msgspec.Struct, kw_only=True):
 
 
 class LookTimings(msgspec.Struct, kw_only=True):
-    """Milliseconds: from arrival to the answer, and of that the worker's computation."""
+    """Milliseconds from arrival to response, and the part of that time in which the worker computed."""
 
     total_ms: float
     compute_ms: float
 
 
 class Attention(msgspec.Struct, kw_only=True):
-    """Weights of one layer: `weights[i][t][s]` is how much token t attends to token s in head `heads[i]`."""
+    """Weights of one layer: `weights[i][t][s]` is the weight of token s for query token t in head `heads[i]`."""
 
     object: str = "attention"
     model: str
@@ -94,17 +94,17 @@ class Attention(msgspec.Struct, kw_only=True):
 
 
 class Inspection:
-    """The routes. One thread: the API process' event loop.
+    """Handlers of the routes. Runs in the API process' event loop only.
 
     Args:
-        planner: names the model and encodes prompts.
-        config: the model's layers and heads.
-        max_tokens: of a prompt; 0 switches looking off.
-        max_body_bytes: of a request.
-        refuse_when_draining: raises `Draining` where the service takes on nothing new.
-        journal: gives looks to the worker, and to the next one if that dies.
-        limits: how long a look may wait for its turn.
-        on_change: called when the number of looks under way has changed.
+        planner: checks model names and encodes prompts.
+        config: has the numbers of layers and heads.
+        max_tokens: limit of a prompt; 0 disables the routes.
+        max_body_bytes: limit of a request body.
+        refuse_when_draining: raises `Draining` if the service accepts no new requests.
+        journal: sends looks to the worker, and again to its replacement if the worker dies.
+        limits: limits of the time that a look may wait in the queue.
+        on_change: called when the number of looks in progress has changed.
     """
 
     def __init__(
@@ -149,26 +149,28 @@ class Inspection:
         look = self._plan(_parse(body))
         self._refuse_when_draining()
         if self._journal.num_looks >= MAX_LOOKS:
-            raise Overloaded(f"{MAX_LOOKS} looks are under way, try again later", retry_after_seconds=1.0)
+            raise Overloaded(f"{MAX_LOOKS} looks are under way; try again later", retry_after_seconds=1.0)
         waiting = asyncio.get_running_loop().create_future()
         terms = self._limits.terms(request, None)
         live = LiveLook(look=look, arrival_seconds=arrival_seconds, terms=terms, answer=waiting)
         looked = await self._answer(live, request.receive)
         if looked.weights is None:
             raise EngineFailed("the engine failed on this request", retry=True)
-        # In a thread: 8 heads of 128 tokens are 131,000 numbers.
+        # In a thread, because encoding is slow: 8 heads of 128 tokens are 131,000 numbers.
         answer = await asyncio.to_thread(self._attention, look, looked, arrival_seconds)
         return answer
 
     def _refuse_when_off(self) -> None:
         if self._max_tokens == 0:
-            raise SwitchedOff("looking at attention is switched off on this server (--max-inspect-tokens 0)")
+            raise SwitchedOff(
+                "attention inspection is switched off on this server; start it with --max-inspect-tokens above 0"
+            )
 
     def _plan(self, asked: AttentionRequest) -> Look:
-        """What the worker is asked for.
+        """Build the command for the worker.
 
         Raises:
-            ModelNotFound, InvalidRequest: see `Planner`; or there is no such layer or head.
+            ModelNotFound, InvalidRequest: see `Planner`. Also if the layer or head does not exist.
         """
         self._planner.check_model(asked.model)
         num_layers, num_heads = self._config.num_layers, self._config.num_heads
@@ -186,7 +188,7 @@ class Inspection:
 
     def _token_ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
-            # A text so long that no tokenization fits is refused before it costs one.
+            # Reject a text that is too long for any tokenization before spending time on tokenizing it.
             at_least = self._planner.least_tokens(prompt)
             if at_least > self._max_tokens:
                 raise self._too_long(f"at least {at_least}")
@@ -200,16 +202,16 @@ class Inspection:
 
     def _too_long(self, num_tokens: str) -> ContextLengthExceeded:
         return ContextLengthExceeded(
-            f"this server looks at prompts of at most {self._max_tokens} tokens, but this one has {num_tokens}",
+            f"the prompt has {num_tokens} tokens, but inspection takes at most {self._max_tokens}; shorten the prompt",
             param="prompt",
         )
 
     async def _answer(self, live: LiveLook, receive: Receive) -> Looked:
-        """Ask the worker and wait. A client that leaves cancels.
+        """Send the look to the worker and wait for the result. A disconnect of the client cancels the look.
 
         Raises:
-            ClientGone: it left.
-            ApiError: the look has failed, waited too long, or the service ends.
+            ClientGone: the client disconnected.
+            ApiError: the look has failed or waited too long, or the service stops.
         """
         self._journal.open_look(live)
         self._on_change()
@@ -251,17 +253,17 @@ def _parse(body: bytes) -> AttentionRequest:
     except InvalidRequest as error:
         if error.param not in _WANTED:
             raise
-        # Pydantic complains of one branch of a union.
+        # Pydantic reports the failure of only one branch of a union, so the whole condition is stated here.
         raise InvalidRequest(f"{error.param} {_WANTED[error.param]}", param=error.param) from None
 
 
 def _squares(weights: Sequence[float], num_heads: int, num_tokens: int) -> list[list[list[float]]]:
-    """HTT, rounded, from the lower triangles one after the other."""
+    """Return rounded (H, T, T) weights from the lower triangles, which are stored one after another."""
     squares, start = [], 0
     for _ in range(num_heads):
         square = []
         for length in range(1, num_tokens + 1):
-            # As round(weight, 6), which takes six times as long: 60 ms for 8 heads of 128 tokens.
+            # Same as round(weight, 6), which takes six times as long: 60 ms for 8 heads of 128 tokens.
             row = [int(weight * _MILLION + 0.5) / _MILLION for weight in weights[start : start + length]]
             square.append(row + [0.0] * (num_tokens - length))
             start += length

@@ -1,4 +1,4 @@
-"""What a route of the engine's needs of its process: to take requests in, to let them go, to count."""
+"""Operations of the API process that the engine's routes share: admission, closing, response buffers, metrics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from service.recordings import Recordings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Intake:
-    """Shared by the routes of one API process.
+    """Callbacks and shared objects for the routes of one API process.
 
-    refuse_when_draining: raises where nothing new is taken.
-    admit: submits a live request; raises `Overloaded` where there is no room.
-    close: forgets one, and cancels what of it is unfinished.
-    recordings: answers that outlive their connection.
-    metrics: what is observed.
+    refuse_when_draining: raises `Draining` if the service accepts no new requests.
+    admit: submits a live request; raises `Overloaded` if the queue is full.
+    close: drops a live request and cancels its unfinished choices.
+    recordings: response buffers, which outlive a connection.
+    metrics: the metrics of this process.
     """
 
     refuse_when_draining: Callable[[], None]

@@ -1,17 +1,18 @@
-"""Ctrl-C before a command runs: the process ends at once with exit code 130, and prints nothing.
+"""Ctrl-C handling before a command runs: the process exits at once with code 130 and prints nothing.
 
-Imports take up to seconds, and a KeyboardInterrupt in one of them shows a traceback. Imports nothing that takes time.
+Imports take up to seconds, and a KeyboardInterrupt during an import shows a traceback. This module itself imports only
+modules that load fast.
 """
 
 import os
 import signal
 from types import FrameType
 
-EXIT_CODE = 128 + signal.SIGINT  # as shells report a process that SIGINT has ended
+EXIT_CODE = 128 + signal.SIGINT  # the exit code that shells report for a process killed by SIGINT
 
 
 def exit_on_interrupt() -> None:
-    """Let SIGINT end the process without a word, unless it is ignored, as in a shell's background jobs."""
+    """Make SIGINT exit the process silently, unless SIGINT is ignored, as in background jobs of a shell."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit)
 

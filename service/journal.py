@@ -1,7 +1,7 @@
-"""Every unfinished request of this API process: what was submitted, what has come back, and the task that waits.
+"""Engine client of the API process: all unfinished requests, their submitted work and their results so far.
 
-The journal is what survives a worker: a worker that says hello is empty, and gets everything unfinished again with
-the tokens its clients already have. Nothing here may raise into LitServe's reader task, which would stop for good.
+Unfinished requests survive the death of a worker. A new worker sends `Hello` and gets all unfinished work again, with
+the tokens that were already received.
 """
 
 import dataclasses
@@ -39,10 +39,10 @@ class Journal:
 
     Args:
         send: puts commands on the worker's queue, in order.
-        admission: bounds what is live.
-        on_hello: told of each worker that came up, before its requests are submitted again.
-        on_replay: told the outcome of each request's resubmission: "resubmitted" or "gave_up".
-        on_late: told how many tokens came for a sequence that nobody waits for any more.
+        admission: limits the live requests.
+        on_hello: called with the `Hello` of each new worker, before requests are resubmitted.
+        on_replay: called per request with the outcome of its resubmission: "resubmitted" or "gave_up".
+        on_late: called with the number of tokens that arrived for a cancelled sequence.
     """
 
     def __init__(
@@ -80,11 +80,13 @@ class Journal:
         """Admit a request and submit all its choices at once.
 
         Raises:
-            Overloaded: there is no room, or it would wait too long. This, and what `send` raises, leaves nothing open.
+            Overloaded: the queue is full, or the request would wait too long.
+
+        After any exception, also of `send`, the request is not open.
         """
         terms = request.terms
         self._admission.admit([choice.num_counted_tokens for choice in request.choices], terms)
-        # The first choice is the first to begin, and when one has begun, the others have all the time they need.
+        # The first choice begins first. Once it has begun, the other choices have no deadline.
         deadlines = [terms.deadline(request.arrival_seconds), *[None] * (len(request.choices) - 1)]
         for choice, deadline in zip(request.choices, deadlines, strict=True):
             choice.submit = msgspec.structs.replace(
@@ -97,11 +99,11 @@ class Journal:
         except BaseException:
             del self._requests[request]
             for choice in request.choices:
-                self._drop(choice)  # of all, before anything else is sent that might fail as well
+                self._drop(choice)  # all choices, before a later send can fail too
             raise
 
     def close(self, request: LiveRequest) -> int:
-        """Forget a request, and cancel what of it is unfinished. Returns how many choices that is."""
+        """Drop a request and cancel its unfinished choices. Returns the number of cancelled choices."""
         self._requests.pop(request, None)
         unfinished = [choice for choice in request.choices if choice.submit.uid in self._choices]
         for choice in unfinished:
@@ -112,7 +114,7 @@ class Journal:
         return len(unfinished)
 
     def open_look(self, live: LiveLook) -> None:
-        """Submit an attention look. Call `close_look` once it is answered or given up."""
+        """Submit an attention look. Call `close_look` after its response or its cancellation."""
         self._looks[live.look.uid] = live
         try:
             self._submit([live.look])
@@ -122,7 +124,7 @@ class Journal:
             raise
 
     def close_look(self, live: LiveLook) -> None:
-        """Forget a look, and cancel it if it is unanswered."""
+        """Drop a look, and cancel it if it has no response yet."""
         uid = live.look.uid
         del self._looks[uid]
         self._detector.forget(uid)
@@ -131,7 +133,7 @@ class Journal:
         self._release()
 
     def receive(self, events: Sequence[Event]) -> None:
-        """Distribute one message of a worker."""
+        """Process the events of one message of a worker."""
         touched: dict[LiveRequest, None] = {}
         token_counts: list[int] = []
         for event in events:
@@ -147,7 +149,7 @@ class Journal:
                 self._receive_start(event)
             else:
                 self._receive_look(event)
-        # What the kernel does follows all that Python does: so each finds its code in the caches.
+        # All system calls (`send`) run after all Python code, so that each finds its code in the CPU caches.
         for send in [request.tell() for request in touched]:
             if send is not None:
                 send()
@@ -159,19 +161,19 @@ class Journal:
             live.fail(error)
 
     def expire(self, now: float, *, is_stalled: bool) -> None:
-        """End the requests that have waited longer than they may.
+        """End the requests whose deadline has passed.
 
-        The engine ends them itself between two steps, but not while it hangs.
+        The engine also does this between two steps, but not while it hangs.
 
         Args:
-            is_stalled: the worker hangs. Then a request that it has begun and not answered expires, too.
+            is_stalled: the worker hangs. Then a request that the worker has begun, but without output, expires too.
         """
         for live in self._live():
             if live.is_expired(now) and not live.has_failed and (is_stalled or not live.is_scheduled):
                 live.fail(self._queue_timeout(live, has_begun=live.is_scheduled))
 
     def poke_silent(self, *, since_seconds: float) -> None:
-        """Wake the requests to which nothing was sent since that time."""
+        """Wake the delivery of requests to which nothing was sent since that time, for a keep-alive."""
         for request in self._requests:
             if request.last_sent_seconds < since_seconds:
                 request.poke()
@@ -187,7 +189,7 @@ class Journal:
         elif look is not None and started.attempt == look.look.attempt:
             look.is_scheduled = True
         else:
-            return  # of a worker that died, or of a request that has ended
+            return  # from a dead worker, or for a request that has ended
         self._detector.record_start(started.uid)
 
     def _receive_look(self, looked: Looked) -> None:
@@ -199,25 +201,30 @@ class Journal:
         self._release()
 
     def _receive_delta(self, delta: TokenDelta) -> LiveRequest | None:
-        """Returns the request that got news of it."""
+        """Store a delta with its request. Returns the request, None if the delta was dropped."""
         entry = self._choices.get(delta.uid)
         if entry is None:
-            self._on_late(len(delta.token_ids))  # computed before its cancellation was read
+            self._on_late(len(delta.token_ids))  # computed before the worker read the cancellation
             return None
         request, choice = entry
         if delta.attempt != choice.submit.attempt:
-            return None  # from a worker that died
+            return None  # from a dead worker
         has_failed = delta.finish is not None and delta.finish.reason in _FAILURES
-        # A step that failed may have drawn tokens that nobody was told.
+        # A failed step may have sampled tokens that were never sent.
         if delta.index != len(choice.token_ids) and not has_failed:
-            logger.error("%s: event at token %d, %d expected", delta.uid, delta.index, len(choice.token_ids))
-            request.fail(EngineFailed("the engine's answer came out of order", retry=True))
+            logger.error(
+                "request %s: delta at token index %d, expected %d; the request fails",
+                delta.uid,
+                delta.index,
+                len(choice.token_ids),
+            )
+            request.fail(EngineFailed("the engine's output arrived out of order; try again", retry=True))
             return None
         if not choice.has_started:
             choice.has_started = True
             self._admission.started(choice.num_counted_tokens, choice.submit.owner, choice)
         choice.token_ids.extend(delta.token_ids)
-        # Of those that are whole, another sample has brought them.
+        # If the list is complete, another sample of the prompt has filled it.
         if delta.prompt_logprobs and len(choice.prompt_logprobs) < choice.num_prompt_tokens:
             choice.prompt_logprobs.extend(delta.prompt_logprobs)
         if not self._detector.is_empty:
@@ -233,7 +240,7 @@ class Journal:
         return request
 
     def _replay(self, hello: Hello) -> None:
-        """A worker is up and empty. At the first start (epoch 0) nothing can have been lost."""
+        """Resubmit all unfinished work to a new worker. At the first start (epoch 0) there is nothing to resubmit."""
         self._on_hello(hello)
         self._admission.limit_running(None)
         if hello.epoch == 0:
@@ -258,41 +265,41 @@ class Journal:
         self._release()
 
     def _fail_poison(self, uid: str) -> None:
-        """End the request that kills workers."""
+        """Fail the poison request, which kills workers."""
         live = self._looks[uid] if uid in self._looks else self._choices[uid][0]
-        logger.error("a request (%s, %s) ends with an error: it killed worker after worker", live.terms.owner, uid)
+        logger.error("a request (%s, %s) ends with an error: it killed several workers", live.terms.owner, uid)
         live.fail(EngineFailed("the worker died repeatedly on this request", retry=False))
         self._on_replay("gave_up")
 
     def _record_progress(self, request: LiveRequest, choice: Choice, *, is_over: bool) -> None:
-        """Remove a choice's strikes. Where the next suspect is to be tried, it leaves the worker until that is over."""
+        """Remove a choice's strikes. Take it off the worker if the next poison candidate must now run alone."""
         if self._detector.record_progress(choice.submit.uid) and not is_over:
             self._send([Cancel(uid=choice.submit.uid)])
             self._submit([_retry(request, choice)])
         self._release()
 
     def _submit(self, work: Sequence[Work]) -> None:
-        """Give work to the worker, or hold it while a suspect is tried."""
+        """Send work to the worker, or hold it while a poison candidate runs alone."""
         if admitted := self._detector.admit(work):
             self._send(admitted)
 
     def _release(self) -> None:
-        """Submit held work that need not wait any longer."""
+        """Send held work that no longer has to wait."""
         if released := self._detector.release():
             self._send(released)
 
     def _failure(self, request: LiveRequest, choice: Choice, finish: Finish) -> ApiError:
-        """What a client is told of a sequence that could not be finished."""
+        """Return the error of a sequence that could not be finished."""
         if finish.reason is not FinishReason.ABORT or choice.token_ids:
             return _failure(choice, finish)
-        # A cancelled sequence sends no event, so this one's deadline has passed.
+        # A cancelled sequence sends no event, so the abort means that the deadline has passed.
         return self._queue_timeout(request, has_begun=False)
 
     def _queue_timeout(self, live: LiveRequest | LiveLook, *, has_begun: bool) -> QueueTimeout:
         counts = [choice.num_counted_tokens for choice in live.choices] if isinstance(live, LiveRequest) else [1]
-        what = "answered" if has_begun else "begun"
+        verb = "answered" if has_begun else "begun"
         return QueueTimeout(
-            f"the request was not {what} within its time, {live.terms.timeout_seconds:g} s; try again later",
+            f"the request was not {verb} within its time, {live.terms.timeout_seconds:g} s; try again later",
             retry_after_seconds=self._admission.retry_after(counts, live.terms),
         )
 
@@ -310,9 +317,10 @@ class Journal:
 
 
 def _retry(request: LiveRequest, choice: Choice) -> Submit:
-    """Make the choice's next attempt, which goes on from the tokens that are already here.
+    """Return the choice's next attempt, which continues after the tokens received so far.
 
-    Of several samples of a prompt it is unknown which comes first: each scores a prompt whose scores are incomplete.
+    If the prompt's logprobs are incomplete, each sample of the prompt requests them again, because any sample may run
+    first.
     """
     num_prompt_logprobs = None
     if len(choice.prompt_logprobs) < choice.num_prompt_tokens:
@@ -331,12 +339,14 @@ def _retry(request: LiveRequest, choice: Choice) -> Submit:
 
 
 def _failure(choice: Choice, finish: Finish) -> ApiError:
-    """What a client is told of a sequence that could not be finished."""
+    """Return the error of a sequence that could not be finished."""
     if finish.reason is FinishReason.REFUSED:
         params = choice.submit.params
         named = {"allowed_token_ids": params.allowed_token_ids, "bad_words": params.bad_word_ids}
         param = next((name for name, ids in named.items() if ids), choice.grammar_param)
-        return InvalidRequest(finish.error or "no token may come next", param=param)
+        return InvalidRequest(
+            finish.error or "the request's token rules or grammar allow no next token; relax them", param=param
+        )
     if finish.error == NON_FINITE:
         return EngineFailed(NON_FINITE, retry=False)
     return EngineFailed("the engine failed on this request", retry=True)

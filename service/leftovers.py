@@ -1,7 +1,7 @@
-"""Directories in the temporary one that a killed service has left there.
+"""Removal of stale temporary directories of killed services.
 
-Whoever uses one holds a lock on a file in it, which the kernel lifts with the last of its processes: no process id has
-to be looked up, which another container that shares the directory would not know.
+A service holds a lock (flock) on a file in its directory. The kernel releases the lock when the last process of the
+service ends. A process id would not work: containers that share the directory have different process ids.
 """
 
 import fcntl
@@ -14,15 +14,15 @@ _LOCK = "in-use"
 
 
 def claim(directory: Path) -> None:
-    """Hold it for as long as this process lives, and what it forks."""
-    descriptor = os.open(directory / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)  # closed by the kernel
+    """Lock the directory until this process and its forked children have ended."""
+    descriptor = os.open(directory / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)  # closed by the kernel at exit
     fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def remove_leftovers(parent: Path, prefix: str) -> None:
-    """Remove the directories of that name that were claimed by somebody who is gone."""
+    """Remove the directories with this name prefix whose owner has ended."""
     for directory in parent.glob(prefix + "*"):
-        with suppress(OSError):  # somebody else's, or not claimed yet
+        with suppress(OSError):  # in use, of another user, or not claimed yet
             descriptor = os.open(directory / _LOCK, os.O_RDWR)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

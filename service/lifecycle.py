@@ -1,6 +1,6 @@
-"""What every process of the service must know of the others, in shared memory made before they are started.
+"""State shared by all processes of the service, in shared memory created before the processes start.
 
-Each word has one writer, so none needs a lock, and none can be left locked by a process that is killed.
+Each word has one writer. No word needs a lock that a killed process could leave locked.
 """
 
 import contextlib
@@ -17,29 +17,29 @@ from model.parent_death import end_with_parent
 
 
 class Phase(IntEnum):
-    """The life of the service. It only goes forward."""
+    """Phase of the service. Phases only go forward."""
 
     STARTING = 0
     SERVING = 1
-    DRAINING = 2  # running requests finish, new ones are refused
-    STOPPING = 3  # everything ends now; only from here on do child processes obey SIGTERM
+    DRAINING = 2  # running requests finish, new requests are rejected
+    STOPPING = 3  # everything ends now; child processes obey SIGTERM only in this phase
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lifecycle:
-    """Shared between main, the API process (by fork) and the workers (as an argument of their process).
+    """Words shared by main, the API process (by fork) and the workers (as a process argument).
 
     phase: a `Phase`; written by main.
     phase_seconds: `time.monotonic()` at which the phase began; written by main.
-    epoch: how many times a worker was started again; written by main.
+    epoch: number of worker restarts; written by main.
     epoch_seconds: `time.monotonic()` of the last start of a worker; written by main.
     ready_epoch: the epoch of the last worker that was ready to serve, -1 before; written by the worker.
-    num_beats: signs of life, at every step and while idle every second; written by the worker.
-    num_api_beats: signs of life of the API process, every second; written by it.
-    num_active: completion requests whose response is not finished; written by the API process.
-    manager_pid: LitServe's queue process, 0 until it is up; written by main.
-    num_blocks: of the KV-cache, 0 before it is known; written by the first worker, and taken by the next ones.
-    has_standby_memory: 0 if a standby worker does not fit into memory; written by the first worker.
+    num_beats: heartbeats of the worker, one per step, or one per second while idle; written by the worker.
+    num_api_beats: heartbeats of the API process, one per second; written by the API process.
+    num_active: requests to the engine whose response is not finished; written by the API process.
+    manager_pid: process id of LitServe's queue process, 0 until the process is up; written by main.
+    num_blocks: blocks of the KV-cache, 0 before the first worker has set it. Later workers use the same number.
+    has_standby_memory: 0 if memory does not suffice for a standby worker; written by the first worker.
     """
 
     main_pid: int
@@ -61,28 +61,29 @@ class Lifecycle:
         self.phase.value = phase
 
     def beat(self) -> None:
-        """Give a sign of life; the worker only."""
+        """Record a heartbeat of the worker; the worker only."""
         self.num_beats.value += 1
 
     @property
     def worker_signs(self) -> tuple[int, int, int]:
-        """The worker's signs of life, for a `Watchdog`: beats, and starts of another worker."""
+        """Values that change while the worker lives, for a `Watchdog`: heartbeats and worker restarts."""
         return self.num_beats.value, self.ready_epoch.value, self.epoch.value
 
     def beat_api(self) -> None:
-        """Give a sign of life; the API process only."""
+        """Record a heartbeat of the API process; the API process only."""
         self.num_api_beats.value += 1
 
     def die_with_main(self) -> None:
-        """Have the kernel kill this child of main when main ends, and end it now if that has happened.
+        """Have the kernel kill this child process when main ends. Exit now if main is already gone.
 
-        To the kernel a parent is a thread: the one of main that started this child must live as long as main does.
+        The kernel treats a thread as the parent. The thread of main that started this process must live as long as
+        main.
         """
         end_with_parent()
         self.end_if_orphaned()
 
     def end_if_orphaned(self) -> None:
-        """End this child of main if main is gone, and the queue process with it, which never looks."""
+        """Exit if main is gone. First kill the queue process, which does not check for main itself."""
         if os.getppid() == self.main_pid:
             return
         if self.manager_pid.value:
@@ -92,6 +93,6 @@ class Lifecycle:
 
 
 def name_process(name: str) -> None:
-    """What `ps -o comm` and `top` call this process: at most 15 characters."""
+    """Set the name of this process in `ps -o comm` and `top`: at most 15 characters."""
     with contextlib.suppress(OSError):  # /proc may be read-only
         Path("/proc/self/comm").write_text(name)

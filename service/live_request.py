@@ -1,4 +1,4 @@
-"""A request between admission and the end of its response: its completions and what has arrived of them; or a look."""
+"""State of an admitted request until the end of its response: its choices and their undelivered deltas."""
 
 import asyncio
 import logging
@@ -15,21 +15,21 @@ from service.queue_terms import QueueTerms
 
 logger = logging.getLogger(__name__)
 
-# What an answer of no asked length counts as while it waits. It may fill the context, but where that is 131,072 tokens
-# two such requests would be a full queue.
+# Completion tokens that admission counts for a request without max_tokens. Such a completion may fill the context, but
+# with a context of 131,072 tokens two such requests would fill the queue.
 UNASKED_TOKENS = 1024
 
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One completion of a request. `index` is its place in the answer, `prompt_index` its prompt's.
+    """One completion of a request. `index` is its position in the response, `prompt_index` that of its prompt.
 
-    prompt_logprobs: the prompt's scores, one list for all its samples: the first of them brings these, no later than
-        another brings its first token, for the engine serves equals in the order in which they came.
-    has_asked_length: the client said how long it may get; else `max_tokens` is what the context leaves.
-    grammar_param: the field of the request that its grammar is from.
-    is_scheduled: the worker has begun to compute it.
-    has_started: its first event has come.
+    prompt_logprobs: logprobs of the prompt's tokens, one list shared by all samples of the prompt. The first sample
+        fills the list before another sample's first token, because the engine serves equal priorities in arrival order.
+    has_asked_length: the client set a maximum length; else `max_tokens` is the rest of the context.
+    grammar_param: the request field that the grammar comes from.
+    is_scheduled: the worker has begun to compute the choice.
+    has_started: the first event of the choice has arrived.
     """
 
     index: int
@@ -52,7 +52,10 @@ class Choice:
 
     @property
     def num_counted_tokens(self) -> int:
-        """What admission counts: the most this sequence can come to, or is likely to where nobody asked for more."""
+        """Tokens that admission counts: the prompt and the maximum length of the completion.
+
+        A completion without a requested length counts at most `UNASKED_TOKENS`.
+        """
         max_tokens = self.submit.params.max_tokens
         return self.num_prompt_tokens + (max_tokens if self.has_asked_length else min(max_tokens, UNASKED_TOKENS))
 
@@ -61,34 +64,34 @@ class Choice:
         return max(0, self.submit.params.max_tokens - len(self.token_ids))
 
 
-# What has arrived, in order, and of which choice.
+# Deltas in the order of arrival, each with its choice.
 News: TypeAlias = list[tuple[Choice, TokenDelta]]
-# Makes bytes of news. Returns what sends them; None where it took nothing, and the task has to.
+# Encodes deltas. Returns a function that sends the bytes; None if the task must deliver the deltas instead.
 AtOnce: TypeAlias = Callable[[News], Callable[[], None] | None]
 
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """One request, and who waits for it: the task that delivers its answer."""
+    """One request, and the wake-up of the task that delivers its response."""
 
     choices: list[Choice]
     arrival_seconds: float
     terms: QueueTerms = field(default_factory=QueueTerms)
     last_sent_seconds: float = 0.0
     _arrived: News = field(default_factory=list)
-    _num_kept_bytes: int = 0  # of what has arrived and was not taken
+    _num_kept_bytes: int = 0  # size of `_arrived`
     _failure: ApiError | None = None
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
-    _at_once: AtOnce | None = None  # while the task waits
+    _at_once: AtOnce | None = None  # set while the task waits
 
     async def next_deltas(self, at_once: AtOnce | None = None) -> News:
-        """Wait for news and return all of it. Empty when `poke` ended the wait.
+        """Wait for deltas and return all of them. Empty if `poke` ended the wait.
 
         Args:
-            at_once: what it takes while this waits is delivered without waking the task.
+            at_once: delivers deltas that arrive during the wait, without waking the task.
 
         Raises:
-            ApiError: the request has failed, or its client has gone; what came before was returned first.
+            ApiError: the request has failed; earlier deltas were returned first. Or the client disconnected.
         """
         self._at_once = at_once
         try:
@@ -104,26 +107,26 @@ class LiveRequest:
         return arrived
 
     def push(self, choice: Choice, delta: TokenDelta) -> bool:
-        """Keep news until `tell`. False where nobody takes it: the client is too far behind, and given up."""
+        """Buffer a delta until `tell`. Returns False if the client is too far behind; the request then fails."""
         if self._num_kept_bytes > MAX_BACKLOG_BYTES:
             self._arrived.clear()
-            self.fail(ClientGone("the client reads too slowly"))
+            self.fail(ClientGone("the client reads the response too slowly"))
             return False
         self._num_kept_bytes += kept_bytes(delta)
         self._arrived.append((choice, delta))
         return True
 
     def tell(self) -> Callable[[], None] | None:
-        """Have what was pushed delivered, at once where that is possible: then this returns what sends it.
+        """Deliver the buffered deltas: return a function that sends them, or wake the task and return None.
 
-        Raises nothing: others are told next.
+        Never raises, because the caller delivers to the other requests next.
         """
         send = None
         if self._at_once is not None and self._arrived and not self._wake.is_set():
             try:
                 send = self._at_once(self._arrived)
             except Exception:
-                logger.exception("an answer could not be delivered")
+                logger.exception("a response could not be delivered")
                 self._arrived.clear()
                 self.fail(ApiError("internal error"))
         if send is None:
@@ -133,34 +136,34 @@ class LiveRequest:
         return send
 
     def fail(self, error: ApiError) -> None:
-        """End the request. The first failure counts."""
+        """End the request with an error. Only the first error counts."""
         if self._failure is None:
             self._failure = error
             self._wake.set()
 
     def poke(self) -> None:
-        """End a silent wait, for a sign of life to the client."""
+        """Wake the task so that it sends a keep-alive to the client."""
         self._wake.set()
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ends with an error, sent or not yet."""
+        """True if the request ends with an error, even if the error is not sent yet."""
         return self._failure is not None
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether the worker has begun to compute one of its choices."""
+        """True if the worker has begun to compute one of the choices."""
         return any(choice.is_scheduled for choice in self.choices)
 
     def is_expired(self, now: float) -> bool:
-        """Whether its time is over, and nothing of its answer has come."""
+        """Return True if the deadline has passed and no choice has had an event."""
         deadline = self.terms.deadline(self.arrival_seconds)
         return deadline is not None and deadline < now and not any(choice.has_started for choice in self.choices)
 
 
 @dataclass(slots=True, eq=False)
 class LiveLook:
-    """An attention look that is under way, and the future that its route waits for."""
+    """Attention look in progress, and the future that its route waits for."""
 
     look: Look
     arrival_seconds: float
@@ -170,31 +173,31 @@ class LiveLook:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the worker's answer has come."""
+        """True if the worker's response has arrived."""
         return self.answer.done() and not self.has_failed
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ends with an error, or its client has gone."""
+        """True if the look ended with an error, or its client disconnected."""
         return self.answer.cancelled() or (self.answer.done() and self.answer.exception() is not None)
 
     def is_expired(self, now: float) -> bool:
-        """Whether its time is over without an answer."""
+        """Return True if the deadline has passed without a response."""
         deadline = self.terms.deadline(self.arrival_seconds)
         return deadline is not None and deadline < now and not self.is_answered
 
     def set_answer(self, looked: Looked) -> None:
-        """Wake the route with the worker's answer. The first ending counts."""
+        """Wake the route with the worker's response. Has no effect after an earlier ending."""
         if not self.answer.done():
             self.answer.set_result(looked)
 
     def fail(self, error: ApiError) -> None:
-        """Wake the route with an error. The first ending counts."""
+        """Wake the route with an error. Has no effect after an earlier ending."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
     def retry(self) -> Look:
-        """Make the look's next attempt."""
+        """Return the look's next attempt."""
         self.is_scheduled = False
         self.look = msgspec.structs.replace(self.look, attempt=self.look.attempt + 1)
         return self.look

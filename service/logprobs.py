@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of OpenAI's completions, of its conversations, and of vLLM's prompts."""
+"""Logprobs in the formats of OpenAI's completions, OpenAI's chat completions, and vLLM's prompt logprobs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from service.chat_responses import ChatLogprobs, ChatTokenLogprob, ChatTopLogpro
 from service.messages import TokenLogprob
 from service.responses import Logprobs, PromptLogprob, PromptLogprobs
 
-# JSON has no minus infinity; clients know this number for it.
+# JSON has no minus infinity. This is the value that OpenAI's API uses instead.
 _IMPOSSIBLE = -9999.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wording:
-    """How log-probabilities are told.
+    """Format options of logprobs.
 
-    num_top: alternatives to each token; the engine may have been asked for more.
-    names_are_ids: a token is called "token_id:N", whatever its text.
+    num_top: number of alternatives per token. The engine may have returned more.
+    names_are_ids: name each token "token_id:N" instead of by its text.
     """
 
     tokenizer: Tokenizer
@@ -26,16 +26,16 @@ class Wording:
     names_are_ids: bool = False
 
     def name(self, token_id: int) -> str:
-        """What a token is called."""
+        """Return the name of a token."""
         return f"token_id:{token_id}" if self.names_are_ids else token_name(self.tokenizer, token_id)
 
     def top(self, entry: TokenLogprob) -> Iterator[tuple[int, float]]:
-        """The most likely tokens, in numbers that JSON has."""
+        """Return the most likely tokens with their logprobs; minus infinity becomes a number for JSON."""
         return ((token_id, max(value, _IMPOSSIBLE)) for token_id, value in entry.top[: self.num_top])
 
 
 class LogprobWriter:
-    """Writes one completion's log-probabilities piece by piece, keeping count of the characters before each token."""
+    """Incremental writer of one completion's logprobs. Counts the characters before each token (`text_offset`)."""
 
     def __init__(self, wording: Wording) -> None:
         self._wording = wording
@@ -43,10 +43,11 @@ class LogprobWriter:
         self._num_characters = 0
 
     def write(self, entries: Sequence[TokenLogprob], *, prompt: Sequence[TokenLogprob] = ()) -> Logprobs:
-        """The next tokens' entries.
+        """Return the logprobs of the next tokens.
 
         Args:
-            prompt: the tokens of a prompt that come before; an unfinished character at its end stays so.
+            prompt: entries of the prompt's tokens, which come first. The completion does not continue an incomplete
+                character at the end of the prompt.
         """
         written = Logprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         if prompt:
@@ -66,9 +67,10 @@ class LogprobWriter:
             written.text_offset.append(self._advance(entry.token_id))
 
     def _advance(self, token_id: int) -> int:
-        """Count a token's characters; returns where it begins.
+        """Count a token's characters; return the character offset of its beginning.
 
-        A token of whole characters settles what was unfinished before it: that is its predecessors' text.
+        A token of whole characters also flushes an incomplete character before it. That character belongs to the
+        earlier tokens.
         """
         before = self._num_characters
         self._num_characters += len(self._decoder.push([token_id]))
@@ -76,13 +78,13 @@ class LogprobWriter:
         return before if text is None else self._num_characters - len(text)
 
     def _top(self, entry: TokenLogprob, name: str, logprob: float) -> dict[str, float]:
-        """Alternatives by likelihood, and the token itself with the identical float."""
+        """Return the most likely tokens, and the token itself with exactly its reported logprob."""
         top = {self._wording.name(token_id): value for token_id, value in self._wording.top(entry)}
         return top | {name: logprob}
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], wording: Wording) -> ChatLogprobs:
-    """The tokens of an answer, or of a piece of one."""
+    """Return the logprobs of a chat completion, or of one chunk of it."""
     content = [
         ChatTokenLogprob(
             token=wording.name(entry.token_id),
@@ -99,7 +101,7 @@ def chat_logprobs(entries: Sequence[TokenLogprob], wording: Wording) -> ChatLogp
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprob], wording: Wording) -> PromptLogprobs:
-    """The tokens of a prompt, each with the most likely ones in its place."""
+    """Return the logprobs of a prompt's tokens, each with the most likely tokens at its position."""
     written: PromptLogprobs = []
     for entry in entries:
         if entry.logprob is None or entry.rank is None:
@@ -117,7 +119,7 @@ def prompt_logprobs(entries: Sequence[TokenLogprob], wording: Wording) -> Prompt
 
 
 def token_name(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token alone: its text, a special token's name, or `bytes:\\xNN` where it is not whole characters."""
+    """Return a token's text, a special token's name, or `bytes:\\xNN` if its bytes are not whole characters."""
     text = _whole_text(tokenizer, token_id)
     if text is None:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in tokenizer.token_bytes(token_id))
@@ -125,13 +127,13 @@ def token_name(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def prompt_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """The text `echo` gives back for a prompt of ids: special tokens have none."""
+    """Return the text that `echo` returns for a prompt of token ids. Special tokens have no text."""
     decoder = StreamDecoder(tokenizer)
     return decoder.push(token_ids) + decoder.flush()
 
 
 def _ranked(top: Iterator[tuple[int, float]]) -> Iterator[tuple[int, float, int]]:
-    """The most likely tokens with their ranks: one more than the number of those that are more likely."""
+    """Yield (token id, logprob, rank). A rank is one more than the number of more likely tokens."""
     rank, previous = 0, float("nan")
     for number, (token_id, value) in enumerate(top, 1):
         if value != previous:
@@ -144,7 +146,7 @@ def _bytes(tokenizer: Tokenizer, token_id: int) -> list[int] | None:
 
 
 def _whole_text(tokenizer: Tokenizer, token_id: int) -> str | None:
-    """A token's text, none for a special one; None where it is not whole characters."""
+    """Return a token's text, empty for a special token; None if its bytes are not whole characters."""
     try:
         return tokenizer.token_bytes(token_id).decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Where log lines go and what they look like: stderr, one line each, the process named."""
+"""Logging setup: one line per record on stderr, with the process name."""
 
 import logging
 import sys
@@ -7,7 +7,7 @@ import litserve
 
 
 def configure(level: str) -> None:
-    """Set up logging in this process. LitServe's own remarks are heard from warnings on."""
+    """Set up logging in this process. LitServe's log lines are limited to warnings and errors."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(processName)s: %(message)s"))
     for name in ("service", "model"):

@@ -1,4 +1,4 @@
-"""What the service needs of the machine before it starts: found out at once, and told in a line."""
+"""Checks of the machine before the service starts: shared memory, temporary files, port, disk space."""
 
 import errno
 import os
@@ -10,12 +10,12 @@ from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 from typing import Final
 
-# Metrics' files of three processes are under 2 MiB, and what starts processes leaves a few sockets.
+# The metric files of three processes take less than 2 MiB; multiprocessing adds a few sockets.
 _ROOM_BYTES: Final = 8 * 2**20
 
 
 def machine_fault() -> str | None:
-    """Why this machine cannot run the service, and what to do, in a line; None where it can."""
+    """Return the reason why this machine cannot run the service, with a remedy, in one line; else None."""
     try:
         RawValue(c_int, 0)
     except OSError as error:
@@ -24,19 +24,19 @@ def machine_fault() -> str | None:
         directory = tempfile.gettempdir()
         free = shutil.disk_usage(directory).free
     except OSError as error:
-        return f"no directory for temporary files ({error.strerror}); name one that can be written in TMPDIR"
+        return f"no directory for temporary files ({error.strerror}); set TMPDIR to a writable directory"
     if free < _ROOM_BYTES:
         return (
             f"{directory} has {free // 1024} KiB free, and the service needs {_ROOM_BYTES // 1024}; "
-            "make room, or name another directory in TMPDIR"
+            "make room, or set TMPDIR to another directory"
         )
     return None
 
 
 def port_fault(host: str, port: int) -> str | None:
-    """Why nobody can listen there, found out now and not after the model is loaded; None where one can.
+    """Return the reason why the service cannot listen on this port, else None. Checked before the model is loaded.
 
-    Listens for a moment: binding alone succeeds beside another server that is still loading.
+    Listens for a moment, because bind() alone succeeds even while another server is loading on the same port.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
@@ -51,15 +51,17 @@ def port_fault(host: str, port: int) -> str | None:
 
 
 def reserve(directory: str, process: str | int) -> None:
-    """Take the room of a process' files there now. A page that a full disk refuses later ends the process (SIGBUS).
+    """Allocate disk space for the memory-mapped files of a process now.
+
+    If the disk were full later, a write to a page without disk space would kill the process (SIGBUS).
 
     Raises:
-        OSError: there is no room.
+        OSError: the disk is full.
     """
     for path in Path(directory).glob(f"*_{process}.db"):
         with path.open("r+b") as file:
             try:
                 os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
             except OSError as error:
-                if error.errno != errno.EOPNOTSUPP:  # a file system that cannot promise it
+                if error.errno != errno.EOPNOTSUPP:  # the file system does not support allocation
                     raise

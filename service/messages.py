@@ -1,8 +1,8 @@
-"""The contract between the API process and the worker: frozen, torch-free values, and their bytes on the wire.
+"""Messages between the API process and the worker: frozen structs without torch, and their msgpack encoding.
 
-Commands travel API -> worker, events travel worker -> API (`event_channel`). LitServe's queue of commands is in a
-manager process that unpickles and re-pickles whatever it carries, so both directions carry `bytes` (msgpack), which are
-only copied. Times are `time.monotonic()` seconds: on Linux one clock for all processes of a machine.
+Commands travel API -> worker, events travel worker -> API (`event_channel`). LitServe's command queue lives in a
+manager process that unpickles and re-pickles every item. The items are therefore `bytes` (msgpack), which pickle only
+copies. Times are `time.monotonic()` seconds: on Linux all processes of a machine share this clock.
 """
 
 from enum import StrEnum
@@ -14,37 +14,39 @@ from model.sampling_params import SamplingParams
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended. Each ends exactly once."""
+    """Reason for the end of a sequence. A sequence ends exactly once."""
 
     STOP = "stop"  # end of text, a stop token or a stop string
-    LENGTH = "length"  # max_tokens or the context's end
+    LENGTH = "length"  # max_tokens or the context length was reached
     ABORT = "abort"  # cancelled: the client left, or its deadline passed
-    ERROR = "error"  # our fault; `Finish.error` says what happened
-    REFUSED = "refused"  # the request's own fault: what it forbids left no token to draw; `Finish.error` says so
+    ERROR = "error"  # the server's fault; `Finish.error` says what happened
+    REFUSED = "refused"  # the request's fault: its token rules left no token to sample; `Finish.error` has the details
 
 
-# `Finish.error` of a sequence whose numbers are NaN or infinite. The same request fails the same way again.
+# `Finish.error` of a sequence for which the model computed NaN or infinity. A retry of the request fails the same way.
 NON_FINITE = "the model computed NaN or infinity for this request; change its prompt, or ask for another model"
 
 
 class Pooling(StrEnum):
-    """Which of a text's hidden states, after the final norm, make its embedding."""
+    """Pooling of a text's hidden states (after the final norm) into its embedding."""
 
-    MEAN = "mean"  # of all its tokens
-    LAST = "last"  # the last token's, the only one that has seen them all
+    MEAN = "mean"  # over all tokens
+    LAST = "last"  # the last token: under causal attention, only its state depends on all tokens
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Compute one completion. A choice of a request is one of these, with a uid of its own.
+    """Command to compute one completion. Each choice of a request is one `Submit` with its own uid.
 
-    `prior_token_ids` are completion tokens the client already has from an earlier attempt: generation goes on
-    after them. `attempt` grows with each resubmission; events of older attempts are ignored.
-    `priority`: lower goes first, see `service.engine.sequence`.
-    `cache_salt`, `cache_namespace`: prefixes are shared only where both are equal. The client chooses the salt, the API
-    key the namespace.
-    `pooling`: the prompt's embedding is wanted, and nothing drawn; `params.max_tokens` is 0.
-    `grammar`: what the completion has to follow, see `model.grammar`.
-    `deadline_seconds`: one that has not begun by then ends as aborted. `owner`: among owners places are shared.
+    `prior_token_ids`: completion tokens that the API process already has from an earlier attempt. Generation continues
+    after them.
+    `attempt`: grows with each resubmission. Events of older attempts are ignored.
+    `priority`: the lowest value runs first, see `service.engine.sequence`.
+    `cache_salt`, `cache_namespace`: sequences share prefixes only if both are equal. The client chooses the salt; the
+    API key determines the namespace.
+    `pooling`: compute the prompt's embedding and sample nothing. `params.max_tokens` is then 0.
+    `grammar`: the grammar that the completion must follow, see `model.grammar`.
+    `deadline_seconds`: a sequence that has not begun by this time ends with `FinishReason.ABORT`.
+    `owner`: the tenant. Slots are shared fairly among tenants.
     """
 
     uid: str
@@ -63,13 +65,13 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Nobody waits for this uid any more. Unknown uids are ignored."""
+    """Command to stop computing this uid. Unknown uids are ignored."""
 
     uid: str
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Tell what these tokens attend to in one layer: the weights of these heads. Not a sequence: draws nothing."""
+    """Command to compute the attention weights of these heads of one layer for a prompt. Samples no token."""
 
     uid: str
     token_ids: tuple[int, ...]
@@ -80,17 +82,18 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True)
 
 Command: TypeAlias = Submit | Cancel | Look
 
-# LitServe names the queue of commands by a route.
+# LitServe names the command queue after a route.
 API_PATH = "/v1/completions"
-# The uid under which LitServe carries commands; a request's own uid has 32 hexadecimal digits.
+# Constant uid of every item on LitServe's queue. The uids of requests are inside the commands.
 BUS = "bus"
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """A token's log-probability under the unscaled, unfiltered model, and the most likely alternatives.
+    """Logprob of a token before temperature and filters, and the most likely alternatives.
 
-    `logprob` and `rank` are None for the first token of a prompt, which nothing precedes.
-    `rank` is 1 for the most likely token; equals share one. `top` is (token id, logprob), most likely first.
+    `logprob` and `rank` are None for the first token of a prompt, because no token precedes it.
+    `rank` is 1 for the most likely token; equally likely tokens share a rank. `top` is (token id, logprob), most likely
+    first.
     """
 
     token_id: int
@@ -100,11 +103,11 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_li
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """The end of a sequence and the facts of its life. Seconds; a phase that never began is 0.
+    """End of a sequence, with its token counts and timings.
 
     `stop_reason` is the stop string or stop token id that matched, None for end-of-text and length.
-    queue: arrival to first scheduled; prefill: to first token, or to the prompt's end where none is drawn; decode: to
-    the last token.
+    `queue_seconds`: arrival to first scheduled. `prefill_seconds`: from there to the first token, or to the end of the
+    prompt if no token is sampled. `decode_seconds`: from there to the last token. A phase that never began lasts 0.
     """
 
     reason: FinishReason
@@ -120,18 +123,19 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """The worker begins to compute this now. Told ahead of it, so that it is known should the worker die of it."""
+    """Event: the worker is about to compute this uid. Sent first, so that a crash can be attributed to the request."""
 
     uid: str
     attempt: int
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """What one step added to one sequence: usually one token, and the text that is now safe to show.
+    """Output of one step for one sequence: usually one token, and the text that can be sent now.
 
-    `index` is the number of completion tokens before this delta (prior tokens included), so that a receiver can
-    tell a repeat from news. `token_ids` may be empty when only `text`, `prompt_logprobs` or `finish` is news.
-    `embedding`: native float32, of length 1; beside the `finish` of whoever asked for one.
+    `index` is the number of completion tokens before this delta, prior tokens included. The receiver uses it to detect
+    missing or repeated deltas. `token_ids` is empty if only `text`, `prompt_logprobs` or `finish` is new.
+    `embedding`: float32 in native byte order, normalized to length 1. Comes with `finish`, if the request has
+    `pooling`.
     """
 
     uid: str
@@ -146,7 +150,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """A worker is ready and empty: every unfinished request must be submitted to it again.
+    """Event: a worker is ready and has no requests. Every unfinished request must be resubmitted.
 
     device, dtype, attention, kernel_level, matrices, kv_cache_dtype: as in `service.engine_builder.EngineFacts`.
     """
@@ -165,10 +169,10 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True
 
 
 class Looked(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """The answer to a `Look`.
+    """Response to a `Look`.
 
-    `weights` are native float32: for each head the lower triangle, row by row; what is above it is 0. None where the
-    computation failed.
+    `weights` are float32 in native byte order: for each head the lower triangle, row by row. Weights above the diagonal
+    are 0 and omitted. None if the computation failed.
     """
 
     uid: str
@@ -177,7 +181,7 @@ class Looked(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
 
 
 class RunningLimitChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """The engine runs at most this many sequences from now on, see `service.engine.running_limit`."""
+    """Event: the engine now runs at most this many sequences at once, see `service.engine.running_limit`."""
 
     max_num_running: int
 
@@ -186,7 +190,7 @@ Event: TypeAlias = TokenDelta | Hello | Looked | Started | RunningLimitChanged
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Plain facts of one engine step, for metrics. Counters are this step's increments; `kv_usage` is 0..1."""
+    """Statistics of one engine step, for metrics. Counters are increments of this step; `kv_usage` is 0..1."""
 
     num_running: int
     max_num_running: int
@@ -209,23 +213,23 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_command(command: Command) -> bytes:
-    """Bytes for LitServe's request queue."""
+    """Encode a command for LitServe's request queue."""
     return _ENCODER.encode(command)
 
 
 def decode_command(data: bytes) -> Command:
-    """The command `encode_command` wrote. Raises `msgspec.DecodeError` on anything else."""
+    """Decode a command written by `encode_command`. Raises `msgspec.DecodeError` on any other bytes."""
     command: Command = _COMMAND_DECODER.decode(data)
     return command
 
 
 def encode_events(events: list[Event]) -> bytes:
-    """Bytes of one step's events for one API process."""
+    """Encode the events of one step for one API process."""
     return _ENCODER.encode(events)
 
 
 def decode_events(data: bytes) -> list[Event]:
-    """The events `encode_events` wrote. Raises `msgspec.DecodeError` on anything else."""
+    """Decode events written by `encode_events`. Raises `msgspec.DecodeError` on any other bytes."""
     return _EVENTS_DECODER.decode(data)
 
 

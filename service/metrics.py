@@ -1,8 +1,8 @@
-"""Observes, and exposes what all processes have observed.
+"""Multiprocess Prometheus metrics: recording in each process, exposition of the sum over all processes.
 
-Processes count for themselves, in memory-mapped files of one directory; whoever answers a scrape adds up the
-files of all of them. A counter outlives its process, a gauge goes with it (`mark_dead`). One worker after the other
-counts in the same files: for others there may be no room on the disk when they are needed.
+Each process writes memory-mapped files in one shared directory. The process that serves a scrape adds up the files of
+all processes. A counter outlives its process; a gauge is dropped with it (`mark_dead`). Successive workers reuse the
+same files, because the disk may be full when a new worker starts.
 """
 
 import atexit
@@ -40,27 +40,28 @@ from service.serving_path import ServingPath
 from service.step_tally import StepTally
 from service.tally import Tally
 
-WORKER: Final = "worker"  # the process that computes, and whoever takes its place
+WORKER: Final = "worker"  # file name of the worker and of each worker that replaces it
 _DIRECTORY_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's name
 _DIRECTORY_PREFIX: Final = "kvasir-metrics-"
-# The head of prometheus_client's files: how many bytes are used, of which these are the first.
+# Header of an empty prometheus_client file: the number of used bytes, which includes the 8-byte header.
 _NOTHING_USED: Final = struct.pack("i", 8)
 _Instrument: TypeAlias = Counter | Gauge | Histogram
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objectives:
-    """What a good answer is. The defaults are bucket bounds: histograms show attainment, too."""
+    """Service-level objectives. The defaults are histogram bucket bounds, so histograms show attainment too."""
 
     ttft_seconds: float = 0.5
     tpot_seconds: float = 0.05
 
 
 class Metrics:
-    """What a process observes of one engine.
+    """Metrics of one engine, as recorded by this process.
 
     Args:
-        process: whose files these are; None for this process alone. Of one name there may be one process at a time.
+        process: name in the file names, for successive processes that share files; None uses the process id. At most
+            one live process may use a name.
 
     Raises:
         RuntimeError: `prepare_directory` has run neither in this process nor in an ancestor.
@@ -78,7 +79,7 @@ class Metrics:
                 for label_values in family.known:
                     self._counter(family.name, *label_values)
 
-        # Children are looked up once: `labels()` costs more than the observation.
+        # The labelled children are looked up once, because `labels()` costs more than an observation.
         self._ttft = self._histogram("time_to_first_token_seconds")
         self._gaps = Tally(self._histogram("inter_token_latency_seconds"))
         self._tpot = self._histogram("request_time_per_output_token_seconds")
@@ -95,12 +96,12 @@ class Metrics:
         self.reserve_room()
 
     def reserve_room(self) -> None:
-        """Take this process' room on the disk now.
+        """Allocate disk space for this process' metric files now.
 
         Raises:
-            OSError: there is none.
+            OSError: the disk is full.
         """
-        self._counter("requests_replayed", "resubmitted").inc(0)  # a forked child then has files of its own
+        self._counter("requests_replayed", "resubmitted").inc(0)  # makes a forked child create its own files
         self._steps = StepTally(counter=self._counter, gauge=self._gauge, histogram=self._histogram)
         packages = ("kvasir", "torch", "litserve")
         version, torch, litserve = (importlib.metadata.version(package) for package in packages)
@@ -108,41 +109,41 @@ class Metrics:
         reserve(_directory(), self._process or os.getpid())
 
     def observe_worker_start(self, hello: Hello) -> None:
-        """A worker is up, and idle."""
+        """Record that a worker is ready and idle."""
         shape = (str(hello.block_size), str(hello.num_blocks), hello.kv_cache_dtype, hello.device)
         self._gauge("cache_config_info", *shape).set(1)
         self._gauge("startup_seconds").set(hello.startup_seconds)
         self.observe_idle()
 
     def observe_path(self, path: ServingPath) -> None:
-        """Record the code path of a worker that is ready."""
+        """Record the code path of a ready worker."""
         self._gauge("serving_path", *path.labels).set(1)
 
     def observe_idle(self) -> None:
-        """The engine has no work left."""
+        """Record that the engine has no work left."""
         self._steps.rest()
 
     def observe_step(self, stats: StepStats) -> None:
-        """One engine step. Seen a little later, or after `flush`."""
+        """Record an engine step. A scrape sees the step up to 0.1 s later, or after `flush`."""
         self._steps.add(stats)
 
     def observe_first_token(self, seconds: float) -> None:
-        """A choice's first token left the server, `seconds` after its request arrived."""
+        """Record that a choice's first token left the server `seconds` after its request arrived."""
         self._ttft.observe(seconds)
 
     def observe_inter_token(self, seconds: float, count: int = 1) -> None:
-        """`count` tokens of a choice left the server, `seconds` apart. Seen after `flush`."""
+        """Record that `count` tokens of a choice left the server, `seconds` apart. A scrape sees them after `flush`."""
         self._gaps.add(seconds, count)
 
     def flush(self) -> None:
-        """Have all that was observed be seen."""
+        """Write buffered observations to the shared files, so that scrapes see them."""
         self._gaps.flush()
         self._steps.flush()
 
     def observe_finish(
         self, finish: Finish, *, e2e_seconds: float, ttft_seconds: float | None, max_tokens: int
     ) -> None:
-        """A choice ended. `ttft_seconds` is None when it had no token."""
+        """Record the end of a choice. `ttft_seconds` is None if the choice had no token."""
         self._counter("request_success", finish.reason).inc()
         num_gaps = finish.num_completion_tokens - 1
         tpot = None if ttft_seconds is None or num_gaps < 1 else (e2e_seconds - ttft_seconds) / num_gaps
@@ -168,74 +169,74 @@ class Metrics:
             self._counter("slo_requests", slo, str(met).lower()).inc()
 
     def count_rejection(self, reason: str) -> None:
-        """A request was refused before any work was done for it."""
+        """Count a request that was rejected before any work was done for it."""
         self._counter("admission_rejections", reason).inc()
 
     def observe_retry_after_error(self, seconds: float) -> None:
-        """There is room for a request that was refused, so many seconds after it was told; below 0: before."""
+        """Record the error of a Retry-After: the time at which room appeared minus the announced time, in seconds."""
         self._retry_after_error.observe(seconds)
 
     def observe_structured(self, kind: str, outcome: str, compile_seconds: float | None) -> None:
-        """A request asked for a form, which was compiled for it unless `compile_seconds` is None."""
+        """Record a structured request. `compile_seconds` is None if its grammar was cached."""
         self._counter("structured_requests", kind, outcome).inc()
         if compile_seconds is not None:
             self._grammar_compile.observe(compile_seconds)
 
     def count_failure(self, status: int, error_type: str) -> None:
-        """A request was answered with an error."""
+        """Count a request that ended with an error response."""
         self._counter("request_failures", str(status), error_type).inc()
 
     def count_cancellation(self, phase: str) -> None:
-        """A client left while its request was in `phase`."""
+        """Count a client that disconnected while its request was in `phase`."""
         self._counter("requests_cancelled", phase).inc()
 
     def count_wasted_tokens(self, reason: str, n: int) -> None:
-        """`n` completion tokens were computed for nobody."""
+        """Count `n` completion tokens that were computed but not delivered."""
         self._counter("wasted_tokens", reason).inc(n)
 
     def count_worker_restart(self, reason: str) -> None:
-        """A worker died and was replaced."""
+        """Count a worker that died and was replaced."""
         self._counter("worker_restarts", reason).inc()
 
     def count_replay(self, outcome: str) -> None:
-        """A dead worker left a request unfinished, and this became of it."""
+        """Count a request that a dead worker left unfinished: "resubmitted" or "gave_up"."""
         self._counter("requests_replayed", outcome).inc()
 
     def count_resumption(self, by: str) -> None:
-        """Somebody came back to an answer by its "event_id" or its "key"."""
+        """Count a connection that resumed a buffered response by "event_id" or by "key"."""
         self._counter("requests_resumed", by).inc()
 
     def observe_api(self, *, num_requests: int, num_tasks: int) -> None:
-        """What the API process holds now."""
+        """Record the API process' current numbers of requests and asyncio tasks."""
         self._gauge("api_requests").set(num_requests)
         self._gauge("api_tasks").set(num_tasks)
 
     def set_engine_state(self, state: EngineState) -> None:
-        """The service is in this state now. For one process alone."""
+        """Set the state gauge. Only one process may call this: a second process would overwrite the value."""
         for candidate in EngineState:
             self._gauge("engine_state", candidate).set(candidate == state)
 
     def _counter(self, name: str, *label_values: str) -> Counter:
         counter = self._instruments[name].labels(*self._common, *label_values)
-        assert isinstance(counter, Counter), f"{name} is no counter"
+        assert isinstance(counter, Counter), f"{name} is not a counter"
         return counter
 
     def _gauge(self, name: str, *label_values: str) -> Gauge:
         gauge = self._instruments[name].labels(*self._common, *label_values)
-        assert isinstance(gauge, Gauge), f"{name} is no gauge"
+        assert isinstance(gauge, Gauge), f"{name} is not a gauge"
         return gauge
 
     def _histogram(self, name: str) -> Histogram:
         histogram = self._instruments[name].labels(*self._common)
-        assert isinstance(histogram, Histogram), f"{name} is no histogram"
+        assert isinstance(histogram, Histogram), f"{name} is not a histogram"
         return histogram
 
 
 def prepare_directory() -> str:
-    """A fresh, private directory for what this process and all it will start observe; removed when it exits.
+    """Create the directory for the metric files of this process and its children; it is removed at exit.
 
-    Those of services that were killed are removed now. For the process that starts the others, before it starts them or
-    constructs `Metrics`.
+    Also removes the stale directories of killed services. Call this once, in the main process, before it starts
+    children or constructs `Metrics`.
     """
     directory = tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX)
     claim(Path(directory))
@@ -246,14 +247,14 @@ def prepare_directory() -> str:
 
 
 def mark_dead(process: str | int) -> None:
-    """Forget the gauges of a process that is gone, by its name or id; what it counted stays, and so does its room."""
+    """Drop the gauges of a dead process, by name or process id. Its counters and its disk space are kept."""
     for path in Path(_directory()).glob(f"gauge_live*_{process}.db"):
         with path.open("r+b") as file:
             file.write(_NOTHING_USED)
 
 
 def render() -> tuple[bytes, str]:
-    """What all processes observed, dead ones' counters included, and its content type."""
+    """Return the metrics of all processes, with the counters of dead processes, and the content type."""
     registry = CollectorRegistry()
     registry.register(_AllProcesses())
     return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
@@ -261,7 +262,7 @@ def render() -> tuple[bytes, str]:
 
 class _AllProcesses(Collector):
     def collect(self) -> Iterator[Metric]:
-        """Our families, and behind each the vLLM series of the same values."""
+        """Yield each family, followed by the same values under vLLM's name if vLLM has this metric."""
         found = multiprocess.MultiProcessCollector(None, _directory()).collect()
         for metric in sorted(found, key=lambda metric: str(metric.name)):
             yield metric
@@ -279,9 +280,9 @@ def _under_vllm_name(metric: Metric) -> Metric:
 
 @functools.cache
 def _instruments(directory: str, process: str | None) -> Mapping[str, _Instrument]:
-    """This process' instruments on `directory`. Cached: two on one series would overwrite each other."""
-    # prometheus_client decides when it is imported whether values are shared, which may be before
-    # `prepare_directory`; deciding again makes the order of imports irrelevant.
+    """Return this process' instruments on `directory`. Cached: two on one series would overwrite each other."""
+    # prometheus_client chooses between in-process and multiprocess values at import, which may be before
+    # `prepare_directory`. Setting the class here makes the order of imports irrelevant.
     values.ValueClass = values.MultiProcessValue(os.getpid if process is None else lambda: process)
     return {name: _instrument(family) for name, family in FAMILIES.items()}
 
@@ -292,7 +293,7 @@ def _instrument(family: Family) -> _Instrument:
         case Kind.COUNTER:
             return Counter(name, family.help, labels, registry=None)
         case Kind.GAUGE:
-            # A successor's value counts from its first setting on, even before its predecessor is marked dead.
+            # The most recent value wins: a replacement worker's value shows before the old worker is marked dead.
             return Gauge(name, family.help, labels, registry=None, multiprocess_mode="livemostrecent")
         case Kind.HISTOGRAM:
             return Histogram(name, family.help, labels, registry=None, buckets=family.buckets)

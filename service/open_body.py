@@ -1,8 +1,8 @@
-"""A way past ASGI's `send` for a body that is under way: a part of it is written within the call.
+"""Direct writes to a streaming response body that bypass ASGI's `send`.
 
-Each token of a stream would otherwise wake a task, go through some twenty coroutines of routes and middleware and
-through as many of them back, and cost twice as much. Of what is around the routes nothing looks at a body, only at its
-head, which goes the whole way; so does every part that cannot be written now.
+With `send`, each token of a stream wakes a task and passes through about 20 coroutines of routes and middleware, which
+doubles the cost of a token. The middleware inspects only the head of a response, and the head is sent by `send`. A part
+that cannot be written directly is also sent by `send`.
 """
 
 from typing import Any, Protocol
@@ -14,20 +14,20 @@ _EXTENSION = "kvasir.open_body"
 
 
 class OpenBody(Protocol):
-    """A body that can be written to, at times."""
+    """Response body that accepts direct writes while `is_writable`."""
 
     @property
     def is_writable(self) -> bool:
-        """Whether it has begun, has not ended, and its client is neither gone nor behind."""
+        """True between the begin and the end of the body, while its client is connected and reads fast enough."""
         ...
 
     def write(self, part: bytes) -> None:
-        """Send a part, which is not empty, while it is writable."""
+        """Send a non-empty part of the body. Call only while `is_writable`."""
         ...
 
 
 class ChunkedBody:
-    """A chunked body of HTTP/1.1 (RFC 9112, 7.1), written as uvicorn's `send` writes it."""
+    """HTTP/1.1 body in chunked encoding (RFC 9112, 7.1), in the same format as uvicorn's `send`."""
 
     __slots__ = ("_cycle",)
 
@@ -36,7 +36,7 @@ class ChunkedBody:
 
     @property
     def is_writable(self) -> bool:
-        """See `OpenBody`. Who is behind is waited for, by `send`."""
+        """See `OpenBody`. For a slow client use `send`, which waits."""
         cycle = self._cycle
         if not (cycle.response_started and cycle.chunked_encoding) or cycle.response_complete:
             return False
@@ -48,11 +48,11 @@ class ChunkedBody:
 
 
 def extension(body: OpenBody) -> dict[str, Any]:
-    """What a server says in a request's scope, under `extensions`, to let the application write to its body."""
+    """Return the entry for `extensions` in a request's ASGI scope that offers direct writes to the application."""
     return {_EXTENSION: body}
 
 
 def open_body(scope: Scope) -> OpenBody | None:
-    """What the server offers; None from others, and for answers that are recorded."""
+    """Return the body for direct writes; None from other servers, and for buffered responses."""
     extensions: dict[str, Any] = scope.get("extensions", {})
     return extensions.get(_EXTENSION)

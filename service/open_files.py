@@ -1,4 +1,4 @@
-"""How many files and sockets a process may have open, and the connections that leaves room for."""
+"""Limit of open files (RLIMIT_NOFILE), and the number of connections that it allows."""
 
 import logging
 import resource
@@ -8,18 +8,18 @@ from service.settings import SettingsError
 
 logger = logging.getLogger(__name__)
 
-# What a process of ours has open beside connections: under 40 at rest, libraries and metrics' files among them.
+# Open files that are not connections: an idle process has fewer than 40, including libraries and metric files.
 RESERVED: Final = 64
 _FEWEST_CONNECTIONS: Final = 16
 
 
 def connections_within_limits(wanted: int) -> int:
-    """As many of these connections as the limit of open files leaves room for; the limit is raised as far as allowed.
+    """Return `wanted`, or fewer connections if the limit of open files is too low. Raises the soft limit if allowed.
 
-    A process that accepts more than it can hold is told of each again and again, and does little else.
+    A process at its limit of open files is woken for each pending connection again and again, and does little else.
 
     Raises:
-        SettingsError: it leaves no room.
+        SettingsError: the limit of open files is too low for any connections.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + RESERVED
@@ -34,6 +34,6 @@ def connections_within_limits(wanted: int) -> int:
         )
     if number < wanted:
         logger.warning(
-            "at most %d connections, not %d: only %d files may be open at once (ulimit -n)", number, wanted, soft
+            "at most %d connections, not %d: only %d files may be open at once; raise ulimit -n", number, wanted, soft
         )
     return number

@@ -1,7 +1,7 @@
-"""`/openapi.json`: the routes with what they take, what they answer, and every status they can end with.
+"""OpenAPI document (`/openapi.json`): all routes with their requests, responses and status codes.
 
-Requests are documented by the pydantic models that check them, answers by the structs that are encoded, and errors
-by one of each kind.
+The schemas come from the pydantic models that validate requests and from the structs that are encoded as responses.
+Each error is documented by one example.
 """
 
 import functools
@@ -37,34 +37,37 @@ _FAILURES = (errors.Overloaded, errors.EngineFailed, errors.Draining)
 _COMPUTATION = (*_REFUSALS, errors.ContextLengthExceeded, *_FAILURES)
 _GENERATION = (*_COMPUTATION, errors.WaitTooLong, errors.QueueTimeout)
 _KEPT = (*_GENERATION, errors.AnswerGone, errors.KeyReused)
-_COME_BACK: list[dict[str, Any]] = [
+_RESUME_HEADERS: list[dict[str, Any]] = [
     {
         "name": "Idempotency-Key",
         "in": "header",
-        "description": "A retry under the same key gets the answer of the first attempt.",
+        "description": "A retry with the same key gets the response of the first attempt.",
         "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
     },
     {
         "name": "Last-Event-ID",
         "in": "header",
-        "description": "The id of a stream's last event that was seen: its later ones are the answer. Empty: none was.",
+        "description": "Resumes a stream after the event with this id. Empty: the same as no header.",
         "schema": {"type": "string", "pattern": "^([0-9a-f]{32}/[0-9]{1,9})?$"},
     },
 ]
-_WAIT: list[dict[str, Any]] = [
+_TIMEOUT_HEADERS: list[dict[str, Any]] = [
     {
         "name": "x-request-timeout",
         "in": "header",
-        "description": "As timeout in the body: seconds that it may wait for its turn. The shorter counts.",
+        "description": "Limit of the queue time in seconds, as timeout in the body. The shorter limit counts.",
         "schema": {"type": "number", "exclusiveMinimum": 0},
     },
 ]
-_REQUEST_ID = {"description": "The request's own, if it had one that fits, else ours", "schema": {"type": "string"}}
+_REQUEST_ID = {
+    "description": "The request id: the client's, if valid, else one from the server",
+    "schema": {"type": "string"},
+}
 _ERROR_HEADERS = {
-    "retry-after": {"description": "When to come back, in whole seconds", "schema": {"type": "string"}},
-    "retry-after-ms": {"description": "The same in milliseconds", "schema": {"type": "string"}},
-    "x-should-retry": {"description": "Can another attempt help?", "schema": {"enum": ["true", "false"]}},
-    "www-authenticate": {"description": "What kind of key is asked for", "schema": {"type": "string"}},
+    "retry-after": {"description": "Time after which to retry, in whole seconds", "schema": {"type": "string"}},
+    "retry-after-ms": {"description": "Time after which to retry, in milliseconds", "schema": {"type": "string"}},
+    "x-should-retry": {"description": "true if a retry can succeed, else false", "schema": {"enum": ["true", "false"]}},
+    "www-authenticate": {"description": "Authentication scheme that the server expects", "schema": {"type": "string"}},
 }
 _REQUESTS: tuple[type[BaseModel], ...] = (
     schemas.CompletionRequest,
@@ -95,7 +98,7 @@ _ANSWERS = (
 
 @functools.cache
 def openapi_document() -> dict[str, Any]:
-    """The OpenAPI 3.1 document of all routes."""
+    """Return the OpenAPI 3.1 document of all routes."""
     _, requests = models_json_schema([(model, "validation") for model in _REQUESTS], ref_template=_REF_PYDANTIC)
     _, answers = msgspec.json.schema_components(_ANSWERS, ref_template=_REF)
     return {
@@ -103,16 +106,16 @@ def openapi_document() -> dict[str, Any]:
         "info": {
             "title": "Kvasir",
             "version": importlib.metadata.version("kvasir"),
-            "description": "Completions and conversations by a language model, in OpenAI's protocol.",
+            "description": "Completions and chat completions by a language model, in OpenAI's protocol.",
         },
-        "paths": _surrounded(_paths()),
+        "paths": _with_common_responses(_paths()),
         "components": {
             "schemas": {**requests["$defs"], **answers},
             "securitySchemes": {
                 _SCHEME: {
                     "type": "http",
                     "scheme": "bearer",
-                    "description": "An API key, where the server asks for one.",
+                    "description": "An API key, if the server requires one.",
                 }
             },
         },
@@ -131,9 +134,9 @@ def _paths() -> dict[str, Any]:
     model_id = {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}
     return {
         "/v1/completions": _post("Complete a prompt", schemas.CompletionRequest, completion | stream, _KEPT),
-        "/v1/chat/completions": _post("Answer a conversation", chat_schemas.ChatCompletionRequest, chat, _KEPT),
+        "/v1/chat/completions": _post("Complete a conversation", chat_schemas.ChatCompletionRequest, chat, _KEPT),
         "/v1/embeddings": _post(
-            "Vectors of texts",
+            "Compute embeddings of texts",
             embedding_schemas.EmbeddingRequest,
             _json(embedding_schemas.EmbeddingList),
             _KEPT,
@@ -143,35 +146,41 @@ def _paths() -> dict[str, Any]:
             "Describe a model", _json(responses.ModelCard), (errors.ModelNotFound,), parameters=[model_id]
         ),
         "/tokenize": _post(
-            "Text, or a conversation, to token ids",
+            "Convert a text or a conversation to token ids",
             chat_schemas.TokenizeRequest,
             _json(responses.Tokenized),
             (*_REFUSALS, errors.EngineFailed),
         ),
-        "/tokenizer_info": _get("The marks and the chat template", _json(responses.TokenizerInfo)),
-        "/detokenize": _post("Token ids to text", schemas.DetokenizeRequest, _json(responses.Detokenized), _REFUSALS),
+        "/tokenizer_info": _get("Get the special tokens and the chat template", _json(responses.TokenizerInfo)),
+        "/detokenize": _post(
+            "Convert token ids to text", schemas.DetokenizeRequest, _json(responses.Detokenized), _REFUSALS
+        ),
         "/inspect/attention": {
-            **_get("What can be looked at", _json(inspection.AttentionLimits), (inspection.SwitchedOff,)),
+            **_get(
+                "Get the limits of attention inspection", _json(inspection.AttentionLimits), (inspection.SwitchedOff,)
+            ),
             **_post(
-                "What a prompt's tokens attend to in one layer",
+                "Compute the attention weights of a prompt in one layer",
                 inspection.AttentionRequest,
                 _json(inspection.Attention),
                 (*_COMPUTATION, inspection.SwitchedOff, errors.QueueTimeout),
             ),
         },
-        "/health": _get("Is the process alive?", _json(responses.Health)),
-        "/ready": _get("Would a request be served now?", _json(responses.Readiness), not_ready=True),
-        "/version": _get("The version", _json(responses.Version)),
-        "/metrics": _get("Metrics for Prometheus", text),
-        "/openapi.json": _get("This document", {"application/json": {"schema": {"type": "object"}}}),
-        "/playground": _get("A page to try the model", page),
-        "/": _get("The playground", page),
+        "/health": _get("Check that the process is alive", _json(responses.Health)),
+        "/ready": _get("Check that a request would be served now", _json(responses.Readiness), not_ready=True),
+        "/version": _get("Get the version", _json(responses.Version)),
+        "/metrics": _get("Get metrics for Prometheus", text),
+        "/openapi.json": _get("Get this document", {"application/json": {"schema": {"type": "object"}}}),
+        "/playground": _get("Get a page to try the model", page),
+        "/": _get("Get the playground", page),
     }
 
 
-def _surrounded(paths: dict[str, Any]) -> dict[str, Any]:
-    """The routes, with what can befall every request: an error of ours, a head that is too large, and no key where
-    one is asked for. Every answer has the request's id."""
+def _with_common_responses(paths: dict[str, Any]) -> dict[str, Any]:
+    """Add to each route the errors common to all: server error, oversized head, and missing key on guarded routes.
+
+    Also adds the request id header to each response, and a HEAD operation to each GET.
+    """
     for path, operations in paths.items():
         is_guarded = path not in ALWAYS_OPEN
         around = (errors.ApiError, errors.HeadTooLarge, *([errors.Unauthorized] if is_guarded else []))
@@ -180,15 +189,15 @@ def _surrounded(paths: dict[str, Any]) -> dict[str, Any]:
             operation["responses"] = dict(sorted(answers.items()))
             for answer in operation["responses"].values():
                 answer["headers"] = {"x-request-id": _REQUEST_ID, **answer.get("headers", {})}
-            if is_guarded:  # the empty one: where the server has no keys
+            if is_guarded:  # the empty requirement: a server without keys
                 operation["security"] = [{_SCHEME: []}, {}]
         if "get" in operations:
-            operations["head"] = _bodiless(operations["get"])
+            operations["head"] = _head_operation(operations["get"])
     return paths
 
 
-def _bodiless(operation: dict[str, Any]) -> dict[str, Any]:
-    """What HEAD is to GET."""
+def _head_operation(operation: dict[str, Any]) -> dict[str, Any]:
+    """Return a GET operation as HEAD: the same responses without content."""
     answers = operation["responses"].items()
     return operation | {"responses": {status: {**answer, "content": {}} for status, answer in answers}}
 
@@ -204,7 +213,7 @@ def _get(
     answers: dict[str, Any] = {"200": {"description": "OK", "content": content}}
     if not_ready:
         headers = {"retry-after": _ERROR_HEADERS["retry-after"]}
-        answers["503"] = {"description": "Not now", "headers": headers, "content": content}
+        answers["503"] = {"description": "Not ready", "headers": headers, "content": content}
     return {"get": {"summary": summary, "parameters": parameters or [], "refusals": refusals, "responses": answers}}
 
 
@@ -217,8 +226,8 @@ def _post(
         "post": {
             "summary": summary,
             "parameters": [
-                *(_COME_BACK if refusals is _KEPT else ()),
-                *(_WAIT if errors.QueueTimeout in refusals else ()),
+                *(_RESUME_HEADERS if refusals is _KEPT else ()),
+                *(_TIMEOUT_HEADERS if errors.QueueTimeout in refusals else ()),
             ],
             "requestBody": {"required": True, "content": taken},
             "refusals": refusals,
@@ -228,7 +237,7 @@ def _post(
 
 
 def _errors(kinds: tuple[type[errors.ApiError], ...]) -> dict[str, Any]:
-    """The answers by status: one for all errors that share it."""
+    """Return the error responses by status. Errors with the same status share one response."""
     by_status: dict[str, list[errors.ApiError]] = {}
     for kind in kinds:
         by_status.setdefault(str(kind.status), []).append(openapi_examples.ERRORS[kind])
@@ -250,7 +259,7 @@ def _errors(kinds: tuple[type[errors.ApiError], ...]) -> dict[str, Any]:
 
 
 def _stream(event: type[msgspec.Struct]) -> dict[str, Any]:
-    """Server-sent events. The schema is that of one event, as OpenAPI before 3.2 can tell of them."""
+    """Return the content of an event stream. The schema describes one event: OpenAPI before 3.2 has no streams."""
     data = [{"$ref": _REF.format(name=name)} for name in (event.__name__, responses.ErrorBody.__name__)]
     schema = {
         "description": "one event of the stream; the last one is [DONE]",

@@ -1,6 +1,6 @@
-"""Examples of `/openapi.json`: requests that every model can answer, answers and errors as they are encoded.
+"""Examples for `/openapi.json`: requests that any model can serve, and encoded responses and errors.
 
-Each request is a mapping of names to bodies.
+The examples of a request are a mapping of names to bodies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _MODEL = "demo"
 _CREATED = 1767225600  # 2026-01-01
 _PROMPT = "Once upon a time"
 _MESSAGES = [{"role": "user", "content": "Tell me a story."}]
-_QUEUE_FULL = "the queue is full, try again later"
+_QUEUE_FULL = "the queue is full; try again later"
 _SAMPLING = {"max_tokens": 8, "temperature": 0}
 
 REQUESTS: Final[Mapping[type[BaseModel], Mapping[str, Mapping[str, Any]]]] = MappingProxyType(
@@ -132,7 +132,7 @@ ANSWERS: Final[Mapping[type[msgspec.Struct], msgspec.Struct]] = MappingProxyType
     {type(answer): answer for answer in _ANSWERS}
 )
 
-# One of each kind that the document names; what they carry in their headers is read from them.
+# One example of each error in the document. The documented headers are read from the examples.
 _ERRORS: Final[Sequence[errors.ApiError]] = (
     errors.ApiError("internal error"),
     errors.InvalidRequest("temperature must be less than or equal to 2", param="temperature"),
@@ -140,22 +140,24 @@ _ERRORS: Final[Sequence[errors.ApiError]] = (
         "the context is 512 tokens, but the prompt has 500 and max_tokens is 16", param="max_tokens"
     ),
     errors.KeyReused("the Idempotency-Key belongs to another request; use a new one"),
-    errors.AnswerGone("the stream is not kept, or not from that event on; ask again without Last-Event-ID"),
+    errors.AnswerGone("the events after Last-Event-ID are no longer stored; repeat the request without Last-Event-ID"),
     errors.HeadTooLarge("the head of the request is too large"),
     errors.RequestTimeout("the request's body took too long to arrive; send it again"),
-    errors.UnsupportedEncoding("Content-Encoding 'gzip' is not read here; send the body uncompressed"),
+    errors.UnsupportedEncoding("Content-Encoding 'gzip' is not supported; send the body uncompressed"),
     errors.Unauthorized("no API key was sent"),
-    errors.ModelNotFound("the model 'nobody' does not exist", param="model"),
+    errors.ModelNotFound("the model 'unknown' does not exist", param="model"),
     errors.BodyTooLarge("the body is over the limit of 2097152 bytes"),
     errors.Overloaded(_QUEUE_FULL, retry_after_seconds=1.5),
     errors.WaitTooLong(
-        "the request would wait about 2.1 s, longer than 0.5 s; try again later, or allow more by timeout",
+        "the request would wait about 2.1 s, longer than 0.5 s; try again later, or set a larger timeout",
         retry_after_seconds=1.6,
     ),
     errors.QueueTimeout("the request was not begun within its time, 60 s; try again later", retry_after_seconds=1.0),
     errors.EngineFailed("the engine failed on this request", retry=True),
     errors.Draining("the server is shutting down", retry_after_seconds=1.0),
-    inspection.SwitchedOff("looking at attention is switched off on this server"),
+    inspection.SwitchedOff(
+        "attention inspection is switched off on this server; start it with --max-inspect-tokens above 0"
+    ),
 )
 ERRORS: Final[Mapping[type[errors.ApiError], errors.ApiError]] = MappingProxyType(
     {type(error): error for error in _ERRORS}
@@ -163,16 +165,16 @@ ERRORS: Final[Mapping[type[errors.ApiError], errors.ApiError]] = MappingProxyTyp
 
 
 def of_request(model: type[BaseModel]) -> dict[str, Any]:
-    """The `examples` of a request body."""
+    """Return the `examples` of a request body."""
     return {name: {"value": dict(body)} for name, body in REQUESTS.get(model, {}).items()}
 
 
 def of_answer(answer: type[msgspec.Struct]) -> dict[str, Any]:
-    """The `examples` of a JSON body."""
+    """Return the `examples` of a JSON response."""
     return {"answer": {"value": msgspec.to_builtins(ANSWERS[answer])}} if answer in ANSWERS else {}
 
 
 def of_stream(event: type[msgspec.Struct]) -> dict[str, Any]:
-    """The `examples` of a stream of such events: its last two."""
+    """Return the `examples` of an event stream: its last two events."""
     data = {"answer": responses.encode(ANSWERS[event]).decode(), "end": "[DONE]"}
     return {name: {"value": {"data": value}} for name, value in data.items()}

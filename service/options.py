@@ -1,4 +1,4 @@
-"""How a setting is declared: one field, from which flag, variable, default, bounds and help all come."""
+"""Declaration of settings: one field defines flag, environment variable, default, bounds and help text."""
 
 import os
 from collections.abc import Iterable
@@ -10,10 +10,10 @@ from pydantic_settings import SettingsConfigDict
 PREFIX = "KVASIR_"
 CONFIG = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
 AutoOrCount = Literal["auto"] | Annotated[int, Field(ge=1)]
-# What the help page says of every --checkpoint; `service.default_checkpoint` looks for it.
+# Default of --checkpoint on every help page; `service.default_checkpoint` finds the directory.
 CHECKPOINT_DEFAULT = "checkpoints/kvasir-9m in the working directory, else beside the package"
 CacheDtype = Literal["auto", "float16"]
-# A variable holds several values as PATH does; flags give one each.
+# An environment variable separates several values as PATH does; a flag is repeated for each value.
 LISTED = BeforeValidator(lambda value: value.split(os.pathsep) if isinstance(value, str) else value)
 
 
@@ -22,7 +22,7 @@ def _names(value: Iterable[str]) -> list[str]:
     return [name for word in words for part in word.split(",") if (name := part.strip())]
 
 
-# Names may hold what stands between paths; commas stand between them, in variables and flags.
+# Names may contain the path separator, so commas separate names, in variables and in flags.
 NAMES = BeforeValidator(_names)
 
 
@@ -32,26 +32,26 @@ def option(
     default: Any = ...,
     *,
     metavar: str | None = None,
-    told: str | None = None,
+    default_text: str | None = None,
     older_name: str | None = None,
     **bounds: Any,
 ) -> Any:
-    """A setting.
+    """Declare a setting.
 
     Args:
-        group: under which title the help page shows it.
-        metavar: what its value looks like there; by its type where none is given.
-        told: what is said of the default there; its value where none is given. Of a required setting: where its value
-            is looked for.
-        older_name: of the field; its flag and its variable still work.
-        bounds: what pydantic's `Field` checks.
+        group: section title on the help page.
+        metavar: placeholder of the value on the help page. None derives it from the type.
+        default_text: the default as the help page shows it; None shows the value. For a required setting: the place
+            where the value is searched for.
+        older_name: former name of the field. Its flag and its variable still work.
+        bounds: constraints for pydantic's `Field`.
     """
-    extra: dict[str, Any] = {"group": group, "metavar": metavar, "told": told, "older_name": older_name}
+    extra: dict[str, Any] = {"group": group, "metavar": metavar, "default_text": default_text, "older_name": older_name}
     return Field(default, description=help_, json_schema_extra=extra, **bounds)
 
 
 def secret(group: str, help_: str) -> Any:
-    """A setting without a flag, since flags show in the list of processes. Its type is `SecretStr | None`."""
+    """Declare a setting without a flag, because flags show in the list of processes. Its type is `SecretStr | None`."""
     return Field(
         None, description=help_, json_schema_extra={"group": group, "metavar": None, "older_name": None, "secret": True}
     )

@@ -1,9 +1,11 @@
-"""When places come free: what each answer that holds one has left, at the pace of late, and how many end before.
+"""Prediction of when running sequences end and free their slots.
 
-An answer ends at its length at the latest. Before that it ends, by a stop or a client that leaves, with a chance that
-is the same at any time, and as great as answers' endings of late say, by the rule of succession: one more is counted
-than were seen. So `k` of them have ended when the j-th shortest has come to its length and `k - j` others have ended
-early, for whichever j that is first.
+A sequence ends at its maximum length at the latest. Earlier endings (stop token, stop string, client disconnect) are
+modelled as a constant hazard rate. The rate is estimated from recent early endings with add-one smoothing (Laplace's
+rule of succession).
+
+For any j, `k` sequences have ended once the j-th shortest has reached its maximum length and `k - j` further sequences
+have ended early. The prediction is the minimum over j.
 """
 
 import math
@@ -14,36 +16,39 @@ from service.rates import Rate
 
 
 class Answer(Hashable, Protocol):
-    """One that holds a place."""
+    """Running sequence that holds a slot."""
 
     @property
     def num_remaining_tokens(self) -> int:
-        """How many it may still get."""
+        """Return how many more tokens the sequence may generate."""
         ...
 
 
 class Places:
-    """The answers that hold places."""
+    """Running sequences, their token rate and their rate of early endings."""
 
     def __init__(self) -> None:
         self._answers: dict[Answer, None] = {}
-        self._pace = Rate()  # tokens of each answer
-        self._early = Rate()  # endings before the length, of each answer
-        self._step_seconds = 0.0  # since the last step
-        self._remaining: list[int] | None = None  # ascending; None when it has to be looked up
+        self._pace = Rate()  # tokens of each sequence
+        self._early = Rate()  # early endings, as a fraction of the running sequences
+        self._step_seconds = 0.0  # compute time since the last step
+        self._remaining: list[int] | None = None  # tokens left, ascending; None: to be recomputed
 
     @property
     def num_seen(self) -> int:
-        """How many endings can be foreseen: later ones are more and more those of answers that have not begun."""
+        """Return how many endings can be predicted: half of the running sequences, or 0 while the rate is unknown.
+
+        Later endings depend more and more on sequences that have not started.
+        """
         return len(self._answers) // 2 if self._pace.is_known else 0
 
     def take(self, answer: Answer) -> None:
-        """It has begun."""
+        """Add a sequence that has started."""
         self._answers[answer] = None
         self._remaining = None
 
     def leave(self, answer: Answer) -> None:
-        """It has ended, if it had begun."""
+        """Remove a sequence that has ended. Ignore a sequence that never started."""
         if answer not in self._answers:
             return
         if answer.num_remaining_tokens:
@@ -52,23 +57,23 @@ class Places:
         self._remaining = None
 
     def pass_time(self, seconds: float) -> None:
-        """So long have these answers been computed, since the last call."""
+        """Record compute time of the running sequences since the last call."""
         if self._answers:
             self._step_seconds += seconds
             self._early.add(0.0, seconds)
 
     def step(self, num_tokens_each: float) -> None:
-        """Each has got so many tokens more."""
+        """Record a step that gave each sequence `num_tokens_each` tokens on average."""
         self._pace.add(num_tokens_each, self._step_seconds)
         self._step_seconds = 0.0
         self._remaining = None
 
     def seconds_for_tokens(self, num_tokens: float) -> float:
-        """How long an answer takes for so many."""
+        """Return the time in which one sequence generates `num_tokens`."""
         return self._pace.seconds_for(num_tokens)
 
     def seconds_until_ended(self, count: float) -> float:
-        """When so many of them, at most `num_seen`, will have ended: seconds from now."""
+        """Return the predicted seconds until `count` sequences, at most `num_seen`, have ended."""
         if count <= 0:
             return 0.0
         if self._remaining is None:

@@ -1,4 +1,4 @@
-"""A validated request becomes the sequences to compute: token ids, limits, seeds."""
+"""Request processor: turns a validated request into sequences with token ids, limits and seeds."""
 
 import dataclasses
 import hashlib
@@ -20,19 +20,19 @@ from service.serving import Defaults
 from service.token_rules import check_possible, logit_bias, token_rules
 from service.truncation import Truncation
 
-# Longer texts are tokenized in a thread: tiktoken works at about 10 MB/s and releases the interpreter's lock.
+# Longer texts, in characters, are tokenized in a thread: tiktoken encodes about 10 MB/s and releases the GIL.
 LONG_TEXT = 50_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planner:
-    """What a request must fit.
+    """Request processor for one model.
 
-    max_context_length: tokens of prompt and completion together.
-    max_num_choices: choices that one request may ask for, over all its prompts.
-    defaults: what a request gets where it says nothing.
+    max_context_length: maximum tokens of prompt and completion together.
+    max_num_choices: maximum choices of one request, over all its prompts.
+    defaults: values of fields that a request leaves out.
     aliases: further names of the model.
-    max_prompts: prompts of one request.
+    max_prompts: maximum prompts of one request.
     """
 
     tokenizer: Tokenizer
@@ -44,10 +44,10 @@ class Planner:
     max_prompts: int = MAX_PROMPTS
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not ours; none means ours.
+        """Reject a request that names a model other than the served one. None means the served model.
 
         Raises:
-            ModelNotFound: it is another one.
+            ModelNotFound: the name is neither the model's name nor an alias.
         """
         if name is not None and name != self.model_name and name not in self.aliases:
             raise ModelNotFound(
@@ -55,28 +55,30 @@ class Planner:
             )
 
     def plan(self, request: CompletionRequest, *, arrival_seconds: float) -> list[Choice]:
-        """The request's choices, prompt by prompt, sample by sample.
+        """Return the choices of a completion request, ordered by prompt, then by sample.
 
         Raises:
             ModelNotFound: see `check_model`.
-            InvalidRequest: a prompt, id or limit does not fit.
+            InvalidRequest: a prompt, token id or limit is out of bounds.
         """
         prompts = request.prompts
         self.check(request, num_prompts=len(prompts))
-        standard: int = type(request).model_fields["max_tokens"].default
+        default_length: int = type(request).model_fields["max_tokens"].default
         asked = request.max_tokens if "max_tokens" in request.model_fields_set else None
-        wanted = standard if asked is None and self.defaults.max_new_tokens is None else asked
-        told = _told_length(wanted, is_asked=asked is not None)
+        wanted = default_length if asked is None and self.defaults.max_new_tokens is None else asked
+        length_clause = _length_clause(wanted, is_asked=asked is not None)
         choices: list[Choice] = []
         rules = token_rules(request, self.tokenizer, self.defaults.sampling)
         for prompt in prompts:
-            whole = self._prompt_ids(request, prompt, told)
-            token_ids = self._cut(request, whole, wanted, num_marks=len(self._marks) if isinstance(prompt, str) else 0)
-            self._check_room(len(token_ids), wanted, "max_tokens", told)
+            full_ids = self._prompt_ids(request, prompt, length_clause)
+            token_ids = self._cut(
+                request, full_ids, wanted, num_marks=len(self._bos_token_ids) if isinstance(prompt, str) else 0
+            )
+            self._check_room(len(token_ids), wanted, "max_tokens", length_clause)
             max_tokens = self._default_length(token_ids) if wanted is None else wanted
             text = ""
             if request.echoes:
-                is_whole = token_ids is whole
+                is_whole = token_ids is full_ids
                 text = prompt if isinstance(prompt, str) and is_whole else prompt_text(self.tokenizer, token_ids)
             params = self._sampling_params(request, max_tokens, rules)
             choices += self._choices(
@@ -87,18 +89,21 @@ class Planner:
     def plan_chat(
         self, request: ChatCompletionRequest, token_ids: list[int], *, arrival_seconds: float
     ) -> list[Choice]:
-        """The request's choices, sample by sample; `token_ids` is its conversation. `check` comes before.
+        """Return the choices of a chat request, one per sample. Call `check` first.
+
+        Args:
+            token_ids: the conversation, rendered and tokenized.
 
         Raises:
-            InvalidRequest: an id or limit does not fit.
+            InvalidRequest: the prompt is empty, or a token id or limit is out of bounds.
         """
         if not token_ids:
-            raise InvalidRequest("the messages are an empty prompt", param="messages")
+            raise InvalidRequest("messages: the rendered prompt is empty; add text to a message", param="messages")
         max_tokens, param = request.most_tokens, "messages"
         token_ids = self._cut(request, token_ids, max_tokens)
         if max_tokens is not None and len(token_ids) < self.max_context_length:
             param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-        self._check_room(len(token_ids), max_tokens, param, _told_length(max_tokens))
+        self._check_room(len(token_ids), max_tokens, param, _length_clause(max_tokens))
         if max_tokens is None:
             max_tokens = self._default_length(token_ids)
         rules = token_rules(request, self.tokenizer, self.defaults.sampling)
@@ -109,11 +114,11 @@ class Planner:
         return choices
 
     def check(self, request: GenerationRequest, *, num_prompts: int = 1) -> None:
-        """Refuse what can be refused without a prompt.
+        """Reject a request by the fields that can be checked without its prompt.
 
         Raises:
             ModelNotFound: see `check_model`.
-            InvalidRequest: a token id is none, or there are more prompts or choices than this server holds.
+            InvalidRequest: a token id is out of vocabulary, or there are too many prompts or choices.
         """
         self.check_model(request.model)
         self.check_num_prompts(num_prompts, "prompt")
@@ -121,7 +126,7 @@ class Planner:
         if num_prompts * num_samples > self.max_num_choices:
             raise InvalidRequest(
                 f"{num_prompts} prompts times {param}={num_samples} are {num_prompts * num_samples} completions, "
-                f"more than the {self.max_num_choices} this server holds at once",
+                f"over the limit of {self.max_num_choices}; lower {param} or send fewer prompts",
                 param=param,
             )
         self.check_ids(request.stop_token_ids or [], "stop_token_ids")
@@ -129,7 +134,7 @@ class Planner:
         self.check_ids(list(logit_bias(request)), "logit_bias")
 
     def check_num_prompts(self, num_prompts: int, param: str) -> None:
-        """Refuse more prompts than this server takes in one request.
+        """Reject a request with more than `max_prompts` prompts.
 
         Raises:
             InvalidRequest: there are more.
@@ -137,31 +142,34 @@ class Planner:
         if num_prompts > self.max_prompts:
             raise InvalidRequest(
                 f"{param} holds {num_prompts} prompts, this server takes {self.max_prompts} in one request; "
-                "send them in parts",
+                "split the request",
                 param=param,
             )
 
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
-        """Token ids of a text prompt, after the mark that begins a text if the tokenizer has one and `begin` is set.
+        """Return the token ids of a text prompt.
+
+        Args:
+            begin: prepend the begin-of-text token, if the tokenizer has one.
 
         Raises:
-            InvalidRequest: the tokenizer cannot split it.
+            InvalidRequest: the tokenizer cannot encode the text.
         """
         try:
-            return [*(self._marks if begin else ()), *self.tokenizer.encode(text)]
+            return [*(self._bos_token_ids if begin else ()), *self.tokenizer.encode(text)]
         except TokenizerError as error:
             raise InvalidRequest(str(error), param="prompt") from None
 
     def least_tokens(self, text: str) -> int:
-        """Tokens that a text has at least, by its length; 0 where its length says nothing."""
+        """Return a lower bound on a text's tokens from its length; 0 if the tokenizer has no longest token."""
         longest = self.tokenizer.longest_token
         return 0 if longest is None else -(-len(text.encode(errors="replace")) // longest)
 
     def check_ids(self, token_ids: Sequence[int], param: str) -> None:
-        """Refuse ids that the tokenizer does not know.
+        """Reject token ids outside the vocabulary.
 
         Raises:
-            InvalidRequest: names the first one.
+            InvalidRequest: the message has the first such id.
         """
         size = self.tokenizer.vocab_size
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
@@ -171,17 +179,18 @@ class Planner:
             )
 
     @property
-    def _marks(self) -> tuple[int, ...]:
-        """What stands before a text prompt."""
+    def _bos_token_ids(self) -> tuple[int, ...]:
+        """Return the token ids put before a text prompt: the begin-of-text token, or nothing."""
         return () if self.tokenizer.bos_token_id is None else (self.tokenizer.bos_token_id,)
 
     def _cut(
         self, request: GenerationRequest, token_ids: list[int], max_tokens: int | None, *, num_marks: int = 0
     ) -> list[int]:
-        """A prompt as long as the request wants it.
+        """Return a prompt, truncated if the request asks for truncation.
 
         Args:
-            max_tokens: tokens that must fit beside it. None: the completion gets what is left, so that is one.
+            max_tokens: completion tokens that must fit after the prompt; None counts as 1, since the completion then
+                gets the rest of the context.
             num_marks: see `Truncation.cut`.
 
         Raises:
@@ -194,7 +203,7 @@ class Planner:
         return truncation.cut(token_ids, room=room, num_marks=num_marks)
 
     def _default_length(self, token_ids: list[int]) -> int:
-        """The most tokens of an answer whose length nobody asked for: the checkpoint's, within the context."""
+        """Return `max_tokens` of a request without one: the checkpoint's default, capped by the rest of the context."""
         room = max(1, self.max_context_length - len(token_ids))
         return room if self.defaults.max_new_tokens is None else min(room, self.defaults.max_new_tokens)
 
@@ -208,9 +217,11 @@ class Planner:
         text: str,
         arrival_seconds: float,
     ) -> list[Choice]:
-        """The samples of one prompt. `first`: the first one's index; `text`: what each echoes.
+        """Return the samples of one prompt. Only the first sample computes the prompt's logprobs, for all samples.
 
-        The first one scores the prompt for all.
+        Args:
+            first: index of the first sample among the request's choices.
+            text: prompt text that each sample echoes; empty without `echo`.
         """
         num_samples, scores = request.num_samples, list[TokenLogprob]()
         return [
@@ -239,7 +250,7 @@ class Planner:
         ]
 
     def _sampling_params(self, request: GenerationRequest, max_tokens: int, rules: Mapping[str, Any]) -> SamplingParams:
-        """What the samples of a prompt have in common. `rules`: see `token_rules`."""
+        """Return the sampling parameters shared by the samples of a prompt. `rules`: see `token_rules`."""
         defaults = self.defaults.sampling
         try:
             params = SamplingParams(
@@ -256,57 +267,62 @@ class Planner:
                 logprobs=0 if request.num_logprobs is None and request.chooses else request.num_logprobs,
                 **rules,
             )
-        except ValueError as error:  # more min_tokens than max_tokens; each field alone is in range by now
+        except ValueError as error:  # min_tokens over max_tokens; each field was validated alone
             raise InvalidRequest(str(error), param="min_tokens") from None
         check_possible(params, self.tokenizer.eos_token_ids)
         return params
 
-    def _prompt_ids(self, request: GenerationRequest, prompt: str | list[int], told: str) -> list[int]:
+    def _prompt_ids(self, request: GenerationRequest, prompt: str | list[int], length_clause: str) -> list[int]:
         if isinstance(prompt, str):
-            # A text so long that no tokenization fits is refused before it costs one.
+            # Skip the cost of tokenizing a text that cannot fit.
             at_least = self.least_tokens(prompt)
             if at_least > self.max_context_length and request.truncate_prompt_tokens is None:
-                raise self._over_context(f"at least {at_least}", told, "prompt")
+                raise self._over_context(f"at least {at_least}", length_clause, "prompt")
             return self.encode(prompt)
         self.check_ids(prompt, "prompt")
         return prompt
 
-    def _check_room(self, num_prompt_tokens: int, max_tokens: int | None, param: str, told: str) -> None:
-        """`max_tokens`: what must fit beside the prompt; None: what is left, so that is one. `told`: `_told_length`."""
+    def _check_room(self, num_prompt_tokens: int, max_tokens: int | None, param: str, length_clause: str) -> None:
+        """Reject a prompt that leaves too little context for the completion.
+
+        Args:
+            max_tokens: completion tokens that must fit after the prompt; None counts as 1.
+            length_clause: end of the error message, see `_length_clause`.
+        """
         if num_prompt_tokens + (1 if max_tokens is None else max_tokens) > self.max_context_length:
             fits = param != "max_tokens" or num_prompt_tokens < self.max_context_length
-            raise self._over_context(str(num_prompt_tokens), told, param if fits else "prompt")
+            raise self._over_context(str(num_prompt_tokens), length_clause, param if fits else "prompt")
 
-    def _over_context(self, num_prompt_tokens: str, told: str, param: str) -> ContextLengthExceeded:
+    def _over_context(self, num_prompt_tokens: str, length_clause: str, param: str) -> ContextLengthExceeded:
         return ContextLengthExceeded(
             f"this model's maximum context length is {self.max_context_length} tokens, "
-            f"but the prompt has {num_prompt_tokens}{told}",
+            f"but the prompt has {num_prompt_tokens}{length_clause}",
             param=param,
         )
 
 
-def _told_length(max_tokens: int | None, *, is_asked: bool = True) -> str:
-    """How a refusal goes on that has named the prompt's length."""
+def _length_clause(max_tokens: int | None, *, is_asked: bool = True) -> str:
+    """Return the end of a context-length error, after the prompt's length."""
     if max_tokens is None:
-        return ", which leaves none for a completion"
+        return ", which leaves no room for a completion"
     return f" and max_tokens is {max_tokens}{'' if is_asked else ', its default'}"
 
 
 def _num_prompt_logprobs(request: GenerationRequest) -> int | None:
-    """Alternatives to the prompt's tokens that the engine must tell; None where nobody wants the prompt scored."""
+    """Return the number of top logprobs to compute per prompt token; None: no prompt logprobs are needed."""
     wanted = (request.prompt_logprobs, request.num_logprobs if request.echoes else None)
     return max((number for number in wanted if number is not None), default=None)
 
 
 def sample_seed(seed: int | None, sample: int) -> int:
-    """The seed of sample number `sample` of a request: 64 bits.
+    """Return the 64-bit seed of sample number `sample` of a request.
 
-    The first sample has the request's own seed, so that it is the same whatever `n`; the others have hashes of
-    it. Without a seed each has a random one.
+    Sample 0 gets the request's seed, so its completion does not depend on `n`. Later samples get a hash of the seed and
+    the sample number. Without a seed, every sample gets a random seed.
     """
     if seed is None:
         return secrets.randbits(64)
-    seed %= 2**64  # negative seeds are allowed on the wire
+    seed %= 2**64  # the API allows negative seeds
     if sample == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest(), "big")

@@ -1,11 +1,12 @@
-"""Find the poison request: the one that kills workers.
+"""Detection of poison requests: requests that crash the worker.
 
-Every kind of request counts alike: completions, conversations, embeddings, attention looks. A request here is one
-sequence or one look, named by its uid.
+Completions, chats, embeddings and attention inspections are handled alike. A request here is one sequence or one
+inspection, identified by its uid.
 
-A request that was running at a crash, and had made no progress since the worker began it, gets a strike. Any progress
-removes its strikes. A request with two strikes is tried alone: while it runs, nothing else is given to the worker. A
-third strike, alone, has one explanation and convicts it.
+- A request that was running at a crash, and had made no progress since its start, gets a strike.
+- Any progress of a request removes its strikes.
+- A request with two strikes is tried alone: the worker gets no other work while the request runs.
+- A crash during the trial identifies the request as poison, since nothing else was running.
 """
 
 from collections.abc import Sequence
@@ -13,36 +14,36 @@ from typing import TypeAlias
 
 from service.messages import Look, Submit
 
-# With so many strikes a request is retried alone.
+# Strikes after which a request is tried alone.
 _STRIKES_BEFORE_TRIAL = 2
 
 Work: TypeAlias = Submit | Look
 
 
 class PoisonRequestDetector:
-    """The strikes against unfinished requests, and the work that is held back during a trial."""
+    """Strikes of unfinished requests, and the work held back during a trial."""
 
     def __init__(self) -> None:
-        self._running: dict[str, None] = {}  # in order of their start, without progress since
+        self._running: dict[str, None] = {}  # in order of start; no progress since
         self._strikes: dict[str, int] = {}
-        self._suspects: dict[str, None] = {}  # still to be tried
+        self._suspects: dict[str, None] = {}  # suspects that wait for their trial
         self._on_trial: str | None = None
         self._held: dict[str, Work] = {}  # in order of arrival
 
     @property
     def is_empty(self) -> bool:
-        """Whether progress would change nothing: the usual state between two starts."""
+        """Report whether there is nothing to track, so that `record_progress` would change nothing."""
         return not (self._running or self._strikes or self._held)
 
     def admit(self, work: Sequence[Work]) -> list[Work]:
-        """Return the work that may be given to the worker now. During a trial it is held until `release`."""
+        """Return the work that may be sent to the worker now. During trials, hold it all until `release`."""
         if not self._suspects and self._on_trial is None:
             return list(work)
         self._held.update((each.uid, each) for each in work)
         return []
 
     def release(self) -> list[Work]:
-        """Return held work that may be given to the worker now: the next suspect alone; after the last trial, all."""
+        """Return held work that may be sent now: the next suspect alone, or all work after the last trial."""
         if self._on_trial is not None:
             return []
         if self._suspects:
@@ -54,13 +55,14 @@ class PoisonRequestDetector:
         return released
 
     def record_start(self, uid: str) -> None:
-        """The worker is about to compute this request."""
+        """Record that the worker starts to compute a request."""
         self._running[uid] = None
 
     def record_progress(self, uid: str) -> bool:
         """Remove the strikes of a request that made progress.
 
-        Returns: whether it must leave the worker, because the next suspect is to be tried alone.
+        Returns:
+            True if the request must be taken back from the worker, because the next suspect is to be tried alone.
         """
         self._running.pop(uid, None)
         self._strikes.pop(uid, None)
@@ -76,9 +78,10 @@ class PoisonRequestDetector:
         self._held.pop(uid, None)
 
     def record_crash(self) -> str | None:
-        """Give a strike to each running request. All unfinished work is to be admitted again after this.
+        """Give a strike to each running request. The caller must `admit` all unfinished work again.
 
-        Returns: the poison request, once it is known.
+        Returns:
+            The uid of the poison request; None while it is unknown.
         """
         for uid in self._running:
             self._strikes[uid] = self._strikes.get(uid, 0) + 1

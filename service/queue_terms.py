@@ -1,8 +1,13 @@
-"""On which terms a request waits for its turn: whose it is, how long it may, and whether it was here before.
+"""Queueing terms of a request: its tenant, its longest wait, and whether it is a retry.
 
-A deadline bounds the wait and not the answer: what has begun is finished. It comes from the body (`timeout`), from
-`x-request-timeout`, and from what the SDKs of OpenAI say of themselves: their own timeouts, after which nobody is left
-to read an answer (`x-stainless-read-timeout` in Python, `x-stainless-timeout` in Node.js, both in seconds).
+A deadline bounds the time in the queue, not the response: a request that has started is finished. The deadline is the
+shortest of these:
+
+- `timeout` in the body
+- the header `x-request-timeout`
+- the timeout that OpenAI's SDKs report, after which the client no longer reads (`x-stainless-read-timeout` in Python,
+  `x-stainless-timeout` in Node.js, both in seconds)
+- the server's maximum, `--max-queue-seconds`
 """
 
 import ipaddress
@@ -17,21 +22,21 @@ from service.settings import ServeSettings
 
 TIMEOUT_HEADER = "x-request-timeout"
 _SDK_TIMEOUTS = ("x-stainless-read-timeout", "x-stainless-timeout")
-# How often a client of OpenAI's has been refused or failed with this request.
+# Header of OpenAI's SDKs: number of earlier attempts at this request that failed or were rejected.
 _RETRY_COUNT = "x-stainless-retry-count"
-# A site of IPv6 has a network of this length, and all the addresses in it (RFC 6177).
+# Prefix length that counts as one IPv6 tenant, since a site has all addresses of its network (RFC 6177).
 _IPV6_SITE = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueueTerms:
-    """The terms of one request.
+    """Queueing terms of one request.
 
-    owner: whose it is. Among owners, not among requests, places and room are shared.
-    cache_namespace: requests of different namespaces share no prefixes.
-    timeout_seconds: after so long in the queue it is ended.
-    patience_seconds: what would wait longer, by prediction, is refused.
-    is_retry: the client was refused before, and has come back.
+    owner: tenant. Slots and queue room are shared fairly among tenants, not among requests.
+    cache_namespace: requests of different namespaces share no cached prefixes.
+    timeout_seconds: time in the queue after which the request is ended.
+    patience_seconds: predicted wait above which the request is rejected.
+    is_retry: the SDK reports an earlier attempt at this request.
     """
 
     owner: str = ""
@@ -41,17 +46,17 @@ class QueueTerms:
     is_retry: bool = False
 
     def deadline(self, arrival_seconds: float) -> float | None:
-        """When a request that came then has waited too long; None for never."""
+        """Return the time after which a request that arrived then is ended unstarted; None: no deadline."""
         return arrival_seconds + self.timeout_seconds if math.isfinite(self.timeout_seconds) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueueLimits:
-    """What the server allows.
+    """Queueing limits of the server.
 
-    max_seconds: the longest wait of any request, and so of a `timeout`.
-    target_seconds: the patience of a request that says nothing of it.
-    shares_prefix_cache: API keys share one namespace of the prefix cache.
+    max_seconds: longest wait of any request; caps every `timeout`.
+    target_seconds: longest predicted wait that a request without an explicit timeout accepts.
+    shares_prefix_cache: all API keys share one namespace of the prefix cache.
     """
 
     max_seconds: float = math.inf
@@ -59,32 +64,37 @@ class QueueLimits:
     shares_prefix_cache: bool = False
 
     def terms(self, request: Request, timeout: float | None) -> QueueTerms:
-        """The terms of a request whose body has that `timeout`.
+        """Return the terms of a request.
+
+        Args:
+            timeout: the body's `timeout`.
 
         Raises:
-            InvalidRequest: the header is no number of seconds above 0.
+            InvalidRequest: `x-request-timeout` is not a number of seconds above 0.
         """
         asked = [timeout] if timeout is not None else []
         if (given := request.headers.get(TIMEOUT_HEADER)) is not None:
             if (seconds := _seconds(given)) is None:
                 raise InvalidRequest(f"{TIMEOUT_HEADER} must be a number of seconds above 0", param=TIMEOUT_HEADER)
             asked.append(seconds)
-        told = [seconds for name in _SDK_TIMEOUTS if (seconds := _seconds(request.headers.get(name, ""))) is not None]
-        limit = min(self.max_seconds, *asked, *told, math.inf)
+        sdk_limits = [
+            seconds for name in _SDK_TIMEOUTS if (seconds := _seconds(request.headers.get(name, ""))) is not None
+        ]
+        limit = min(self.max_seconds, *asked, *sdk_limits, math.inf)
         is_retry = request.headers.get(_RETRY_COUNT, "0").strip("0").isdecimal()
         return QueueTerms(
             owner=owner_of(request),
             cache_namespace="" if self.shares_prefix_cache else getattr(request.state, KEY_NAME, ""),
             timeout_seconds=limit,
-            # Who asks for a time is content to wait that long; an SDK always says one, and means no such thing. But it
-            # comes back twice and then gives up: who was refused once is let in where there is room.
+            # An explicit timeout is a willingness to wait that long. SDK default timeouts are not. But an SDK gives up
+            # after two retries, so a retry is queued if there is room.
             patience_seconds=limit if asked or is_retry else min(self.target_seconds, limit),
             is_retry=is_retry,
         )
 
 
 def queue_limits(settings: ServeSettings) -> QueueLimits:
-    """What the settings allow; 0 is no limit."""
+    """Return the queueing limits of the settings. A setting of 0 means no limit."""
     longest, target = settings.max_queue_seconds, settings.target_queue_seconds
     return QueueLimits(
         max_seconds=longest if longest > 0.0 else math.inf,
@@ -94,7 +104,7 @@ def queue_limits(settings: ServeSettings) -> QueueLimits:
 
 
 def owner_of(request: Request) -> str:
-    """The name of the request's API key; without keys, where it comes from."""
+    """Return the tenant: the name of the request's API key, or the client's address if there are no keys."""
     if (name := getattr(request.state, KEY_NAME, None)) is not None:
         return f"key {name}"
     host = "" if request.client is None else request.client.host
@@ -108,7 +118,7 @@ def owner_of(request: Request) -> str:
 
 
 def _seconds(text: str) -> float | None:
-    """A positive number of seconds; None where the text is none."""
+    """Parse a positive, finite number of seconds. Return None for any other text."""
     try:
         seconds = float(text)
     except ValueError:

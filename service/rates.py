@@ -1,18 +1,20 @@
-"""How fast the service has worked of late: what a prediction of waiting rests on."""
+"""Moving averages of rates (tokens, endings), from which waiting times are predicted."""
 
 import math
 
-# How far back the observed rates look. Long enough to average over a batch, short enough to follow the load.
+# Time constant of the averages: long enough to average over a batch, short enough to follow the load.
 _MEMORY_SECONDS = 30.0
-# What is told before anything was observed.
+# Prediction before anything was observed.
 _UNKNOWN_WAIT_SECONDS = 1.0
-# Fewer events say little of a rate: the mean of 16 gaps is off by a quarter.
+# Events that make a rate known. The mean of 16 exponential gaps has a relative standard error of a quarter.
 _FEW = 16
 
 
 class Rate:
-    """An exponentially weighted average of something per second of the time that is added. Other time does not
-    dilute it."""
+    """Exponentially weighted average of an amount per second.
+
+    Only time passed to `add` counts, so idle time does not lower the rate.
+    """
 
     def __init__(self) -> None:
         self._amount = 0.0
@@ -20,7 +22,7 @@ class Rate:
         self._num_events = 0
 
     def add(self, amount: float, seconds: float) -> None:
-        """Count `amount`, spread evenly over the `seconds` since the last call."""
+        """Add `amount`, spread evenly over the last `seconds`."""
         keep = math.exp(-seconds / _MEMORY_SECONDS)
         weighted_seconds = _MEMORY_SECONDS * (1.0 - keep)  # of this interval, as seen from its end
         weight = weighted_seconds / seconds if seconds > 0.0 else 1.0
@@ -30,13 +32,14 @@ class Rate:
 
     @property
     def is_known(self) -> bool:
-        """Whether enough was observed to refuse somebody for it."""
+        """Report whether enough was observed to reject a request on the prediction."""
         return self._num_events >= _FEW and self._amount > 0.0 and self._seconds > 0.0
 
     def seconds_for(self, amount: float, *, prior: float = 0.0) -> float:
-        """How long `amount` takes at the observed rate; a second when nothing was observed.
+        """Return the seconds that `amount` takes at the observed rate; 1 s if nothing was observed.
 
-        prior: what is taken to have been observed beside it, in no time.
+        Args:
+            prior: amount added to the observed amount, without time, for smoothing.
         """
         observed = self._amount + prior
         if observed <= 0.0 or self._seconds <= 0.0:

@@ -1,4 +1,4 @@
-"""Readiness: can a request be served now, and if not, why and how long."""
+"""Readiness state of the service: ready, or the reason why not and the expected time."""
 
 import time
 
@@ -7,20 +7,20 @@ from service.messages import Hello
 from service.responses import Readiness
 from service.serving_path import path_of
 
-# A worker without a sign of life for so long hangs: it gives one after each step, and while idle each second. The
-# alert fires within 60 s of a hang: after this time, a scrape (5 s) and an evaluation of the rules (15 s).
+# A worker without a heartbeat for this long is stalled. Heartbeats come after each step, and each second while idle.
+# The alert fires within 60 s of a hang: this time, plus a scrape (5 s), plus an evaluation of the rules (15 s).
 STALL_SECONDS = 20.0
 
 
 def readiness_of(
     lifecycle: Lifecycle, hello: Hello | None, *, silent_seconds: float, drain_seconds: float
 ) -> Readiness:
-    """Return what `GET /ready` answers.
+    """Return the response body of `GET /ready`.
 
     Args:
-        hello: the last worker's; None before the first worker is up.
-        silent_seconds: since the worker's last sign of life.
-        drain_seconds: how long running requests may take to finish.
+        hello: start-up message of the latest worker; None before the first worker is up.
+        silent_seconds: time since the worker's last heartbeat.
+        drain_seconds: time limit for running requests to finish after SIGTERM.
     """
     now = time.monotonic()
     is_up = hello is not None and hello.epoch >= lifecycle.epoch.value

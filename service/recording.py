@@ -1,4 +1,4 @@
-"""One answer that outlives its connection: it is recorded as it is made, and played to whoever comes for it."""
+"""Buffer of one response that outlives its connection, and the replay of that buffer to a client."""
 
 import asyncio
 import logging
@@ -18,7 +18,8 @@ from service.responses import KEEP_ALIVE, encode_event
 
 logger = logging.getLogger(__name__)
 
-# Of one answer: 16,000 tokens of a stream without log-probabilities. Of a longer one the last are kept.
+# Buffer limit of one response: 16,000 tokens of a stream without logprobs. A longer stream keeps its latest events; a
+# response that is not streamed is kept whole.
 MAX_ANSWER_BYTES: Final = 4 * 2**20
 
 Make: TypeAlias = Callable[[], Awaitable[Response]]
@@ -26,7 +27,7 @@ Make: TypeAlias = Callable[[], Awaitable[Response]]
 
 @runtime_checkable
 class CountsTokens(Protocol):
-    """A response that tells how many completion tokens it has sent so far."""
+    """Response that counts the completion tokens it has sent so far."""
 
     @property
     def num_sent_tokens(self) -> int: ...
@@ -34,23 +35,23 @@ class CountsTokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request, as far as it must be the same to get the same answer."""
+    """Identity of a request. Only an equal request may get the buffered response."""
 
     path: str
     digest: bytes  # of the body, byte for byte
-    timeout: str | None  # the header that says as much as the body's field
+    timeout: str | None  # the x-request-timeout header, which means the same as the body's `timeout`
 
 
 class Recording:
-    """One answer while it is made, and for a while after. It begins at once.
+    """Buffer of one response, while it is generated and for some time after. Generation starts at once.
 
     Args:
-        make: gives the response, which is called as a server calls it.
-        owner: whose API key came with the request.
-        key: the request's `Idempotency-Key`, None without one.
-        asked: what was asked for; anything else under the same key is a mistake.
-        ended: told when nothing more comes.
-        waste: told how many tokens were recorded and played to nobody.
+        make: returns the ASGI response to run.
+        owner: tenant of the request, the name of its API key.
+        key: the request's `Idempotency-Key`; None without the header.
+        asked: identity of the request; a different request under the same key is an error.
+        ended: called when the response is complete or has failed.
+        waste: called with the number of tokens that were generated and sent to no client.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Recording:
         self.num_bytes = 0
         self.num_readers = 0
         self.idle_since_seconds = time.monotonic()
-        self._parts: deque[tuple[bytes, int]] = deque()  # and how many tokens were sent with the last of its message
+        self._parts: deque[tuple[bytes, int]] = deque()  # each with the tokens sent up to the end of its message
         self._num_dropped = 0
         self._num_tokens = self._num_played_tokens = 0
         self._response: Response | None = None
@@ -86,27 +87,27 @@ class Recording:
 
     @property
     def num_parts(self) -> int:
-        """How many there have been: of a stream events, of a body one."""
+        """Return the number of parts so far, dropped ones included. A stream's part is one event."""
         return self._num_dropped + len(self._parts)
 
     def has(self, number: int) -> bool:
-        """Whether all from this part on is here, or still to come."""
+        """Report whether no part from `number` on has been dropped. Part `number` may be the next to come."""
         return self._num_dropped <= number <= self.num_parts
 
     def part(self, number: int) -> bytes:
-        """One part as it goes to a client; an event with its id."""
+        """Return one part as sent to a client. An event gets its id."""
         part, _ = self._parts[number - self._num_dropped]
         return b"id: %s/%d\n" % (self.id.encode(), number) + part if self.is_stream else part
 
     @property
     def is_stream(self) -> bool:
-        """Known when the head is."""
+        """Report whether the response is an event stream; False until its headers are known."""
         headers = () if self.head is None else self.head["headers"]
         return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
 
     @contextmanager
     def reader(self) -> Iterator[asyncio.Event]:
-        """Read from here; the event is set when there is news."""
+        """Register a reader. Yield an event that is set now and whenever parts arrive or the response ends."""
         wake = asyncio.Event()
         wake.set()
         self._wakes.add(wake)
@@ -119,20 +120,20 @@ class Recording:
             self.idle_since_seconds = time.monotonic()
 
     def played(self, number: int) -> None:
-        """Somebody has all parts before this one, which is there or the next to come."""
+        """Record that a client was sent all parts before `number`."""
         if number > self._num_dropped:
             _, num_tokens = self._parts[number - self._num_dropped - 1]
             self._num_played_tokens = max(self._num_played_tokens, num_tokens)
 
     def abandon(self) -> None:
-        """Nobody comes back: the response learns that its client has gone."""
+        """Send a client disconnect to the response, since no client came back for it."""
         is_news = not self._abandoned.is_set()
         self._abandoned.set()
         if is_news and self.is_finished:
             self._waste(self._num_tokens - self._num_played_tokens)
 
     def cancel(self) -> None:
-        """End it with the process."""
+        """Cancel the response, because the process ends."""
         self._task.cancel()
 
     async def _record(self, make: Make) -> None:
@@ -142,7 +143,7 @@ class Recording:
         except ApiError as error:
             self.failure = error
         except Exception as error:
-            logger.exception("an answer could not be made")
+            logger.exception("a buffered response failed")
             self.failure = error
         finally:
             self.has_failed |= self.failure is not None
@@ -150,7 +151,7 @@ class Recording:
             if self._abandoned.is_set():
                 self._waste(self._num_tokens - self._num_played_tokens)
             self.idle_since_seconds = time.monotonic()
-            self._tell()
+            self._wake_readers()
             self._ended(self)
 
     async def _receive(self) -> Message:
@@ -164,7 +165,7 @@ class Recording:
             self._keep(message["body"].split(b"\n\n")[:-1], end=b"\n\n")
         elif not self.is_stream:
             self._keep([message["body"]] if message["body"] else [])
-        self._tell()
+        self._wake_readers()
 
     def _keep(self, parts: list[bytes], end: bytes = b"") -> None:
         self.has_failed |= any(part.startswith(b'data: {"error":') for part in parts)
@@ -176,16 +177,18 @@ class Recording:
             self.num_bytes -= len(self._parts.popleft()[0])
             self._num_dropped += 1
 
-    def _tell(self) -> None:
+    def _wake_readers(self) -> None:
         for wake in self._wakes:
             wake.set()
 
 
 class Playback(Response):
-    """A recording as the response to one connection, from part `start` on. Its client may leave at any time.
+    """Response that sends a recording to one connection. The client may disconnect at any time.
 
     Args:
-        is_again: the answer was made, or begun, for an earlier request.
+        start: number of the first part to send.
+        is_again: the recording was started by an earlier request.
+        left: called when this connection no longer reads the recording.
     """
 
     def __init__(self, recording: Recording, *, start: int, is_again: bool, left: Callable[[Recording], None]) -> None:
@@ -199,10 +202,10 @@ class Playback(Response):
         self._has_gone = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Deliver what there is, and what comes.
+        """Send the buffered parts, then new parts as they arrive.
 
         Raises:
-            ApiError: the request failed before anything was sent.
+            ApiError: the request failed before its response began.
         """
         recording = self._recording
         try:
@@ -228,7 +231,7 @@ class Playback(Response):
             wake.clear()
             if self._has_gone:
                 return
-            is_last = recording.is_finished  # what is there now is all
+            is_last = recording.is_finished  # if finished, the parts present now are all
             if not has_begun and recording.head is not None:
                 has_begun = True
                 await send(self._head(recording.head))
@@ -245,13 +248,21 @@ class Playback(Response):
         return {**head, "headers": [*head["headers"], *again]}
 
     async def _catch_up(self, send: Send) -> bool:
-        """Send what is new, or a sign of life. False: some of it is no longer there, for a client that reads slowly."""
+        """Send the new parts, or a keep-alive comment if there are no new parts.
+
+        Returns:
+            False if the client read so slowly that its next parts were dropped. The stream then ends with an error.
+        """
         recording = self._recording
         if self._next == recording.num_parts and recording.is_stream and not recording.is_finished:
             await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
         while self._next < recording.num_parts and not self._has_gone:
             if not recording.has(self._next):
-                late = encode_event(AnswerGone("the stream was read too slowly: its next events are gone").body())
+                late = encode_event(
+                    AnswerGone(
+                        "the stream was read too slowly and its next events were dropped; repeat the request"
+                    ).body()
+                )
                 await send({"type": "http.response.body", "body": late, "more_body": True})
                 return False
             body = b"".join(recording.part(number) for number in range(self._next, recording.num_parts))

@@ -1,11 +1,13 @@
-"""Answers that outlive a connection: who lost it comes back for the rest, or asks again and gets the same answer.
+"""Resumable streams and idempotent retries: response buffers that outlive a connection.
 
-A request with an `Idempotency-Key`, or of a client that reads nothing but event streams, is answered beside its
-connection. What is sent is kept, and every connection that asks for it reads from there: the first, the one after it
-that says which event it saw last (`Last-Event-ID`, the WHATWG's EventSource), and the retry under the same key (the
-IETF's draft-ietf-httpapi-idempotency-key-header), which does not generate twice.
+A response is buffered if its request has an `Idempotency-Key`, or accepts only `text/event-stream`. Generation then
+does not depend on the connection. Every connection of that request reads from the buffer:
 
-Other requests end with their connection. Their events have no ids, which some clients take for a part of the data.
+- the first connection
+- a reconnect with `Last-Event-ID` (WHATWG EventSource), which gets the events after that id
+- a retry under the same `Idempotency-Key` (draft-ietf-httpapi-idempotency-key-header), which does not generate twice
+
+Any other request ends with its connection. Its events have no ids, because some clients take ids for data.
 """
 
 import hashlib
@@ -22,35 +24,36 @@ from service.errors import AnswerGone, InvalidRequest, KeyReused
 from service.queue_terms import TIMEOUT_HEADER
 from service.recording import Asked, Make, Playback, Recording
 
-# Of all answers. Beyond that none is kept that is finished and not being read.
+# Limit of all buffers together. Over the limit, finished buffers without readers are dropped, oldest first.
 MAX_KEPT_BYTES: Final = 64 * 2**20
-_OVERHEAD_BYTES: Final = 4096  # of an answer of no text
+_OVERHEAD_BYTES: Final = 4096  # of a buffer without text
 _EVENT_ID: Final = re.compile(r"([0-9a-f]{32})/(\d{1,9})")
 _KEY: Final = re.compile(r"[!-~]{1,255}")
 
 
 class Recordings:
-    """The recordings of this API process, by id and by key.
+    """Response buffers of this API process, by id and by key.
 
     Args:
-        keep_seconds: how long an answer waits for somebody to come back, unfinished or finished.
-        count: told of each connection that reads an answer begun for an earlier one: "event_id" or "key".
-        waste: told how many tokens of an answer nobody came for.
+        keep_seconds: how long a buffer without readers is kept, finished or not; 0 turns buffering off.
+        count: called with "event_id" or "key" for each connection that reads a buffer started by an earlier request.
+        waste: called with the number of tokens of a response that were sent to no client.
     """
 
     def __init__(self, *, keep_seconds: float, count: Callable[[str], None], waste: Callable[[int], None]) -> None:
         self._keep_seconds = keep_seconds
         self._count = count
         self._waste = waste
-        self._by_id: dict[str, Recording] = {}  # in order of their beginning
+        self._by_id: dict[str, Recording] = {}  # in order of creation
         self._by_key: dict[tuple[str, str], Recording] = {}
 
     async def answer(self, request: Request, body: bytes, make: Make) -> Response:
-        """The response to a request: `make`'s, or what is recorded of it.
+        """Return the response to a request: the result of `make`, or a buffered response.
 
         Raises:
-            InvalidRequest: a header that can't be understood, or a key that belongs to another request.
-            AnswerGone: the stream that `Last-Event-ID` names is not kept, or not from there.
+            InvalidRequest: a header is malformed, or names the response to a different request.
+            KeyReused: the key belongs to a different request.
+            AnswerGone: the buffered response is no longer there, or its needed beginning was dropped.
         """
         key = request.headers.get("idempotency-key")
         owner = str(getattr(request.state, KEY_NAME, ""))
@@ -60,7 +63,7 @@ class Recordings:
             return self._resume(event_id, owner, asked, has_body=bool(body))
         if key is not None and not _KEY.fullmatch(key):
             raise InvalidRequest("Idempotency-Key must be 1 to 255 visible ASCII characters")
-        # An event source. Who takes JSON as well may not read ids, and may not have asked for a stream.
+        # A client that also accepts JSON may not understand event ids, and may not have asked for a stream.
         is_event_source = request.headers.get("accept", "").strip().lower() == "text/event-stream"
         if not (key or is_event_source) or not self._keep_seconds:
             return await make()
@@ -73,7 +76,7 @@ class Recordings:
         return Playback(recording, start=0, is_again=False, left=self._tidy)
 
     def tend(self) -> None:
-        """Let go of what nobody came back for. Called every second or so."""
+        """Drop the buffers that have expired or exceed the memory limit. Call about once a second."""
         since = time.monotonic() - self._keep_seconds
         for recording in list(self._by_id.values()):
             if not recording.num_readers and recording.idle_since_seconds <= since:
@@ -86,19 +89,25 @@ class Recordings:
             self._drop(recording)
 
     def close(self) -> None:
-        """End with the process."""
+        """Cancel all responses, because the process ends."""
         for recording in self._by_id.values():
             recording.cancel()
 
     def _resume(self, event_id: str, owner: str, asked: Asked, *, has_body: bool) -> Playback:
         match = _EVENT_ID.fullmatch(event_id)
         if match is None:
-            raise InvalidRequest("Last-Event-ID is not the id of an event of this server")
+            raise InvalidRequest(
+                "Last-Event-ID is not an event id of this server; send the id of the last event received"
+            )
         recording, start = self._by_id.get(match[1]), int(match[2]) + 1
         if recording is None or recording.owner != owner or not recording.has(start):
-            raise AnswerGone("the stream is not kept, or not from that event on; ask again without Last-Event-ID")
+            raise AnswerGone(
+                "the events after Last-Event-ID are no longer stored; repeat the request without Last-Event-ID"
+            )
         if asked.path != recording.asked.path or (has_body and asked.digest != recording.asked.digest):
-            raise InvalidRequest("Last-Event-ID is of another request; send that one's body, or none, to its route")
+            raise InvalidRequest(
+                "Last-Event-ID belongs to another request; use the route of that request, with its body or none"
+            )
         self._count("event_id")
         return Playback(recording, start=start, is_again=True, left=self._tidy)
 
@@ -106,12 +115,12 @@ class Recordings:
         if asked != recording.asked:
             raise KeyReused("the Idempotency-Key belongs to another request; use a new one")
         if not recording.has(0):
-            raise AnswerGone("the answer is too long to be sent again from its beginning; use a new Idempotency-Key")
+            raise AnswerGone("the beginning of the response is no longer stored; use a new Idempotency-Key")
         self._count("key")
         return Playback(recording, start=0, is_again=True, left=self._tidy)
 
     def _tidy(self, recording: Recording) -> None:
-        """It, or a connection to it, has ended. An error is not kept: the retry that follows is to be a new attempt."""
+        """Drop a failed response once it has no readers, so that a retry is a new attempt."""
         if recording.has_failed and not recording.num_readers:
             self._drop(recording)
 

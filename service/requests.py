@@ -1,4 +1,4 @@
-"""What surrounds every HTTP request: its id, its body within bounds, and errors in OpenAI's shape. Pure ASGI."""
+"""HTTP request handling common to all routes: request ids, body limits, errors in OpenAI's format."""
 
 import re
 import uuid
@@ -17,15 +17,15 @@ from service.responses import encode
 
 # Lists and objects in a body: 4,096 messages of two parts each have 16,386.
 MAX_CONTAINERS = 20_000
-# One more of them, outside strings. Possessive throughout: one pass, whatever stands there.
+# Matches one more opening bracket than the limit, outside strings. Possessive quantifiers prevent backtracking.
 _TOO_MANY = re.compile(rb'(?:(?:[^"\[{]++|"(?:[^"\\]++|\\.)*+"?)*+[\[{]){%d}+' % (MAX_CONTAINERS + 1), re.DOTALL)
 REQUEST_ID = "x-request-id"
-# What may be echoed into a header and a log line.
+# Request ids that are safe to echo into a header and a log line.
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
 class RequestId:
-    """ASGI middleware: every response carries the client's `x-request-id`, or one of ours if it has none fit."""
+    """ASGI middleware: put an `x-request-id` on every response, the client's or, if missing or unsafe, a new one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -46,17 +46,17 @@ class RequestId:
 
 
 async def read_body(request: Request, *, max_bytes: int) -> bytes:
-    """The request's body.
+    """Read the request's body.
 
     Raises:
-        BodyTooLarge: it is longer, or says that it is.
-        UnsupportedEncoding: it is compressed. It would have to be bounded again.
-        InvalidRequest: its length is no number, or it holds too many lists and objects.
-        ClientDisconnect: the client left before its end.
+        BodyTooLarge: the body or its Content-Length is over `max_bytes`.
+        UnsupportedEncoding: the body is compressed. Its uncompressed size would need a limit of its own.
+        InvalidRequest: Content-Length is not a number, or the body holds too many lists and objects.
+        ClientDisconnect: the client disconnected before the end of the body.
     """
     too_large = BodyTooLarge(f"the body is over the limit of {max_bytes} bytes")
     if (encoding := request.headers.get("content-encoding", "").strip().lower()) not in ("", "identity"):
-        raise UnsupportedEncoding(f"Content-Encoding {encoding[:50]!r} is not read here; send the body uncompressed")
+        raise UnsupportedEncoding(f"Content-Encoding {encoding[:50]!r} is not supported; send the body uncompressed")
     try:
         if int(request.headers.get("content-length", 0)) > max_bytes:
             raise too_large
@@ -74,21 +74,22 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
 
 
 def _check_structure(body: bytes) -> None:
-    """Refuse a body of so many parts that all streams would stand still while it is read: an object takes 2 µs.
+    """Reject a body with more than `MAX_CONTAINERS` lists and objects.
 
-    Brackets within strings are text, and only looked at where there are many.
+    Parsing takes 2 µs an object and would delay all streams. The regex, which skips brackets within strings, runs only
+    if a plain count of brackets is over the limit.
     """
     if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS and _TOO_MANY.match(body):
-        raise InvalidRequest(f"the body holds over {MAX_CONTAINERS} lists and objects; send it in parts")
+        raise InvalidRequest(f"the body holds over {MAX_CONTAINERS} lists and objects; split the request")
 
 
 def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A response with `value` as its JSON body."""
+    """Return a response with `value` as its JSON body."""
     return Response(encode(value), status, headers, "application/json")
 
 
 def install_error_handlers(app: FastAPI, count: Callable[[ApiError], None]) -> None:
-    """Answer every error in OpenAI's shape, unknown routes and our own bugs included, and count it."""
+    """Install handlers that count every error and send it in OpenAI's format, unknown routes and bugs included."""
 
     async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
@@ -97,17 +98,22 @@ def install_error_handlers(app: FastAPI, count: Callable[[ApiError], None]) -> N
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        place = f"{request.method} {request.url.path[:200]}"
+        method_and_path = f"{request.method} {request.url.path[:200]}"
         if error.status_code == 405:
-            answer = await api_error(request, MethodNotAllowed(f"{place}: this method is not allowed here"))
-            answer.headers["allow"] = ", ".join(_methods(app, request.scope))
-            return answer
+            response = await api_error(
+                request,
+                MethodNotAllowed(f"{method_and_path}: this method is not allowed; use a method of the Allow header"),
+            )
+            response.headers["allow"] = ", ".join(_methods(app, request.scope))
+            return response
         if error.status_code == 404:
-            return await api_error(request, RouteNotFound(f"{place}: there is no such route"))
+            return await api_error(
+                request, RouteNotFound(f"{method_and_path}: there is no such route; see /openapi.json")
+            )
         return await api_error(request, InvalidRequest(str(error.detail)))
 
     async def client_left(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # to nobody
+        return Response(status_code=499)  # never sent: the client has disconnected
 
     async def our_fault(request: Request, error: Exception) -> Response:
         return await api_error(request, ApiError("internal error"))
@@ -119,6 +125,6 @@ def install_error_handlers(app: FastAPI, count: Callable[[ApiError], None]) -> N
 
 
 def _methods(app: FastAPI, scope: Scope) -> list[str]:
-    """What a path answers to. Several routes may share one, and each knows only its own methods."""
+    """Return the methods of a path. Several routes may share a path, each with its own methods."""
     routes = [route for route in app.routes if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE]
     return sorted({method for route in routes for method in route.methods or ()})

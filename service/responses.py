@@ -1,4 +1,4 @@
-"""The OpenAI wire contract of answers. What is encoded is what `/openapi.json` documents: one definition."""
+"""Response bodies of the OpenAI API. The same structs are encoded and documented in `/openapi.json`."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
@@ -10,11 +10,11 @@ from service.serving_path import ServingPath
 
 
 class Logprobs(msgspec.Struct, kw_only=True):
-    """Four lists of equal length, one entry a token.
+    """Logprobs of a choice: four lists of equal length, one entry per token.
 
-    `text_offset`: characters of the choice's text before the token. A token that is not whole characters is shown
-    as `bytes:\\xNN`. `top_logprobs` always has the token itself. The first token of a prompt has neither logprob.
-    With `return_tokens_as_token_ids` every token is shown as `token_id:N`.
+    `text_offset` is the number of characters of the choice's text before the token. A token that is not whole
+    characters is shown as `bytes:\\xNN`. `top_logprobs` always includes the token itself. The first token of a prompt
+    has no logprob and no top logprobs. With `return_tokens_as_token_ids` every token is shown as `token_id:N`.
     """
 
     tokens: list[str]
@@ -24,21 +24,22 @@ class Logprobs(msgspec.Struct, kw_only=True):
 
 
 class PromptLogprob(msgspec.Struct, kw_only=True):
-    """A token where a prompt has it, or might have it. `rank`: 1 for the most likely one; equals share one."""
+    """Logprob of a token at one prompt position. `rank` 1 is the most likely token; equal logprobs share a rank."""
 
     logprob: float
     rank: int
     decoded_token: str
 
 
-# For each token of a prompt: itself, then the most likely ones, by id. The first one has nothing before it.
+# Per prompt token: the token itself, then the most likely tokens, by token id. None for the first token.
 PromptLogprobs: TypeAlias = list[dict[int, PromptLogprob] | None]
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """A completion, or in a stream a piece of one. `stop_reason`: the stop string or token id that matched.
+    """Completion, or one chunk of it in a stream. `stop_reason` is the stop string or token id that matched.
 
-    `token_ids` and `prompt_token_ids` come with `return_token_ids`; what is the prompt's comes in the first piece.
+    `token_ids` and `prompt_token_ids` are sent with `return_token_ids`. In a stream, fields of the prompt are sent in
+    the first chunk.
     """
 
     index: int
@@ -52,13 +53,13 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
-    """`cached_tokens`: prompt tokens whose KV-cache was already there."""
+    """Details of the prompt's tokens. `cached_tokens` counts the prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """Each prompt counts once, however many samples are drawn from it. Details are known at the end."""
+    """Token counts. Each prompt counts once, for any number of samples. Details are sent at the end."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -67,9 +68,9 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class Timings(msgspec.Struct, kw_only=True):
-    """Where the time went. With several choices: of the one that began first; `decode_ms` of the slowest.
+    """Time spent on the request: the choice that started first; for `decode_ms`, the slowest choice.
 
-    `ttft_ms` counts from arrival, `tokens_per_second` from the first token on; both null where there was none.
+    `ttft_ms` counts from arrival. `tokens_per_second` counts from the first token. Both are null if there was no token.
     """
 
     queue_ms: float
@@ -80,7 +81,7 @@ class Timings(msgspec.Struct, kw_only=True):
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """The answer as one body, or one event of a stream. `timings` come in the body and in the last two events."""
+    """Completion body, or one event of its stream. `timings` are in the body and in the last two events of a stream."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -92,7 +93,7 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """A model that can be asked for."""
+    """Model that this server serves."""
 
     id: str
     object: Literal["model"] = "model"
@@ -102,14 +103,14 @@ class ModelCard(msgspec.Struct, kw_only=True):
 
 
 class ModelList(msgspec.Struct, kw_only=True):
-    """The models that can be asked for."""
+    """List of the served models."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
 class Tokenized(msgspec.Struct, kw_only=True):
-    """`token_strs` where they were asked for, else null."""
+    """Response of `/tokenize`. `token_strs` is null unless requested."""
 
     count: int
     max_model_len: int
@@ -118,7 +119,7 @@ class Tokenized(msgspec.Struct, kw_only=True):
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):
-    """The marks' texts, and the Jinja template of conversations; null for what the model has not."""
+    """Texts of the special tokens, and the Jinja chat template. Each is null if the model has none."""
 
     eos_token: str | None
     bos_token: str | None
@@ -127,13 +128,13 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
 
 
 class Detokenized(msgspec.Struct, kw_only=True):
-    """Text, special tokens by name."""
+    """Response of `/detokenize`: the text, with special tokens by name."""
 
     prompt: str
 
 
 class Readiness(msgspec.Struct, kw_only=True):
-    """`state` is ready, loading, draining or stalled; `eta_s` is null where nobody knows, `path` where none serves."""
+    """Readiness of the server. `eta_s` is null if unknown; `path` is null while no worker is up."""
 
     state: Literal["ready", "loading", "draining", "stalled"]
     phase: str
@@ -143,19 +144,19 @@ class Readiness(msgspec.Struct, kw_only=True):
 
 
 class Health(msgspec.Struct, kw_only=True):
-    """The process answers."""
+    """Liveness of the API process."""
 
     status: Literal["ok"] = "ok"
 
 
 class Version(msgspec.Struct, kw_only=True):
-    """What runs."""
+    """Version of the server."""
 
     version: str
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
-    """What is wrong, and with which field."""
+    """Error message, type and code. `param` is the field of the request that caused the error."""
 
     message: str
     type: str
@@ -164,27 +165,27 @@ class ErrorDetail(msgspec.Struct, kw_only=True):
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):
-    """Every error has this shape."""
+    """Body of every error response."""
 
     error: ErrorDetail
 
 
 def encode(value: Any) -> bytes:
-    """JSON."""
+    """Encode a value as JSON."""
     return _ENCODER.encode(value)
 
 
 def encode_event(value: Any) -> bytes:
-    """A server-sent event with JSON as its data.
-
-    JSON has no line breaks, but three characters that Unicode counts among them, and so do clients that split with
-    Python's `str.splitlines` (httpx's `iter_lines`): those are escaped.
-    """
+    """Encode a value as a server-sent event with JSON data."""
     return b"data: " + encode_text(value) + b"\n\n"
 
 
 def encode_text(value: Any) -> bytes:
-    """JSON as it stands in an event."""
+    """Encode a value as JSON for the data of a server-sent event.
+
+    U+0085, U+2028 and U+2029 are escaped. Clients that split lines with Python's `str.splitlines` (httpx `iter_lines`)
+    take these characters for line breaks.
+    """
     data = _ENCODER.encode(value)
     if not data.isascii():
         for raw, escaped in _LINE_BREAKS:

@@ -1,7 +1,7 @@
-"""The OpenAI wire contract of requests.
+"""Request bodies of the OpenAI API.
 
-Validation is strict: "1" is not a number, true is not 1. Unknown fields are refused by name. Every optional
-field may be null, which means its default.
+Validation is strict: "1" is not a number, and true is not 1. Unknown fields are rejected by name. Every optional field
+may be null, which means its default.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,14 +22,14 @@ from model.sampling_params import (
 )
 from service.complaints import in_words, unknown_field
 from service.errors import InvalidRequest
-from service.request_model import RequestModel as RequestModel  # all requests are found here
+from service.request_model import RequestModel as RequestModel  # re-exported
 from service.structured.formats import ResponseFormat, StructuredOutputs, Wanted, wanted_output
 
 Model = TypeVar("Model", bound="RequestModel")
 
 
-# fail_fast: a million wrong items make one error, not a million. Who knows the vocabulary checks its bounds.
-# Held-back text is searched for each of them with every token.
+# fail_fast: a million wrong items make one error, not a million. `Planner.check_ids` checks the vocabulary's bounds.
+# A stop string is bounded because each token's text is searched for every stop string.
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=-(2**63), lt=2**63)]], Field(fail_fast=True)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
@@ -44,25 +44,25 @@ SEED_RANGE = (-(2**63), 2**64 - 1)
 Penalty = Annotated[float, Field(ge=PENALTY_RANGE[0], le=PENALTY_RANGE[1])]
 LogitBias = Annotated[float, Field(ge=LOGIT_BIAS_RANGE[0], le=LOGIT_BIAS_RANGE[1])]
 BadWord = Annotated[str, Field(min_length=1, max_length=100)]
-Timeout = Annotated[float, Field(gt=0, le=86_400, description="seconds it may wait for its turn")]
-# So that what waits at one end of the range is passed only by what comes within 2,000 levels' worth of time.
+Timeout = Annotated[float, Field(gt=0, le=86_400, description="seconds the request may wait in the queue")]
+# Limits starvation: a level is worth `AGEING_SECONDS` of waiting, and the whole range is 2,000 levels.
 MAX_PRIORITY = 1000
 
 
 class StreamOptions(RequestModel):
-    """`stream_options`: what a stream says beside the text."""
+    """`stream_options`: usage statistics within a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class GenerationRequest(RequestModel):
-    """What `POST /v1/completions` and `/v1/chat/completions` have in common.
+    """Fields common to `POST /v1/completions` and `POST /v1/chat/completions`.
 
-    Read values through `value` and the properties, which put the default where a null was.
+    Read fields through `value` and the properties, which replace null by the default.
     """
 
-    # Part of the contract, not built: accepted only with a value that changes nothing.
+    # Unsupported fields of the API, each with the values that have no effect and so are accepted.
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     model: str | None = None
@@ -97,7 +97,9 @@ class GenerationRequest(RequestModel):
     structured_outputs: StructuredOutputs | None = None
     truncate_prompt_tokens: NumKept | None = None
     truncation_side: Literal["left", "right"] | None = None
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower goes first")] | None = 0
+    priority: (
+        Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower values are scheduled first")] | None
+    ) = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
     timeout: Timeout | None = None
 
@@ -126,17 +128,17 @@ class GenerationRequest(RequestModel):
         return request
 
     def check_together(self) -> None:
-        """Refuse a field that means nothing without another.
+        """Reject fields that contradict each other, or need a field that is missing.
 
         Raises:
-            InvalidRequest: it names the field that is there.
+            InvalidRequest: `param` names the field.
         """
         if self.truncation_side is not None and self.truncate_prompt_tokens is None:
             raise InvalidRequest("truncation_side needs truncate_prompt_tokens", param="truncation_side")
         _ = self.wanted_output
 
     def value(self, name: str, defaults: Mapping[str, Any] = MappingProxyType({})) -> Any:
-        """The field's value; where the client sent none or null, that of `defaults`, else the field's own default."""
+        """Return the field's value. If missing or null, return the value in `defaults`, else the field's default."""
         if name in self.model_fields_set and (given := getattr(self, name)) is not None:
             return given
         return defaults.get(name, type(self).model_fields[name].default)
@@ -147,28 +149,28 @@ class GenerationRequest(RequestModel):
 
     @property
     def wanted_output(self) -> Wanted | None:
-        """What a completion has to follow; None for any text. Raises InvalidRequest: see `structured.formats`."""
+        """Return the required output format; None for free text. Raises InvalidRequest: see `structured.formats`."""
         return wanted_output(self.response_format, self.structured_outputs)
 
     @property
     def num_samples(self) -> int:
-        """Completions that are computed of each prompt."""
+        """Return how many completions are computed per prompt."""
         number: int = self.value("n")
         return number
 
     @property
     def chooses(self) -> bool:
-        """Whether completions are told by how likely they are, and perhaps not all of them."""
+        """Report whether completions are ranked by likelihood, and perhaps not all returned."""
         return False
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many alternatives each token's log-probability has beside it; None for no log-probabilities."""
+        """Return the number of top logprobs per completion token; None: no logprobs."""
         return None
 
     @property
     def echoes(self) -> bool:
-        """Whether the prompt's text comes before the completion's."""
+        """Report whether the response repeats the prompt before the completion."""
         return False
 
 
@@ -191,10 +193,10 @@ class CompletionRequest(GenerationRequest):
     suffix: str | None = None
 
     def check_together(self) -> None:
-        """See `GenerationRequest`. The best is known when all are finished, so that it cannot be streamed."""
+        """See `GenerationRequest`. `best_of` cannot be streamed: the ranking needs all completions finished."""
         super().check_together()
         if self.num_samples < self.value("n"):
-            raise InvalidRequest(f"best_of={self.best_of} is under n={self.value('n')}", param="best_of")
+            raise InvalidRequest(f"best_of={self.best_of} is under n={self.value('n')}; raise best_of", param="best_of")
         if self.stream and self.chooses:
             raise InvalidRequest(f"best_of={self.best_of} cannot be streamed; leave out stream", param="best_of")
 
@@ -205,7 +207,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def chooses(self) -> bool:
-        """See `GenerationRequest`. As many as are told are put in order, where they are not streamed."""
+        """See `GenerationRequest`. Without streaming, `best_of` ranks even if all completions are returned."""
         return self.num_samples > (super().num_samples if self.stream else 1) and self.best_of is not None
 
     @property
@@ -220,10 +222,10 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """The prompts one by one, in order.
+        """Return the prompts as a list, in order.
 
         Raises:
-            InvalidRequest: there is none, or one is empty.
+            InvalidRequest: the list is empty, or a prompt is empty.
         """
         prompts: Sequence[str | list[int]]
         if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
@@ -246,7 +248,7 @@ def parse_body(model: type[Model], body: bytes) -> Model:
     """Validate a JSON body against a request model.
 
     Raises:
-        InvalidRequest: the first thing that is wrong, with its field.
+        InvalidRequest: the first error in the body, with its field.
     """
     try:
         request = model.model_validate_json(body)
@@ -259,7 +261,7 @@ def parse_body(model: type[Model], body: bytes) -> Model:
     return request
 
 
-# What a union wants, which pydantic can only say branch by branch.
+# Error messages for union types, for which pydantic reports one error per branch.
 _UNIONS = {
     "prompt": f"must be a string, a list of strings, token ids, or a list of token-id lists, up to {MAX_PROMPTS}",
     "stop": f"must be a non-empty string, or a list of at most {MAX_STOPS} of them",
@@ -270,7 +272,7 @@ _UNIONS = {
 
 
 def _name(place: tuple[int | str, ...]) -> str:
-    """The field a complaint is about, without a union's branch ("stop.list[...].3")."""
+    """Return the name of an error's field, without the branch of a union ("stop.list[...].3")."""
     if place[0] in ("stream_options", "response_format", "structured_outputs"):
         depth = 3 if place[:2] == ("response_format", "json_schema") else 2
         return ".".join(map(str, place[:depth]))
@@ -282,7 +284,7 @@ def _name(place: tuple[int | str, ...]) -> str:
 
 
 def _explain(error: ValidationError, model: type[RequestModel], body: bytes) -> InvalidRequest:
-    """Pydantic's first complaint as one sentence that names the field."""
+    """Return pydantic's first error as one sentence that names the field."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     kind, place = first["type"], first["loc"]
     if kind == "json_invalid":
@@ -294,9 +296,10 @@ def _explain(error: ValidationError, model: type[RequestModel], body: bytes) -> 
     name = _name(place)
     if kind == "missing":
         unknown = unknown_field(model.model_fields, body) if len(place) == 1 else None
-        told = "" if unknown is None else f"unknown field: {unknown}; "
-        return InvalidRequest(f"{told}{name} is required", param=name if unknown is None else unknown)
+        prefix = "" if unknown is None else f"unknown field: {unknown}; "
+        return InvalidRequest(f"{prefix}{name} is required", param=name if unknown is None else unknown)
     wanted = _UNIONS.get(str(place[0]) if len(place) < 3 or place[0] != "messages" else str(place[2]))
-    if len(place) == 1 and place[0] in ("prompt", "chat_template_kwargs"):  # no union there, or none of its branches
+    # An error directly at these fields does not come from a branch of their union.
+    if len(place) == 1 and place[0] in ("prompt", "chat_template_kwargs"):
         wanted = None
     return InvalidRequest(f"{name} {in_words(kind, first['msg']) if wanted is None else wanted}", param=name)

@@ -1,7 +1,7 @@
-"""The composition root: LitServe with our API, loop and routes, supervised and drained.
+"""Composition root: LitServe with Kvasir's API, engine loop and routes, plus supervision and draining.
 
-LitServe handles no SIGTERM, restarts workers but not what they were doing, and never notices that its API process
-or its queue process died. This file adds just that, and nothing that concerns tokens.
+LitServe does not handle SIGTERM. It restarts workers without their requests, and does not notice the death of its API
+process or queue process. This module adds the missing parts and handles no tokens.
 """
 
 import asyncio
@@ -46,19 +46,18 @@ from service.worker import EngineAPI, EngineLoop
 
 logger = logging.getLogger(__name__)
 
-# A worker that is killed while it waits for its queue leaves somebody waiting in its place, for as long as it would
-# have (a second), in LitServe's queue process: who takes what comes next, and it is lost. So each worker has another
-# queue than those before it, as far back as workers can have died meanwhile.
+# LitServe's queue process keeps serving a dead worker's get() for up to 1 s and drops the item it takes. So consecutive
+# workers use different queues. Eight queues exceed the number of workers that can die within that second.
 _NUM_INBOXES = 8
 _FOREIGN_PAGES = ("/docs", "/docs/oauth2-redirect", "/redoc")
-# Idle connections stay open for longer than load balancers keep theirs (60 s), so that they close them, not we.
+# Longer than the idle timeout of load balancers (60 s), so that the load balancer closes idle connections first.
 _KEEP_ALIVE_SECONDS = 75
-# How long the API process may take to close connections after the drain.
+# Time limit for the API process to close connections after the drain.
 _CLOSE_SECONDS = 5
 
 
 class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
-    """LitServe, supervised. `serve()` blocks until the service has ended and returns its exit code."""
+    """LitServe server with supervision. `serve()` blocks until the service has ended and returns its exit code."""
 
     def __init__(
         self,
@@ -70,7 +69,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         lifecycle: Lifecycle,
         metrics: Metrics,
     ) -> None:
-        # accelerator: LitServe makes one worker a device; what "auto" means the worker finds out, having torch.
+        # accelerator: LitServe starts one worker per device. The worker, which has torch, resolves --device itself.
         super().__init__(
             api,
             accelerator="cpu",
@@ -92,7 +91,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         self._exit_code = 0
         self._manager: Any = None
         self._inboxes: tuple[Any, ...] = ()
-        self._next_epoch = 0  # of the worker that is started next
+        self._next_epoch = 0  # epoch of the next worker to start
         self._supervisor = Supervisor(
             lifecycle,
             metrics,
@@ -103,14 +102,14 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         )
         install_error_handlers(self.app, frontend.count_error)
         self.app.openapi = openapi_document
-        # FastAPI's pages about it load scripts from elsewhere.
+        # FastAPI's documentation pages load scripts from other hosts.
         self.app.router.routes = [r for r in self.app.router.routes if getattr(r, "path", "") not in _FOREIGN_PAGES]
 
     def serve(self) -> int:
-        """Run until a signal or a failure ends the service. Exit code 0 after a drain, 1 after a failure.
+        """Run until a signal or a failure ends the service. Return 0 after a drain, 1 after a failure.
 
         Raises:
-            StartError: it never began to serve.
+            StartError: the service could not start.
         """
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
@@ -130,14 +129,14 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
             )
         except _StoppedWhileStarting:
             return 0
-        except (EOFError, OSError):  # run waits on an event that lives in LitServe's queue process
+        except (EOFError, OSError):  # run() waits on an event in LitServe's queue process, which has died
             self._exit_code = self._exit_code or 1
         finally:
             self._end_children()
         return self._exit_code
 
     def _end_children(self) -> None:
-        """Whatever LitServe has left. Without it Python would wait for them when it ends."""
+        """Kill the child processes that LitServe has left, since Python would wait for them at exit."""
         self._lifecycle.enter(Phase.STOPPING)
         self._supervisor.end()
         for child in multiprocessing.active_children():
@@ -147,7 +146,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
     # Start.
 
     def _register_internal_endpoints(self) -> None:
-        """LitServe's own `/`, `/health` and `/info` stay out: ours say what they mean."""
+        """Register nothing: Kvasir's own routes replace LitServe's `/`, `/health` and `/info`."""
 
     def _init_manager(self, num_api_servers: int) -> Any:
         self._manager = super()._init_manager(num_api_servers)
@@ -157,27 +156,27 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         return self._manager
 
     def _get_request_queue(self, api_path: str) -> Any:
-        """LitServe asks for it when it starts a worker."""
+        """Return the queue of the worker started next. LitServe calls this when it starts a worker."""
         return self._inboxes[self._next_epoch % _NUM_INBOXES]
 
     def launch_inference_worker(self, lit_api: EngineAPI) -> list[BaseProcess]:
-        """The first, where LitServe would start a process that has yet to import everything.
+        """Start the first worker in the prespawned process, instead of a new process that has imported nothing.
 
-        What comes before its hello waits in its queue, which LitServe gives the spec here, too.
+        Requests that arrive before the worker's hello wait in its queue, which the frontend gets here as in LitServe.
         """
         self._frontend.request_queue = self._get_request_queue(lit_api.api_path)
-        return [self._launch_in_begun(lit_api)]
+        return [self._launch_prespawned(lit_api)]
 
-    def _launch_in_begun(self, lit_api: EngineAPI) -> BaseProcess:
+    def _launch_prespawned(self, lit_api: EngineAPI) -> BaseProcess:
         statuses, queue = self.workers_setup_status, self._get_request_queue(lit_api.api_path)
         return launch_worker(lit_api, queue, self._transport, statuses, self._callback_runner)
 
     def verify_worker_status(self) -> None:
-        """Wait for the worker. One that fails has said why in a line and ended.
+        """Wait until the worker is ready. A worker that fails prints the reason in one line and exits.
 
         Raises:
             StartError: the worker ended.
-            _StoppedWhileStarting: a signal came.
+            _StoppedWhileStarting: SIGTERM or SIGINT arrived.
         """
         while WorkerSetupStatus.READY not in self.workers_setup_status.values():
             if self._lifecycle.phase.value >= Phase.DRAINING:
@@ -196,8 +195,10 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         self._manager.shutdown()
 
     def _perform_graceful_shutdown(self, *args: Any, **kwargs: Any) -> None:
-        """LitServe's end. It comes unasked when `run` finds its queue process dead, and then the API process must know
-        before it is told to end, so that it can tell its clients."""
+        """Shut LitServe down. Record a failure first if LitServe does so because its queue process died.
+
+        The failure enters the stopping phase, so that the API process sends its clients an error before it ends.
+        """
         if self._lifecycle.phase.value < Phase.STOPPING:
             self._manager._process.join(1.0)
             self._fail(f"the queue process {cause_of_death(self._manager._process)}")
@@ -208,7 +209,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
             self._lifecycle.enter(Phase.SERVING)
         processes: dict[int, BaseProcess] = super()._start_server(*args, **kwargs)
         threading.Thread(target=self._watch, args=(processes[0],), name="watch", daemon=True).start()
-        if self._lifecycle.phase.value == Phase.DRAINING:  # the signal came after the worker was up, and before us
+        if self._lifecycle.phase.value == Phase.DRAINING:  # the signal came between worker start and API start
             threading.Thread(target=self._drain, name="drain", daemon=True).start()
         return processes
 
@@ -242,21 +243,24 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
     # Supervision.
 
     def _start_worker_monitoring(self, *args: Any) -> None:
-        """In LitServe's place, which asks the queue process again and again whether to go on."""
+        """Monitor the worker. LitServe's own monitor, which this replaces, polls the queue process."""
         replace = partial(self._supervisor.keep_worker, self.inference_workers)
         threading.Thread(target=replace, name="replace", daemon=True).start()
 
     def _launch(self, epoch: int, word: Connection | None = None) -> BaseProcess:
-        """Start the worker of an epoch, which waits for the word where there is one."""
+        """Start the worker of an epoch. With `word`, start a standby that waits for a message on this connection."""
         self._next_epoch, self.lit_api.word = epoch, word
         if word is None:
             EARLY_WORKER.begin(self._settings.checkpoint)
         else:
             EARLY_WORKER.begin_quietly()
-        return self._launch_in_begun(self.lit_api)
+        return self._launch_prespawned(self.lit_api)
 
     def _watch(self, api_process: BaseProcess) -> None:
-        """Look after the others until main ends: this thread's children end with it, see `Lifecycle.die_with_main`."""
+        """Supervise the child processes until main ends.
+
+        This thread must not end earlier: its children die with it, see `Lifecycle.die_with_main`.
+        """
         threading.Thread(target=self._supervisor.listen, args=(self._inboxes[0].qsize,), daemon=True).start()
         self._supervisor.keep_watch(
             api=api_process, queue=self._manager._process, worker=lambda: self.inference_workers[0]
@@ -266,14 +270,15 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         logger.error("%s", message)
         self._exit_code = 1
         if hung is not None:
-            self._lifecycle.enter(Phase.STOPPING)  # before others see its end, and explain it in their words
+            # Before the kill, lest another thread reports this death with another cause.
+            self._lifecycle.enter(Phase.STOPPING)
             hung.kill()
         self._stop()
 
-    # The end.
+    # Shutdown.
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """The first signal drains, the second ends. Forked children inherit this handler and ignore signals."""
+        """Drain on the first signal, stop on the second. Do nothing in forked children, which inherit this handler."""
         if os.getpid() != self._lifecycle.main_pid:
             return
         if self._lifecycle.phase.value >= Phase.DRAINING:
@@ -293,25 +298,28 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         self._stop()
 
     def _stop(self) -> None:
-        """Let `run` leave its wait; LitServe then ends API process, workers and queue process in that order."""
+        """Wake `run`. LitServe then ends the API process, the workers and the queue process, in that order."""
         self._lifecycle.enter(Phase.STOPPING)
-        with suppress(EOFError, ConnectionError, FileNotFoundError):  # the queue process may be gone
+        with suppress(EOFError, ConnectionError, FileNotFoundError):  # the queue process may have died
             self._shutdown_event.set()
 
 
 class _StoppedWhileStarting(Exception):
-    """A signal came before there was anything to drain."""
+    """A signal arrived before the service was up."""
 
 
 def build_server(settings: ServeSettings, *, engine_api: type[EngineAPI] = EngineAPI) -> KvasirServer:
-    """Everything wired, nothing started. `engine_api` builds the engine.
+    """Build the server and all its parts, without starting a process.
+
+    Args:
+        engine_api: class that builds the engine in the worker.
 
     Raises:
-        CheckpointError, TokenizerError, ChatTemplateError, GenerationConfigError: the checkpoint cannot be used; one
-            line says why.
-        SettingsError: a longer context was asked for than the model has, the API keys cannot be used, or too
-            few files may be open.
-        StartError: the port is taken, or the machine lacks shared memory or room.
+        CheckpointError, TokenizerError, ChatTemplateError, GenerationConfigError: the checkpoint cannot be used. The
+            message is one line.
+        SettingsError: --max-context-length is over the model's positions, the API keys cannot be used, or the limit
+            of open files is too low.
+        StartError: the port is in use, or the machine lacks shared memory or disk space.
     """
     if (fault := machine_fault()) is not None:
         raise StartError(fault)
@@ -326,7 +334,7 @@ def build_server(settings: ServeSettings, *, engine_api: type[EngineAPI] = Engin
         prepare_directory()
         metrics = Metrics(serving.model_name)
     except OSError as error:
-        raise StartError(f"metrics cannot be written ({error.strerror}); name another directory in TMPDIR") from None
+        raise StartError(f"metrics cannot be written ({error.strerror}); set TMPDIR to another directory") from None
     lifecycle = Lifecycle(main_pid=os.getpid())
     frontend = Frontend(settings, serving=serving, lifecycle=lifecycle, metrics=metrics)
     api = engine_api(

@@ -1,4 +1,4 @@
-"""What is served: a checkpoint's facts and what the settings make of them. Read once, in main, before a start."""
+"""Served model: the checkpoint's files combined with the settings. Read once, in the main process, before start."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -23,17 +23,17 @@ from model.tokenizer.interface import Tokenizer
 from service.settings import ModelSettings, ServeSettings, context_length
 from service.template_process import TemplateProcess
 
-# What a checkpoint may set of a request.
+# Sampling fields that a checkpoint may set defaults for.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Defaults:
-    """What a request that says nothing gets, where the checkpoint says something.
+    """Defaults of request fields, from the checkpoint's generation_config.json.
 
     sampling: fields of `SamplingParams`.
-    max_new_tokens: the most tokens of a completion, within the context.
-    ignored: keys of the checkpoint's file that would change a completion and that nothing acts on.
+    max_new_tokens: default `max_tokens`, within the context; None if the checkpoint sets no default.
+    ignored: keys of the file that would change completions and are not supported.
     """
 
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -41,17 +41,19 @@ class Defaults:
     ignored: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        told = {**self.sampling, **({} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens})}
-        texts = (f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in told.items())
+        values = {**self.sampling, **({} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens})}
+        texts = (
+            f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
+        )
         return ", ".join(texts) or "none"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Serving:
-    """Everything about the model that the API process needs to know.
+    """Model facts that the API process needs.
 
-    template: None where no conversations are served.
-    marks: `bos_token`, `eos_token`, `pad_token`: their text, where the model has them.
+    template: chat template; None if chat is not served.
+    marks: texts of the special tokens `bos_token`, `eos_token` and `pad_token`, as far as the model has them.
     """
 
     manifest: Manifest
@@ -63,7 +65,7 @@ class Serving:
     marks: Mapping[str, str]
 
     def found(self, settings: ServeSettings) -> dict[str, object]:
-        """What the settings came to, and what the checkpoint brought, for people."""
+        """Return the resolved settings and facts of the checkpoint, as text for the start-up listing."""
         ends = [self.tokenizer.token_name(token_id) for token_id in self.tokenizer.eos_token_ids]
         begin = self.tokenizer.bos_token_id
         return {
@@ -79,31 +81,31 @@ class Serving:
         }
 
     def _defaults_in_words(self) -> str:
-        """The defaults; of a file that sets none, that it is there."""
+        """Return the defaults as text. Mention a file that is there but sets no defaults."""
         if self.defaults == Defaults() and (self.manifest.directory / GENERATION_CONFIG_FILE).exists():
             return f"none in {GENERATION_CONFIG_FILE}"
         return str(self.defaults)
 
     def warnings(self) -> list[str]:
-        """What the checkpoint asks for and does not get."""
-        told = []
+        """Return warnings about contents of the checkpoint that are not used."""
+        messages = []
         if self.defaults.ignored:
             names = ", ".join(self.defaults.ignored)
-            told.append(f"{self.manifest.directory / GENERATION_CONFIG_FILE}: {names}: not supported, ignored")
+            messages.append(f"{self.manifest.directory / GENERATION_CONFIG_FILE}: {names}: not supported, ignored")
         if self.template is not None and self.template.unused:
             names = ", ".join(self.template.unused)
-            told.append(f"{self.template.origin}: the templates {names} are not used")
-        return told
+            messages.append(f"{self.template.origin}: the templates {names} are not used")
+        return messages
 
 
 def read_serving(settings: ServeSettings, manifest: Manifest, tokenizer: Tokenizer) -> Serving:
-    """Read what stands beside the weights, and check that it can be used.
+    """Read and check the checkpoint's files other than the weights.
 
     Raises:
-        SettingsError: a longer context was asked for than the model has.
-        ChatTemplateError, GenerationConfigError: a file cannot be used; one line says why.
+        SettingsError: --max-context-length is over the model's positions.
+        ChatTemplateError, GenerationConfigError: a file cannot be used. The message is one line.
     """
-    marks = _marks(tokenizer, read_special_tokens(manifest.directory))
+    marks = _special_token_texts(tokenizer, read_special_tokens(manifest.directory))
     return Serving(
         manifest=manifest,
         tokenizer=tokenizer,
@@ -116,7 +118,7 @@ def read_serving(settings: ServeSettings, manifest: Manifest, tokenizer: Tokeniz
 
 
 def read_defaults(settings: ModelSettings, directory: Path) -> Defaults:
-    """The defaults of requests that the checkpoint asks for; none where the settings say so.
+    """Read the checkpoint's request defaults. Return empty defaults with --no-generation-config.
 
     Raises:
         GenerationConfigError: generation_config.json cannot be used.
@@ -127,23 +129,23 @@ def read_defaults(settings: ModelSettings, directory: Path) -> Defaults:
         SamplingParams(max_tokens=0, **sampling)
     except ValueError as error:
         raise GenerationConfigError(
-            f"{directory / GENERATION_CONFIG_FILE}: {error}; correct the file, or --no-generation-config"
+            f"{directory / GENERATION_CONFIG_FILE}: {error}; correct the file, or ignore it with --no-generation-config"
         ) from None
     return Defaults(sampling=sampling, max_new_tokens=config.max_new_tokens, ignored=config.ignored)
 
 
-def _marks(tokenizer: Tokenizer, told: Mapping[str, Any]) -> dict[str, str]:
-    """The marks' texts by the checkpoint's files, and by its tokenizer where they are silent."""
+def _special_token_texts(tokenizer: Tokenizer, from_files: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of the special tokens. The checkpoint's files take precedence over its tokenizer."""
     ids = {"bos_token": tokenizer.bos_token_id, "eos_token": next(iter(tokenizer.eos_token_ids), None)}
     own = {name: tokenizer.token_name(token_id) for name, token_id in ids.items() if token_id is not None}
-    return {**own, **told}
+    return {**own, **from_files}
 
 
 def _template(settings: ServeSettings, marks: Mapping[str, str]) -> ChatTemplate | None:
-    """The template that the setting means.
+    """Return the chat template that --chat-template selects, or None for "none".
 
     Raises:
-        ChatTemplateError: it cannot be read, or is none.
+        ChatTemplateError: the file cannot be read, or is not a valid template.
     """
     template: ChatTemplate | None
     match settings.chat_template:
@@ -158,14 +160,14 @@ def _template(settings: ServeSettings, marks: Mapping[str, str]) -> ChatTemplate
                 raise ChatTemplateError(f"--chat-template {path}: no such file; give auto, plain, none or a Jinja file")
             template = ChatTemplate(source=read_text(Path(path)), origin=path)
     if template is None:
-        told = "plain" if settings.chat_template == "plain" else "plain: the checkpoint has none"
-        template = ChatTemplate(source=PLAIN_SOURCE, origin=told)
+        origin = "plain" if settings.chat_template == "plain" else "plain: the checkpoint has none"
+        template = ChatTemplate(source=PLAIN_SOURCE, origin=origin)
     template = dataclasses.replace(template, special_tokens=marks)
     try:
         with TemplateProcess(template.source) as process:
             process.check()
     except TemplateFailure as failure:
         raise ChatTemplateError(
-            f"{template.origin}: {failure}; mend it, or --chat-template plain, none or another FILE"
+            f"{template.origin}: {failure}; correct it, or choose another with --chat-template plain, none or FILE"
         ) from None
     return template

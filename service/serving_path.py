@@ -1,4 +1,4 @@
-"""The code path that computes tokens, as `GET /ready` and a metric report it."""
+"""Code path that computes tokens, as reported by `GET /ready` and a metric."""
 
 from typing import Literal
 
@@ -10,10 +10,10 @@ from service.messages import Hello
 class ServingPath(msgspec.Struct, frozen=True, kw_only=True):
     """Kernels, attention backend, weight format, dtype and device of a worker.
 
-    kernels: own where the native kernels compute every step whole, by the instructions of `level`; pytorch where
-        PyTorch's kernels do, which choose their instructions themselves: `level` is null.
-    attention: native, paged, sdpa or eager.
-    matrices: packed, int8, fp8 or plain.
+    kernels: "own" if native kernels compute every step as a whole; "pytorch" if PyTorch's kernels compute the steps.
+    level: instruction set of the native kernels; null with "pytorch", which selects its instructions itself.
+    attention: attention backend: native, paged, sdpa or eager.
+    matrices: weight format: packed, int8, fp8 or plain.
     """
 
     kernels: Literal["own", "pytorch"]
@@ -25,16 +25,16 @@ class ServingPath(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Label values of the metric, in the order of the fields; null becomes empty."""
+        """Return the metric's label values, in the order of the fields. A null becomes an empty string."""
         return tuple("" if value is None else str(value) for value in msgspec.structs.astuple(self))
 
 
 def path_of(hello: Hello) -> ServingPath:
-    """Return the path of a worker."""
+    """Return the serving path of a worker."""
     return ServingPath(
         kernels="pytorch" if hello.kernel_level is None else "own",
         level=hello.kernel_level,
-        attention=hello.attention.partition(" ")[0],  # paged is followed by its parts
+        attention=hello.attention.partition(" ")[0],  # "paged" may be followed by details
         matrices=hello.matrices,
         dtype=hello.dtype,
         device=hello.device,

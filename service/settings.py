@@ -1,8 +1,10 @@
-"""The only reader of environment and arguments.
+"""Settings of every command, read from command-line flags and environment variables.
 
-A setting is one field: flag `--max-num-running`, variable `KVASIR_MAX_NUM_RUNNING`, default, bounds, help and
-group on the help page all come from it. A flag wins over the environment, which wins over the default.
-Torch-free: what "auto" means on a device is decided by the worker, which knows the device.
+No other module reads the environment or arguments. A setting is one field. Its flag (`--max-num-running`), variable
+(`KVASIR_MAX_NUM_RUNNING`), default, bounds, help text and help group all come from that field. A flag takes precedence
+over the variable, and the variable over the default.
+
+This module does not import torch. The worker resolves "auto", because only the worker knows the device.
 """
 
 import os
@@ -32,92 +34,104 @@ from service.options import CHECKPOINT_DEFAULT, CONFIG, NAMES, PREFIX, AutoOrCou
 from service.sizes import AutoOrSize, Size
 
 Settings = TypeVar("Settings", bound=BaseSettings)
-# As browsers send it (https://fetch.spec.whatwg.org/#origin-header).
+# Origin as browsers send it (https://fetch.spec.whatwg.org/#origin-header).
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@]+")
 
 
 class SettingsError(ValueError):
-    """A flag or variable that cannot be used, named in one line."""
+    """Unusable flag or variable. The message is one line that names the flag or variable."""
 
 
 class ModelSettings(BaseSettings):
-    """Which model, and on what. Shared by every command that runs one."""
+    """Model, device and engine settings, common to all commands that run a model."""
 
     model_config = CONFIG
 
-    checkpoint: Path = option("model", "checkpoint directory", told=CHECKPOINT_DEFAULT)
-    device: Literal["auto", "cpu", "cuda"] = option("model", "auto takes CUDA where there is any", "auto")
+    checkpoint: Path = option("model", "checkpoint directory", default_text=CHECKPOINT_DEFAULT)
+    device: Literal["auto", "cpu", "cuda"] = option("model", "auto: cuda if there is a CUDA device, else cpu", "auto")
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = option(
         "model",
-        "auto: on a CPU with native kernels the checkpoint's, if that is bfloat16, else float32; bfloat16 on CUDA",
+        "auto: bfloat16 on CUDA; on a CPU bfloat16 if the checkpoint is bfloat16 and native kernels run, else float32",
         "auto",
     )
     quantize: Literal["none", "int8", "fp8"] = option(
         "model",
-        "weights and inputs of matrices in eight bits: int8, or fp8 on a GPU that has it; see docs/operations.md",
+        "quantize weights and inputs of matrix products: int8, or fp8 on GPUs that support it; see docs/operations.md",
         "none",
     )
     attention: Literal["auto", "native", "sdpa", "eager", "paged"] = option(
         "model",
-        "attention backend; auto: native (Kvasir's own kernels) on a CPU with AVX2 or more; paged on CUDA, where the "
-        "model has no biases in its scores; else sdpa",
+        "attention backend; auto: native (Kvasir's kernels) on a CPU with AVX2 or better; paged on CUDA for models "
+        "without attention biases; else sdpa",
         "auto",
     )
     cache_dir: Path = option(
         "model",
-        "where native kernels compiled for this machine are kept; $XDG_CACHE_HOME/kvasir, if that is set",
+        "directory of native kernels compiled for this machine; $XDG_CACHE_HOME/kvasir if that variable is set",
         CACHE,
     )
-    cuda_graphs: bool = option("engine", "on CUDA with paged attention: record steps and replay them", True)
-    lookahead: bool = option("engine", "on CUDA: launch a decode step before the last one's tokens are read", True)
+    cuda_graphs: bool = option(
+        "engine", "capture steps as CUDA graphs and replay them (CUDA with paged attention)", True
+    )
+    lookahead: bool = option(
+        "engine", "launch each decode step before the tokens of the previous step are read back (CUDA)", True
+    )
     threads: AutoOrCount = option(
-        "model", "CPU threads of the model; auto: all usable CPUs, without native kernels one less", "auto"
+        "model", "CPU threads of the model; auto: all usable CPUs, or one less without native kernels", "auto"
     )
     generation_config: bool = option(
-        "model", "take the defaults of requests from the checkpoint's generation_config.json", True
+        "model", "use the checkpoint's generation_config.json for the defaults of requests", True
     )
     max_context_length: AutoOrCount = option(
-        "engine", "tokens of prompt and completion together; auto: as many as the model has positions", "auto"
+        "engine", "maximum tokens of prompt and completion together; auto: all positions of the model", "auto"
     )
-    max_num_running: int = option("engine", "sequences that compute in one step", 64, ge=1, le=4096)
-    max_batched_tokens: int = option("engine", "tokens computed in one step", 512, ge=1)
+    max_num_running: int = option("engine", "maximum sequences in one step", 64, ge=1, le=4096)
+    max_batched_tokens: int = option("engine", "maximum tokens computed in one step", 512, ge=1)
     prompt_slowdown: float = option(
         "engine",
-        "how many times as long one prompt may make a step in which others get tokens, about; inf: any number",
+        "maximum slowdown of a decode step caused by chunked prefill, as an approximate factor; inf: no limit",
         1.75,
         ge=1,
     )
     target_itl_ms: float = option(
         "engine",
-        "longest mean time between two tokens of an answer, in ms: fewer sequences than --max-num-running compute at "
-        "once where it takes that; 0: none",
+        "target for the mean time between two tokens of a response, in ms; sequences per step are reduced below "
+        "--max-num-running to meet it; 0: no target",
         0.0,
         ge=0,
         le=60_000,
     )
     speculative_tokens: int = option(
-        "engine", "most tokens to guess ahead where a text repeats itself (prompt lookup); 0: none", 0, ge=0, le=64
+        "engine",
+        "maximum draft tokens of speculative decoding by prompt lookup, for repetitive text; 0: off",
+        0,
+        ge=0,
+        le=64,
     )
-    block_size: int = option("engine", "tokens a KV-cache block holds", 16, ge=1, le=1024)
+    block_size: int = option("engine", "tokens per KV-cache block", 16, ge=1, le=1024)
     kv_cache_memory: AutoOrSize = option(
         "engine",
-        "KV-cache size, such as 512MiB or 2GiB; a number alone is in MiB; auto: every running sequence at full length, "
-        "or 8192 tokens of each if that is less, and half again for shared prefixes, within half of free memory (of a "
-        "GPU, within --gpu-memory-share); at least one sequence at full length",
+        "KV-cache size, such as 512MiB or 2GiB; a number alone is in MiB; auto: --max-num-running sequences of full "
+        "context or 8192 tokens, whichever is less, plus half of that for shared prefixes; limited to half of free "
+        "memory (on a GPU, to --gpu-memory-share); at least one sequence of full context",
         "auto",
     )
     kv_cache_dtype: CacheDtype = option(
         "engine",
-        "auto: the model's; float16: for a float32 model on a CPU, twice the tokens in the same memory",
+        "auto: dtype of the model; float16: twice the tokens in the same memory, for a float32 model on a CPU",
         "auto",
     )
     gpu_memory_share: float = option(
-        "engine", "share of a GPU's memory for weights, largest step, recorded steps and KV-cache", 0.9, gt=0, le=1
+        "engine",
+        "fraction of GPU memory for weights, activations of the largest step, CUDA graphs and KV-cache",
+        0.9,
+        gt=0,
+        le=1,
     )
-    enable_prefix_cache: bool = option("engine", "share the KV blocks of equal prefixes", True)
+    enable_prefix_cache: bool = option("engine", "reuse KV-cache blocks of equal prefixes", True)
 
     @model_validator(mode="after")
-    def _every_running_sequence_gets_a_token(self) -> Self:
+    def _check_max_batched_tokens(self) -> Self:
         if self.max_batched_tokens < self.max_num_running:
             raise ValueError(
                 f"--max-batched-tokens {self.max_batched_tokens} is under --max-num-running "
@@ -127,18 +141,20 @@ class ModelSettings(BaseSettings):
 
 
 class ServeSettings(ModelSettings):
-    """Serve a checkpoint over HTTP, in OpenAI's protocol. SIGTERM or Ctrl-C drains, a second one ends at once."""
+    """Serve a checkpoint over HTTP with OpenAI's API. SIGTERM or Ctrl-C drains; a second signal stops at once."""
 
     host: Literal["127.0.0.1", "0.0.0.0", "::"] = option("http", "address to listen on", "127.0.0.1")
     port: int = option("http", "port to listen on", 8000, ge=1024, le=65535)
-    model_name: str | None = option("http", "name clients use (default: the checkpoint's)", None, min_length=1)
+    model_name: str | None = option(
+        "http", "model name for clients (default: the checkpoint's name)", None, min_length=1
+    )
     model_alias: Annotated[tuple[str, ...], NoDecode, NAMES] = option(
-        "http", "further name clients may use; may be repeated", (), metavar="NAME"
+        "http", "further model name for clients; may be repeated", (), metavar="NAME"
     )
     chat_template: str = option(
         "http",
-        "how messages become a prompt: auto (the checkpoint's template, else plain), plain (their texts alone), "
-        "none (chat is refused), or a Jinja file",
+        "chat template: auto (the checkpoint's, else plain), plain (message texts only), none (reject chat requests), "
+        "or a Jinja file",
         "auto",
         metavar="auto|plain|none|FILE",
         min_length=1,
@@ -150,140 +166,153 @@ class ServeSettings(ModelSettings):
         older_name="max_body_mb",
     )
     max_connections: int = option(
-        "http", "connections of all clients; one more ends the one that is idle longest", 1024, ge=1, le=65_536
+        "http",
+        "maximum client connections; a further connection closes the one that is idle longest",
+        1024,
+        ge=1,
+        le=65_536,
     )
     client_seconds: float = option(
         "http",
-        "how long to wait for a client: for a request's head, for its body (and a second more for each 10 kB), and for "
-        "16 KiB of an answer to be taken",
+        "timeout for slow clients, in seconds: to send a request's headers, to send its body (plus 1 s per 10 kB), and "
+        "to read 16 KiB of a response",
         30.0,
         ge=0.1,
         le=3600,
     )
     api_keys_file: Path | None = option(
         "access",
-        "who may use the server: a file with NAME: KEY on each line; without any key everybody may",
+        "file of API keys, one NAME: KEY per line; without any key, requests need no authentication",
         None,
         metavar="FILE",
     )
-    api_keys: SecretStr | None = secret("access", "further keys, NAME: KEY, with commas between them")
-    api_key: SecretStr | None = secret("access", "one more key, without a name")
-    open_probes: bool = option("access", "/health and /ready ask for no key", True)
-    open_metrics: bool = option("access", "/metrics asks for no key", True)
+    api_keys: SecretStr | None = secret("access", "further API keys, as comma-separated NAME: KEY pairs")
+    api_key: SecretStr | None = secret("access", "one further API key, without a name")
+    open_probes: bool = option("access", "serve /health and /ready without an API key", True)
+    open_metrics: bool = option("access", "serve /metrics without an API key", True)
     share_prefix_cache: bool = option(
         "access",
-        "let all API keys use one prefix cache; cached_tokens and TTFT then show one key what another has sent",
+        "share the prefix cache among all API keys; cached_tokens and TTFT then reveal what other keys have sent",
         False,
     )
     cors_origins: Annotated[tuple[str, ...], NoDecode, NAMES] = option(
         "access",
-        "origin whose pages may use the server, https://example.com, or * for all; may be repeated (default: none)",
+        "web origin allowed by CORS, such as https://example.com, or * for all; may be repeated (default: none)",
         (),
         metavar="ORIGIN",
     )
-    max_prompts: int = option("admission", "prompts, or texts to embed, in one request", 4096, ge=1, le=4096)
+    max_prompts: int = option("admission", "maximum prompts, or texts to embed, in one request", 4096, ge=1, le=4096)
     max_waiting_requests: int = option(
-        "admission", "sequences that may wait for a place in the batch; more get a 429", 256, ge=0
+        "admission", "maximum sequences waiting for a slot; further requests get a 429", 256, ge=0
     )
     max_waiting_tokens: int = option(
-        "admission", "prompt and completion tokens that may wait; more get a 429", 200_000, ge=1
+        "admission",
+        "maximum prompt and completion tokens of waiting requests; further requests get a 429",
+        200_000,
+        ge=1,
     )
     target_queue_seconds: float = option(
         "admission",
-        "longest wait for a place: what would wait longer, by what the answers under way have left and how fast they "
-        "come, gets a 429; a request may accept more by timeout; 0: any",
+        "longest predicted wait for a slot; a request predicted to wait longer gets a 429; the request's timeout may "
+        "allow a longer wait; 0: no limit",
         0.05,
         ge=0,
         le=86_400,
     )
     max_queue_seconds: float = option(
         "admission",
-        "what has waited so long and not begun ends with a 408; bounds every timeout; 0: never",
+        "a request that has waited this long without starting gets a 408; caps every timeout; 0: no limit",
         60.0,
         ge=0,
         le=86_400,
     )
     resume_seconds: float = option(
         "http",
-        "how long an answer waits for a client that lost its connection and comes back with Last-Event-ID or its "
-        "Idempotency-Key; 0: not at all",
+        "how long a response is kept for a client that lost its connection and retries with Last-Event-ID or its "
+        "Idempotency-Key; 0: responses are not kept",
         15.0,
         ge=0,
         le=3600,
     )
     embedding_pooling: Literal["mean", "last"] = option(
-        "http", "an embedding is the mean of all tokens' hidden states, or the last token's", "mean"
+        "http", "pooling of embeddings: mean of all tokens' hidden states, or the last token's hidden state", "mean"
     )
     max_inspect_tokens: int = option(
-        "admission", "tokens of a prompt whose attention may be looked at; 0 switches that off", 128, ge=0, le=512
+        "admission", "maximum prompt tokens of an attention inspection; 0: inspection is off", 128, ge=0, le=512
     )
     drain_seconds: float = option(
-        "operation", "after SIGTERM, how long running requests may take to finish", 30.0, ge=0, le=3600
+        "operation", "time limit for running requests to finish after SIGTERM", 30.0, ge=0, le=3600
     )
     standby: bool = option(
-        "operation", "keep a process ready to take a dead worker's place: a second and a half sooner", True
+        "operation", "keep a standby worker process, which replaces a dead worker about 1.5 s sooner", True
     )
     hang_seconds: float = option(
-        "operation", "a worker without a sign of life for so long is replaced; 0: never", 120.0, ge=0
+        "operation", "replace a worker that sends no heartbeat for this long; 0: never", 120.0, ge=0
     )
-    log_level: Literal["debug", "info", "warning", "error"] = option("operation", "least severe log", "info")
+    log_level: Literal["debug", "info", "warning", "error"] = option("operation", "minimum level of log lines", "info")
 
     @field_validator("host", mode="before")
     @classmethod
-    def _localhost_is_an_address(cls, value: Any) -> Any:
+    def _resolve_localhost(cls, value: Any) -> Any:
         return "127.0.0.1" if value == "localhost" else value
 
     @field_validator("max_body_size")
     @classmethod
-    def _bodies_are_bounded(cls, value: ByteSize) -> ByteSize:
+    def _check_max_body_size(cls, value: ByteSize) -> ByteSize:
         if not 2**10 <= value <= 2**30:
             raise ValueError("must be a size from 1KiB to 1GiB, such as 2MiB")
         return value
 
     @field_validator("cors_origins")
     @classmethod
-    def _origins_are_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _normalize_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         origins = tuple(origin.lower().removesuffix("/") for origin in value)
         if "*" in origins and len(origins) > 1:
-            raise ValueError("must be * alone, or origins")
+            raise ValueError("must be * alone, or origins without *")
         if not all(origin == "*" or _ORIGIN.fullmatch(origin) for origin in origins):
             raise ValueError("must be origins such as https://example.com:8443, without a path, or *")
         return origins
 
     @field_validator("hang_seconds")
     @classmethod
-    def _signs_of_life_come_every_second(cls, value: float) -> float:
+    def _check_hang_seconds(cls, value: float) -> float:
         if 0 < value < 3:
-            raise ValueError("must be 0, or at least 3: signs of life come every second")
+            raise ValueError("must be 0, or at least 3: heartbeats come every second")
         return value
 
 
 class GenerateSettings(ModelSettings):
-    """Continue a text: the completion goes to stdout as it is made, its figures to stderr."""
+    """Continue a text. The completion is streamed to stdout, its statistics to stderr."""
 
     prompt: str = option("completion", "text to continue", min_length=1)
-    max_tokens: int = option("completion", "most tokens to generate", 200, told="the checkpoint's, else 200", ge=0)
-    temperature: float = option(
-        "completion", "0 always takes the most likely token", 0.8, told="the checkpoint's, else 0.8", ge=0, le=2
+    max_tokens: int = option(
+        "completion", "maximum tokens to generate", 200, default_text="the checkpoint's, else 200", ge=0
     )
-    top_k: int = option("completion", "keep the k most likely tokens; 0: all", 0, told="the checkpoint's, else 0", ge=0)
+    temperature: float = option(
+        "completion", "0: always take the most likely token", 0.8, default_text="the checkpoint's, else 0.8", ge=0, le=2
+    )
+    top_k: int = option(
+        "completion", "keep the k most likely tokens; 0: all", 0, default_text="the checkpoint's, else 0", ge=0
+    )
     top_p: float = option(
         "completion",
-        "keep the most likely tokens of this total probability",
+        "keep the most likely tokens up to this total probability",
         0.95,
-        told="the checkpoint's, else 0.95",
+        default_text="the checkpoint's, else 0.95",
         gt=0,
         le=1,
     )
     min_p: float = option(
         "completion",
-        "drop tokens below this share of the likeliest",
+        "drop tokens below this fraction of the highest probability",
         0.0,
-        told="the checkpoint's, else 0.0",
+        default_text="the checkpoint's, else 0.0",
         ge=0,
         le=1,
     )
-    seed: int | None = option("completion", "same seed, same text (default: a random one)", None, ge=0, lt=2**64)
+    seed: int | None = option(
+        "completion", "seed of sampling; the same seed gives the same text (default: random)", None, ge=0, lt=2**64
+    )
     stop: str | None = option("completion", "stop before this text", None, min_length=1)
 
 
@@ -294,13 +323,13 @@ _COMMANDS: tuple[type[BaseSettings], ...] = (
 
 
 def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, summary: str) -> Settings:
-    """The settings of one command from its arguments and the environment.
+    """Read the settings of one command from its arguments and the environment.
 
     Raises:
-        SettingsError: an unknown flag or an unusable value; one line that names it.
-        SystemExit: `--help` was asked for.
+        SettingsError: a flag is unknown, or a value is unusable. The message is one line that names the flag.
+        SystemExit: `--help` was given.
     """
-    epilog = f"Every flag is also an environment variable: --max-thing is {PREFIX}MAX_THING. Flags win."
+    epilog = f"Every flag is also an environment variable: --max-thing is {PREFIX}MAX_THING. A flag takes precedence."
     try:
         given = parse_flags(kind, argv, command=command, summary=summary, epilog=epilog)
     except FlagError as error:
@@ -328,7 +357,7 @@ def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, su
 
 
 def _default_checkpoint(kind: type[BaseSettings], given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the shipped model as `checkpoint`, if the command takes one and none was given; otherwise nothing."""
+    """Return the shipped model as `checkpoint`, if the command needs a checkpoint and none was given; else {}."""
     if "checkpoint" not in kind.model_fields or "checkpoint" in given or os.environ.get(variable_of("checkpoint")):
         return {}
     found = find_default_checkpoint()
@@ -336,22 +365,22 @@ def _default_checkpoint(kind: type[BaseSettings], given: Mapping[str, Any]) -> M
 
 
 def _older_variables(kind: type[BaseSettings]) -> dict[str, str]:
-    """Return the values of variables that have a setting's older name, where the present one has no value."""
+    """Return the values of variables by a setting's older name, if the variable by its present name has no value."""
     older = {name: variable_of(earlier) for name, earlier in older_names(kind).items()}
     return {name: os.environ[older[name]] for name in older if _variable_in_force(kind, name) == older[name]}
 
 
 def _variable_in_force(kind: type[BaseSettings], name: str) -> str | None:
-    """Return the variable that sets a field, of those that have a value; None without one."""
+    """Return the variable that sets a field, by its present or older name; None if no such variable has a value."""
     names = [name, *filter(None, [older_names(kind).get(name)])]
     return next((variable_of(each) for each in names if os.environ.get(variable_of(each))), None)
 
 
 def effective_values(settings: BaseSettings, found: Mapping[str, object]) -> Iterable[str]:
-    """One line a setting: its name and the value in force.
+    """Return one line per setting: its name and the value in force.
 
     Args:
-        found: what "auto" and None came to, and further facts, by name.
+        found: resolved values of "auto" and None, and further facts, by name.
     """
     values = {**dict(settings), **found}
     values = {name: value.human_readable() if isinstance(value, ByteSize) else value for name, value in values.items()}
@@ -360,10 +389,10 @@ def effective_values(settings: BaseSettings, found: Mapping[str, object]) -> Ite
 
 
 def context_length(settings: ModelSettings, config: ModelConfig) -> int:
-    """Tokens of prompt and completion together: what was asked for, or all the model has positions for.
+    """Return the maximum tokens of prompt and completion together: the setting, or all positions of the model.
 
     Raises:
-        SettingsError: more was asked for than the model has.
+        SettingsError: the setting is over the positions of the model.
     """
     wanted, available = settings.max_context_length, config.max_context_length
     if wanted == "auto":
@@ -377,8 +406,11 @@ def context_length(settings: ModelSettings, config: ModelConfig) -> int:
 
 
 def _warn_of_unknown_variables(command: str) -> None:
-    """Name variables that look like settings and are none. Only a warning: an orchestrator adds some of its own,
-    as Kubernetes gives every pod KVASIR_SERVICE_HOST for a service of that name."""
+    """Warn of variables with the prefix that are not settings.
+
+    This is no error, because orchestrators set such variables: Kubernetes gives every pod KVASIR_SERVICE_HOST for a
+    Service named kvasir.
+    """
     known = {variable_of(name) for kind in _COMMANDS for name in (*kind.model_fields, *older_names(kind).values())}
     for name in sorted(set(os.environ) - known):
         if name.startswith(PREFIX):

@@ -1,7 +1,7 @@
-"""Sizes of memory in settings: 512M, 2GiB, 1.5g. Units are those of Kubernetes and of pydantic's `ByteSize`.
+"""Memory sizes in settings, such as 512M, 2GiB or 1.5g, with the units of Kubernetes and pydantic's `ByteSize`.
 
-K, M, G and T, with or without B, count thousands; Ki, Mi, Gi and Ti, with or without B, count 1,024s. Upper and lower
-case are the same. A number alone is in MiB, as such settings were before they had units.
+K, M, G and T are powers of 1,000; Ki, Mi, Gi and Ti are powers of 1,024. A B after the unit changes nothing, and case
+is ignored. A number alone is in MiB, for compatibility with settings from before sizes had units.
 """
 
 import re
@@ -15,7 +15,7 @@ _EXAMPLES = "512MiB, 2GiB or 1.5G"
 
 
 def _read_size(value: Any) -> Any:
-    """Return the ByteSize that a text means. Raises ValueError: it is no size, or nothing."""
+    """Parse a size. Raises ValueError: the text is not a size, or the size is under 1 byte."""
     if isinstance(value, ByteSize):
         return value
     given = _SIZE.fullmatch(str(value).strip())
@@ -29,12 +29,12 @@ def _read_size(value: Any) -> Any:
     except ValidationError:
         raise ValueError(f"must be a size such as {_EXAMPLES}") from None
     if size < 1:
-        raise ValueError(f"must be at least a byte, such as {_EXAMPLES}")
+        raise ValueError(f"must be at least 1 byte, such as {_EXAMPLES}")
     return size
 
 
 def _read_auto_or_size(value: Any) -> Any:
-    """Return "auto" or a size. Raises ValueError."""
+    """Parse "auto" or a size. Raises ValueError."""
     if value == "auto":
         return value
     try:

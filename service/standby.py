@@ -1,8 +1,8 @@
-"""The next worker: a process that has imported what a worker needs, and waits for the present one to die.
+"""Standby worker: a process that has imported a worker's libraries and waits to replace a dead worker.
 
-Of the time it takes to replace a worker, most is spent on imports (a new process, torch): a second and a half of two.
-The rest, to read the weights and to make the KV-cache, is done when it begins, so that it costs no KV-cache and no
-device memory while it waits. The process is begun as the first worker's is: see `service.early_worker`.
+Replacing a worker takes about 2 s, of which 1.5 s are process start and imports (torch). The standby worker saves these
+1.5 s. It reads the weights and allocates the KV-cache only when it becomes the worker, so it holds neither while it
+waits. The process is prespawned like that of the first worker, see `service.early_worker`.
 """
 
 import logging
@@ -16,17 +16,17 @@ from multiprocessing.process import BaseProcess
 
 logger = logging.getLogger(__name__)
 
-# A standby that dies so often before it was needed is given up.
+# Deaths of standby workers, or failed starts, after which no further standby is started.
 _MAX_DEATHS = 3
 
 
 class Standby:
-    """Main's side: it starts the process, keeps one there, and tells it to begin.
+    """Standby worker as seen by the main process, which starts it and promotes it to worker.
 
     Not thread-safe.
 
     Args:
-        launch: starts a worker that waits for a word from this connection; see `wait_for_word`.
+        launch: starts a worker process that waits for a message on the connection, see `wait_for_word`.
     """
 
     def __init__(self, launch: Callable[[Connection], BaseProcess]) -> None:
@@ -36,12 +36,12 @@ class Standby:
         self._num_deaths = 0
 
     def keep(self) -> None:
-        """Have one there: start one where there is none, or it has died."""
+        """Start a standby worker if none is alive."""
         if self._process is not None:
             if self._process.is_alive():
                 return
             self._num_deaths += 1
-            logger.warning("the standby of the worker died")
+            logger.warning("the standby worker died")
             self.close()
         if self._num_deaths < _MAX_DEATHS:
             theirs, self._word = get_context("spawn").Pipe()
@@ -49,14 +49,18 @@ class Standby:
                 try:
                     with _without_interrupts():
                         self._process = self._launch(theirs)
-                except OSError as error:  # no memory, or too many processes: the service goes on without
+                except OSError as error:  # no memory, or too many processes: the service runs without a standby
                     self._num_deaths += 1
-                    logger.warning("no standby of the worker can be started: %s", error)
+                    logger.warning("no standby worker can be started: %s", error)
                     self.close()
 
     def begin(self) -> BaseProcess | None:
-        """Make it the worker. None where there is none that has imported: one that imports in what time nobody else
-        wants, on a busy machine, is behind one that begins now, and is ended."""
+        """Promote the standby worker to worker and return its process.
+
+        Returns:
+            None if there is no standby worker with completed imports. A standby worker that still imports is killed: it
+            imports at the lowest priority, so on a busy machine a new worker is ready sooner.
+        """
         process, word = self._process, self._word
         if process is None or word is None or not process.is_alive():
             self.close()
@@ -67,7 +71,7 @@ class Standby:
                 return None
             word.recv_bytes()
             word.send_bytes(b"begin")
-        except (EOFError, OSError):  # it died just now
+        except (EOFError, OSError):  # the process died in the meantime
             self.close()
             return None
         word.close()
@@ -75,7 +79,7 @@ class Standby:
         return process
 
     def close(self) -> None:
-        """End it, if there is one."""
+        """Kill the standby worker, if there is one."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -87,7 +91,10 @@ class Standby:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """What is started inherits that Ctrl-C, which a terminal sends to all, waits: until it ignores it."""
+    """Block SIGINT, so that a child started within inherits the block.
+
+    A terminal sends Ctrl-C to all processes. The signal stays pending in the child until the child ignores SIGINT.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -96,9 +103,9 @@ def _without_interrupts() -> Iterator[None]:
 
 
 def wait_for_word(word: Connection) -> None:
-    """The process' side, with everything imported: say so, and wait for `Standby.begin`.
+    """Report to the main process that the imports are done, then wait for `Standby.begin`. Runs in the standby worker.
 
-    Ends the process when there is nobody left to begin for.
+    Ends the process if the main process closes the connection.
     """
     try:
         word.send_bytes(b"imported")

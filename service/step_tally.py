@@ -1,6 +1,6 @@
-"""Steps of the engine, gathered: what each alone would write to a file that processes share is written now and then.
+"""Metrics of engine steps, buffered and written to prometheus_client's shared files at intervals.
 
-Between two steps the caches hold weights, and to write it all takes 80 µs, where a step of few streams takes 1,000.
+Writing all metrics takes 80 µs, since the CPU caches are full of weights. A step of few streams takes 1,000 µs.
 """
 
 import time
@@ -11,16 +11,16 @@ from prometheus_client import Counter, Gauge, Histogram
 from service.messages import StepStats
 from service.tally import Tally
 
-# How old may be what others see of steps.
+# Maximum age of the metrics in the shared files while steps are computed.
 _SECONDS = 0.1
 
 
 class StepTally:
-    """What metrics are told of steps.
+    """Buffer of step statistics, flushed to the metrics.
 
     Args:
-        counter, gauge, histogram: give the instrument of a name, which has no labels of its own.
-        clock: seconds.
+        counter, gauge, histogram: return the metric of a name, without labels left to set.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -56,13 +56,16 @@ class StepTally:
         self._due_seconds = 0.0
 
     def add(self, stats: StepStats) -> None:
-        """A step was computed. It is seen at once, or not much later if another was told just before."""
+        """Buffer the statistics of a step. Flush unless the last flush was under 0.1 s ago."""
         self._gathered.append(stats)
         if self._clock() >= self._due_seconds:
             self.flush()
 
     def rest(self) -> None:
-        """There is no work left. Cancelled work ends between steps, where no step can tell of it."""
+        """Flush, and set the gauges to 0, because the engine has no work left.
+
+        Cancelled work ends between steps, so no step reports its end.
+        """
         self.flush()
         self._due_seconds = 0.0
         self._running.set(0)
@@ -70,7 +73,7 @@ class StepTally:
         self._kv_usage.set(0)
 
     def flush(self) -> None:
-        """Have all that was gathered be seen."""
+        """Write all buffered statistics to the metrics."""
         if not self._gathered:
             return
         steps, self._gathered = self._gathered, []

@@ -1,7 +1,8 @@
-"""What main does about the deaths of others: a worker is replaced, and without the other processes the service ends.
+"""Supervision of the child processes by the main process.
 
-Who hangs is as good as dead, and is killed. The worker and the API process leave signs of life in shared memory. The
-queue process, which is LitServe's, is asked for one; while it does not answer, the others may be waiting for it.
+A dead worker is replaced. If the API process or the queue process dies, the service ends. A process that hangs is
+killed. The worker and the API process write heartbeats to shared memory. LitServe's queue process is polled. While the
+queue process does not respond, no other process is judged, because it may be waiting for the queue process.
 """
 
 import logging
@@ -24,21 +25,21 @@ from service.worker import EXIT_SETTINGS, EXIT_TOLD
 
 logger = logging.getLogger(__name__)
 
-# How often main looks for signs of life. That a process has ended, the kernel says at once.
+# Interval of heartbeat checks. The kernel reports the end of a process at once.
 LOOK_SECONDS = 0.5
-# How often the queue process is asked for a sign of life, and after how long without one nobody else is judged.
+# Interval of polls of the queue process, and the silence after which no other process is judged.
 _ASK_SECONDS, _UNANSWERED_SECONDS = 1.0, 2.5
-# How many times as long as the first a later start may take, beside what any process may be silent for.
+# A later start may take this many times as long as the first start, in addition to --hang-seconds.
 _SLOWEST_START = 10.0
-# More deaths in a minute than this are no accident: starting again would not end.
+# The service ends at more worker deaths per minute, as restarts would go on forever.
 _MAX_WORKER_DEATHS_A_MINUTE = 5
 
 
 class StartError(RuntimeError):
-    """The service cannot start. The message, one line, says why; empty when the worker has said it.
+    """The service cannot start. The message is one line; it is empty if the worker has printed the reason.
 
     Args:
-        exit_code: of the command, 2 where a setting cannot be used.
+        exit_code: exit code of the command; 2 if a setting cannot be used.
     """
 
     def __init__(self, message: str, *, exit_code: int = 1) -> None:
@@ -47,26 +48,26 @@ class StartError(RuntimeError):
 
 
 class Launch(Protocol):
-    """Starts the worker of an epoch, which waits for a word where there is one."""
+    """Function that starts the worker of an epoch. With `word`, it starts a standby that waits for a message."""
 
     def __call__(self, epoch: int, word: Connection | None = None) -> BaseProcess: ...
 
 
 class Fail(Protocol):
-    """Ends the service, for this reason, and first the process that hangs where there is one."""
+    """Function that ends the service for the reason in `message`, and first kills `hung`, if given."""
 
     def __call__(self, message: str, hung: BaseProcess | None = None) -> None: ...
 
 
 class Supervisor:
-    """Main's view of its children.
+    """Supervisor of the child processes, in the main process.
 
     Args:
         launch: starts a worker.
         fail: ends the service.
-        has_standby: a successor is kept ready.
-        hang_seconds: who is silent for so long is killed; 0 for never.
-        clock: seconds.
+        has_standby: keep a standby worker.
+        hang_seconds: silence after which a process is killed; 0 for never.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -89,16 +90,16 @@ class Supervisor:
         self._deaths: deque[float] = deque(maxlen=_MAX_WORKER_DEATHS_A_MINUTE)
         self._standby = Standby(lambda word: launch(lifecycle.epoch.value + 1, word))
         self._clock = clock
-        self._num_answers = 0  # of the queue process
-        self._start_seconds: float | None = None  # that the first worker took
+        self._num_answers = 0  # polls that the queue process has answered
+        self._start_seconds: float | None = None  # duration of the first worker's start
         self._queue_dog = Watchdog(lambda: self._num_answers, clock=clock)
         self._api_dog = Watchdog(lambda: lifecycle.num_api_beats.value, clock=clock)
         self._worker_dog = Watchdog(lambda: lifecycle.worker_signs, clock=clock)
-        self._hung: BaseProcess | None = None  # the worker that was killed because it hung
-        self._launching = threading.Lock()  # workers are replaced by one thread, and standbys kept by another
+        self._hung: BaseProcess | None = None  # worker killed because it hung
+        self._launching = threading.Lock()  # one thread replaces workers, another starts standbys
 
     def replace(self, dead: BaseProcess) -> BaseProcess:
-        """Another worker in a dead one's place; the dead one itself where the service ends instead."""
+        """Replace a dead worker and return the new worker; return `dead` if the service ends instead."""
         if self._lifecycle.phase.value == Phase.STOPPING:
             return dead
         cause = "was killed because it hung" if dead is self._hung else cause_of_death(dead)
@@ -108,7 +109,7 @@ class Supervisor:
             self._fail(f"the worker died {len(self._deaths) + 1} times within a minute ({cause}); giving up")
             return dead
         self._deaths.append(now)
-        logger.error("the worker %s; starting another, unfinished requests go on there", cause)
+        logger.error("the worker %s; starting another worker, which resumes the unfinished requests", cause)
         self._metrics.count_worker_restart("signal" if (dead.exitcode or 0) < 0 else "exit")
         with self._launching:
             self._lifecycle.epoch_seconds.value = now
@@ -120,9 +121,10 @@ class Supervisor:
                 return dead
 
     def keep_worker(self, workers: list[BaseProcess]) -> None:
-        """Replace the first of `workers` whenever it has ended, until the service does.
+        """Replace the worker in `workers[0]` whenever it has ended, until the service ends.
 
-        For a thread of its own, which lasts as long as there are workers: the kernel ends those that it starts with it.
+        Run in a thread of its own that outlives the workers: the kernel kills a worker when the thread that started it
+        ends.
         """
         while True:
             dead = workers[0]
@@ -133,7 +135,7 @@ class Supervisor:
                 return
 
     def listen(self, ask: Callable[[], object]) -> None:
-        """Note the answers of the queue process until it is gone. For a thread of its own: it may never answer."""
+        """Poll the queue process until it is gone. Run in a thread of its own, since a poll may block forever."""
         with suppress(EOFError, OSError):
             while True:
                 ask()
@@ -141,17 +143,17 @@ class Supervisor:
                 time.sleep(_ASK_SECONDS)
 
     def keep_watch(self, *, api: BaseProcess, queue: BaseProcess, worker: Callable[[], BaseProcess]) -> NoReturn:
-        """Watch until main ends, and at once when one of them has ended. For a thread of its own: see `keep_worker`."""
+        """Call `watch` at intervals, and at once when `api` or `queue` ends. Run it as `keep_worker` is run."""
         while True:
             self.watch(api=api, queue=queue, worker=worker)
             is_over = self._lifecycle.phase.value == Phase.STOPPING
             connection.wait([] if is_over else [api.sentinel, queue.sentinel], LOOK_SECONDS)
 
     def watch(self, *, api: BaseProcess, queue: BaseProcess, worker: Callable[[], BaseProcess]) -> None:
-        """Look after what LitServe does not watch, once.
+        """Check all child processes once, and start a standby worker if one is missing.
 
-        A worker that hangs is killed, which `keep_worker` sees. Restarting the API process would not bring its clients'
-        connections back, nor could the requests in the queue process be found again: without them the service ends.
+        A hung worker is killed, and `keep_worker` replaces it. The service ends without the API process or the queue
+        process: a restart could restore neither the clients' connections nor the queued requests.
         """
         lifecycle = self._lifecycle
         if lifecycle.phase.value == Phase.STOPPING:
@@ -173,15 +175,15 @@ class Supervisor:
         return self._has_standby and self._lifecycle.has_standby_memory.value != 0
 
     def _end_hung(self, *, api: BaseProcess, queue: BaseProcess, worker: Callable[[], BaseProcess]) -> bool:
-        """Kill whoever has been silent for too long. Whether there was one."""
+        """Kill a process that has been silent for too long. Return True if there was one."""
         limit = self._hang_seconds
         if (silence := self._queue_dog.silence()) > limit:
-            self._fail(f"the queue process gave no sign of life for {limit:g} s", queue)
+            self._fail(f"the queue process sent no heartbeat for {limit:g} s", queue)
             return True
         if silence > _UNANSWERED_SECONDS:
             return False
         if self._api_dog.silence() > limit and self._lifecycle.num_api_beats.value:
-            self._fail(f"the API process gave no sign of life for {limit:g} s", api)
+            self._fail(f"the API process sent no heartbeat for {limit:g} s", api)
             return True
         limit += self._loading_seconds()
         if self._worker_dog.silence() > limit:
@@ -193,27 +195,27 @@ class Supervisor:
         return False
 
     def _loading_seconds(self) -> float:
-        """How much longer the worker may be silent because it is not up yet."""
+        """Return the additional silence allowed to a worker that is still starting; 0 once it is up."""
         if self._lifecycle.ready_epoch.value == self._lifecycle.epoch.value or self._start_seconds is None:
             return 0.0
         return _SLOWEST_START * self._start_seconds
 
     def end(self) -> None:
-        """Keep no standby any more."""
+        """Kill the standby worker and start no other."""
         with self._launching:
             self._has_standby = False
             self._standby.close()
 
 
 def failed_start(worker: BaseProcess) -> StartError:
-    """Why a worker ended before it served, as the command's error."""
+    """Return the error for a worker that ended before it was ready."""
     if worker.exitcode in (EXIT_TOLD, EXIT_SETTINGS):
         return StartError("", exit_code=2 if worker.exitcode == EXIT_SETTINGS else 1)
     return StartError(f"the worker {cause_of_death(worker)} while starting")
 
 
 def cause_of_death(process: BaseProcess) -> str:
-    """How a process ended, in words that follow its name."""
+    """Describe the end of a process, as a predicate: "was killed by SIGKILL"."""
     code = process.exitcode or 0
     if code < 0:
         name = signal.Signals(-code).name

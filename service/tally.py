@@ -1,28 +1,31 @@
-"""Observations of one histogram, gathered: what each alone would pay in a file that processes share is paid once."""
+"""Buffer of histogram observations, to write prometheus_client's shared file once for many observations."""
 
 from bisect import bisect_left
 
 from prometheus_client import Histogram
 
-# So many are gathered, and no more.
+# Buffered values at which the buffer is flushed.
 _MOST = 1000
 
 
 class Tally:
-    """What a histogram will be told at the next `flush`, as if each had been observed; or sooner."""
+    """Buffer of one histogram's observations. It is flushed by `flush`, or when full."""
 
     def __init__(self, histogram: Histogram) -> None:
         self._histogram = histogram
         self._gathered: list[tuple[float, int]] = []
 
     def add(self, value: float, count: int = 1) -> None:
-        """Gather `count` observations of this value."""
+        """Buffer `count` observations of a value."""
         self._gathered.append((value, count))
         if len(self._gathered) >= _MOST:
             self.flush()
 
     def flush(self) -> None:
-        """Observe what was gathered. prometheus_client has no way but one by one, so this is its `observe`, in sums."""
+        """Write the buffered observations to the histogram.
+
+        prometheus_client can only observe value by value, so this repeats its `observe` with sums.
+        """
         if not self._gathered:
             return
         bounds, total, counts = self._histogram._upper_bounds, 0.0, dict[int, int]()

@@ -1,7 +1,7 @@
-"""A process that renders chat templates, bounded by the operating system; see `model.template_sandbox`.
+"""Child process that renders chat templates under limits of the operating system, see `model.template_sandbox`.
 
-It is started when the first conversation comes, and replaced when a limit has ended it. One conversation at a time:
-whoever renders does so in a thread of its own.
+The process starts with the first rendering, and again after a limit has killed it. It renders one conversation at a
+time. `render` blocks, so call it from a thread.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from service.bounded_process import BoundedProcess, ProcessEnded, program_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Of one rendering: processor seconds, characters of text; and the memory of the process."""
+    """Limits of one rendering (CPU seconds, characters of text) and of the process (memory)."""
 
     cpu_seconds: float = 5.0
     memory_bytes: int = 512 * 2**20
@@ -24,10 +24,10 @@ class Limits:
 
 
 class TemplateProcess:
-    """Renders one template.
+    """Renderer of one chat template.
 
     Args:
-        source: the template.
+        source: text of the Jinja template.
     """
 
     def __init__(self, source: str, limits: Limits | None = None) -> None:
@@ -44,10 +44,10 @@ class TemplateProcess:
         self.close()
 
     def check(self) -> None:
-        """Compile the template, if that has not been done.
+        """Start the process with the compiled template, if it is not running.
 
         Raises:
-            TemplateFailure: it is no template, or takes too much.
+            TemplateFailure: the template is invalid, or exceeds a limit.
         """
         if not self._process.is_running:
             self._ask(
@@ -60,16 +60,16 @@ class TemplateProcess:
             )
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The template's text.
+        """Render the template and return its text.
 
         Raises:
-            TemplateFailure: it refused, failed, or took too much; one line.
+            TemplateFailure: the template raised an error, failed, or exceeded a limit. The message is one line.
         """
         self.check()
         return self._ask(variables)
 
     def close(self) -> None:
-        """End the process. The next rendering starts another."""
+        """End the process. The next rendering starts a new process."""
         self._process.close()
 
     def _ask(self, order: Mapping[str, Any]) -> str:
@@ -83,6 +83,6 @@ class TemplateProcess:
             ) from None
         if "error" in answer:
             if not answer["by_template"]:
-                self.close()  # what failed may have left it short of memory
+                self.close()  # the failure may have left the process short of memory
             raise TemplateFailure(answer["error"], by_template=answer["by_template"])
         return str(answer["text"])

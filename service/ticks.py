@@ -1,32 +1,36 @@
-"""uvicorn's main loop, once a second: its own looks ten times a second whether it should end, here it is woken."""
+"""Replacement of uvicorn's main loop that ticks once a second and can be woken.
+
+uvicorn's own loop polls ten times a second for a request to exit.
+"""
 
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-# As often as the Date field of answers changes.
+# Interval at which the Date header of responses changes.
 _TICK_SECONDS = 1.0
-# Of a tick of this number uvicorn renews that field.
+# Tick number at which uvicorn renews the Date header.
 _RENEWS_DATE = 0
 
 
 class Ticking(Protocol):
-    """What this knows of `uvicorn.Server`. Tests hold it against uvicorn's."""
+    """Interface of `uvicorn.Server` used here. Tests check it against uvicorn."""
 
     async def on_tick(self, counter: int) -> bool:
-        """Do what is due. Whether the server is to end."""
+        """Do periodic work. Return True if the server is to exit."""
         ...
 
     async def main_loop(self) -> None:
-        """Tick until it is."""
+        """Tick until the server is to exit."""
         ...
 
 
 def tick_seldom(server: Ticking, *, seconds: float = _TICK_SECONDS) -> Callable[[], None]:
-    """Replace the main loop of a server that has not begun it.
+    """Replace the main loop of a server before that loop starts.
 
-    Returns what makes it tick at once. It is to be called in the event loop.
+    Returns:
+        A function that causes a tick at once. Call it in the event loop.
     """
     woken = asyncio.Event()
 

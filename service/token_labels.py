@@ -1,13 +1,13 @@
-"""Tokens as labels: what is invisible gets a sign, on one line, whatever the token is."""
+"""Labels of tokens for pictures and tables: one line each, with signs for invisible characters."""
 
 import unicodedata
 
-# Of a picture of attention, `service.attention_picture`; here because that module needs matplotlib.
+# File types of `service.attention_picture`. Defined here because that module imports matplotlib.
 SUFFIXES = (".png", ".svg", ".pdf")
-# More labels than this cannot be read in one picture.
+# Limit of labels that are readable in one picture.
 MAX_TOKENS = 64
 
-# As `service.logprobs.token_name` begins the name of a token that is not whole characters.
+# Prefix that `service.logprobs.token_name` gives to tokens that are not whole characters.
 _BYTES = "bytes:"
 _SPACE = "␣"
 _SIGNS = {"\n": "↵", "\t": "⇥", "\x7f": "^?"}
@@ -15,13 +15,13 @@ _ELLIPSIS = "…"
 
 
 def label(name: str, *, max_length: int = 16) -> str:
-    """A token's name as people can read it: "␣dog", "↵↵", "⟨f0 9f⟩" for a piece of a character.
+    """Return a token's name in readable form: "␣dog", "↵↵", or "⟨f0 9f⟩" for part of a character.
 
-    Control characters are written as on a keyboard ("^A"), what else cannot be seen as its number ("U+200D").
+    Control characters are shown in caret notation ("^A"), other invisible characters as code points ("U+200D").
 
     Args:
         name: see `service.logprobs.token_name`.
-        max_length: characters; longer ones end in an ellipsis.
+        max_length: maximum characters. A longer label is cut and ends in an ellipsis.
     """
     if name.startswith(_BYTES):
         text = f"⟨{name.removeprefix(_BYTES).replace(chr(92) + 'x', ' ').strip()}⟩"
@@ -37,8 +37,8 @@ def _visible(character: str) -> str:
         return _SIGNS[character]
     if ord(character) < 0x20:
         return f"^{chr(ord(character) + 0x40)}"
-    # Separators, formats (joiners, direction marks), controls, surrogates, private and unassigned ones.
+    # Unicode categories Z and C: separators, controls, formats, surrogates, private use and unassigned.
     if unicodedata.category(character)[0] in "ZC":
         return f"U+{ord(character):04X}"
-    # A mark that sits on the letter before it needs one.
+    # A combining character needs a base character to be visible.
     return f"◌{character}" if unicodedata.combining(character) else character

@@ -1,8 +1,8 @@
-"""What a request says of single tokens, as the engine is told it: token ids, checked.
+"""Translation of a request's token rules (penalties, biases, allowed tokens, bad words) into sampling parameters.
 
-A forbidden word is forbidden as the tokens that the tokenizer makes of it, with a space before it and without, as vLLM
-does: a word is one sequence of tokens at the beginning of a text, and often another within. The same letters in other
-tokens are not caught.
+A bad word is forbidden as the token sequences of the word with and without a leading space, as in vLLM. The two often
+differ: the first occurs within a text, the second at its beginning. Other tokenizations of the same letters are not
+forbidden.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,14 +13,14 @@ from model.tokenizer.interface import Tokenizer, TokenizerError
 from service.errors import InvalidRequest
 from service.schemas import GenerationRequest
 
-_LONGEST_ID = 19  # digits; what is longer is no id of any vocabulary
+_LONGEST_ID = 19  # digits; no vocabulary has longer ids
 
 
 def token_rules(request: GenerationRequest, tokenizer: Tokenizer, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `SamplingParams` that speak of single tokens.
+    """Return the fields of `SamplingParams` that concern single tokens.
 
     Raises:
-        InvalidRequest: an id is none, or a word cannot be tokenized.
+        InvalidRequest: a key of logit_bias is not a token id, or a bad word cannot be tokenized.
     """
     return {
         "presence_penalty": request.value("presence_penalty"),
@@ -33,7 +33,7 @@ def token_rules(request: GenerationRequest, tokenizer: Tokenizer, defaults: Mapp
 
 
 def logit_bias(request: GenerationRequest) -> dict[int, float]:
-    """What is added to each token's logit.
+    """Return the bias per token id, which is added to the token's logit.
 
     Raises:
         InvalidRequest: a key is not a token id as a string.
@@ -42,10 +42,10 @@ def logit_bias(request: GenerationRequest) -> dict[int, float]:
 
 
 def check_possible(params: SamplingParams, eos_token_ids: Iterable[int]) -> None:
-    """Refuse a request of which no completion could begin. One that leaves no token later ends there.
+    """Reject a request if its rules forbid every first token. A completion ends early where no token is permitted.
 
     Raises:
-        InvalidRequest: every token that may come is forbidden.
+        InvalidRequest: every allowed token is forbidden by another rule.
     """
     if not params.allowed_token_ids or not params.max_tokens:
         return
@@ -54,23 +54,23 @@ def check_possible(params: SamplingParams, eos_token_ids: Iterable[int]) -> None
         forbidden.update(params.stop_token_ids, () if params.ignore_eos else eos_token_ids)
     if forbidden.issuperset(params.allowed_token_ids):
         raise InvalidRequest(
-            "allowed_token_ids: every one of them is forbidden by bad_words, or would end the text before min_tokens; "
-            "allow another token",
+            "allowed_token_ids: all of these tokens are forbidden by bad_words, or would end the text before "
+            "min_tokens; allow another token",
             param="allowed_token_ids",
         )
 
 
 def _id(key: str) -> int:
-    # One way to write an id: two would name a token twice.
+    # Accept only the canonical decimal form, lest two keys name the same token.
     if key.isascii() and key.isdigit() and len(key) <= _LONGEST_ID and str(int(key)) == key:
         return int(key)
     raise InvalidRequest(
-        f'logit_bias: {key[:50]!r} is no token id; write {{"id": bias}}, as in {{"42": -100}}', param="logit_bias"
+        f'logit_bias: {key[:50]!r} is not a token id; write {{"id": bias}}, as in {{"42": -100}}', param="logit_bias"
     )
 
 
 def _bad_word_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Each word's token sequences, every one once."""
+    """Return the token sequences of all words, without duplicates."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         bare = word.lstrip(" ")

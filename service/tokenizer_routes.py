@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize`, `/tokenizer_info`: tokenizer and chat template for those who count or compare."""
+"""Tokenizer routes: `/tokenize`, `/detokenize` and `/tokenizer_info`."""
 
 import asyncio
 
@@ -16,10 +16,10 @@ from service.serving import Serving
 
 
 class TokenizerRoutes:
-    """The routes that need no engine.
+    """Handlers of the tokenizer routes, which need no engine.
 
     Args:
-        chat: makes token ids of conversations.
+        chat: renders and tokenizes conversations.
     """
 
     def __init__(self, serving: Serving, *, planner: Planner, chat: ChatPrompts, max_body_bytes: int) -> None:
@@ -30,12 +30,12 @@ class TokenizerRoutes:
         self._max_body_bytes = max_body_bytes
 
     async def tokenize(self, request: Request) -> Response:
-        """`POST /tokenize`."""
+        """Handle `POST /tokenize`."""
         asked = parse_body(TokenizeRequest, await read_body(request, max_bytes=self._max_body_bytes))
         self._planner.check_model(asked.model)
         match asked.subject():
             case str() as text if asked.add_special_tokens is False and text in self._tokenizer.special_tokens:
-                # Whoever was told a mark's text by /tokenizer_info asks for its id so; lm-evaluation-harness does.
+                # lm-evaluation-harness asks this way for the id of a special token that it got from /tokenizer_info.
                 token_ids = [self._tokenizer.special_tokens[text]]
             case str() as text:
                 token_ids = await self._encode(text, begin=asked.add_special_tokens is not False)
@@ -52,7 +52,7 @@ class TokenizerRoutes:
         return json_response(answer)
 
     async def detokenize(self, request: Request) -> Response:
-        """`POST /detokenize`."""
+        """Handle `POST /detokenize`."""
         asked = parse_body(DetokenizeRequest, await read_body(request, max_bytes=self._max_body_bytes))
         self._planner.check_model(asked.model)
         self._planner.check_ids(asked.tokens, "tokens")
@@ -62,7 +62,7 @@ class TokenizerRoutes:
         return json_response(Detokenized(prompt=text))
 
     async def info(self) -> Response:
-        """`GET /tokenizer_info`: what a client needs to write this model's prompts itself."""
+        """Handle `GET /tokenizer_info`: special tokens and chat template, for clients that render prompts."""
         marks, template = self._serving.marks, self._serving.template
         return json_response(
             TokenizerInfo(

@@ -1,4 +1,4 @@
-"""Prompts that are cut to a length where they would be refused, as vLLM does it."""
+"""Truncation of prompts by `truncate_prompt_tokens` and `truncation_side`, as in vLLM."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ _AS_MANY_AS_FIT = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Truncation:
-    """How many tokens of a prompt are kept, and of which end.
+    """Truncation that a request asks for.
 
-    num_kept: None for as many as there is room for.
-    keeps_end: the last tokens are kept ("left" is the side that is cut), else the first.
+    num_kept: number of tokens to keep; None: as many as fit.
+    keeps_end: keep the last tokens (`truncation_side` "left" names the side that is cut), else the first tokens.
     """
 
     num_kept: int | None
@@ -21,21 +21,21 @@ class Truncation:
 
     @classmethod
     def of(cls, request: GenerationRequest) -> "Truncation | None":
-        """What a request asks for; None where it wants its prompts whole."""
+        """Return the truncation that a request asks for; None without truncation."""
         asked = request.truncate_prompt_tokens
         if asked is None:
             return None
         return cls(num_kept=None if asked == _AS_MANY_AS_FIT else asked, keeps_end=request.truncation_side != "right")
 
     def cut(self, token_ids: list[int], *, room: int, num_marks: int = 0) -> list[int]:
-        """The tokens of a prompt that are kept: itself where it is no longer than that.
+        """Return the kept tokens of a prompt. A prompt that is short enough is returned unchanged.
 
         Args:
-            room: the most tokens a prompt may have. Where that is none, nothing is cut: no length would fit.
-            num_marks: leading tokens that are not the client's, and are kept first.
+            room: maximum tokens of a prompt. If under 1, nothing is cut, since no length would fit.
+            num_marks: number of leading special tokens that the server added. They are kept first.
 
         Raises:
-            InvalidRequest: more tokens are to be kept than there is room for.
+            InvalidRequest: `num_kept` is over `room`.
         """
         if room < 1:
             return token_ids
@@ -43,7 +43,7 @@ class Truncation:
         if kept > room:
             raise InvalidRequest(
                 f"truncate_prompt_tokens={kept} is over the {room} tokens that the context leaves for a prompt; "
-                f"{_AS_MANY_AS_FIT} keeps as many as fit",
+                f"use {_AS_MANY_AS_FIT} to keep as many as fit",
                 param="truncate_prompt_tokens",
             )
         if kept >= len(token_ids):

@@ -1,4 +1,4 @@
-"""Work that is done one piece at a time, in a thread of its own, and who waits for it."""
+"""Single-threaded work queue with a bounded length and wait."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,12 +11,13 @@ T = TypeVar("T")
 
 
 class Turns:
-    """A queue before one thread. A piece of work that hangs holds up the others, for a bounded time, and nobody else.
+    """Work queue of one thread. Work that hangs delays only the queued work, and that for at most `wait_seconds`.
 
     Args:
-        things: what waits, in the plural; what: what it waits for. Both are for who is told to come back.
-        max_waiting: how many may wait for their turn.
-        wait_seconds: how long each may.
+        things: plural noun for the queued work, used in error messages ("conversations").
+        what: noun for what the work waits for, used in error messages ("the chat template").
+        max_waiting: maximum number of queued pieces of work.
+        wait_seconds: longest wait in the queue.
     """
 
     def __init__(self, things: str, what: str, *, max_waiting: int, wait_seconds: float) -> None:
@@ -29,24 +30,26 @@ class Turns:
         self._wait_seconds = wait_seconds
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work` gives, computed in the thread.
+        """Run `work` in the thread and return its result.
 
         Raises:
-            Overloaded: too many wait for their turn, or this one did for too long.
+            Overloaded: the queue is full, or the work waited too long.
         """
         await self._wait()
         working = asyncio.get_running_loop().run_in_executor(self._thread, work)
         working.add_done_callback(lambda _: self._turn.release())
-        return await asyncio.shield(working)  # who leaves does not end it: the thread is busy until it is done
+        # Cancelling the caller does not stop the thread, so the turn is released when the work is done.
+        return await asyncio.shield(working)
 
     def close(self) -> None:
-        """End the thread."""
+        """Cancel queued work and wait for the thread to end."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     async def _wait(self) -> None:
         if self._num_waiting >= self._max_waiting:
             raise Overloaded(
-                f"{self._num_waiting} {self._things} wait for {self._what}", retry_after_seconds=self._wait_seconds
+                f"{self._num_waiting} {self._things} are queued for {self._what}; retry later",
+                retry_after_seconds=self._wait_seconds,
             )
         self._num_waiting += 1
         try:
@@ -54,7 +57,7 @@ class Turns:
                 await self._turn.acquire()
         except TimeoutError:
             raise Overloaded(
-                f"{self._what} was busy with other {self._things} for {self._wait_seconds:g} s",
+                f"{self._what} was busy with other {self._things} for {self._wait_seconds:g} s; retry later",
                 retry_after_seconds=self._wait_seconds,
             ) from None
         finally:

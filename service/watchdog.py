@@ -1,18 +1,18 @@
-"""Tells when a process hangs: it lives, and gives no sign of life."""
+"""Watchdog timer: measures how long a process has sent no heartbeat."""
 
 import time
 from collections.abc import Callable
 
-# Two looks that are further apart than this say that main itself stood still, as when a container is paused.
+# A longer gap between two checks means that the checking process itself was paused, as with a paused container.
 _MOST_BETWEEN_LOOKS = 1.0
 
 
 class Watchdog:
-    """Looks at a process' signs of life. Whoever looks does so many times a second.
+    """Watchdog of one process. Call `silence` more than once a second.
 
     Args:
-        sign: is another after each sign of life.
-        clock: seconds.
+        sign: returns a value that changes with each heartbeat.
+        clock: returns seconds.
     """
 
     def __init__(self, sign: Callable[[], object], *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -23,7 +23,7 @@ class Watchdog:
         self._silence = 0.0
 
     def silence(self) -> float:
-        """Seconds without a sign. Time in which nobody looked counts as little of it."""
+        """Return the seconds since the last heartbeat. A gap between two calls counts as at most 1 s."""
         now, sign = self._clock(), self._sign()
         elapsed, self._last_look = now - self._last_look, now
         self._silence += min(elapsed, _MOST_BETWEEN_LOOKS)
@@ -32,5 +32,5 @@ class Watchdog:
         return self._silence
 
     def forgive(self, sign: object = None) -> None:
-        """Begin anew; for whoever has acted upon the silence."""
+        """Reset the silence to 0, after the caller has acted upon it."""
         self._last_sign, self._silence = sign, 0.0

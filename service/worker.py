@@ -1,8 +1,8 @@
-"""The worker process: LitAPI builds the engine, LitLoop runs it in one thread. The only user of the engine.
+"""Worker process: LitAPI builds the engine, and LitLoop runs it in one thread.
 
-A pump thread takes commands from LitServe's queue, whose every access is a trip to another process, and leaves
-them in an inbox that costs nothing to look at. The loop blocks on the inbox when there is no work, empties it before
-each step, and leaves the events of each step in an outbox, which a carrier thread empties.
+Each access to LitServe's queue is a round trip to another process. So a pump thread moves commands from that queue to
+an in-process inbox. The engine loop blocks on the inbox while there is no work, and empties it before each step. The
+loop puts the events of each step into an outbox, from which a carrier thread sends them to the API process.
 """
 
 import gc
@@ -46,22 +46,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A worker that cannot start says why in one line and ends with one of these codes, so that main need not guess. The
-# second: it is a setting that cannot be used here.
+# Exit codes of a worker that cannot start and has printed the reason, so that main prints nothing more. The second code
+# means that a setting cannot be used.
 EXIT_TOLD, EXIT_SETTINGS = 3, 4
-# How torch says that the CPU has no more memory, in an error that can be of anything.
+# Text of torch's error for exhausted CPU memory, which is a plain RuntimeError.
 _CPU_MEMORY = "can't allocate memory"
-# Of the step that a CPU computes before it is ready: a long one of a large model takes seconds, and finds out nothing.
+# Tokens of the warm-up step on a CPU. A longer step takes seconds with a large model and has no further use.
 _CPU_WARM_UP_TOKENS = 16
-# What lies between messages to an API process, at least: each wakes its event loop.
+# Minimum interval of messages to an API process, because each message wakes its event loop.
 _MESSAGE_SECONDS = 0.0005
 
 
 class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
-    """What LitServe carries to the worker process, and calls there to build the engine.
+    """Object that LitServe pickles to the worker process and calls there to build the engine.
 
     Args:
-        found: what main knows of the values in force, by name.
+        found: resolved values of settings that main knows, by name.
     """
 
     def __init__(
@@ -80,20 +80,23 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
         self.stamps = stamps_of(manifest.weight_files)
         self.found = found
         self.lifecycle = lifecycle
-        self.word: Connection | None = None  # of a standby: what it waits for
+        self.word: Connection | None = None  # of a standby worker: the connection it waits on
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a worker gets: everything but the routes, which stay in the API process."""
+        """Return the state to pickle for a worker: everything but the spec (routes), which stays in the API process."""
         return {**self.__dict__, "_spec": None}
 
     async def authorize(self) -> None:
-        """Everybody may come in. LitServe's own dependency is not async, so it costs each request a thread."""
+        """Allow every request.
+
+        This replaces LitServe's dependency, which is not async and so costs each request a thread.
+        """
 
     def setup(self, device: str) -> None:
-        """Build the engine. LitServe's `device` is a place holder; the settings' decides.
+        """Build the engine. LitServe's `device` is ignored in favour of the settings' device.
 
         Raises:
-            SystemExit: the engine cannot be built; one line on stderr has said why.
+            SystemExit: the engine cannot be built. The reason was printed to stderr in one line.
         """
         logs.configure(self.settings.log_level)
         self.lifecycle.die_with_main()
@@ -103,27 +106,27 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
             wait_for_word(self.word)
         name_process("kvasir-worker")
         try:
-            # Not above: main imports this module too, and so the API process forked from it would hold torch, which
-            # costs 2 s and 217 MiB.
+            # Not at the top: main imports this module too, and the API process is forked from main. Importing torch
+            # there would cost 2 s and 217 MiB.
             import torch
         except (ImportError, MemoryError, OSError) as error:  # a library that cannot be mapped is an ImportError
-            self._tell(error, is_memory=True)
+            self._print_failure(error, is_memory=True)
             raise SystemExit(EXIT_TOLD) from None
         self.started_seconds = self.lifecycle.epoch_seconds.value
         try:
             check_unchanged(self.stamps)
             self.engine, self.facts = self.build()
-            if self.lifecycle.epoch.value == 0:  # once, and when all of it is known
+            if self.lifecycle.epoch.value == 0:  # print the settings once, when all values are resolved
                 found = {**self.found, **self.facts.found()}
                 with suppress(OSError):  # a full disk behind stdout
                     print("\n".join(effective_values(self.settings, found)), flush=True)
         except (ValueError, RuntimeError, MemoryError, OSError) as error:
             is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _CPU_MEMORY in str(error)
-            self._tell(error, is_memory=is_memory)
+            self._print_failure(error, is_memory=is_memory)
             raise SystemExit(EXIT_SETTINGS if isinstance(error, SettingsError) else EXIT_TOLD) from None
 
     def build(self) -> "tuple[Engine, EngineFacts]":
-        """The engine, ready to serve, and what "auto" came to. Raises what `engine_builder.build_engine` does."""
+        """Return a warmed-up engine and its resolved settings. Raises what `engine_builder.build_engine` raises."""
         from service.engine_builder import build_engine
 
         lifecycle = self.lifecycle
@@ -135,16 +138,16 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
         engine.warm_up(_CPU_WARM_UP_TOKENS if facts.device == "cpu" else None)
         return engine, facts
 
-    def _tell(self, error: Exception, *, is_memory: bool) -> None:
-        """Why the engine cannot be built, in one line."""
+    def _print_failure(self, error: Exception, *, is_memory: bool) -> None:
+        """Print in one line why the engine cannot be built."""
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        first_line = first_line[max(0, first_line.find(_CPU_MEMORY)) :]  # torch's source file and line stand before
-        advice = "; lower --kv-cache-memory or --max-context-length, or take a smaller model" if is_memory else ""
+        first_line = first_line[max(0, first_line.find(_CPU_MEMORY)) :]  # skip torch's source file and line number
+        advice = "; lower --kv-cache-memory or --max-context-length, or use a smaller model" if is_memory else ""
         print(f"kvasir serve: {first_line}{advice}", file=sys.stderr, flush=True)
 
 
 class EngineLoop(LitLoop):  # type: ignore[misc]
-    """LitServe calls it once, in the worker, after `EngineAPI.setup`."""
+    """Engine loop of the worker. LitServe calls it once, after `EngineAPI.setup`."""
 
     def __call__(
         self,
@@ -202,14 +205,15 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
             beat=lit_api.lifecycle.beat,
         )
         gc.collect()
-        gc.freeze()  # what is here stays: to look through it for garbage would hold up every stream
+        gc.freeze()  # long-lived objects: scanning them in later collections would delay every stream
         while True:
             driver.turn()
 
     def _carry(self, outbox: SimpleQueue[tuple[int, list[Event]]], transport: Any) -> NoReturn:
-        """Send events to the API process while the next step computes, and wait for it where it is behind.
+        """Send events to the API process while the next step computes. Sending blocks while the API process is behind.
 
-        What has gathered since one message goes together in the next: steps may be shorter than what one costs.
+        Events that arrive between two messages are sent together, since a step may be shorter than the cost of a
+        message.
         """
         while True:
             messages = gathered(outbox)
@@ -230,7 +234,7 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
             lifecycle.end_if_orphaned()
             try:
                 item = self.get_request(request_queue, timeout=1.0)
-            except (EOFError, OSError):  # the queue process is gone; main ends the service
+            except (EOFError, OSError):  # the queue process has died; main ends the service
                 os._exit(1)
             if item is not None:
                 api_id, _, _, payload = item
@@ -238,14 +242,17 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
 
 
 def _empty(request_queue: Any) -> None:
-    """What is in there was meant for an earlier worker. This one gets all that is unfinished once it has said hello."""
+    """Drop the queue's items, which were sent to an earlier worker.
+
+    The API process sends all unfinished requests again after this worker's `Hello`.
+    """
     with suppress(Empty):
         while True:
             request_queue.get_nowait()
 
 
 def gathered(outbox: SimpleQueue[tuple[int, list[Event]]]) -> dict[int, list[Event]]:
-    """All that is in there, by API process, in order. Waits for the first."""
+    """Return all events of the outbox by API process, in order. Block until there is an event."""
     api_id, events = outbox.get()
     messages = {api_id: list(events)}
     with suppress(Empty):
@@ -256,7 +263,10 @@ def gathered(outbox: SimpleQueue[tuple[int, list[Event]]]) -> dict[int, list[Eve
 
 
 def _obey_only_main(lifecycle: Lifecycle) -> None:
-    """Ignore the signals that a terminal or systemd sends to every process: main drains, then tells the others."""
+    """Ignore SIGINT, and SIGTERM until main is stopping.
+
+    Terminals and systemd signal every process, but the worker must run on while main drains.
+    """
 
     def on_sigterm(number: int, frame: FrameType | None) -> None:
         if lifecycle.phase.value == Phase.STOPPING:

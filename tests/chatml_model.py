@@ -1,4 +1,4 @@
-"""A tiny checkpoint of ours that knows conversations: the marks of ChatML, both ends, a begin mark."""
+"""Tiny checkpoint with a chat template, ChatML's special tokens and a BOS token."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +19,7 @@ GENERATION = {"do_sample": True, "temperature": 0.7, "top_p": 0.95}
 
 
 def chatml_tokenizer() -> ByteLevelTokenizer:
-    """Bytes, a few merges, line breaks that merge, and the three marks."""
+    """Return a tokenizer of bytes, a few merges, merged line breaks, and three special tokens."""
     ranks = dict(tiny_tokenizer().ranks)
     for token in (b"us", b"se", b"er\n", b"st", b"nt", b"\n\n\n", b"  ", b" \n"):
         ranks.setdefault(token, len(ranks))
@@ -34,7 +34,7 @@ def chatml_tokenizer() -> ByteLevelTokenizer:
 
 
 def save_chatml_checkpoint(directory: Path, *, generation: Mapping[str, Any] | None = GENERATION) -> Path:
-    """Random weights, the same in every run, in a context of 256; returns the directory."""
+    """Save a checkpoint with reproducible random weights and a context of 256; return its directory."""
     tokenizer = chatml_tokenizer()
     config = tiny_config(tokenizer.vocab_size)
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Fixtures that every part of the tests may use."""
+"""Fixtures for all tests."""
 
 import logging
 import signal
@@ -14,8 +14,7 @@ from model.kernels.loading import KERNELS
 from tests.tiny_model import save_tiny_checkpoint
 
 ROOT = Path(__file__).parent
-# Files that take ten seconds or more, the longest first: the last ones that are begun are short, so that no processor
-# is left with a long one when the others are done.
+# Test files that take ten seconds or more, the slowest first, so that parallel runs finish at about the same time.
 LONGEST = (
     "test_readme.py",
     "e2e/test_lm_eval.py",
@@ -43,23 +42,23 @@ LONGEST = (
     "e2e/test_inspection.py",
 )
 
-# Examples are the same in every run, and none is too slow: Hypothesis' own bounds are times by the clock of the wall.
+# Reproducible examples without deadlines, since Hypothesis measures deadlines by wall-clock time.
 settings.register_profile("any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where tests run beside each other, a thread of torch's each: threads that share a core wait for each other."""
-    # A background job of a shell ignores SIGINT, and so would every process that a test starts and interrupts.
+    """Limit torch to one thread per parallel test worker: threads that share a core wait for each other."""
+    # A background job of a shell ignores SIGINT, and so would all processes that tests start and interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
-    # Compiled once on a machine, before the servers of tests would do it beside them.
+    # Compile the kernels once per machine, before the servers of tests would compile them in parallel.
     KERNELS.prepare(CACHE)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest files first. Without a CUDA device, leave out what is marked `gpu`; the summary counts it."""
+    """Order test files by duration, and deselect tests marked `gpu` without a CUDA device."""
     places = {ROOT / name: place for place, name in enumerate(LONGEST)}
     assert all(path.is_file() for path in places), "LONGEST names a file that is not there"
     items.sort(key=lambda item: places.get(item.path, len(places)))
@@ -73,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _logging_as_before() -> Iterator[None]:
-    """Commands that run in this process set up logging as a process of the service does."""
+    """Restore logging, which commands that run in this process reconfigure."""
     yield
     for name in ("service", "model"):
         ours = logging.getLogger(name)
@@ -84,5 +83,5 @@ def _logging_as_before() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A complete checkpoint directory of random weights. Read only: copy it to damage it."""
+    """Return a complete checkpoint directory with random weights. Read only: copy it to damage it."""
     return save_tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny")

@@ -1,4 +1,4 @@
-"""Ctrl-C at a moment of a test's choice: a sitecustomize that sends SIGINT when a module is imported."""
+"""Ctrl-C at a chosen point: a sitecustomize module that sends SIGINT when a given module is imported."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ sys.meta_path.insert(0, Interrupt())
 
 
 def interrupting_environment(directory: Path, module: str) -> dict[str, str]:
-    """Return variables under which a Python process interrupts itself as it imports the module."""
+    """Return environment variables under which a Python process interrupts itself on importing the module."""
     (directory / "sitecustomize.py").write_text(_HOOK)
     paths = [str(directory), os.environ.get("PYTHONPATH", "")]
     return {VARIABLE: module, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -1,4 +1,4 @@
-"""The walls of docs/design.md, enforced: which way imports point, and what a file may hold."""
+"""Architecture rules of docs/design.md: allowed imports, and sizes of files and functions."""
 
 import ast
 import subprocess
@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.design_map import BEGIN, END, PAGE, design_map
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("model", "service", "loadtest")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
-# What each part may import of ours: itself, and these.
+# Packages of this repository that each part may import, besides itself.
 MAY_IMPORT = {
     "model.training": {"model"},
     "model": set[str](),
@@ -23,7 +25,7 @@ MAY_IMPORT = {
     "service": {"model", "service.engine"},
     "loadtest": {"model", "model.training", "service", "service.engine"},
 }
-# Files of `service` that run in the worker, or build what runs there. All others live without torch.
+# Files of `service` that run in the worker or build it. All other files must work without torch.
 ENGINE_SIDE = {
     "service/engine_builder.py",
     "service/commands/eval.py",
@@ -31,7 +33,7 @@ ENGINE_SIDE = {
     "service/commands/inspect_attention.py",
     "service/commands/train.py",
 }
-# The worker's module is imported by main too, so it takes torch where LitServe calls it, in its own process.
+# Main also imports the worker's module, so it imports torch inside methods that LitServe calls in the worker process.
 IMPORTS_LATE = {
     ("service/worker.py", "setup"),
     ("service/worker.py", "build"),
@@ -64,7 +66,7 @@ def module_of(path: Path) -> str:
 
 
 def part_of(module: str) -> str:
-    """The entry of MAY_IMPORT a module belongs to."""
+    """Return the entry of MAY_IMPORT that a module belongs to."""
     return max((part for part in MAY_IMPORT if f"{module}.".startswith(f"{part}.")), key=len, default="")
 
 
@@ -125,13 +127,13 @@ def test_no_global_and_no_attic(path: Path) -> None:
 
 
 def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether Triton compiles it."""
+    """Return whether Triton compiles the function."""
     return any(ast.unparse(decorator).startswith("triton.jit") for decorator in function.decorator_list)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_sizes(path: Path) -> None:
-    """A file that passes 600 lines is split along a noun; a function stays under 60, with at most 8 parameters."""
+    """Files have at most 600 lines; functions have at most 60 lines and 8 parameters."""
     assert len(path.read_text().splitlines()) <= 600
     for function in functions(path):
         assert function.end_lineno is not None
@@ -139,7 +141,7 @@ def test_sizes(path: Path) -> None:
         arguments = function.args
         positional = [*arguments.posonlyargs, *arguments.args]
         names = [argument.arg for argument in (*positional, *arguments.kwonlyargs)]
-        # LitServe's signature; a kernel's are what a launch passes.
+        # exempt: LitServe's signature, and kernels, whose parameters are what a launch passes
         if part_of(module_of(path)) and function.name != "__call__" and not is_kernel(function):
             assert len([name for name in names if name not in ("self", "cls")]) <= 8, f"{function.name}: {names}"
 
@@ -156,45 +158,25 @@ def test_everything_public_says_what_it_is(path: Path) -> None:
     assert ast.get_docstring(tree(path)), "a file begins with what it is"
     for node in tree(path).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
-            # An error may be explained in the tree that heads its file.
+            # The docstring of the module may document an error instead.
             assert ast.get_docstring(node) or node.name in (ast.get_docstring(tree(path)) or ""), node.name
 
 
-@pytest.mark.parametrize(
-    "package",
-    [
-        "model",
-        "model/families",
-        "model/kernels",
-        "model/conversion",
-        "model/evaluation",
-        "model/system",
-        "model/tokenizer",
-        "model/training",
-        "service",
-        "service/engine",
-        "service/structured",
-        "loadtest",
-    ],
-)
-def test_the_map_names_every_file(package: str) -> None:
-    text = (ROOT / package / "__init__.py").read_text()
-    entries = {path.stem for path in (ROOT / package).glob("*.py")} | {
-        path.parent.name for path in (ROOT / package).glob("*/__init__.py")
-    }
-    missing = sorted(entry for entry in entries - {"__init__"} if entry not in text)
-    assert not missing, f"{package}/__init__.py does not name {', '.join(missing)}"
+def test_the_design_page_maps_every_file() -> None:
+    text = PAGE.read_text()
+    written = text.partition(BEGIN)[2].partition(END)[0]
+    assert written == design_map(), "run python -m tests.design_map"
 
 
 @pytest.mark.parametrize("module", TORCH_FREE)
 def test_the_api_process_imports_no_torch(module: str) -> None:
-    """Importing torch costs 2 s and over 200 MiB; what is forked from main must not hold it."""
+    """Importing torch takes 2 s and over 200 MiB, which processes forked from main must not inherit."""
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 def test_a_worker_imports_no_compiler_of_pytorch() -> None:
-    """torch._dynamo and what it imports take as long as all else that a worker imports, and 70 MB."""
+    """torch._dynamo and its imports double the import time of a worker and take 70 MB."""
     code = "import sys, service.engine_builder; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=False).returncode == 0
 
@@ -215,10 +197,10 @@ def test_settings_are_the_only_reader_of_the_environment() -> None:
         if name_of(path).startswith(("service/", "model/"))
         and any(isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv") for n in ast.walk(tree(path)))
     ]
-    # prometheus_client and OpenMP read theirs from the environment when they are loaded: it has to be put there. A
-    # process that has begun early is handed what main has by then. Compiled kernels are kept where XDG_CACHE_HOME says,
-    # of services, benchmarks and tests alike. The health check starts every few seconds, and importing the settings
-    # would take 0.4 s of CPU.
+    # prometheus_client and OpenMP read their settings from the environment when they are loaded, so these files
+    # set it there. A prespawned process receives main's environment. XDG_CACHE_HOME places compiled kernels, for
+    # services, benchmarks and tests. The health check runs every few seconds, and importing the settings would
+    # take 0.4 s of CPU time.
     assert set(readers) <= {
         *("service/settings.py", "service/metrics.py", "service/cli.py", "service/early_worker.py"),
         *("service/healthcheck.py", "model/kernels/build.py"),

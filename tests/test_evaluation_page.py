@@ -1,4 +1,4 @@
-"""docs/evaluation.md: its command prints its table, its flags exist, and it names the harness's figures as they are."""
+"""Check docs/evaluation.md: its command prints its table, its flags exist, and its lm-eval numbers match."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "evaluation.md").read_text()
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of the table's body."""
+    """Return the cells of the table body."""
     lines = [line for line in text.splitlines() if line.startswith("│")]
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 

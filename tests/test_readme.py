@@ -1,4 +1,4 @@
-"""The README's commands run as they stand, against a real service on the shipped model; docs/training.md's, too."""
+"""Run the commands of README.md and docs/training.md as written, against a real service with the shipped model."""
 
 import json
 import re
@@ -26,12 +26,12 @@ def blocks(language: str, text: str = README) -> list[str]:
 
 
 def commands(text: str = README) -> list[str]:
-    """What stands behind a `$ ` in a page's console blocks, continuation lines joined."""
+    """Return the commands after `$ ` in the console blocks of a page, with continuation lines joined."""
     joined = "".join(blocks("console", text)).replace("\\\n", "")
     return re.findall(r"^\$ (.*)", joined, re.M)
 
 
-# One tells of the next: they are run in order, and what they write goes elsewhere.
+# Later commands use the output of earlier ones, so they run in order, and their output goes to another directory.
 BRING_YOUR_OWN = [command for command in commands() if " runs/" in command]
 TRAIN_YOUR_OWN = [command for command in commands() if "checkpoints/mine" in command]
 ALONE = [command for command in commands() if command not in (*BRING_YOUR_OWN, *TRAIN_YOUR_OWN)]
@@ -64,7 +64,7 @@ def test_commands_that_need_the_model(service: Service, command: str) -> None:
 
 @pytest.mark.slow
 def test_it_is_talked_to(service: Service) -> None:
-    """The conversation's answer has words, and ends because the model ends it."""
+    """A chat completion has words and ends with a stop token."""
     (command,) = [command for command in RUNNABLE if "/v1/chat/completions" in command]
     (choice,) = json.loads(shell(command, service.url))["choices"]
     assert choice["message"]["role"] == "assistant"
@@ -100,7 +100,7 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_training_on_ones_own_text_begins_as_shown(tmp_path: Path) -> None:
-    """Up to where it has chosen a vocabulary: what follows depends on the machine, and takes the minutes it may."""
+    """Compare output up to the vocabulary: what follows depends on the machine, and takes the full time limit."""
     shown = README[README.index(f"$ {TRAIN_YOUR_OWN[0]}\n") :].splitlines()[1:3]
     assert [line.split(":")[0] for line in shown] == ["text", "vocabulary"]
     trained = TRAIN_YOUR_OWN[0].replace("checkpoints/mine", shlex.quote(str(tmp_path / "mine")))
@@ -115,7 +115,7 @@ def test_training_on_ones_own_text_begins_as_shown(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_trained_on_ones_own_text(tmp_path: Path) -> None:
-    """The text is cut so short that all it bears is learned in seconds, and nothing is compiled for it."""
+    """The text is cut short, so that training takes seconds and needs no compilation."""
     mine, corpus = shlex.quote(str(tmp_path / "mine")), tmp_path / "tales.txt"
     corpus.write_text((ROOT / "loadtest" / "tales.txt").read_text()[:24_000])
     trained, generated, served = [command.replace("checkpoints/mine", mine) for command in TRAIN_YOUR_OWN]
@@ -175,7 +175,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_numbers_are_those_of_the_performance_page() -> None:
-    """Streams, engine, HTTP, ratio, TTFT and ITL of each row, rounded as the page has them or further."""
+    """Compare streams, engine, HTTP, ratio, TTFT and ITL of each row, rounded as on the page or further."""
     page = (ROOT / "docs" / "performance.md").read_text()
     measured = {}
     for row in re.findall(

@@ -1,4 +1,4 @@
-"""The model that ships is whole, is what its manifest says, writes English, answers, and names whose texts it read."""
+"""The shipped model: complete files, matching manifest, English text, chat completions, and attributions."""
 
 import re
 from dataclasses import dataclass
@@ -34,13 +34,13 @@ MB = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Shipped:
-    """The model as `kvasir serve` loads it on a CPU, and its tokenizer."""
+    """The model and its tokenizer, as `kvasir serve` loads them on a CPU."""
 
     model: Transformer
     tokenizer: ByteLevelTokenizer
 
     def says(self, prompt: Prompt, params: SamplingParams) -> tuple[str, list[int]]:
-        """The completion, as text and as token ids."""
+        """Return the completion, as text and as token ids."""
         ids = prompt_ids(prompt, self.tokenizer, read_template(CHECKPOINT, self.tokenizer))
         said = generate(self.model, ids, params, eos_token_ids=self.tokenizer.eos_token_ids)
         return self.tokenizer.decode(said), said
@@ -99,7 +99,7 @@ def test_its_card_has_a_completion_of_every_fixed_prompt() -> None:
 
 
 def test_everybody_whose_texts_it_read_is_named_in_the_notice() -> None:
-    """An entry of NOTICE has the words of a source's attribution, and those of its licence."""
+    """An entry of NOTICE has the attribution of a source and the name of its licence."""
     entries = [set(re.findall(r"\w+", entry.lower())) for entry in re.split(r"\n(?=  \S)|\n\n", NOTICE)]
     named = 0
     for source in read_manifest(CHECKPOINT).training["sources"]:
@@ -119,7 +119,7 @@ def test_the_readme_tells_its_losses_as_measured() -> None:
 
 
 def test_it_writes_english(shipped: Shipped) -> None:
-    """Nearly every word of a greedy story is one that storytellers use; random letters would have none."""
+    """Nearly every word of a greedy story is a common word of stories; random letters would form none."""
     known = set(words(AESOP)) | {word for story in stories() for word in words(story)}
     greedy = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
     text, _ = shipped.says(Prompt(PromptKind.STORY, "Once upon a time, there was a"), greedy)
@@ -128,7 +128,7 @@ def test_it_writes_english(shipped: Shipped) -> None:
 
 
 def test_it_expects_english(shipped: Shipped) -> None:
-    """Bits a byte: random bytes have 8, letters one by one over 4. It has not seen these stories; the fables it has."""
+    """Check bits per byte: random bytes have 8, single letters over 4. The stories are held out."""
     for texts, limit in ((stories()[::8], 1.0), (AESOP.split("\n\n")[:20], 1.9)):
         assert evaluate(shipped.model, shipped.tokenizer, texts).bits_per_byte < limit
 
@@ -149,7 +149,7 @@ def test_it_tells_a_story_when_asked(shipped: Shipped) -> None:
 
 
 def test_it_asks_to_be_sampled_with_care() -> None:
-    """Requests that name no temperature get what suits a model this small, not OpenAI's 1."""
+    """Requests without a temperature get one that suits a small model, not OpenAI's default of 1."""
     defaults = read_generation_config(CHECKPOINT)
     assert defaults.temperature is not None
     assert 0 < defaults.temperature < 1

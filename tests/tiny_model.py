@@ -1,4 +1,4 @@
-"""A checkpoint small enough for any test: random weights, a tokenizer of bytes and a few merges."""
+"""Tiny checkpoint for tests: random weights, and a tokenizer of bytes and a few merges."""
 
 from pathlib import Path
 
@@ -17,10 +17,10 @@ _WORDS = (b" the", b" a", b"th", b"he", b"in", b"er", b"an", b"\xf0\x9f", b"\x98
 
 
 def tiny_tokenizer() -> ByteLevelTokenizer:
-    """Every byte, a few merges (some of them parts of characters), and the end of text."""
+    """Return a tokenizer of all bytes, a few merges (some of them parts of characters), and an end-of-text token."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     for token in _WORDS:
-        # tiktoken merges pairs: every prefix of a token must be a token for the token ever to be made.
+        # tiktoken merges pairs, so a token is reachable only if all its prefixes are tokens.
         for length in range(2, len(token) + 1):
             ranks.setdefault(token[:length], len(ranks))
     return ByteLevelTokenizer(
@@ -33,7 +33,7 @@ def tiny_tokenizer() -> ByteLevelTokenizer:
 
 
 def tiny_config(vocab_size: int, *, max_context_length: int = 256) -> ModelConfig:
-    """Two layers of 32, grouped-query attention, rotary positions."""
+    """Return a config of two layers of width 32, grouped-query attention and rotary positions."""
     return ModelConfig(
         vocab_size=vocab_size,
         max_context_length=max_context_length,
@@ -56,9 +56,10 @@ def tiny_config(vocab_size: int, *, max_context_length: int = 256) -> ModelConfi
 
 
 def save_tiny_checkpoint(directory: Path, *, max_context_length: int = 256, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a complete checkpoint of random weights, the same in every run; returns the directory.
+    """Write a complete checkpoint with reproducible random weights; return the directory.
 
-    Weights are drawn wide, so that the model's distribution is far from uniform and greedy text is not one token.
+    The weights have a wide spread, so that the model's distribution is far from uniform, and greedy text is not
+    one token repeated.
     """
     tokenizer = tiny_tokenizer()
     config = tiny_config(tokenizer.vocab_size, max_context_length=max_context_length)

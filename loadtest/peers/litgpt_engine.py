@@ -1,7 +1,7 @@
-"""litgpt's generate as a driver: `python -m loadtest.peers.litgpt_engine DIR PRECISION THREADS`.
+"""Driver of litgpt's generate: `python -m loadtest.peers.litgpt_engine DIR PRECISION THREADS`.
 
-A wave is one batch of prompts of one length. One alone goes by the function for one, which reads only what the cache
-holds so far; that for several reads its whole length.
+A wave is one batch of prompts of one length. A single prompt uses `generate_fn`, which reads only the filled part
+of the KV-cache. Several prompts use `batched_generate_fn`, which reads its whole length.
 """
 
 import sys
@@ -17,11 +17,11 @@ from loadtest.peers.protocol import Prompts, Wave, WaveClock, serve
 
 
 def main() -> None:
-    """Load the model and answer."""
+    """Load the model and serve requests."""
     directory, precision, threads = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     torch.set_num_threads(threads)
     dtype: torch.dtype = getattr(torch, precision)
-    # Not on the meta device: its tables of rotations are in no file, and would stay there.
+    # Not on the meta device: the rotary tables are in no file, and would stay there.
     model = GPT(Config.from_file(directory / "model_config.yaml"))
     model.load_state_dict(torch.load(directory / "lit_model.pth", mmap=True, weights_only=True), assign=True)
     model = model.to(dtype).eval()
@@ -32,18 +32,18 @@ def main() -> None:
         model.clear_kv_cache()
         model.max_seq_length = length
         model.set_kv_cache(batch_size=len(prompts), device=torch.device("cpu"), dtype=dtype)
-        clock, told = WaveClock(len(prompts)), []
+        clock, tokens_of_first = WaveClock(len(prompts)), []
         for first in _steps(model, torch.tensor(prompts), length):
             for number in range(len(prompts)):
                 clock.note(number)
-            told.append(first)
-        return clock.wave(told)
+            tokens_of_first.append(first)
+        return clock.wave(tokens_of_first)
 
     serve(measure)
 
 
 def _steps(model: GPT, prompts_BT: torch.Tensor, length: int) -> Iterator[int]:
-    """Of each step the first sequence's token, as soon as all have theirs."""
+    """Yield the first sequence's token of each step, once all sequences have theirs."""
     if len(prompts_BT) == 1:
         given = {"temperature": 0.0, "include_prompt": False, "include_eos": False}
         for token in generate_fn(model, prompt=prompts_BT[0], max_returned_tokens=length, **given):

@@ -1,7 +1,7 @@
-"""Our export as litgpt's files: `python -m loadtest.peers.litgpt_model HUGGING_FACE_DIR OUT`.
+"""Converter of Kvasir's export to litgpt's files: `python -m loadtest.peers.litgpt_model HUGGING_FACE_DIR OUT`.
 
-The tensors go through litgpt's own conversion of Llama; only its table of known models is gone round, by a
-configuration made of config.json.
+The tensors pass through litgpt's conversion of Llama. Its table of known models is bypassed by a configuration made
+from config.json.
 """
 
 import json
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 
 def main() -> None:
-    """Read the export, write lit_model.pth and what stands beside it."""
+    """Read the export, write lit_model.pth and the files beside it."""
     source, out = Path(sys.argv[1]), Path(sys.argv[2])
     out.mkdir(parents=True, exist_ok=True)
     config = _config(json.loads((source / "config.json").read_text()))

@@ -1,7 +1,7 @@
-"""llama.cpp's own benchmark of batches as a driver: `python -m loadtest.peers.llama_cpp_engine BENCH MODEL THREADS`.
+"""Driver of llama.cpp's llama-batched-bench: `python -m loadtest.peers.llama_cpp_engine BENCH MODEL THREADS`.
 
-llama-batched-bench computes prompts, then steps of all sequences together, without drawing tokens: it feeds random
-ones, so that there are none to tell. It is started for each wave; loading is in no figure.
+llama-batched-bench computes prompts, then steps of all sequences together. It feeds random tokens instead of
+sampling, so this driver returns no token ids. It is started for each wave; its load time is not counted.
 """
 
 import json
@@ -10,17 +10,17 @@ import sys
 
 from loadtest.peers.protocol import Prompts, Wave, serve
 
-# Now and then it ends well without having said anything.
+# llama-batched-bench sometimes exits with 0 and no output.
 _ATTEMPTS = 3
 
 
 def main() -> None:
-    """Answer by running the benchmark."""
+    """Serve requests by running the benchmark."""
     bench, model, threads = sys.argv[1:]
 
     def measure(prompts: Prompts, output_tokens: int) -> Wave:
         sequences, length = len(prompts), len(prompts[0])
-        steps = max(1, output_tokens - 1)  # the first token comes of the prompt
+        steps = max(1, output_tokens - 1)  # the prompt step yields the first token
         command = [bench, "-m", model, "-t", threads, "-tb", threads, "-c", str(sequences * (length + steps))]
         command += ["-npp", str(length), "-ntg", str(steps), "-npl", str(sequences), "--output-format", "jsonl"]
         for _ in range(_ATTEMPTS):
@@ -29,11 +29,11 @@ def main() -> None:
             if lines or done.returncode:
                 break
         if not lines:
-            raise RuntimeError(f"llama-batched-bench ended with {done.returncode}: {done.stderr[-300:]!r}")
-        told = json.loads(lines[-1])
+            raise RuntimeError(f"llama-batched-bench failed with exit code {done.returncode}: {done.stderr[-300:]!r}")
+        result = json.loads(lines[-1])
         if output_tokens == 1:
-            return Wave(told["t_pp"], told["t_pp"], 0, [])
-        return Wave(told["t_pp"], told["t_pp"] + told["t_tg"], sequences * steps, [])
+            return Wave(result["t_pp"], result["t_pp"], 0, [])
+        return Wave(result["t_pp"], result["t_pp"] + result["t_tg"], sequences * steps, [])
 
     serve(measure)
 

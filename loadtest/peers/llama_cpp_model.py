@@ -1,8 +1,10 @@
-"""Convert our export to a GGUF file: `python -m loadtest.peers.llama_cpp_model HUGGING_FACE_DIR OUT.gguf`.
+"""Converter of Kvasir's export to GGUF: `python -m loadtest.peers.llama_cpp_model HUGGING_FACE_DIR OUT.gguf`.
 
-Written in float32 by llama.cpp's own gguf package: its converter refuses tokenizers that it does not know, such as that
-of random weights. As its converter does, rows of Llama's queries and keys are reordered: llama.cpp's "llama" rotates
-neighbouring pairs of a head's numbers, transformers rotates its two halves. llama.cpp's "qwen3" rotates halves, too.
+The file is written in float32 by llama.cpp's gguf package, because llama.cpp's converter rejects unknown
+tokenizers, such as that of random weights. As in that converter, rows of Llama's queries and keys are reordered:
+llama.cpp's "llama" rotates neighbouring pairs of a head's numbers, and transformers rotates its two halves.
+llama.cpp's "qwen3" rotates halves too.
+
 Source: convert_hf_to_gguf.py and llama_model_rope_type() of llama.cpp.
 """
 
@@ -16,7 +18,7 @@ import numpy as np
 
 from model.safetensors_header import TensorHeader, read_headers
 
-# GGUF's names of Hugging Face's model types.
+# GGUF names of Hugging Face model types.
 _ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3"}
 
 _NAMES = {
@@ -35,7 +37,7 @@ _NAMES = {
 
 
 def main() -> None:
-    """Read the export, write the file. Exits with one line for a model type that has no name here."""
+    """Read the export, write the file. Exit with a one-line error for an unsupported model type."""
     source, out = Path(sys.argv[1]), Path(sys.argv[2])
     config = json.loads((source / "config.json").read_text())
     model_type = config["model_type"]
@@ -69,7 +71,7 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    # Without these llama.cpp takes hidden size / heads for the size of a head.
+    # Without these, llama.cpp assumes a head size of hidden size / heads.
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -94,7 +96,7 @@ def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any]) -> None
 
 
 def _read_float32(header: TensorHeader) -> np.ndarray:
-    """Return a tensor of a file as float32. NumPy has no bfloat16: it is the upper half of a float32."""
+    """Return a stored tensor as float32. NumPy has no bfloat16, which is the upper half of a float32."""
     stored = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}[header.dtype]
     array = np.memmap(header.path, dtype=stored, mode="r", offset=header.begin, shape=header.shape)
     if header.dtype == "BF16":
@@ -103,7 +105,7 @@ def _read_float32(header: TensorHeader) -> np.ndarray:
 
 
 def _gguf_name(name: str) -> str:
-    """Return llama.cpp's name of one of transformers' tensors."""
+    """Return llama.cpp's name of a transformers tensor."""
     parts = name.removeprefix("model.").removesuffix(".weight")
     if parts in ("embed_tokens", "norm", "lm_head"):
         return {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}[parts] + ".weight"

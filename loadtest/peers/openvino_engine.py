@@ -1,7 +1,7 @@
-"""OpenVINO GenAI's continuous batching as a driver: `python -m loadtest.peers.openvino_engine DIR PRECISION THREADS`.
+"""Driver of OpenVINO GenAI's continuous batching: `python -m loadtest.peers.openvino_engine DIR PRECISION THREADS`.
 
-The model's weights are in DIR as they were written; PRECISION is that of the arithmetic: float32 or bfloat16. Weights
-in int8 are computed with float32 named as precision: OpenVINO then rounds activations to int8 by itself.
+DIR holds the exported weights. PRECISION is that of the arithmetic: float32 or bfloat16, or int8 for int8 weights.
+int8 weights run with a float32 hint, and OpenVINO then rounds activations to int8.
 """
 
 import sys
@@ -19,7 +19,7 @@ _CACHE_GB = 3
 
 
 def main() -> None:
-    """Compile the model and answer."""
+    """Compile the model and serve requests."""
     directory, precision, threads = sys.argv[1:]
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = _CACHE_GB
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _read(handle: Any) -> list[int]:
-    """The tokens of a sequence that have not been read."""
+    """Return the tokens of a sequence that have not been read yet."""
     token_ids: list[int] = []
     while handle.can_read():
         for output in handle.read().values():

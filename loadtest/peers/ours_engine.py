@@ -1,4 +1,4 @@
-"""This repository's engine as a driver: `python -m loadtest.peers.ours_engine --checkpoint DIR [settings]`."""
+"""Driver of Kvasir's engine: `python -m loadtest.peers.ours_engine --checkpoint DIR [settings]`."""
 
 import itertools
 import sys
@@ -13,7 +13,7 @@ from service.settings import ModelSettings, read_settings
 
 
 def main() -> None:
-    """Build the engine as the worker does, and answer."""
+    """Build the engine as the worker does, and serve requests."""
     engine = InProcess.open(read_settings(ModelSettings, sys.argv[1:], command="ours", summary="")).engine
     engine.warm_up()
     numbers = itertools.count()

@@ -1,12 +1,14 @@
-"""What a driver is asked and what it answers: JSON lines. Imports nothing but the standard library.
+"""Protocol of the drivers: JSON lines. Imports only the standard library.
 
     driver   {"ready": true}
-    asked    {"prompts": [[5, 17, ...], ...], "output_tokens": 128}
+    request  {"prompts": [[5, 17, ...], ...], "output_tokens": 128}
     driver   {"first_seconds": 0.05, "total_seconds": 0.71, "later_tokens": 2032, "token_ids": [8, 3, ...]}
 
-Every prompt is to be continued greedily by exactly so many tokens, ends of text ignored.
-first_seconds: until the last of the sequences had its first token. total_seconds: until all were done. later_tokens:
-tokens that came in between. token_ids: the first sequence's. An engine that cannot do it answers {"error": "why"}.
+A driver continues every prompt greedily by exactly `output_tokens` tokens and ignores end-of-text tokens.
+
+first_seconds: time until the last sequence had its first token. total_seconds: time until all were done.
+later_tokens: tokens that came in between. token_ids: those of the first sequence. An engine that fails returns
+{"error": "reason"}.
 """
 
 import json
@@ -21,7 +23,7 @@ Prompts = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Wave:
-    """One answer, see above."""
+    """Response to one request, see the module docstring."""
 
     first_seconds: float
     total_seconds: float
@@ -30,10 +32,10 @@ class Wave:
 
 
 class WaveClock:
-    """Notes when each sequence's tokens come.
+    """Clock that notes the times of each sequence's tokens.
 
     Args:
-        num_sequences: of the wave.
+        num_sequences: sequences of the wave.
     """
 
     def __init__(self, num_sequences: int) -> None:
@@ -41,11 +43,11 @@ class WaveClock:
         self._began = time.perf_counter()
 
     def note(self, sequence: int, num_tokens: int = 1) -> None:
-        """So many tokens of a sequence are here."""
+        """Note that `num_tokens` tokens of a sequence have arrived."""
         self._times[sequence] += [time.perf_counter()] * num_tokens
 
     def wave(self, token_ids: Sequence[int]) -> Wave:
-        """All that was noted, when all is done."""
+        """Return the figures of the finished wave."""
         ended = time.perf_counter()
         first = max(times[0] for times in self._times)
         later = sum(at > first for times in self._times for at in times)
@@ -53,7 +55,7 @@ class WaveClock:
 
 
 def serve(measure: Callable[[Prompts, int], Wave]) -> None:
-    """Answer until standard input ends. What libraries print goes to standard error."""
+    """Serve requests until standard input ends. Output of libraries is redirected to standard error."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     print(json.dumps({"ready": True}), file=answers)
@@ -61,6 +63,6 @@ def serve(measure: Callable[[Prompts, int], Wave]) -> None:
         asked = json.loads(line)
         try:
             answer: dict[str, object] = asdict(measure(asked["prompts"], asked["output_tokens"]))
-        except Exception as error:  # whatever a library raises is the answer's to say
+        except Exception as error:  # every exception of a library is reported in the response
             answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
         print(json.dumps(answer), file=answers)

@@ -1,6 +1,6 @@
-"""transformers' generate_batch as a driver: `python -m loadtest.peers.transformers_batching DIR PRECISION THREADS`.
+"""Driver of transformers' generate_batch: `python -m loadtest.peers.transformers_batching DIR PRECISION THREADS`.
 
-Continuous batching over a paged cache. Times are those that it notes itself for each token, by the same clock.
+Continuous batching over a paged cache. Times are those that transformers notes for each token, on the same clock.
 """
 
 import sys
@@ -15,14 +15,14 @@ _BLOCKS, _STEP_TOKENS = 128, 512  # blocks of 256 tokens
 
 
 def main() -> None:
-    """Load the model and answer."""
+    """Load the model and serve requests."""
     directory, precision, threads = sys.argv[1:]
     torch.set_num_threads(int(threads))
     model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=getattr(torch, precision), attn_implementation="paged|sdpa"
     ).eval()
 
-    # Left to itself it takes most of the memory for its cache: room for what the largest wave holds is enough.
+    # By default it takes most of the memory for its cache. This size holds the largest wave.
     batching = ContinuousBatchingConfig(num_blocks=_BLOCKS, max_batch_tokens=_STEP_TOKENS)
 
     def measure(prompts: Prompts, output_tokens: int) -> Wave:
@@ -34,7 +34,7 @@ def main() -> None:
         outputs = list(made.values())
         times = [output.timestamps or [] for output in outputs]
         if len(outputs) != len(prompts) or {len(stamps) for stamps in times} != {output_tokens}:
-            raise RuntimeError(f"{[len(stamps) for stamps in times]} tokens came, {output_tokens} each were asked for")
+            raise RuntimeError(f"got {[len(stamps) for stamps in times]} tokens, expected {output_tokens} each")
         first = max(stamps[0] for stamps in times)
         later = sum(at > first for stamps in times for at in stamps)
         last = max(stamps[-1] for stamps in times)

@@ -1,6 +1,6 @@
-"""transformers' generate as a driver: `python -m loadtest.peers.transformers_engine DIR PRECISION THREADS`.
+"""Driver of transformers' generate: `python -m loadtest.peers.transformers_engine DIR PRECISION THREADS`.
 
-A wave is one batch, computed together from its first token to its last.
+A wave is one static batch, computed together from its first token to its last.
 """
 
 import sys
@@ -13,21 +13,21 @@ from loadtest.peers.protocol import Prompts, Wave, WaveClock, serve
 
 
 class _Note(StoppingCriteria):
-    """Never stops; is asked after every step."""
+    """Stopping criterion that never stops. It is called after every step and notes the tokens."""
 
     def __init__(self, clock: WaveClock, num_sequences: int) -> None:
         self._clock = clock
         self._num_sequences = num_sequences
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """After a step of all sequences."""
+        """Note a token of every sequence."""
         for number in range(self._num_sequences):
             self._clock.note(number)
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def main() -> None:
-    """Load the model and answer."""
+    """Load the model and serve requests."""
     directory, precision, threads = sys.argv[1:]
     torch.set_num_threads(int(threads))
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, precision)).eval()

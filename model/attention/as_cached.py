@@ -1,6 +1,6 @@
-"""Attention to keys and values as a cache of another dtype would hold them, where there is none.
+"""Attention without a cache, with keys and values rounded as a KV-cache of another dtype would hold them.
 
-So what is computed beside the cache, for people to look at or to measure, is what is served.
+Inspection and evaluation run without a cache. Rounding makes their results equal to those of serving.
 
 Legend: T packed tokens, H query heads, K key/value heads, D head dimension.
 """
@@ -18,7 +18,10 @@ from model.kv_cache import KVCache, rounded
 
 @dataclass(frozen=True, slots=True)
 class AsCached:
-    """See `model.attention.interface.AttentionBackend`: `backend`, which gets keys and values rounded."""
+    """Wrapper of `backend` that rounds keys and values to the cache dtype `held_as`.
+
+    See `model.attention.interface.AttentionBackend`.
+    """
 
     backend: AttentionBackend
     held_as: torch.dtype
@@ -33,6 +36,6 @@ class AsCached:
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
-        """What the backend gives, in the dtype that it would give."""
+        """Return the backend's attention over the rounded keys and values. The dtype is the backend's own."""
         k_TKD, v_TKD = (rounded(x_TKD, self.held_as).to(x_TKD.dtype) for x_TKD in (k_TKD, v_TKD))
         return self.backend.attend(q_THD, k_TKD, v_TKD, form=form, metadata=metadata, kv_cache=kv_cache)

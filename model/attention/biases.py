@@ -1,9 +1,9 @@
-"""Positions that act in the scores: by bucket (T5), by slope (ALiBi), and disentangled from content (DeBERTa).
+"""Position biases of attention scores: buckets (T5), slopes (ALiBi) and disentangled attention (DeBERTa).
 
-Each is a `ScoreBias`. Distances are query position - key position; attention is causal, so they count backwards.
+Each class is a `ScoreBias`. A distance is query position - key position, so visible keys have distances >= 0.
 
 Legend: B sequences, Q query tokens of a sequence, S its context, H query heads, K key/value heads, D head dimension,
-E hidden size, R relative positions told apart.
+E hidden size, R relative positions in the table.
 """
 
 import math
@@ -16,10 +16,11 @@ from model.kinds import PositionKind
 
 
 class RelativeBias(nn.Module):
-    """A trained number for each head and bucket of distances, one table (buckets, H) for all layers.
+    """Trained bias for each head and bucket of distances: one table (buckets, H), shared by all layers.
 
-    Raffel et al. 2019, T5 (arXiv 1910.10683), section 2.1: half of the buckets hold one distance each, the others
-    grow with its logarithm up to `max_distance`, and the last takes all beyond.
+    Source: Raffel et al. 2019, T5 (arXiv 1910.10683), section 2.1. The first half of the buckets holds one distance
+    each. The widths of the other buckets grow logarithmically up to `max_distance`. The last bucket also holds all
+    larger distances.
     """
 
     def __init__(self, config: ModelConfig, table: nn.Embedding | None) -> None:
@@ -27,15 +28,15 @@ class RelativeBias(nn.Module):
         assert table is not None
         assert config.max_relative_distance is not None
         self.max_distance = config.max_relative_distance
-        self._shared = (table,)  # in a tuple, so that it is not this layer's own submodule
+        self._shared = (table,)  # in a tuple, so that nn.Module does not register it as a submodule of this layer
 
     def forward(self, q_BQHD: Tensor, k_BSKD: Tensor, distances_BQS: Tensor) -> Tensor:
-        """BHQS, see `ScoreBias`; only the distances matter."""
+        """Return the bias BHQS, which depends only on the distances. See `ScoreBias`."""
         bias_BQSH: Tensor = self._shared[0](self.buckets(distances_BQS))
         return bias_BQSH.movedim(-1, 1)
 
     def buckets(self, distances: Tensor) -> Tensor:
-        """The bucket of each distance, int64; future ones share that of distance 0. Any shape."""
+        """Return the bucket of each distance, int64. Negative distances get the bucket of distance 0. Any shape."""
         num_buckets = self._shared[0].num_embeddings
         num_exact = num_buckets // 2
         distances = distances.clamp(min=0)
@@ -45,10 +46,11 @@ class RelativeBias(nn.Module):
 
 
 class AlibiBias(nn.Module):
-    """-slope * distance: Press et al. 2021, ALiBi (arXiv 2108.12409), section 3. No parameters.
+    """Bias -slope * distance, without trained parameters.
 
-    For H = 2^n heads the slopes are 2^(-8/H), 2^(-16/H), ..., 2^-8. Other counts take those of the power of two
-    below, then every other one of the power of two above, as the authors' code does.
+    Source: Press et al. 2021, ALiBi (arXiv 2108.12409), section 3. For H = 2^n heads the slopes are 2^(-8/H),
+    2^(-16/H), ..., 2^-8. For another H, the first slopes are those of the next lower power of two. The remaining
+    slopes are every second slope of the next higher power of two, as in the authors' code.
     """
 
     slopes_H: Tensor
@@ -59,21 +61,24 @@ class AlibiBias(nn.Module):
         below = 2 ** int(math.log2(num_heads))
         slopes = [2 ** (-8 * (head + 1) / below) for head in range(below)]
         slopes += [2 ** (-8 * (2 * head + 1) / (2 * below)) for head in range(num_heads - below)]
-        # On the CPU even where the model is built without memory: a constant is not loaded.
+        # On the CPU even if the model is built on the meta device: checkpoints do not hold this constant.
         self.register_buffer("slopes_H", torch.tensor(slopes, device="cpu"), persistent=False)
 
     def forward(self, q_BQHD: Tensor, k_BSKD: Tensor, distances_BQS: Tensor) -> Tensor:
-        """BHQS, see `ScoreBias`; only the distances matter."""
+        """Return the bias BHQS, which depends only on the distances. See `ScoreBias`."""
         return -self.slopes_H[:, None, None] * distances_BQS[:, None]
 
 
 class DisentangledBias(nn.Module):
-    """Content to position and position to content: He et al. 2020, DeBERTa (arXiv 2006.03654), equation 4, causal.
+    """Content-to-position and position-to-content terms of disentangled attention, causal.
 
-    score(i, j) = scale * (q_i·k_j + q_i·K[d] + k_j·Q[d]), of which the last two are made here: K and Q are projections
-    of a table (k, E) of relative positions that all layers share. Of the paper's 2k positions causal attention meets
-    the k with i >= j, so d is i - j, and k - 1 for all beyond; both terms use the same one, as in the authors' code
-    (the paper writes d(j, i) in the last). Cacheable: what is cached are contents, positions join when compared.
+    Source: He et al. 2020, DeBERTa (arXiv 2006.03654), equation 4.
+    score(i, j) = scale * (q_i·k_j + q_i·K[d] + k_j·Q[d]). This class computes the last two terms. K and Q are
+    projections of a table (k, E) of relative positions, which all layers share.
+
+    d is min(i - j, k - 1): the paper has 2k relative positions, but causal attention only needs the k with i >= j.
+    Both terms use the same d, as in the authors' code; the paper writes d(j, i) in the last term. The KV-cache stays
+    usable, because it holds only content keys: positions are added when scores are computed.
     """
 
     def __init__(self, config: ModelConfig, table: nn.Embedding | None) -> None:
@@ -83,22 +88,22 @@ class DisentangledBias(nn.Module):
         self.key = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
         self.head_dim = config.head_dim
         self.scale = config.effective_score_scale
-        self._shared = (table,)  # in a tuple, so that it is not this layer's own submodule
+        self._shared = (table,)  # in a tuple, so that nn.Module does not register it as a submodule of this layer
 
     def forward(self, q_BQHD: Tensor, k_BSKD: Tensor, distances_BQS: Tensor) -> Tensor:
-        """BHQS, see `ScoreBias`."""
+        """Return the bias BHQS. See `ScoreBias`."""
         table_RE = self._shared[0].weight
         q_RHD = torch.unflatten(self.query(table_RE), -1, (-1, self.head_dim))
         k_RKD = torch.unflatten(self.key(table_RE), -1, (-1, self.head_dim))
         groups = q_RHD.shape[1] // k_RKD.shape[1]
         k_RHD = k_RKD.repeat_interleave(groups, dim=1).to(q_BQHD.dtype)
-        k_BSHD = k_BSKD[:, :, :, None].expand(-1, -1, -1, groups, -1).flatten(2, 3)  # a view where groups are of one
+        k_BSHD = k_BSKD[:, :, :, None].expand(-1, -1, -1, groups, -1).flatten(2, 3)  # a view if groups == 1
         content_BHQR = torch.einsum("bqhd,rhd->bhqr", q_BQHD, k_RHD)
         index_BQS = distances_BQS.clamp(0, len(table_RE) - 1)
         index_BHQS = index_BQS[:, None].expand(*content_BHQR.shape[:3], k_BSKD.shape[1])
         content_BHQS = content_BHQR.gather(-1, index_BHQS)
         q_RHD = q_RHD.to(k_BSKD.dtype)
-        if q_BQHD.shape[1] == 1:  # each key meets one distance: its product with all R would be thrown away
+        if q_BQHD.shape[1] == 1:  # each key has one distance, so products with all R table rows would be wasted
             position_BHQS = (k_BSHD * q_RHD[index_BQS[:, 0]]).sum(-1).transpose(1, 2)[:, :, None]
         else:
             position_BHSR = torch.einsum("bshd,rhd->bhsr", k_BSHD, q_RHD)
@@ -114,7 +119,7 @@ SCORE_BIASES: dict[PositionKind, type[RelativeBias] | type[AlibiBias] | type[Dis
 
 
 def relative_positions(config: ModelConfig) -> nn.Embedding | None:
-    """The table that the layers' biases share, or None: (buckets, H) numbers, or (k, E) vectors."""
+    """Return the table that the biases of all layers share: (buckets, H) for T5, (k, E) for DeBERTa, else None."""
     match config.position:
         case PositionKind.RELATIVE_BIAS:
             assert config.num_relative_buckets is not None

@@ -1,6 +1,6 @@
-"""Attention written out: softmax(scale Q K^T + bias + causal mask) V, one sequence at a time.
+"""Reference implementation of attention: softmax(scale Q K^T + bias + causal mask) V, one sequence at a time.
 
-The oracle every other backend is compared with. Formula: Vaswani et al. 2017 (arXiv 1706.03762), equation 1.
+Tests compare every other backend with it. Formula: Vaswani et al. 2017 (arXiv 1706.03762), equation 1.
 
 Legend: T packed tokens, Q query tokens of one sequence, S its context, H query heads, K key/value heads, D head dim.
 """
@@ -14,7 +14,7 @@ from model.kv_cache import KVCache
 
 
 class EagerAttention:
-    """See `model.attention.interface.AttentionBackend`."""
+    """Reference attention backend. See `model.attention.interface.AttentionBackend`."""
 
     def attend(
         self,
@@ -26,7 +26,7 @@ class EagerAttention:
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
-        """Every sequence on its own; scores and softmax in float32."""
+        """Compute attention sequence by sequence; scores and softmax are float32."""
         if kv_cache is not None:
             assert metadata.slot_mapping_T is not None
             kv_cache.write(form.layer, metadata.slot_mapping_T, k_TKD, v_TKD)
@@ -46,10 +46,10 @@ class EagerAttention:
 
 
 def attention_weights(q_QHD: Tensor, k_SKD: Tensor, form: AttentionForm) -> Tensor:
-    """The weights HQS, float32, of one sequence whose queries are the last Q of its S positions.
+    """Return the weights HQS, float32, of one sequence; its queries are the last Q of its S positions.
 
-    Rows sum to 1; what a token must not see has weight 0. With keys of no numbers (D = 0, average attention) every
-    score is the empty sum, and the weights of what a token sees are equal.
+    Rows sum to 1. Positions that a token does not see have weight 0. With D = 0 (average attention) every score is an
+    empty sum, so without a bias all visible positions have equal weights.
     """
     num_queries, num_heads, _ = q_QHD.shape
     context_length, num_kv_heads, _ = k_SKD.shape

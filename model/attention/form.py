@@ -1,4 +1,4 @@
-"""What one layer's attention is, beside its queries, keys and values.
+"""Attention parameters of one layer: scale, window and bias.
 
 Legend: B sequences, Q query tokens of a sequence, S its context, H query heads, K key/value heads, D head dimension.
 """
@@ -10,23 +10,26 @@ from torch import Tensor
 
 
 class ScoreBias(Protocol):
-    """Something added to the scores that knows how far apart two tokens are. See `model.attention.biases`."""
+    """Position-dependent bias, added to the attention scores. See `model.attention.biases`."""
 
     def __call__(self, q_BQHD: Tensor, k_BSKD: Tensor, distances_BQS: Tensor) -> Tensor:
-        """BHQS, or 1HQS where it depends on nothing of the sequences, to add to the scaled scores.
+        """Return the bias BHQS to add to the scaled scores; 1HQS if the bias is equal for all sequences.
 
-        `distances_BQS` is int64, query position - key position; it may have B = 1 for all, and negative entries,
-        which are masked and may be given any finite value.
+        `distances_BQS` is int64: query position - key position. Its B is 1 if all sequences have the same distances.
+        Scores of negative distances are masked later, so any finite bias is allowed there.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionForm:
-    """One layer's choices.
+    """Attention parameters of one layer.
 
-    layer: which, for the cache. scale: factor of q·k. window: positions a token sees, itself included; None for all.
-    bias: added to the scaled scores, or None.
+    Attributes:
+        layer: the layer's index in the KV-cache.
+        scale: factor of q·k.
+        window: number of positions that a token sees, its own included; None: no limit.
+        bias: added to the scaled scores; None: no bias.
     """
 
     layer: int
@@ -36,7 +39,7 @@ class AttentionForm:
 
 
 def visible(distances: Tensor, window: int | None) -> Tensor:
-    """Boolean mask: keys that are not in the future, nor behind the window. Any shape."""
+    """Return the boolean mask of keys that are neither in the future nor before the window. Any shape."""
     if window is None:
         return distances >= 0
     return (distances >= 0) & (distances < window)

@@ -1,4 +1,4 @@
-"""The table of attention backends. A backend is the only writer of the KV-cache.
+"""Table of attention backends. A backend is the only writer of the KV-cache.
 
 Legend: T packed tokens, H query heads, K key/value heads, D head dimension.
 """
@@ -16,7 +16,7 @@ from model.kv_cache import KVCache
 
 
 class AttentionBackend(Protocol):
-    """Causal attention of a packed, ragged batch."""
+    """Causal attention over a packed, ragged batch."""
 
     def attend(
         self,
@@ -28,11 +28,11 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
-        """Each token's values weighted by softmax(scale q k^T + bias) over its own past and itself, as far as it sees.
+        """Return softmax(scale q k^T + bias) v for each token, over the earlier tokens of its sequence and itself.
 
-        With a cache, this step's keys and values are written to `metadata.slot_mapping_T` first and the past is
-        read through `metadata.block_tables_BN`. Queries and keys of no numbers (D = 0) give equal weights. Returns
-        THD, D that of the values, in their dtype.
+        A window in `form` limits how far back a token sees. With a cache, the step's keys and values are first
+        written to `metadata.slot_mapping_T`; earlier ones are read through `metadata.block_tables_BN`. Queries and
+        keys with D = 0 give equal weights. The result is THD, with the dtype and the head dimension D of the values.
         """
         ...
 

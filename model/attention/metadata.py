@@ -1,4 +1,4 @@
-"""What attention must know about a packed, ragged batch.
+"""Attention metadata of a packed, ragged batch.
 
 Legend: T packed tokens, B sequences, N blocks of the longest block table, P slots per block.
 """
@@ -19,12 +19,13 @@ from model.attention.ragged import RaggedView, ragged_view
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeView:
-    """What the sequences that compute one token see of the cache: S slots each, from the first block in the window.
+    """Cache slots read by the sequences that compute one token: S slots each, from the first block in the window.
 
-    slots_BS: int64, where they lie in the cache. What a token does not see is replaced by its own slot: another
-    sequence may have left NaN there, and 0 * NaN is NaN.
-    distances_B1S: int64, how far the new token is from each slot's position, negative behind the context.
-    mask_B1S: additive float32, 0 where it sees, else -inf.
+    Attributes:
+        slots_BS: int64, indices of slots in the cache. Slots that a token does not see are replaced by the token's own
+            slot: a hidden slot may hold NaN from another sequence, and 0 * NaN is NaN.
+        distances_B1S: int64, new token's position - slot's position; negative after the end of the context.
+        mask_B1S: additive float32 mask, 0 for visible slots, -inf for hidden slots.
     """
 
     slots_BS: Tensor
@@ -34,19 +35,22 @@ class DecodeView:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
-    """One step's batch. Sequence b owns the packed tokens `query_starts[b] : query_starts[b + 1]`, which are the
-    last `query_lengths[b]` of its `context_lengths[b]` positions (this step's tokens included).
+    """Batch of one step.
+
+    Sequence b owns the packed tokens `query_starts[b] : query_starts[b + 1]`. These tokens are the last
+    `query_lengths[b]` of the sequence's `context_lengths[b]` positions.
 
     Attributes:
-        query_lengths, context_lengths: tokens of each sequence, as Python integers.
+        query_lengths: number of tokens that each sequence computes in this step.
+        context_lengths: number of positions of each sequence, tokens of this step included.
         positions_T: int64, each token's position in its sequence.
-        logit_rows_R: int64, the packed tokens whose logits are wanted, or None for all T.
-        slot_mapping_T: int64, where each token's key and value go: block * P + offset. None without a cache.
+        logit_rows_R: int64, indices of the packed tokens that need logits; None: all T.
+        slot_mapping_T: int64, cache slot of each token's key and value: block * P + offset. None without a cache.
         block_tables_BN: int64, each sequence's blocks in order, padded with any valid block. None without a cache.
-        contexts_B: int64 on the host, `context_lengths` once more, where whoever made them has them so.
+        contexts_B: `context_lengths` as an int64 tensor on the host; None: made from `context_lengths` when needed.
 
     Raises:
-        ValueError: lengths disagree.
+        ValueError: the lengths of the arguments are inconsistent.
     """
 
     query_lengths: tuple[int, ...]
@@ -59,32 +63,34 @@ class AttentionMetadata:
 
     def __post_init__(self) -> None:
         if len(self.query_lengths) != len(self.context_lengths):
-            raise ValueError(f"{len(self.query_lengths)} query lengths, {len(self.context_lengths)} context lengths")
+            raise ValueError(
+                f"{len(self.query_lengths)} query lengths, but {len(self.context_lengths)} context lengths"
+            )
         if min(self.query_lengths, default=1) < 1 or any(map(operator.gt, self.query_lengths, self.context_lengths)):
             raise ValueError("every query length must be between 1 and its context length")
         if sum(self.query_lengths) != self.positions_T.shape[0]:
-            raise ValueError(f"{sum(self.query_lengths)} query tokens, {self.positions_T.shape[0]} positions")
+            raise ValueError(f"{sum(self.query_lengths)} query tokens, but {self.positions_T.shape[0]} positions")
         if (self.slot_mapping_T is None) != (self.block_tables_BN is None):
-            raise ValueError("slot_mapping_T and block_tables_BN come together")
+            raise ValueError("slot_mapping_T and block_tables_BN must be given together")
 
     @functools.cached_property
     def query_starts(self) -> tuple[int, ...]:
-        """B + 1 offsets into the packed tokens."""
+        """Return B + 1 offsets into the packed tokens."""
         return tuple(itertools.accumulate(self.query_lengths, initial=0))
 
     @functools.cached_property
     def decode_rows(self) -> tuple[int, ...]:
-        """The sequences that compute exactly one token: the shape that batched kernels like."""
+        """Return the indices of the sequences that compute exactly one token: batched kernels need equal lengths."""
         return tuple(row for row, length in enumerate(self.query_lengths) if length == 1)
 
     def decode_view(self, window: int | None, block_size: int) -> "DecodeView":
-        """What the new tokens of the `decode_rows` see of the cache. Made once a step for each window."""
+        """Return the cache slots that the new tokens of the `decode_rows` see. Cached for the step, by window."""
         if window not in self._decode_views:
             self._decode_views[window] = self._make_decode_view(window, block_size)
         return self._decode_views[window]
 
     def ragged_view(self, block_size: int) -> RaggedView:
-        """A step that holds prompt chunks, as kernels for any lengths take it. Made once a step."""
+        """Return the packed layout of a step that holds prompt chunks. Cached for the step."""
         assert self.block_tables_BN is not None
         if block_size not in self._ragged_views:
             view = ragged_view(self.query_lengths, self.context_lengths, self.block_tables_BN, block_size)
@@ -122,11 +128,14 @@ class AttentionMetadata:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every sequence computes exactly one token."""
+        """Return whether every sequence computes exactly one token."""
         return len(self.query_lengths) == self.positions_T.shape[0]
 
     def to(self, device: torch.device) -> Self:
-        """The same batch with its tensors on `device`; itself if they are there."""
+        """Return the batch with its tensors on `device`; self if they are there already.
+
+        `contexts_B` stays on the host.
+        """
         if self.positions_T.device == device:
             return self
         tensors = {
@@ -138,6 +147,6 @@ class AttentionMetadata:
 
     @classmethod
     def uncached(cls, lengths: tuple[int, ...], device: torch.device | str = "cpu") -> Self:
-        """Whole sequences, no cache: what training and the slow twin use."""
+        """Return the metadata of whole sequences without a cache, as training and reference implementations use it."""
         positions_T = torch.cat([torch.arange(length, device=device) for length in lengths])
         return cls(query_lengths=lengths, context_lengths=lengths, positions_T=positions_T)

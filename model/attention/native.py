@@ -1,12 +1,15 @@
-"""Attention on CPUs by a kernel of our own that reads the cache's blocks where they lie: model/kernels/attention.cpp.
+"""Native CPU attention that reads the blocks of the KV-cache in place: model/kernels/attention.cpp.
 
-No padding, no copies of keys; each sequence, and each key/value head, is computed on its own, in an order of sums that
-follows from a token's position alone. So a token's output has the same bits whatever the batch, the number of threads,
-and how a prompt was cut into chunks, and the same when a token that was decoded comes again in a prompt.
+The kernel neither pads nor copies keys. It computes each sequence and each key/value head separately, in an order of
+sums that depends only on a token's position. A token's output is therefore bitwise identical for every batch, number
+of threads and chunking of the prompt. It is also identical whether the token was decoded or is part of a prompt.
 
-What the kernel does not know goes to PyTorch's: sequences without a cache (training), other devices, float64,
-keys of no numbers (average attention), heads over 256, biases that depend on content (DeBERTa). Without loaded kernels
-everything does.
+`SdpaAttention` handles everything if no kernels are loaded, and otherwise what the kernel does not support:
+
+- sequences without a cache (training), and devices other than CPUs
+- float64
+- keys with D = 0 (average attention), and head dimensions over 256
+- biases that depend on content (DeBERTa)
 
 Legend: T packed tokens, B sequences, N blocks of a table, H query heads, K key/value heads, D head dimension.
 """
@@ -27,7 +30,7 @@ from model.attention.sdpa import SdpaAttention
 from model.kernels.loading import KERNELS, KernelLibrary, Kernels
 from model.kv_cache import KVCache
 
-# By what is computed with, and what the cache holds.
+# By the dtypes of computation and of the KV-cache.
 KERNEL_NAMES = {
     (torch.float32, torch.float32): "kvasir_attention_float32",
     (torch.float32, torch.float16): "kvasir_attention_float32_over_float16",
@@ -35,15 +38,15 @@ KERNEL_NAMES = {
 }
 _CHECK = "kvasir_is_within_cache"
 _LARGEST_HEAD = 256
-_LOG2_E = 1.4426950408889634  # the kernel's powers are of two
-# Keys and rows of queries that it takes at once: of the last key's biases it may read so many behind the last, of a row
-# that does not see that key yet.
+_LOG2_E = 1.4426950408889634  # the kernel computes 2^x, not e^x
+# Sizes of the kernel's tiles: keys, and rows of queries in a task. The kernel reads a row's biases for the whole tile,
+# also for keys after the row's position. It may read up to _TILE + _TASK_ROWS floats past the bias of distance 0.
 _TILE, _TASK_ROWS = 64, 96
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 class _Batch(ctypes.Structure):
-    """`Batch` in attention.cpp."""
+    """`Batch` in batch.h."""
 
     _fields_ = (
         *((name, _INT) for name in ("num_sequences", "num_tokens", "block_size", "num_blocks", "table_width")),
@@ -52,7 +55,7 @@ class _Batch(ctypes.Structure):
 
 
 class AttentionCall(ctypes.Structure):
-    """`Layer` in attention.cpp: one layer of a step."""
+    """`Layer` in batch.h: one layer of a step."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("q", "k", "v", "out", "keys", "values")),
@@ -65,9 +68,13 @@ class AttentionCall(ctypes.Structure):
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """What all layers of a step share. `loaded` is None where it goes the other way; `held` is what `batch` points to.
+    """Kernel arguments that all layers of a step share.
 
-    longest: the longest context (tokens).
+    Attributes:
+        loaded: the kernel library; None: use `SdpaAttention`.
+        batch: the `_Batch` passed to the kernel.
+        held: objects that own the memory `batch` points to.
+        longest: length of the longest context, in tokens.
     """
 
     metadata: AttentionMetadata
@@ -79,16 +86,16 @@ class _Step:
 
 
 class _Latest(threading.local):
-    """The step that a thread is in."""
+    """Current step of each thread."""
 
     step: _Step | None = None
 
 
 class NativeAttention:
-    """See `model.attention.interface.AttentionBackend`.
+    """Native CPU attention backend. See `model.attention.interface.AttentionBackend`.
 
     Args:
-        kernels: where the library is, or will be.
+        kernels: holder of the kernel library; the library may be loaded later.
     """
 
     def __init__(self, kernels: Kernels = KERNELS) -> None:
@@ -106,10 +113,12 @@ class NativeAttention:
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
-        """Equal to the eager oracle within rounding; of bfloat16, weights are rounded before values are summed.
+        """Compute attention; equal to `EagerAttention` within rounding.
+
+        With bfloat16 on CPUs with AVX512-BF16, weights are rounded to bfloat16 before they multiply values.
 
         Raises:
-            ValueError: a slot or a block that the cache does not have.
+            ValueError: a slot or a block is outside the cache.
         """
         if kv_cache is not None and is_known(q_THD, v_TKD, form, kv_cache):
             step = self.step_of(metadata, kv_cache)
@@ -118,7 +127,11 @@ class NativeAttention:
         return self._otherwise.attend(q_THD, k_TKD, v_TKD, form=form, metadata=metadata, kv_cache=kv_cache)
 
     def step_of(self, metadata: AttentionMetadata, kv_cache: KVCache) -> _Step:
-        """What all layers of this step share. Raises ValueError: a slot or a block that the cache does not have."""
+        """Return the kernel arguments that all layers of this step share. The latest step is cached for each thread.
+
+        Raises:
+            ValueError: a slot or a block is outside the cache.
+        """
         step = self._latest.step
         if step is None or step.metadata is not metadata:
             step = self._latest.step = _make_step(metadata, kv_cache, self.kernels.loaded)
@@ -126,7 +139,7 @@ class NativeAttention:
 
 
 def is_known(q_THD: Tensor, v_TKD: Tensor, form: AttentionForm, kv_cache: KVCache) -> bool:
-    """Whether the kernel knows such a layer."""
+    """Return whether the kernel supports the layer and the cache."""
     return (
         kv_cache.keys_LNPKD.device.type == "cpu"
         and (kv_cache.dtype, kv_cache.held_as) in KERNEL_NAMES
@@ -137,7 +150,11 @@ def is_known(q_THD: Tensor, v_TKD: Tensor, form: AttentionForm, kv_cache: KVCach
 
 
 def _make_step(metadata: AttentionMetadata, kv_cache: KVCache, library: KernelLibrary | None) -> _Step:
-    """Raises ValueError: a slot or a block that the cache does not have; the kernel would write over other memory."""
+    """Make the kernel arguments of a step.
+
+    Raises:
+        ValueError: a slot or a block is outside the cache. The kernel does not check, and would corrupt memory.
+    """
     slots_T, tables_BN = metadata.slot_mapping_T, metadata.block_tables_BN
     assert slots_T is not None
     assert tables_BN is not None
@@ -169,19 +186,19 @@ def _make_step(metadata: AttentionMetadata, kv_cache: KVCache, library: KernelLi
 
 
 def _check(slots_T: Tensor, tables_BN: Tensor, longest: int, kv_cache: KVCache) -> None:
-    """Say what is not in the cache. Raises ValueError."""
+    """Raise ValueError if a slot, a block or the longest context does not fit the cache or the block tables."""
     counts = {"slots": (slots_T, kv_cache.num_blocks * kv_cache.block_size), "blocks": (tables_BN, kv_cache.num_blocks)}
     for name, (numbers, count) in counts.items():
         lowest, highest = (int(x) for x in torch.aminmax(numbers))
         if lowest < 0 or highest >= count:
-            raise ValueError(f"{name} {lowest} to {highest}, of a cache that has {count}")
+            raise ValueError(f"{name} range from {lowest} to {highest}, but the cache has {count}")
     widest = -(-longest // kv_cache.block_size)
     if tables_BN.shape[1] < widest:
-        raise ValueError(f"tables of {tables_BN.shape[1]} blocks; the longest context has {widest}")
+        raise ValueError(f"block tables have {tables_BN.shape[1]} blocks, but the longest context needs {widest}")
 
 
 def _attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, form: AttentionForm, step: _Step, kv_cache: KVCache) -> Tensor:
-    """One layer by the kernel, which also writes keys and values into the cache."""
+    """Run the kernel for one layer; it also writes keys and values to the cache."""
     keys_NPKD, values_NPKD = kv_cache.keys_LNPKD[form.layer], kv_cache.values_LNPKD[form.layer]
     q_THD, k_TKD, v_TKD = _rows_of(q_THD), _rows_of(k_TKD.to(kv_cache.dtype)), _rows_of(v_TKD)
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
@@ -206,7 +223,10 @@ def _attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, form: AttentionForm, st
 
 
 def _rows_of(x_THD: Tensor) -> Tensor:
-    """The same, with each token's numbers in one piece: what was split of a wider row stays there."""
+    """Return the tensor with contiguous heads for each token; copy only if necessary.
+
+    Tokens may have any stride, so a slice of wider rows is not copied.
+    """
     _, num_heads, size = x_THD.shape
     if x_THD.stride(2) == 1 and (num_heads == 1 or x_THD.stride(1) == size):
         return x_THD
@@ -214,9 +234,12 @@ def _rows_of(x_THD: Tensor) -> Tensor:
 
 
 def _biases(form: AttentionForm, num_heads: int, longest: int) -> Tensor:
-    """What a form adds to each head's scores, HX float32, in powers of two: longest - 1 - d positions back at d."""
+    """Return the bias of each head, HX float32, multiplied by log2(e). Index i holds distance longest - 1 - i.
+
+    X is longest + _TILE + _TASK_ROWS: the kernel reads past the bias of distance 0.
+    """
     assert form.bias is not None
-    nobody = torch.empty(1, 1, num_heads, 0)
+    no_tokens = torch.empty(1, 1, num_heads, 0)
     distances_11S = torch.arange(longest - 1, -1, -1)[None, None]
-    bias_HS = form.bias(nobody, nobody, distances_11S)[0, :, 0].detach().float() * _LOG2_E
+    bias_HS = form.bias(no_tokens, no_tokens, distances_11S)[0, :, 0].detach().float() * _LOG2_E
     return torch.nn.functional.pad(bias_HS, (0, _TILE + _TASK_ROWS)).contiguous()

@@ -1,9 +1,8 @@
-"""Attention over a paged cache for a GPU: what decodes and what chunks of prompts take is chosen when it is made.
+"""GPU attention over a paged KV-cache, with separate kernels for decodes and prompt chunks.
 
-Sequences that compute one token and prompt chunks want different kernels, so that a backend here is two ways to attend
-(`model.attention.ways` has them). Decoding reads nothing but tensors of the device, of shapes that do not depend on the
-lengths of contexts: a step of decodes can be captured as a CUDA graph. A form with a bias, keys of no numbers, and
-sequences without a cache go to another backend.
+The two kernels are arguments of the backend; `model.attention.ways` chooses them. The decode kernel reads only tensors
+on the device, and their shapes do not depend on context lengths. A decode step can therefore be captured as a CUDA
+graph. `SdpaAttention` handles layers with a bias, keys with D = 0, and sequences without a cache.
 
 Legend: T packed tokens, B sequences that compute one token, X packed tokens of chunks, H query heads, K key/value
 heads, D head dimension.
@@ -21,29 +20,32 @@ from model.kv_cache import KVCache
 
 
 class DecodeWay(Protocol):
-    """How sequences that compute one token attend."""
+    """Attention kernel for sequences that compute one token."""
 
     def __call__(
         self, q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: Tensor, kv_cache: KVCache
     ) -> Tensor:
-        """Each query over positions 0 to its own, as far as the window goes. Returns BHD in the values' dtype.
+        """Attend from each query to the positions up to its own, within the window. Returns BHD in the values' dtype.
 
-        Nothing is copied to or from the host, and no shape depends on a number that stands in a tensor. Entries of a
-        table behind a sequence's context may be any valid block.
+        CUDA graph capture requires that nothing is copied to or from the host, and that no shape depends on the
+        contents of a tensor. Table entries after the end of a sequence's context may be any valid block.
         """
         ...
 
 
 class ChunkWay(Protocol):
-    """How prompt chunks attend."""
+    """Attention kernel for prompt chunks."""
 
     def __call__(self, q_XHD: Tensor, form: AttentionForm, view: RaggedView, kv_cache: KVCache) -> Tensor:
-        """Each query over the past of its sequence and itself. Returns XHD in the values' dtype."""
+        """Attend from each query to the positions of its sequence up to its own, within the window.
+
+        Returns XHD in the values' dtype.
+        """
         ...
 
 
 class PagedAttention:
-    """See `model.attention.interface.AttentionBackend`."""
+    """Attention backend for paged GPU caches. See `model.attention.interface.AttentionBackend`."""
 
     def __init__(self, decode: DecodeWay, chunks: ChunkWay) -> None:
         self._decode = decode
@@ -52,7 +54,7 @@ class PagedAttention:
 
     @staticmethod
     def takes(form: AttentionForm, key_dim: int) -> bool:
-        """Whether such a layer is attended here, and not by the other backend."""
+        """Return whether the paged kernels support the layer; `SdpaAttention` handles other layers."""
         return form.bias is None and key_dim > 0
 
     def attend(
@@ -65,7 +67,7 @@ class PagedAttention:
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
-        """Equal to the eager oracle within float rounding."""
+        """Compute attention; equal to `EagerAttention` within float rounding."""
         if kv_cache is None or not self.takes(form, q_THD.shape[-1]):
             return self._others.attend(q_THD, k_TKD, v_TKD, form=form, metadata=metadata, kv_cache=kv_cache)
         assert metadata.slot_mapping_T is not None

@@ -1,9 +1,9 @@
-"""Decode attention in Triton: each sequence's newest token over its blocks, read where they lie. Needs triton, a GPU.
+"""Decode attention in Triton, which reads the blocks of the KV-cache in place. Needs triton and a GPU.
 
-Flash-decoding (Dao et al. 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html): the keys of a sequence are
-cut into splits that are attended side by side, each keeps the maximum of its scores, the sum of their exponentials and
-the values weighted so far, and a second kernel joins them. How a sequence is cut depends on its own length alone, so
-that its numbers are the same bits whoever shares the batch.
+Flash-Decoding (Dao et al. 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html): the keys of a sequence are
+cut into splits, which are computed in parallel. Each split stores the maximum of its scores, the sum of their
+exponentials and the weighted sum of values. A second kernel joins the splits. The splits of a sequence depend only on
+its own length and the number of key/value heads, so results are batch-invariant.
 
 Legend: B sequences, H query heads, K key/value heads, G = H / K, D head dimension, N blocks of a table, P slots a
 block, X splits.
@@ -20,30 +20,32 @@ from torch import Tensor
 from model.attention.form import AttentionForm
 from model.kv_cache import KVCache
 
-# Keys that a split has at least: fewer are not worth joining. A multiple of every tile.
+# Minimum number of keys in a split: joining costs more than smaller splits save. A multiple of both tile sizes.
 MIN_SPLIT = 128
 _MAX_HEAD = 256
-# Programs that fill a large GPU; what one sequence is cut into at most, times its heads, is about that.
+# Triton programs that fill a large GPU. Limits the splits of one sequence: splits * key/value heads is about this.
 _PROGRAMS = 128
 
 
 def supports(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the kernels are written for such tensors."""
+    """Return whether the kernels support the dtype and the head dimension."""
     return dtype in (torch.float32, torch.bfloat16, torch.float16) and 1 <= head_dim <= _MAX_HEAD
 
 
 def max_splits(num_kv_heads: int) -> int:
-    """The most splits of a sequence: a power of two from 8 to 64, fewer where heads are many. X."""
+    """Return X, the maximum number of splits of a sequence: a power of two from 8 to 64, fewer for more heads."""
     return min(64, max(8, 1 << (_PROGRAMS // num_kv_heads).bit_length() - 1))
 
 
 def attend(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: Tensor, kv_cache: KVCache) -> Tensor:
-    """Each query over the positions 0 to its own, as far as it sees. Returns BHD. No copy to or from the host.
+    """Attend from each query to the positions up to its own, within the window. Returns BHD.
+
+    Nothing is copied to or from the host.
 
     Args:
-        q_BHD: heads beside each other, numbers of a head in a row; any stride between sequences.
-        positions_B: int64, each query's position: its context is one longer.
-        tables_BN: int64, rows in a row; entries behind a sequence's context are not read.
+        q_BHD: queries; any strides.
+        positions_B: int64, each query's position; the length of its context is one more.
+        tables_BN: int64 block tables, contiguous in N; entries after the end of a sequence's context are not read.
     """
     num_sequences, num_heads, size = q_BHD.shape
     keys_NPKD, values_NPKD = kv_cache.keys_LNPKD[form.layer], kv_cache.values_LNPKD[form.layer]
@@ -73,7 +75,7 @@ def attend(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: T
 
 @triton.jit
 def _split_size(length, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TILE: tl.constexpr):
-    """Keys a split of `length` keys: a multiple of the tile, by the length alone."""
+    """Return the number of keys in each split of `length` keys: a multiple of the tile, at least MIN_SPLIT."""
     each = tl.cdiv(length, SPLITS)
     return tl.maximum(tl.cdiv(each, TILE) * TILE, MIN_SPLIT)
 
@@ -84,7 +86,10 @@ def _attend_splits(
     SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One split of one sequence for the query heads of one key/value head: its weighted values, maximum and sum."""
+    """Compute one split of one sequence for the query heads of one key/value head.
+
+    Stores the weighted sum of values, the maximum score and the sum of exponentials.
+    """
     sequence = tl.program_id(0).to(tl.int64)
     kv_head, split = tl.program_id(1), tl.program_id(2)
     context = tl.load(positions + sequence) + 1
@@ -137,7 +142,7 @@ def _join_splits(
     SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
-    """The splits of one head of one sequence as one: weighted by what each one's maximum is beside the highest."""
+    """Join the splits of one head of one sequence. Each split is scaled by exp(its maximum - the highest maximum)."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     context = tl.load(positions + sequence) + 1
     length = tl.where(window > 0, tl.minimum(context, window), context)

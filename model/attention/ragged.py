@@ -1,4 +1,4 @@
-"""A step that holds prompt chunks, laid out for kernels that take sequences of any length end to end.
+"""Packed layout of a step that holds prompt chunks, for variable-length attention kernels.
 
 Legend: T packed tokens, B sequences that compute one token, C chunks, X packed tokens of chunks, S packed positions of
 the chunks' contexts, N blocks of a table.
@@ -14,13 +14,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedView:
-    """Made once a step, for all layers.
+    """Prompt chunks and decodes of one step. Made once a step, for all layers.
 
-    decodes: of the sequences that compute one token, their place in T, their position, their block table; None where
-        there are none.
-    tokens_X: where the chunks' tokens stand in T.
-    slots_S: the cache's slots of each chunk's context, end to end.
-    query_lengths, context_lengths: of the chunks. query_starts, context_starts: int32, C + 1 offsets into X and S.
+    Attributes:
+        decodes: for the B sequences that compute one token: index of the token in T, position, block table (BN).
+            None: the step holds no such sequence.
+        tokens_X: indices in T of the chunks' tokens.
+        slots_S: cache slots of the chunks' contexts, concatenated.
+        query_lengths: number of tokens that each chunk computes.
+        context_lengths: number of positions of each chunk's sequence, tokens of the chunk included.
+        query_starts: int32, C + 1 offsets into X.
+        context_starts: int32, C + 1 offsets into S.
     """
 
     decodes: tuple[Tensor, Tensor, Tensor] | None
@@ -35,7 +39,7 @@ class RaggedView:
 def ragged_view(
     query_lengths: Sequence[int], context_lengths: Sequence[int], tables_BN: Tensor, block_size: int
 ) -> RaggedView:
-    """The view of a step of at least one chunk, on the tables' device."""
+    """Return the view of a step with at least one chunk, on the device of the block tables."""
     device = tables_BN.device
     rows = range(len(query_lengths))
     chunks = [row for row in rows if query_lengths[row] > 1]
@@ -50,7 +54,7 @@ def ragged_view(
         )
         decodes = tokens_B, positions_B, tables_BN[rows_B]
     rows_C, lengths_C, starts_C = torch.tensor([chunks, contexts, context_starts[:-1]], device=device)
-    # With the size told, nothing has to be known of the device.
+    # output_size avoids a synchronization with the device (torch.repeat_interleave would read the sum of lengths_C).
     chunk_of_S = torch.repeat_interleave(lengths_C, output_size=context_starts[-1])
     positions_S = torch.arange(context_starts[-1], device=device) - starts_C[chunk_of_S]
     blocks_S = tables_BN[rows_C[chunk_of_S], positions_S // block_size]

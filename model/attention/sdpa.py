@@ -1,10 +1,11 @@
-"""Attention by PyTorch's fused kernels: flash attention on CPU and GPU where it applies.
+"""Attention by PyTorch's fused kernel (scaled_dot_product_attention): flash attention where PyTorch supports it.
 
-Flash attention: Dao et al. 2022 (arXiv 2205.14135): the same sums in tiles, so that the scores are never stored.
-Sequences that compute one token (decode) are attended together over padded copies of their blocks; the others
-(prompt chunks) one by one. Where a layer has a window, only the blocks in it are read. Grouped heads are never copied:
-a key/value head becomes a batch entry whose `H / K` query heads see the same keys through a stride of 0. A plain
-causal mask is the kernel's own; a window or a bias is handed to it as a mask.
+Flash attention (Dao et al. 2022, arXiv 2205.14135) computes softmax(QK^T)V in tiles and never stores all scores.
+
+- Decodes are computed in one call, over padded copies of their blocks. Prompt chunks are computed one by one.
+- If a layer has a window, only the blocks in the window are read.
+- Grouped key/value heads are not copied: the `H / K` query heads of a group share one key/value head.
+- Plain causal attention uses the kernel's own mask. A window or a bias is passed as an explicit mask.
 
 Legend: T packed tokens, B sequences, Q query tokens of one sequence, S context, H query heads, K key/value heads,
 G = H / K query heads per group, D head dimension.
@@ -22,7 +23,7 @@ from model.kv_cache import KVCache
 
 
 class SdpaAttention:
-    """See `model.attention.interface.AttentionBackend`."""
+    """Attention backend of PyTorch's fused kernel. See `model.attention.interface.AttentionBackend`."""
 
     def attend(
         self,
@@ -34,7 +35,7 @@ class SdpaAttention:
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
-        """Equal to the eager oracle within float rounding."""
+        """Compute attention; equal to `EagerAttention` within float rounding."""
         if kv_cache is None:
             return _attend_uncached(q_THD, k_TKD, v_TKD, form, metadata)
         assert metadata.slot_mapping_T is not None
@@ -56,7 +57,7 @@ class SdpaAttention:
 def _attend_uncached(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, form: AttentionForm, metadata: AttentionMetadata
 ) -> Tensor:
-    """Whole sequences; those of one length, as in training, in one call."""
+    """Attend whole sequences without a cache. Sequences of equal length, as in training, take one call."""
     lengths = metadata.query_lengths
     if len(set(lengths)) > 1:
         spans = [slice(start, end) for start, end in itertools.pairwise(metadata.query_starts)]
@@ -69,12 +70,12 @@ def _attend_uncached(
 
 
 def _attend_decode(q_BHD: Tensor, form: AttentionForm, metadata: AttentionMetadata, kv_cache: KVCache) -> Tensor:
-    """The one new token of each of the `decode_rows`, over its padded, masked context. Returns BHD."""
+    """Attend from the new token of each of the `decode_rows` to its padded, masked context. Returns BHD."""
     view = metadata.decode_view(form.window, kv_cache.block_size)
     slots_BS = view.slots_BS
     found = kv_cache.gather_slots(form.layer, slots_BS.flatten())
     k_BSKD, v_BSKD = (torch.unflatten(x_SKD, 0, slots_BS.shape) for x_SKD in found)
-    # The G query heads of a group stand where query tokens would: they see the same keys.
+    # The G query heads of a group take the dimension of query tokens, because they see the same keys.
     q_BKGD = torch.unflatten(q_BHD, 1, (k_BSKD.shape[2], -1))
     mask_BXXS = view.mask_B1S[:, None].to(v_BSKD.dtype)
     if form.bias is not None:
@@ -86,10 +87,10 @@ def _attend_decode(q_BHD: Tensor, form: AttentionForm, metadata: AttentionMetada
 def _attend_chunk(
     q_QHD: Tensor, row: int, form: AttentionForm, metadata: AttentionMetadata, kv_cache: KVCache
 ) -> Tensor:
-    """A prompt chunk of sequence `row` over its cached past and itself. Returns QHD."""
+    """Attend from a prompt chunk of sequence `row` to its cached positions, its own included. Returns QHD."""
     assert metadata.block_tables_BN is not None
     context_length, first = metadata.context_lengths[row], 0
-    if form.window is not None:  # the first block that the first query sees
+    if form.window is not None:  # start at the first block that the first query sees
         first = max(0, context_length - len(q_QHD) + 1 - form.window) // kv_cache.block_size
     num_blocks = -(-context_length // kv_cache.block_size)
     k_1SKD, v_1SKD = kv_cache.gather(form.layer, metadata.block_tables_BN[row : row + 1, first:num_blocks])
@@ -98,7 +99,7 @@ def _attend_chunk(
 
 
 def causal(q_QHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, form: AttentionForm) -> Tensor:
-    """One sequence whose queries are the last Q of its S positions. Returns QHD."""
+    """Attend in one sequence; the queries are the last Q of its S positions. Returns QHD."""
     num_kv_heads, groups = k_SKD.shape[1], q_QHD.shape[1] // k_SKD.shape[1]
     mask = _mask(q_QHD[None], k_SKD[None], form)
     if mask is not None and mask.ndim == 4:
@@ -109,8 +110,11 @@ def causal(q_QHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, form: AttentionForm) -> 
 
 
 def _mask(q_BQHD: Tensor, k_BSKD: Tensor, form: AttentionForm) -> Tensor | None:
-    """What the kernel must be told: None for plain causal attention of whole sequences, a boolean QS mask, or the bias
-    (BHQS, or 1HQS) with -inf where nothing may be seen."""
+    """Return the mask for the kernel.
+
+    None: plain causal attention of whole sequences. QS, boolean: a window, or queries at the end of a longer context.
+    BHQS or 1HQS, float: the bias, with -inf at hidden positions.
+    """
     num_queries, context_length = q_BQHD.shape[1], k_BSKD.shape[1]
     if form.bias is None and form.window is None and num_queries == context_length:
         return None
@@ -124,8 +128,8 @@ def _mask(q_BQHD: Tensor, k_BSKD: Tensor, form: AttentionForm) -> Tensor | None:
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm, mask: Tensor | None) -> Tensor:
-    """The kernel. Its last two dimensions are tokens and D; None for a mask means causal."""
-    if q.shape[-1] == 0:  # equal weights: nothing is compared, and no kernel takes heads of size 0
+    """Call PyTorch's kernel; the last two dimensions are tokens and D. A mask of None means causal attention."""
+    if q.shape[-1] == 0:  # equal weights: zeros replace q and k, because no kernel supports D = 0
         q, k = (v.new_zeros(()).expand(*x.shape[:-1], v.shape[-1]) for x in (q, k))
     gqa = q.ndim == 4 and q.shape[1] != k.shape[1]
     if mask is None:

@@ -1,7 +1,7 @@
-"""PyTorch's attention of sequences of any length (torch.nn.attention.varlen), whichever arguments its version has.
+"""Prompt chunks by PyTorch's variable-length attention (torch.nn.attention.varlen), for several PyTorch versions.
 
-The function's arguments change between versions of PyTorch, so that they are looked up in its signature: `arguments`
-is a pure function of their names.
+The parameters of `varlen_attn` differ between versions of PyTorch. `arguments` chooses keyword arguments from the
+parameter names in the function's signature.
 
 Legend: C chunks, X packed tokens of chunks, S packed positions of contexts, H query heads, K key/value heads, D head
 dimension.
@@ -23,15 +23,17 @@ MODULE = "torch.nn.attention.varlen"
 
 
 class VarlenError(ValueError):
-    """This version of PyTorch's function cannot attend so; says why."""
+    """PyTorch's `varlen_attn` is missing or does not support the request; the message gives the reason."""
 
 
 def varlen_attn(module: str = MODULE) -> Callable[..., Any]:
-    """PyTorch's function, by name: its module imports torch._dynamo, as much as all else that a worker imports, which
-    only a GPU has a use for.
+    """Import and return PyTorch's `varlen_attn`.
+
+    The import is deferred because the module imports torch._dynamo, which costs as much as all other imports of a
+    worker together. Only workers with a GPU need the function.
 
     Raises:
-        VarlenError: this PyTorch has none; it came with 2.10.
+        VarlenError: this PyTorch has no `varlen_attn`, which was added in 2.10.
     """
     try:
         function: Callable[..., Any] = importlib.import_module(module).varlen_attn
@@ -41,13 +43,17 @@ def varlen_attn(module: str = MODULE) -> Callable[..., Any]:
 
 
 def arguments(names: Collection[str], *, scale: float, window: int | None, grouped: bool) -> dict[str, Any]:
-    """What to give a function of these arguments for causal attention, beside tensors and lengths.
+    """Return the keyword arguments for causal attention, other than tensors and lengths.
 
-    The kernel counts a window by the positions before a token, we with the token. One split of the keys each, where
-    that can be asked for: the order of additions then does not depend on who shares the batch.
+    `window_size` of the kernel counts the positions before a token; `window` counts the token too. `num_splits` is 1
+    where the parameter exists: the order of additions is then batch-invariant.
+
+    Args:
+        names: parameter names of the function.
+        grouped: whether there are fewer key/value heads than query heads.
 
     Raises:
-        VarlenError: it cannot be told of the scale, the window, or that attention is causal.
+        VarlenError: the function has no parameter for the scale, the window, or causal attention.
     """
     if "scale" not in names:
         raise VarlenError("varlen_attn takes no scale")
@@ -66,10 +72,12 @@ def arguments(names: Collection[str], *, scale: float, window: int | None, group
 
 
 class VarlenChunks:
-    """A `model.attention.paged.ChunkWay`: keys of the chunks' contexts are copied end to end, all attended in one call.
+    """A `model.attention.paged.ChunkWay` that computes all chunks in one call of `varlen_attn`.
+
+    Keys and values of the chunks' contexts are first copied from the cache into one packed tensor.
 
     Args:
-        function: `varlen_attn`, of any version.
+        function: `varlen_attn` of any PyTorch version.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -77,7 +85,7 @@ class VarlenChunks:
         self._names = frozenset(inspect.signature(function).parameters)
 
     def __call__(self, q_XHD: Tensor, form: AttentionForm, view: RaggedView, kv_cache: KVCache) -> Tensor:
-        """XHD."""
+        """Return the attention output of all chunks, XHD."""
         k_SKD, v_SKD = kv_cache.gather_slots(form.layer, view.slots_S)
         grouped = q_XHD.shape[1] != k_SKD.shape[1]
         out_XHD: Tensor = self._function(

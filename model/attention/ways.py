@@ -1,8 +1,8 @@
-"""The ways to attend over a paged cache, best first, and which of them hold here.
+"""Kernels for attention over a paged cache, best first, and the choice of those that work on this device.
 
-A way is taken if what it needs is there and a small random case, computed on the device, equals the oracle's. One that
-fails or differs is left out, with the reason, and the next is tried: kernels are compiled for a card that we may never
-have seen.
+A kernel is chosen if its requirements are met and a small random case, computed on the device, agrees with the
+reference implementation. A kernel that fails or disagrees is left out with a reason, and the next kernel is tried.
+The check is needed because kernels are compiled for GPU models on which they were never tested.
 
 Legend: B sequences, X packed tokens of chunks, H query heads, K key/value heads, D head dimension, S context.
 """
@@ -28,12 +28,13 @@ from model.kv_cache import KVCache
 
 try:
     from model.attention import paged_kernel
-except ImportError:  # no triton: it comes with PyTorch for CUDA
+except ImportError:  # triton is installed only with PyTorch for CUDA
     paged_kernel = None  # type: ignore[assignment]
 
-# Of the largest number in the oracle's outputs, by dtype: sums in another order, and weights rounded to the dtype.
+# Largest error by dtype, as a fraction of the largest absolute output of the reference implementation. Kernels sum in
+# another order and round weights to the dtype.
 _TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4, torch.float64: 1e-10}
-# Contexts of a check, this step's tokens included, and how many of them are this step's.
+# Sequences of a check: context lengths, and the number of query tokens of each.
 _CONTEXTS = (1, 5, 16, 17, 133, 401, 700)
 _QUERIES = (1, 1, 7, 17, 1, 120, 3)
 
@@ -41,12 +42,12 @@ Way = TypeVar("Way", DecodeWay, ChunkWay)
 
 
 class Unavailable(Exception):
-    """A way that cannot be taken here; says why."""
+    """A kernel cannot be used on this device; the message gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where attention is computed, and of what shapes."""
+    """Device, dtype, block size and model configuration that attention kernels must support."""
 
     config: ModelConfig
     device: torch.device
@@ -56,7 +57,13 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """A backend, what it is made of, and why nothing before that. `reads_in_place`: decoding copies no keys."""
+    """Chosen backend.
+
+    Attributes:
+        decode: name of the decode kernel.
+        chunks: name of the kernel for prompt chunks.
+        left_out: the kernels that were tried before and do not work, each with its reason.
+    """
 
     backend: PagedAttention
     decode: str
@@ -65,6 +72,7 @@ class Chosen:
 
     @property
     def reads_in_place(self) -> bool:
+        """Return whether decoding reads keys from the cache without copying them first."""
         return self.decode == "triton"
 
     def __str__(self) -> str:
@@ -72,14 +80,15 @@ class Chosen:
 
 
 def fits(config: ModelConfig) -> bool:
-    """Whether any way here attends such a model's layers; those with biases and average attention are others'."""
+    """Return whether the kernels support the model: neither biases in the scores nor average attention (D = 0)."""
     return config.key_dim > 0 and config.position not in SCORE_BIASES
 
 
 def gathered(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: Tensor, kv_cache: KVCache) -> Tensor:
-    """A `DecodeWay` on any device: PyTorch's fused kernel over copies of as many slots as the tables have.
+    """Decode with PyTorch's fused kernel over copies of all slots in the block tables. A `DecodeWay` for any device.
 
-    A slot that a query does not see is replaced by its own: another sequence may have left NaN there.
+    Slots that a query does not see are replaced by the query's own slot: a hidden slot may hold NaN from another
+    sequence.
     """
     size = kv_cache.block_size
     slots_BS = (tables_BN[:, :, None] * size + torch.arange(size, device=q_BHD.device)).flatten(1)
@@ -89,14 +98,14 @@ def gathered(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN:
     found = kv_cache.gather_slots(form.layer, seen_BS.flatten())
     k_BSKD, v_BSKD = (torch.unflatten(x_SKD, 0, slots_BS.shape) for x_SKD in found)
     mask_BXXS = visible_BS[:, None, None]
-    # The G query heads of a group stand where query tokens would: they see the same keys.
+    # The G query heads of a group take the dimension of query tokens, because they see the same keys.
     q_BKGD = torch.unflatten(q_BHD, 1, (k_BSKD.shape[2], -1))
     k_BKSD, v_BKSD = k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2)
     return scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD, attn_mask=mask_BXXS, scale=form.scale).flatten(1, 2)
 
 
 def one_by_one(q_XHD: Tensor, form: AttentionForm, view: RaggedView, kv_cache: KVCache) -> Tensor:
-    """A `ChunkWay` on any device: PyTorch's fused kernel, one chunk after the other."""
+    """Compute prompt chunks with PyTorch's fused kernel, one after the other. A `ChunkWay` for any device."""
     k_SKD, v_SKD = kv_cache.gather_slots(form.layer, view.slots_S)
     contexts = view.context_lengths
     parts = zip(q_XHD.split(view.query_lengths), k_SKD.split(contexts), v_SKD.split(contexts), strict=True)
@@ -109,7 +118,7 @@ def _triton(place: Place) -> DecodeWay:
     if place.device.type != "cuda":
         raise Unavailable("needs a CUDA device")
     if not paged_kernel.supports(place.dtype, place.config.head_dim):
-        raise Unavailable(f"is not written for {place.dtype} and heads of {place.config.head_dim}")
+        raise Unavailable(f"does not support {place.dtype} with head dimension {place.config.head_dim}")
     return paged_kernel.attend
 
 
@@ -117,7 +126,7 @@ def _varlen(place: Place) -> ChunkWay:
     if place.device.type != "cuda":
         raise Unavailable("needs a CUDA device")
     if place.dtype not in (torch.bfloat16, torch.float16):
-        raise Unavailable(f"flash attention is not written for {place.dtype}")
+        raise Unavailable(f"flash attention does not support {place.dtype}")
     try:
         return VarlenChunks(varlen_attn())
     except VarlenError as error:
@@ -133,10 +142,10 @@ def choose(
     decode_ways: Mapping[str, Callable[[Place], DecodeWay]] = DECODE_WAYS,
     chunk_ways: Mapping[str, Callable[[Place], ChunkWay]] = CHUNK_WAYS,
 ) -> Chosen:
-    """The first way of each table that holds.
+    """Return a backend made of the first kernel of each table that works on this device.
 
     Raises:
-        RuntimeError: none does; names what is wrong with each.
+        RuntimeError: a table has no kernel that works; the message gives the reason for each kernel.
     """
     left_out: list[str] = []
 
@@ -165,11 +174,11 @@ def _first(
         try:
             way = make(place)
             check(whole(way), place, queries)
-        except Exception as error:  # a compiler, a driver or a kernel of somebody else's may raise anything
+        except Exception as error:  # a third-party compiler, driver or kernel may raise anything
             left_out.append(f"{name}: {_line(error)}")
         else:
             return name, way
-    raise RuntimeError(f"no way to attend: {'; '.join(left_out)}")
+    raise RuntimeError(f"no attention kernel works on this device: {'; '.join(left_out)}")
 
 
 def _line(error: Exception) -> str:
@@ -179,28 +188,31 @@ def _line(error: Exception) -> str:
 
 @torch.inference_mode()
 def check(backend: PagedAttention, place: Place, queries: tuple[int, ...] = _QUERIES) -> None:
-    """A random case of the model's heads on the device, against the oracle, for each window that layers have.
+    """Compare a backend with the reference implementation on random data with the model's heads.
+
+    Every window that a layer of the model has is checked, on the device.
 
     Raises:
-        Unavailable: a number differs by more than the dtype's rounding explains.
+        Unavailable: an output is not finite, or differs by more than the tolerance of the dtype.
     """
     config = place.config
     for window in {config.window(layer) for layer in range(config.num_layers)}:
         form = AttentionForm(layer=0, scale=config.effective_score_scale, window=window, bias=None)
         found, expected = _both(backend, form, place, queries)
         if not torch.isfinite(found).all():
-            raise Unavailable("gives numbers that are not finite")
+            raise Unavailable("returns NaN or infinity")
         error = ((found - expected).abs().max() / expected.abs().max()).item()
         if error > _TOLERANCES[place.dtype]:
-            raise Unavailable(f"differs from the oracle by {error:.1e} of its largest number (window {window})")
+            raise Unavailable(f"error of {error:.1e} relative to the largest output (window {window})")
 
 
 def _both(
     backend: PagedAttention, form: AttentionForm, place: Place, queries: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """The backend's and the oracle's outputs, float32 on the CPU, over scattered blocks.
+    """Return the outputs of the backend and of the reference implementation, float32 on the CPU.
 
-    Slots behind the contexts hold NaN, as a sequence may leave them whose numbers were not finite.
+    The blocks of each sequence are scattered over the cache. Slots after the end of the contexts hold NaN, as an
+    earlier sequence with non-finite values may leave them.
     """
     size, config = place.block_size, place.config
     generator = torch.Generator().manual_seed(len(queries))
@@ -223,14 +235,14 @@ def _both(
     pool_shape = (len(blocks), size, config.num_kv_heads, config.head_dim)
     heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
     shapes = [(len(positions_T), n, config.head_dim) for n in heads]
-    drawn = [torch.randn(shape, generator=generator) for shape in (pool_shape, pool_shape, *shapes)]
+    random = [torch.randn(shape, generator=generator) for shape in (pool_shape, pool_shape, *shapes)]
     known = torch.zeros(len(blocks) * size, dtype=torch.bool)
     for row, context in enumerate(_CONTEXTS):
         positions = torch.arange(context)
         known[tables_BN[row, positions // size] * size + positions % size] = True
-    for pool_NPKD in drawn[:2]:
+    for pool_NPKD in random[:2]:
         pool_NPKD.flatten(0, 1)[~known] = torch.nan
-    keys, values, q_THD, k_TKD, v_TKD = (x.to(place.device, place.dtype) for x in drawn)
+    keys, values, q_THD, k_TKD, v_TKD = (x.to(place.device, place.dtype) for x in random)
     outputs = []
     for attention in (backend, EagerAttention()):
         cache = KVCache(config, num_blocks=len(blocks), block_size=size, dtype=place.dtype, device=place.device)

@@ -1,7 +1,7 @@
-"""What a layer's tokens attend to: the weights of one whole sequence, for people to look at.
+"""Attention weights of one layer over one whole sequence, for inspection.
 
-The weights are those of `model.attention.eager.attention_weights`, from which the oracle makes its outputs: what is
-shown is what is computed.
+The weights come from `model.attention.eager.attention_weights`, which the reference implementation also uses to
+compute its outputs.
 
 Legend: T tokens of one sequence, S the same tokens as context, H query heads, K key/value heads, D head dimension.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _Recorded(Exception):
-    """Ends a forward pass where its purpose is served; carries the weights HTS."""
+    """Exception that ends the forward pass once the weights HTS, which it carries, are known."""
 
     def __init__(self, weights_HTS: Tensor) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class _Recorded(Exception):
 
 
 class _RecordingAttention:
-    """The backend of the layer that is looked at: computes its weights and goes no further."""
+    """Attention backend of the inspected layer: computes the weights and ends the forward pass."""
 
     def attend(
         self,
@@ -45,7 +45,7 @@ class _RecordingAttention:
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> NoReturn:
-        """See `model.attention.interface.AttentionBackend`. Raises `_Recorded` always."""
+        """Always raise `_Recorded` with the weights. See `model.attention.interface.AttentionBackend`."""
         raise _Recorded(attention_weights(q_THD, k_TKD, form))
 
 
@@ -57,25 +57,26 @@ def weights_of_layer(
     layer: int,
     held_as: torch.dtype | None = None,
 ) -> Tensor:
-    """The weights HTS of one layer, float32, on the CPU: row t says what token t attends to.
+    """Return the attention weights HTS of one layer, float32, on the CPU. Row t holds the weights of token t.
 
-    Rows sum to 1; what is ahead, or behind a window, is exactly 0. Layers before this one run on the model's own
-    backend and dtype, layers behind it do not run. Not for two threads at once: the layer's backend is another one
-    meanwhile.
+    Rows sum to 1. Weights of later tokens, and of tokens before the window, are exactly 0. Earlier layers run with the
+    model's own backend and dtype; later layers do not run. Not thread-safe: the call replaces the backends of the
+    model's layers and restores them at its end.
 
     Args:
-        held_as: what keys and values are rounded to, as a cache would hold them; None for as they are.
+        held_as: dtype of the KV-cache to imitate: keys and values are rounded to it. None: no rounding.
 
     Raises:
-        ValueError: there is no such layer, no token, more tokens than the context, or an id out of the vocabulary.
+        ValueError: the layer does not exist, there are no tokens or more than the maximum context length, or a token
+            id is outside the vocabulary.
     """
     config = model.config
     if not 0 <= layer < config.num_layers:
         raise ValueError(f"layer {layer} does not exist: the model has layers 0 to {config.num_layers - 1}")
     if not 1 <= len(token_ids) <= config.max_context_length:
-        raise ValueError(f"{len(token_ids)} tokens, but 1 to {config.max_context_length} can be looked at")
+        raise ValueError(f"{len(token_ids)} tokens, but attention weights need 1 to {config.max_context_length}")
     if not 0 <= min(token_ids) <= max(token_ids) < config.vocab_size:
-        raise ValueError(f"token ids from {min(token_ids)} to {max(token_ids)}; the vocabulary has {config.vocab_size}")
+        raise ValueError(f"token ids {min(token_ids)} to {max(token_ids)}, but the vocabulary has {config.vocab_size}")
     device = model.token_embedding.weight.device
     metadata = AttentionMetadata.uncached((len(token_ids),), device)
     attentions = [cast(Block, block).attention for block in model.layers[: layer + 1]]
@@ -84,15 +85,15 @@ def weights_of_layer(
     if held_as is not None:
         meanwhile = [AsCached(backend, held_as) for backend in meanwhile]
     try:
-        _give(attentions, meanwhile)
+        _set_backends(attentions, meanwhile)
         model(torch.tensor(token_ids, device=device), metadata, None)
     except _Recorded as recorded:
         return recorded.weights_HTS.cpu()
     finally:
-        _give(attentions, backends)
-    raise AssertionError(f"layer {layer} attended to nothing")
+        _set_backends(attentions, backends)
+    raise AssertionError(f"layer {layer} did not call its attention backend")
 
 
-def _give(attentions: Sequence[Attention], backends: Sequence[AttentionBackend]) -> None:
+def _set_backends(attentions: Sequence[Attention], backends: Sequence[AttentionBackend]) -> None:
     for attention, backend in zip(attentions, backends, strict=True):
         attention.backend = backend

@@ -1,4 +1,4 @@
-"""One of our checkpoints as a Hugging Face directory that the transformers library computes alike."""
+"""Export of a Kvasir checkpoint as a Hugging Face directory that the transformers library can run."""
 
 import json
 import math
@@ -25,11 +25,11 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def export_checkpoint(directory: Path, out: Path) -> Manifest:
-    """Make a Hugging Face directory of a checkpoint of ours: config, weights, tokenizer, end marks, defaults.
+    """Export a checkpoint as a Hugging Face directory: config, weights, tokenizer, EOS tokens, generation defaults.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, no family computes its model, or `out` is taken.
-        TokenizerError: the tokenizer has no equal in Hugging Face's format.
+        CheckpointError: the checkpoint is damaged, no family can express its model, or `out` is not empty.
+        TokenizerError: the tokenizer has no equivalent in Hugging Face's format.
     """
     manifest = read_manifest(directory)
     tokenizer = manifest.verify()
@@ -49,7 +49,7 @@ def export_checkpoint(directory: Path, out: Path) -> Manifest:
 
 
 def _export_weights(manifest: Manifest, family: Family, out: Path) -> torch.dtype:
-    """Write the weights under the family's names, in the dtype they are stored in; float32 where they have several."""
+    """Write the weights under the family's names, in their stored dtype; float32 if they have several dtypes."""
     placements = manifest.place_tensors()
     stored = {header.dtype for place in placements.values() for header in place.parts}
     dtype = _DTYPES[stored.pop()] if len(stored) == 1 else torch.float32
@@ -65,7 +65,7 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def _taken_apart(tensors: Mapping[str, Tensor], config: ModelConfig, family: Family) -> Iterator[Tensor]:
-    """Yield the family's tensors, in the order of its sources."""
+    """Yield the family's tensors, in the order of `sources`."""
     for name, source in sources(config, family).items():
         views = part_views(tensors[name], source.layout, (part.shape[0] for part in source.parts), config)
         for part, view in zip(source.parts, views, strict=True):

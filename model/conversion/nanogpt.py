@@ -1,4 +1,4 @@
-"""nanoGPT's ckpt.pt as one of our checkpoints. The file is never unpickled in full, see `model.conversion.pickles`."""
+"""Conversion of nanoGPT's ckpt.pt to a Kvasir checkpoint. Code in the file is never run: `model.conversion.pickles`."""
 
 import dataclasses
 import json
@@ -25,8 +25,8 @@ from model.manifest import Manifest, read_manifest, write_manifest
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import TokenizerError
 
-_COMPILED = "_orig_mod."  # torch.compile's prefix of every name
-# What a tokenizer may consist of, in all formats `load_tokenizer` knows; *.tiktoken too.
+_COMPILED = "_orig_mod."  # prefix of every name after torch.compile
+# Files of a tokenizer in all formats that `load_tokenizer` supports, besides *.tiktoken.
 _TOKENIZER_FILES = (
     *("tokenizer_spec.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("vocab.json", "merges.txt", "vocab.bpe", "encoder.json", "added_tokens.json", "tokenizer.model"),
@@ -36,7 +36,7 @@ _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NanoGpt:
-    """A ckpt.pt: the architecture, the tensors under our names, and what is known of its training."""
+    """Content of a ckpt.pt: the architecture, the tensors under Kvasir's names, and facts about the training."""
 
     config: ModelConfig
     tensors: dict[str, Tensor]
@@ -44,14 +44,15 @@ class NanoGpt:
 
 
 def convert_nanogpt(path: Path, tokenizer: Path, out: Path) -> Manifest:
-    """Write a checkpoint directory of ours from a ckpt.pt and the tokenizer it was trained with; verified.
+    """Write and verify a Kvasir checkpoint directory from a ckpt.pt and its tokenizer.
 
     Args:
-        tokenizer: a directory or file that `load_tokenizer` knows (GPT-2's), or nanoGPT's meta.pkl of characters.
+        tokenizer: a directory or file in a format that `load_tokenizer` supports (such as GPT-2's), or nanoGPT's
+            meta.pkl, a character vocabulary.
 
     Raises:
-        CheckpointError: a file is damaged or asks for code, tensors or tokenizer do not fit, or `out` is taken. Nothing
-            is written then.
+        CheckpointError: a file is damaged or would run code, the tensors or the tokenizer do not fit, or `out` is not
+            empty. Nothing is written then.
     """
     with written_whole(out) as directory:
         source = read_nanogpt(path)
@@ -64,7 +65,11 @@ def convert_nanogpt(path: Path, tokenizer: Path, out: Path) -> Manifest:
 
 
 def read_nanogpt(path: Path) -> NanoGpt:
-    """Raises CheckpointError: the file is damaged, asks for code, or its tensors are not those of its model_args."""
+    """Read a ckpt.pt.
+
+    Raises:
+        CheckpointError: the file is damaged, would run code, or its tensors do not match its model_args.
+    """
     values = read_torch_file(path)
     arguments, state = values.get("model_args"), values.get("model")
     if not isinstance(arguments, Mapping) or not isinstance(state, Mapping):
@@ -93,18 +98,20 @@ def _short_name(name: str) -> str:
 
 
 def _place(path: Path, config: ModelConfig, found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under our names; none is missing, none is left."""
+    """Return the tensors under Kvasir's names. Raise CheckpointError for a missing, unsuitable or extra tensor."""
     tensors = {}
     for name, source in sources(config, NANOGPT).items():
         (part,) = source.parts
         tensor = found.pop(part.name, None)
         if tensor is None:
-            raise CheckpointError(f"{path}: tensor {part.name} is missing; its model_args are of another model")
+            raise CheckpointError(f"{path}: tensor {part.name} is missing; model_args describe another model")
         if tuple(tensor.shape) != part.shape or tensor.dtype not in _DTYPES:
             shape = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-            raise CheckpointError(f"{path}: tensor {part.name} is {shape}, model_args ask for floats of {part.shape}")
+            raise CheckpointError(
+                f"{path}: tensor {part.name} is {shape}, but model_args require floats of shape {part.shape}"
+            )
         tensors[name] = tensor
-    found.pop("lm_head.weight", None)  # tied, and compared
+    found.pop("lm_head.weight", None)  # tied; read_nanogpt compared it with the embedding
     ignored = [name for name in found if any(re.fullmatch(pattern, name) for pattern in NANOGPT.ignored_tensors)]
     if extra := sorted(found.keys() - set(ignored)):
         raise CheckpointError(f"{path}: tensor {extra[0]} is not part of nanoGPT's model ({len(extra)} extra)")
@@ -112,12 +119,14 @@ def _place(path: Path, config: ModelConfig, found: dict[str, Tensor]) -> dict[st
 
 
 def _write_tokenizer(source: Path, out: Path) -> tuple[str, ...]:
-    """Put the tokenizer's files into the directory; returns their names."""
+    """Write the tokenizer's files to the directory, and return their names."""
     if source.suffix == ".pkl":
         (out / "tokenizer.json").write_text(json.dumps(tokenizer_json(read_characters(source)), ensure_ascii=False))
         return ("tokenizer.json",)
     if not source.exists():
-        raise CheckpointError(f"{source}: no such file or directory; --tokenizer wants meta.pkl or a tokenizer's files")
+        raise CheckpointError(
+            f"{source}: no such file or directory; give --tokenizer a meta.pkl or a tokenizer's files"
+        )
     directory = source if source.is_dir() else source.parent
     names = [path.name for path in sorted(directory.glob("*.tiktoken"))] + list(_TOKENIZER_FILES)
     names = [name for name in names if (directory / name).is_file()] if source.is_dir() else [source.name]
@@ -125,7 +134,7 @@ def _write_tokenizer(source: Path, out: Path) -> tuple[str, ...]:
         for name in names:
             shutil.copyfile(directory / name, out / name)
         if source.is_dir() and (ends := load_tokenizer(source).eos_token_ids) != load_tokenizer(out).eos_token_ids:
-            # The end mark stood in a file that belongs to another model.
+            # The EOS token comes from a file that was not copied, such as the config.json of another model.
             (out / "generation_config.json").write_text(json.dumps({"eos_token_id": list(ends)}) + "\n")
             names.append("generation_config.json")
     except TokenizerError as error:

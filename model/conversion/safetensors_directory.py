@@ -1,4 +1,4 @@
-"""A Hugging Face directory of pickles as one of safetensors: same names, same dtypes, one file for each."""
+"""Conversion of a Hugging Face directory of pickles to safetensors: one file for each pickle, same names and dtypes."""
 
 import json
 import shutil
@@ -15,15 +15,15 @@ from model.shards import save_shard
 
 _PICKLE, _PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _KEPT = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.bpe")
-METADATA = {"format": "pt"}  # the transformers library wants to know
+METADATA = {"format": "pt"}  # required by the transformers library
 
 
 def convert_pickles(directory: Path, out: Path) -> Manifest:
-    """Write a directory like the given one, with pytorch_model.bin or its shards as safetensors; verified.
+    """Copy a directory with pytorch_model.bin or its shards converted to safetensors, and verify the copy.
 
     Raises:
-        CheckpointError: a file is missing, damaged or asks for code, the model is none of our families, or `out` is
-            taken.
+        CheckpointError: a file is missing or damaged or would run code, the model is of no supported family, or `out`
+            is not empty.
     """
     names = _pickle_names(directory)
     with written_whole(out) as new:
@@ -52,7 +52,7 @@ def _pickle_names(directory: Path) -> list[str]:
         return [_PICKLE]
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index}: no weight_map of tensors and their files; download the file again")
+        raise CheckpointError(f"{index}: no weight_map from tensors to files; download the file again")
     names = sorted(set(weight_map.values()))
     for name in names:
         check_plain_name(index, name)
@@ -60,7 +60,7 @@ def _pickle_names(directory: Path) -> list[str]:
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each with memory of its own, as safetensors wants: a tied head shares its embedding's."""
+    """Return tensors that share no memory, as safetensors requires. A tied head shares memory with its embedding."""
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""A directory that is written in whole or not at all: conversions work beside it and rename at the end."""
+"""Atomic writing of a directory: files are written to a temporary directory, which is renamed at the end."""
 
 import contextlib
 import os
@@ -14,13 +14,14 @@ from model.tokenizer.interface import TokenizerError
 
 @contextlib.contextmanager
 def written_whole(out: Path) -> Iterator[Path]:
-    """A new directory to write into, which becomes `out` when the block ends and vanishes when it fails.
+    """Yield a temporary directory to write to. It becomes `out` when the block ends, and is removed if the block fails.
 
-    It stands beside `out` and is renamed. An `out` that exists, and is empty, may be a mount or somebody's working
-    directory, which cannot be replaced: then it stands inside, and its files are moved up.
+    The temporary directory is next to `out` and is renamed to `out`. If `out` exists, it is not replaced, because it
+    may be a mount point or the working directory of a process. Then the temporary directory is inside `out`, and its
+    files are moved to `out`.
 
     Raises:
-        CheckpointError: `out` is a file or holds something (nothing in it is touched), or cannot be written.
+        CheckpointError: `out` is a file, is not empty (its files are left unchanged), or cannot be written.
     """
     _check_free(out)
     final = out.resolve()
@@ -53,5 +54,5 @@ def _check_free(out: Path) -> None:
 
 
 def _named(error: Exception, partial: Path, out: Path) -> str:
-    """The message, naming the directory that was asked for."""
+    """Return an error's message, with the temporary directory's name replaced by that of `out`."""
     return str(error).replace(str(partial), str(out))

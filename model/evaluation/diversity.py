@@ -1,7 +1,8 @@
-"""How much samples repeat: distinct-n over all of them, repetition inside each. Torch-free.
+"""Diversity metrics of samples: distinct-n over all samples, and repetition inside each sample. Torch-free.
 
-Both count words, so that models with different tokenizers can be compared: runs of letters and digits, lower case,
-"don't" being one. A script without spaces is not divided.
+Both metrics count words instead of tokens, so that models with different tokenizers can be compared. A word is a
+lower-case run of letters, digits and underscores; "don't" is one word. Text in a script without spaces is not split
+into words.
 """
 
 import itertools
@@ -15,10 +16,12 @@ REPEATED_N = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diversity:
-    """The samples of one temperature.
+    """Diversity of the samples at one temperature.
 
-    distinct: distinct-1, -2 and -3. repetition: mean of `repetition` over the samples that are long enough.
-    A figure is None where the samples have too few words for it.
+    distinct: distinct-1, distinct-2 and distinct-3.
+    repetition: mean of `repetition` over the samples that have enough words.
+
+    A value is None if no sample has enough words for it.
     """
 
     temperature: float
@@ -29,7 +32,7 @@ class Diversity:
 
 
 def measure_diversity(temperature: float, texts: Sequence[str]) -> Diversity:
-    """The figures of some samples."""
+    """Measure the diversity of samples that were made at one temperature."""
     samples = [words(text) for text in texts]
     repeated = [share for sample in samples if (share := repetition(sample)) is not None]
     return Diversity(
@@ -42,23 +45,24 @@ def measure_diversity(temperature: float, texts: Sequence[str]) -> Diversity:
 
 
 def words(text: str) -> list[str]:
-    """A text's words."""
+    """Return the words of a text in lower case."""
     return _WORD.findall(text.lower())
 
 
 def distinct(samples: Iterable[Sequence[str]], n: int) -> float | None:
-    """distinct-n: different n-grams over n-grams, of all samples together; None where there are none.
+    """Return distinct-n over all samples together: unique n-grams / n-grams; None without n-grams.
 
-    Li et al. 2016 (arXiv 1510.03055), section 5.2. It falls as more is sampled: compare equal numbers of samples only.
+    Source: Li et al. 2016 (arXiv 1510.03055), section 5.2. The value falls as the amount of text grows, so compare only
+    equal numbers of samples.
     """
     grams = [gram for sample in samples for gram in _grams(sample, n)]
     return len(set(grams)) / len(grams) if grams else None
 
 
 def repetition(sample: Sequence[str], n: int = REPEATED_N) -> float | None:
-    """Share of a sample's n-grams that stood in it before: 1 - different n-grams / n-grams; None where it has none.
+    """Return the share of repeated n-grams in a sample: 1 - unique n-grams / n-grams; None without n-grams.
 
-    seq-rep-n of Welleck et al. 2020 (arXiv 1908.04319), section 6.1.
+    Source: seq-rep-n of Welleck et al. 2020 (arXiv 1908.04319), section 6.1.
     """
     unique = distinct([sample], n)
     return None if unique is None else 1 - unique

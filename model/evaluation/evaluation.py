@@ -1,4 +1,4 @@
-"""One checkpoint, measured: what the model card and `kvasir eval` tell."""
+"""All metrics of one checkpoint, as shown by the model card and by `kvasir eval`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,10 +14,12 @@ from model.transformer import Transformer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """What was measured; what was not is empty.
+    """Results of an evaluation. A metric that was not measured is empty.
 
-    held_out: by the name of the split.
-    diversity: of each temperature. samples: the fixed prompts with a completion each.
+    held_out: result for each split, by its name.
+    pairs: score of each minimal pair.
+    diversity: result for each temperature.
+    samples: the fixed prompts, each with one completion.
     """
 
     held_out: Mapping[str, HeldOut] = field(default_factory=dict)
@@ -26,7 +28,7 @@ class Evaluation:
     samples: Sequence[Sample] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready. Documents and pairs are summed up."""
+        """Return a JSON-serializable dictionary, with totals instead of single documents and pairs."""
         return {
             "held_out": {name: _held_out_facts(measured) for name, measured in self.held_out.items()},
             "pairs": _pairs_facts(self.pairs) if self.pairs else None,
@@ -68,13 +70,13 @@ def evaluate_checkpoint(
     """Measure a loaded checkpoint.
 
     Args:
-        splits: held-out texts by name; empty ones are passed over.
-        sampler: draws its completions; None leaves out samples and diversity.
-        max_context_length: tokens a held-out text is read in at once; None for as many as the model has positions.
-        report: is told what is measured next.
+        splits: held-out texts by name of the split; empty splits are skipped.
+        sampler: makes the completions; None: no samples and no diversity.
+        max_context_length: maximum number of tokens in a window of a held-out text; None: the model's context length.
+        report: called with a progress line before each measurement.
 
     Raises:
-        ValueError: a sentence of a pair is longer than the context, or a text is beyond the tokenizer's means.
+        ValueError: a sentence of a pair is longer than the context, or the tokenizer cannot encode a text.
     """
     held_out = {}
     for name, texts in splits.items():
@@ -91,6 +93,6 @@ def evaluate_checkpoint(
         report("completing the fixed prompts")
         samples = sampler.shown()
         for temperature in TEMPERATURES:
-            report(f"drawing samples at temperature {temperature}")
+            report(f"sampling completions at temperature {temperature}")
             diversity.append(sampler.diversity(temperature))
     return Evaluation(held_out=held_out, pairs=scores, diversity=diversity, samples=samples)

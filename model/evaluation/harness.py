@@ -1,7 +1,7 @@
-"""Held-out texts and minimal pairs as tasks of lm-evaluation-harness (EleutherAI), which it runs unmodified.
+"""Export of held-out texts and minimal pairs as tasks for an unmodified lm-evaluation-harness (EleutherAI).
 
-A task is a YAML file and the JSON lines it names. Every field the harness reads is the name of a column, never a
-template, so that a text reaches the model as it is, whatever stands in it. Torch-free.
+A task is a YAML file and the JSON Lines file that it names. The text fields in the YAML file are column names, never
+templates, so a text with template syntax reaches the model unchanged. Torch-free.
 """
 
 import json
@@ -13,7 +13,7 @@ from model.evaluation.pairs import Pair
 
 PREFIX = "kvasir_"
 PAIRS_NAME = "minimal_pairs"
-# JSON is YAML: what comes from elsewhere is written as a JSON string.
+# External values are written as JSON strings, because JSON is valid YAML.
 _TASK = """\
 task: {task}
 dataset_path: json
@@ -47,16 +47,16 @@ metric_list:
 
 
 class HarnessError(ValueError):
-    """Tasks cannot be written there. One line: the path, what is wrong, the remedy."""
+    """Tasks cannot be written. The message is one line with the path, the problem and the remedy."""
 
 
 def export_tasks(directory: Path, splits: Mapping[str, Sequence[str]], pairs: Sequence[Pair]) -> list[str]:
-    """Write a task of each split, and one of the pairs; returns their names, which all begin with "kvasir_".
+    """Write one task for each split and one for the pairs, if any. Return the task names, which begin with "kvasir_".
 
-    A task names its file by its whole path, so the directory must stay where it is.
+    A task names its data file by the absolute path, so do not move the directory.
 
     Raises:
-        HarnessError: the directory holds other files or cannot be written, or two splits would be one task.
+        HarnessError: the directory holds other files or cannot be written, or two splits have the same task name.
     """
     tasks = {task_name(name): (_TEXTS, _lines({"text": text} for text in texts)) for name, texts in splits.items()}
     names = [*splits, *([PAIRS_NAME] if pairs else [])]
@@ -64,7 +64,7 @@ def export_tasks(directory: Path, splits: Mapping[str, Sequence[str]], pairs: Se
         rows = ({"choices": [pair.good, pair.bad], "group": pair.group} for pair in pairs)
         tasks[task_name(PAIRS_NAME)] = (_PAIRS, _lines(rows))
     if len({task_name(name) for name in names}) < len(names):
-        raise HarnessError(f"two of {', '.join(names)} would be one task; name the texts otherwise")
+        raise HarnessError(f"two of {', '.join(names)} have the same task name; rename one")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         others = sorted(path.name for path in directory.iterdir() if not path.name.startswith(PREFIX))
@@ -81,7 +81,7 @@ def export_tasks(directory: Path, splits: Mapping[str, Sequence[str]], pairs: Se
 
 
 def task_name(split: str) -> str:
-    """What the task of a split, or of `PAIRS_NAME`, is called."""
+    """Return the task name of a split or of `PAIRS_NAME`."""
     return PREFIX + re.sub(r"\W+", "_", split.lower(), flags=re.ASCII)
 
 

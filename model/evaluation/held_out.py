@@ -1,4 +1,4 @@
-"""Held-out texts: bits a byte, which can be compared across tokenizers, nats a token, top-1 accuracy."""
+"""Metrics on held-out texts: bits per byte (comparable across tokenizers), nats per token, top-1 accuracy."""
 
 import math
 from collections.abc import Sequence
@@ -13,10 +13,13 @@ from model.transformer import Transformer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOut:
-    """What predicting some texts costs: -ln p of all of them, their predicted tokens, their UTF-8 bytes.
+    """Log-likelihood and accuracy over a set of texts.
 
-    num_greedy: predicted tokens that were the model's likeliest.
-    documents: each text's log-likelihood in nats, in order; their sum is -nats.
+    nats: -ln p of all texts together.
+    num_tokens: predicted tokens.
+    num_bytes: UTF-8 bytes of the texts.
+    num_greedy: predicted tokens that were the model's most likely token.
+    documents: log-likelihood of each text in nats, in order; their sum is -nats.
     """
 
     nats: float
@@ -35,22 +38,24 @@ class HeldOut:
 
     @property
     def accuracy(self) -> float:
-        """Share of the tokens that were the likeliest one."""
+        """Share of the predicted tokens that were the model's most likely token."""
         return self.num_greedy / self.num_tokens
 
 
 def evaluate(
     model: Transformer, tokenizer: Tokenizer, texts: Sequence[str], *, max_context_length: int | None = None
 ) -> HeldOut:
-    """The measure of training: each text is predicted from the mark that begins one, and the mark that ends it, where
-    the tokenizer has one, is predicted too. One longer than the context is cut, see `rolling_windows`.
+    """Measure held-out texts as training does.
+
+    Each text is predicted from the id of `begin_of_text`. The id of `end_of_text`, if there is one, is predicted too.
+    A text longer than the context is cut by `rolling_windows`.
 
     Args:
-        max_context_length: tokens the model reads at once; None for as many as it has positions.
+        max_context_length: maximum number of tokens in a window; None: the model's context length.
 
     Raises:
         ValueError: there are no texts.
-        TokenizerError: no mark begins a text.
+        TokenizerError: the tokenizer has no BOS and no EOS token, or cannot encode a text.
     """
     if not texts:
         raise ValueError("no texts to evaluate")
@@ -71,14 +76,17 @@ def evaluate(
 def rolling_log_likelihoods(
     model: Transformer, tokenizer: Tokenizer, texts: Sequence[str], *, max_length: int
 ) -> list[float]:
-    """Each text's `loglikelihood_rolling` as lm-evaluation-harness gets it by `local-completions` and `max_length`.
+    """Return each text's `loglikelihood_rolling` as lm-evaluation-harness computes it with `local-completions`.
 
-    It leaves out the mark that ends a text. And it keeps two of the `max_length` tokens back: one for the completion
-    that it asks the server for, one that it counts twice; so a text of over `max_length` - 2 tokens is cut otherwise
-    than in `evaluate`.
+    The harness differs from `evaluate` in two points. It does not predict the EOS token. It reserves two of the
+    `max_length` tokens: one for the completion that it requests from the server, and one that it counts twice. So a
+    text of over `max_length` - 2 tokens is cut into other windows.
+
+    Args:
+        max_length: the harness's `max_length`.
 
     Raises:
-        ValueError: `max_length` leaves no token to predict.
+        ValueError: `max_length` is below 3, which leaves no token to predict.
     """
     ids = [tokenizer.encode(text) for text in texts]
     scores = _score_texts(model, ids, begin_of_text(tokenizer), max_length - 2)
@@ -86,7 +94,7 @@ def rolling_log_likelihoods(
 
 
 def _score_texts(model: Transformer, texts: Sequence[Sequence[int]], begin: int, max_inputs: int) -> list[Score]:
-    """Each text's score, over all its windows."""
+    """Return the score of each text, summed over its windows."""
     windows = [rolling_windows(ids, begin, max_inputs) for ids in texts]
     scores = iter(score_windows(model, [window for of_text in windows for window in of_text]))
     return [reduce(add, (next(scores) for _ in of_text), Score()) for of_text in windows]

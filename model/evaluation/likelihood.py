@@ -1,9 +1,9 @@
-"""The log-likelihood of token ids under a model: the one definition behind every figure of training and evaluation.
+"""Log-likelihood of token ids under a model, the basis of every metric of training and evaluation.
 
-A `Window` is a few ids that are given and the ids that are scored after them. A text longer than the context becomes
-several, by `rolling_windows`.
+A `Window` has given ids and, after them, ids to score. `rolling_windows` cuts a text longer than the context into
+several windows.
 
-Legend: T packed tokens, R rows whose target is scored, V vocabulary.
+Legend: T packed tokens, R rows with a scored target, V vocabulary.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from model.attention.metadata import AttentionMetadata
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from model.transformer import Transformer
 
-# Of one forward pass. Logits are what takes the memory: 2**26 of them are 256 MiB.
+# Limits of one forward pass. Logits use most of the memory: 2**26 float32 logits are 256 MiB.
 _MAX_TOKENS = 8192
 _MAX_LOGITS = 2**26
 _ROWS_PER_SOFTMAX = 1024
@@ -27,27 +27,28 @@ _ROWS_PER_SOFTMAX = 1024
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Ids that are given, at least one, and the ids that are scored, at least one."""
+    """At least one given id, followed by at least one id to score."""
 
     given: Sequence[int]
     scored: Sequence[int]
 
     def __post_init__(self) -> None:
         if not self.given or not self.scored:
-            raise ValueError("a window needs ids that are given and ids that are scored")
+            raise ValueError("a window needs at least one given id and one id to score")
 
     @property
     def num_inputs(self) -> int:
-        """Tokens the model reads: the last one is only predicted."""
+        """Number of tokens that the model reads. The last scored token is only predicted."""
         return len(self.given) + len(self.scored) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a model says of the scored ids.
+    """Score of a sequence of ids.
 
-    log_likelihood: their total log-probability, in nats; never positive.
-    num_greedy: how many of them were the model's likeliest next token.
+    log_likelihood: total log-probability of the ids in nats, at most 0.
+    num_tokens: number of scored ids.
+    num_greedy: number of ids that were the model's most likely next token.
     """
 
     log_likelihood: float = 0.0
@@ -64,20 +65,22 @@ class Score:
 
 @torch.inference_mode()
 def score_windows(model: Transformer, windows: Sequence[Window]) -> list[Score]:
-    """Each window's score. Windows share forward passes, which changes a score only by its rounding.
+    """Return the score of each window. Windows share forward passes, which changes a score only by rounding.
 
     Raises:
         ValueError: a window is longer than the model's context.
     """
     longest = max((window.num_inputs for window in windows), default=0)
     if longest > model.config.max_context_length:
-        raise ValueError(f"a window of {longest} tokens, the model's context is {model.config.max_context_length}")
+        raise ValueError(
+            f"a window of {longest} tokens exceeds the model's context of {model.config.max_context_length}"
+        )
     max_tokens = min(_MAX_TOKENS, _MAX_LOGITS // model.config.vocab_size)
     return [score for batch in _batches(windows, max_tokens) for score in _score(model, batch)]
 
 
 def _batches(windows: Sequence[Window], max_tokens: int) -> Iterator[list[Window]]:
-    """Neighbours, as many as `max_tokens` allow; at least one."""
+    """Yield batches of consecutive windows of at most `max_tokens` inputs; a longer window is a batch alone."""
     batch: list[Window] = []
     num_tokens = 0
     for window in windows:
@@ -109,7 +112,10 @@ def _score(model: Transformer, windows: Sequence[Window]) -> list[Score]:
 
 
 def _of_targets(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Each target's log-probability, float64 so that long sums stay exact, and whether it is the likeliest one."""
+    """Return each target's log-probability, and True for each target that is the most likely token.
+
+    The log-probabilities are float64, so that long sums stay accurate.
+    """
     log_probs, greedy = [], []
     for logits, targets in zip(logits_RV.split(_ROWS_PER_SOFTMAX), targets_R.split(_ROWS_PER_SOFTMAX), strict=True):
         log_probs.append(-functional.cross_entropy(logits, targets, reduction="none"))
@@ -118,10 +124,11 @@ def _of_targets(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rolling_windows(token_ids: Sequence[int], begin: int, max_inputs: int) -> list[Window]:
-    """The windows that score every id of a text once, none reading more than `max_inputs` tokens.
+    """Return windows that score every id of a text once, with at most `max_inputs` input tokens each.
 
-    The first is given `begin` alone; each later one the id before it, and the last one as much of what comes before as
-    there is room for. These are the windows of lm-evaluation-harness (`get_rolling_token_windows`, context_len 1).
+    The given ids of the first window are `begin` alone. Each later window is given the id before it. The last window is
+    given as many preceding ids as fit. These are the windows of lm-evaluation-harness (`get_rolling_token_windows`,
+    context_len 1).
 
     Raises:
         ValueError: `max_inputs` is not positive.
@@ -137,21 +144,25 @@ def rolling_windows(token_ids: Sequence[int], begin: int, max_inputs: int) -> li
 
 
 def begin_of_text(tokenizer: Tokenizer) -> int:
-    """The id a text is predicted from: what begins a text, or else what ends one, as training joins texts by it.
+    """Return the id that the first token of a text is predicted from: BOS, or else the first EOS token.
+
+    The EOS token can stand in for BOS because training joins texts by it.
 
     Raises:
-        TokenizerError: the tokenizer has neither.
+        TokenizerError: the tokenizer has neither a BOS nor an EOS token.
     """
     if tokenizer.bos_token_id is not None:
         return tokenizer.bos_token_id
     if not tokenizer.eos_token_ids:
-        raise TokenizerError("no mark begins or ends a text: there is nothing to predict a first token from")
+        raise TokenizerError("the tokenizer has no BOS and no EOS token to predict a first token from; define one")
     return tokenizer.eos_token_ids[0]
 
 
 def end_of_text(tokenizer: Tokenizer) -> int | None:
-    """The id that ends a document in training: the mark that begins one where it ends them as well, else the first of
-    those that end a text; None where nothing does."""
+    """Return the id that ends a document in training: BOS if it is also an EOS token, else the first EOS token.
+
+    None if the tokenizer has no EOS token.
+    """
     if tokenizer.bos_token_id in tokenizer.eos_token_ids:
         return tokenizer.bos_token_id
     return next(iter(tokenizer.eos_token_ids), None)

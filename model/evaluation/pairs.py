@@ -1,7 +1,9 @@
-"""Minimal pairs: two sentences that differ in one point of grammar. Is the right one the likelier?
+"""Accuracy on minimal pairs: a grammatical and an ungrammatical sentence that differ in one point of grammar.
 
-BLiMP (Warstadt et al. 2020, arXiv 1912.00582) is the standard collection, and its file format the one that is read:
-JSON lines with `sentence_good`, `sentence_bad` and, to group them, `UID` or `field`. Chance is one half.
+A model is right on a pair if the grammatical sentence has the higher probability. Chance is one half.
+
+BLiMP (Warstadt et al. 2020, arXiv 1912.00582) is the standard collection. Pairs are read in its file format: JSON Lines
+with `sentence_good`, `sentence_bad` and an optional `UID` or `field`, by which pairs are grouped.
 """
 
 import json
@@ -19,7 +21,7 @@ _GROUP_KEYS = ("UID", "field")
 
 
 class PairsError(ValueError):
-    """A file of pairs cannot be used. One line: the file, the line, the remedy."""
+    """A file of pairs cannot be used. The message is one line with the file, the line number and the problem."""
 
     def __init__(self, message: str) -> None:
         super().__init__(error_line(message))
@@ -27,7 +29,10 @@ class PairsError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """A right and a wrong sentence, and the phenomenon they are about; "" where none is named."""
+    """A grammatical and an ungrammatical sentence.
+
+    group: the grammatical phenomenon; "" if the file does not name it.
+    """
 
     good: str
     bad: str
@@ -36,7 +41,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairScore:
-    """Total log-probability of both sentences, in nats."""
+    """Total log-probability of each sentence of a pair, in nats."""
 
     pair: Pair
     good: float
@@ -48,22 +53,22 @@ class PairScore:
 
 
 def read_pairs(path: Path) -> list[Pair]:
-    """The pairs of a .jsonl file, which may also be .xz.
+    """Read the pairs of a JSON Lines file, which may be compressed as .xz.
 
     Raises:
-        PairsError: it cannot be read, holds no pairs, or a line is none.
+        PairsError: the file cannot be read, has no pairs, or has a line that is not a pair.
     """
     try:
         opener = lzma.open if path.suffix == ".xz" else open
         with opener(path, "rt", encoding="utf-8") as file:
             lines = file.read().split("\n")
     except OSError as error:
-        raise PairsError(f"{path}: {error.strerror or error}; give a file of JSON lines") from error
+        raise PairsError(f"{path}: {error.strerror or error}; give a readable JSON Lines file") from error
     except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
-        raise PairsError(f"{path}: not UTF-8 text: {error}") from error
+        raise PairsError(f"{path}: not UTF-8 text: {error}; give a JSON Lines file, plain or .xz") from error
     pairs = [_read_pair(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not pairs:
-        raise PairsError(f"{path}: no pairs in it")
+        raise PairsError(f"{path}: has no pairs; give a JSON Lines file with one pair a line")
     return pairs
 
 
@@ -76,16 +81,16 @@ def _read_pair(path: Path, number: int, line: str) -> Pair:
             raise TypeError("not strings")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         expected = 'expected a JSON object with the texts "sentence_good" and "sentence_bad"'
-        raise PairsError(f'{path}, line {number}: {expected}, and a text as "UID" or "field" if any') from error
+        raise PairsError(f'{path}, line {number}: {expected}, and an optional text "UID" or "field"') from error
     if not good or not bad or good == bad:
         raise PairsError(f"{path}, line {number}: the two sentences must differ, and neither may be empty")
     return Pair(good=good, bad=bad, group=group)
 
 
 def score_pairs(model: Transformer, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> list[PairScore]:
-    """Both sentences of each pair, predicted from the mark that begins a text, without the mark that ends one.
+    """Score both sentences of each pair, predicted from the id of `begin_of_text`, without an EOS token after them.
 
-    This is `loglikelihood` of lm-evaluation-harness with an empty context.
+    This equals `loglikelihood` of lm-evaluation-harness with an empty context.
 
     Raises:
         ValueError: a sentence is longer than the model's context.
@@ -98,10 +103,10 @@ def score_pairs(model: Transformer, tokenizer: Tokenizer, pairs: Sequence[Pair])
 
 
 def accuracy(scores: Sequence[PairScore]) -> float:
-    """Share of the pairs whose right sentence is the likelier one.
+    """Return the share of pairs in which the grammatical sentence has the higher probability.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no pairs.
     """
     if not scores:
         raise ValueError("no pairs")
@@ -109,7 +114,7 @@ def accuracy(scores: Sequence[PairScore]) -> float:
 
 
 def by_group(scores: Sequence[PairScore]) -> dict[str, list[PairScore]]:
-    """The scores of each phenomenon, by its name."""
+    """Group the scores by phenomenon, sorted by its name."""
     groups: dict[str, list[PairScore]] = {}
     for score in scores:
         groups.setdefault(score.pair.group, []).append(score)

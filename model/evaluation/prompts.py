@@ -1,4 +1,4 @@
-"""The fixed prompts of every model card, and how they become token ids of a checkpoint. Torch-free."""
+"""The fixed prompts of every model card, and their encoding to token ids. Torch-free."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from model.tokenizer.interface import Tokenizer
 
 
 class PromptKind(StrEnum):
-    """What a prompt asks for: a text to be continued, or a message to be answered."""
+    """Kind of a prompt: a text to continue, or for CHAT a user message to reply to."""
 
     STORY = "story"
     FACT = "fact"
@@ -20,13 +20,13 @@ class PromptKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A text; of kind CHAT it is what a user says."""
+    """A prompt text; for kind CHAT, the content of a user message."""
 
     kind: PromptKind
     text: str
 
 
-# Fixed, so that cards can be compared: never chosen by what a model makes of them.
+# Fixed, so that model cards can be compared. The prompts are never selected by a model's completions.
 PROMPTS = (
     Prompt(PromptKind.STORY, "Once upon a time, there was a little girl named Lily."),
     Prompt(PromptKind.STORY, "One day, a small dog found a red ball in the park."),
@@ -52,8 +52,9 @@ PROMPTS = (
 
 
 def read_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate:
-    """The chat template of a checkpoint directory with the marks it may write; the plain one where it has none, as
-    the service does.
+    """Load the chat template of a checkpoint directory, with the special tokens that it may use.
+
+    Without a template in the directory, return the plain template, as the service does.
 
     Raises:
         ChatTemplateError: a file cannot be read or is malformed.
@@ -67,11 +68,11 @@ def read_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, template: ChatTemplate) -> list[int]:
-    """A prompt's token ids as the service makes them: a text after the mark that begins one, a message by the template.
+    """Return a prompt's token ids as the service encodes them: a text after the BOS token, a message by the template.
 
     Raises:
-        TemplateFailure: the template refused the message, or failed.
-        TokenizerError: the text is beyond the tokenizer's means.
+        TemplateFailure: the template rejected the message, or failed.
+        TokenizerError: the tokenizer cannot encode the text.
     """
     if prompt.kind is PromptKind.CHAT:
         rendered = template.render([{"role": "user", "content": prompt.text}])

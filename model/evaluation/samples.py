@@ -1,4 +1,4 @@
-"""Completions of the fixed prompts: a few to be read, many to be counted."""
+"""Completions of the fixed prompts: a few to show, and many to measure diversity."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,13 +16,16 @@ TEMPERATURES = (0.5, 0.8, 1.0)
 SHOWN_TEMPERATURE, SHOWN_TOP_P, SHOWN_TOKENS = 0.8, 0.95, 200
 COUNTED_TOKENS, DRAWS = 128, 4
 
-# Token ids that complete each prompt by its parameters, the ending token included.
+# Function that returns the token ids of each prompt's completion, including the stop token.
 Complete = Callable[[Transformer, Tokenizer, Sequence[Sequence[int]], Sequence[SamplingParams]], list[list[int]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """A prompt and its completion. kind: of a fixed prompt; None of any other."""
+    """A prompt and its completion.
+
+    kind: kind of a fixed prompt; None for any other prompt.
+    """
 
     prompt: str
     completion: str
@@ -32,20 +35,20 @@ class Sample:
 def complete_one_by_one(
     model: Transformer, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> list[list[int]]:
-    """`Complete` without a cache: slow, and what an engine's completions must equal."""
+    """Reference implementation of `Complete`: slow, without a KV cache. An engine must return equal completions."""
     eos = tokenizer.eos_token_ids
     return [generate(model, ids, wanted, eos_token_ids=eos) for ids, wanted in zip(prompts, params, strict=True)]
 
 
 class Sampler:
-    """Draws completions of the fixed prompts.
+    """Sampler of completions of the fixed prompts.
 
-    Prompts that leave no room in the context for a token are left out.
+    Prompts that leave no room in the context for a new token are skipped, and so are prompts without tokens.
 
     Args:
-        directory: the checkpoint's, where its chat template is.
+        directory: the checkpoint directory, which may have a chat template.
         complete: makes the completions.
-        draws: completions of each prompt at each temperature, for `diversity`.
+        draws: number of completions of each prompt at each temperature, for `diversity`.
 
     Raises:
         ChatTemplateError, TemplateFailure: the checkpoint's chat template cannot be used.
@@ -64,7 +67,7 @@ class Sampler:
         self._prompts: list[tuple[Prompt, list[int]]] = [(p, ids) for p, ids in encoded if 0 < len(ids) < context]
 
     def shown(self) -> list[Sample]:
-        """The first draw of each prompt."""
+        """Return one completion of each prompt, sampled with the `SHOWN_*` parameters and seed 0."""
         texts = self._draw(
             [
                 (ids, self._params(ids, SHOWN_TOKENS, temperature=SHOWN_TEMPERATURE, top_p=SHOWN_TOP_P, seed=0))
@@ -75,7 +78,7 @@ class Sampler:
         return [Sample(prompt=prompt.text, completion=text, kind=prompt.kind) for (prompt, _), text in drawn]
 
     def diversity(self, temperature: float) -> Diversity:
-        """What the completions repeat that are drawn from the whole distribution at this temperature."""
+        """Measure the diversity of completions sampled at this temperature, without top_p or top_k."""
         asked = [
             (ids, self._params(ids, COUNTED_TOKENS, temperature=temperature, top_p=1.0, seed=draw * len(PROMPTS) + i))
             for draw in range(self._draws)
@@ -90,7 +93,7 @@ class Sampler:
         return SamplingParams(max_tokens=min(max_tokens, room), temperature=temperature, top_p=top_p, seed=seed)
 
     def _draw(self, asked: Sequence[tuple[list[int], SamplingParams]]) -> list[str]:
-        """The completions' texts; a mark that ends one has none."""
+        """Return the text of each completion. The EOS token at its end has no text."""
         prompts, params = [ids for ids, _ in asked], [wanted for _, wanted in asked]
         completions = self._complete(self._model, self._tokenizer, prompts, params)
         return [self._text(ids) for ids in completions]

@@ -1,4 +1,4 @@
-"""The way back: which Hugging Face config.json describes one of our models, if any does."""
+"""Export of a ModelConfig as a Hugging Face config.json, if a family can express it."""
 
 import json
 from collections.abc import Iterator
@@ -21,10 +21,10 @@ _ACTIVATIONS = {
 
 
 def describe(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
-    """The first family whose reading of a config gives exactly this model again, and that config.
+    """Return a family and the config.json values that this family reads back as exactly `config`.
 
     Raises:
-        CheckpointError: no family here computes this model.
+        CheckpointError: no supported family can express this model.
     """
     for family in FAMILIES.values():
         for values in _candidates(family, config):
@@ -35,11 +35,11 @@ def describe(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
                 continue
             if read == config:
                 return family, named
-    raise CheckpointError(f"none of {', '.join(FAMILIES)} computes this model, so there is no config.json for it")
+    raise CheckpointError(f"no family ({', '.join(FAMILIES)}) can express this model, so it has no config.json")
 
 
 def _candidates(family: Family, config: ModelConfig) -> Iterator[dict[str, Any]]:
-    """Configs that may mean this model; whoever reads them back decides."""
+    """Yield candidate configs for this model. The caller reads each config back to check it."""
     sizes: dict[str, Any] = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tie_embeddings}
     activation = _ACTIVATIONS[config.mlp]
     if family.model_type == "gpt2":

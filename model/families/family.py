@@ -1,4 +1,4 @@
-"""What a family of checkpoints is: how its config reads, what its tensors are called and how they are laid out."""
+"""Definition of a model family: its config reader, its tensor names and its tensor layouts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,19 +9,20 @@ from model.families.reader import ConfigReader
 
 
 class Layout(StrEnum):
-    """How the tensors of a checkpoint make up one of ours."""
+    """Layout of the checkpoint tensors that make up one model tensor."""
 
     AS_IS = "as is"
     TRANSPOSED = "transposed"  # (in, out) instead of (out, in): GPT-2's Conv1D
-    CONCATENATED = "concatenated"  # several tensors, one below the other: q, k, v or gate, up
+    CONCATENATED = "concatenated"  # several tensors, concatenated along the rows: q, k, v or gate, up
     INTERLEAVED_HEADS = "interleaved heads"  # q, k and v of head 0, then those of head 1, ...: GPT-NeoX
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Names:
-    """The modules of a checkpoint that hold one of our modules, `#` for the layer's number, in our order.
+    """Checkpoint modules that make up one model module, in the order of its rows.
 
-    `layout` is that of the weight; a bias is never transposed.
+    modules: names, with `#` for the layer number.
+    layout: layout of the weight. A bias is never transposed.
     """
 
     modules: tuple[str, ...]
@@ -30,7 +31,7 @@ class Names:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A tensor of a checkpoint: its name and the shape it must have there."""
+    """A checkpoint tensor: its name and its required shape."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """What one of our tensors is made of."""
+    """The checkpoint tensors that make up one model tensor, and their layout."""
 
     layout: Layout
     parts: tuple[Part, ...]
@@ -48,12 +49,13 @@ class Source:
 class Family:
     """One `model_type` of Hugging Face.
 
-    model_type: the config's key that says so. architectures: the classes whose checkpoints we read, the one with
-        the language model's head first.
-    read_config: config.json to ModelConfig; raises CheckpointError for what we do not compute.
-    names: our module -> theirs, without `prefix`, which files of the bare model lack.
-    aliases: other names the same modules have in real files.
-    ignored_tensors: regular expressions for constants that old files carry along: masks and rotary frequencies.
+    model_type: value of the config key `model_type`.
+    architectures: `transformers` classes with supported checkpoints; the class with the language model head is first.
+    read_config: converts config.json to ModelConfig; raises CheckpointError for features that are not implemented.
+    names: module of Kvasir's model -> modules of the checkpoint, without `prefix`.
+    prefix: beginning of tensor names, which checkpoints of the bare model (without the head) lack.
+    aliases: alternative tensor names found in real files -> the name by `names`.
+    ignored_tensors: regular expressions for constants in old files: masks and rotary frequencies.
     """
 
     model_type: str
@@ -66,17 +68,17 @@ class Family:
 
 
 def plain(module: str) -> Names:
-    """One module, as it is."""
+    """Return the Names of one checkpoint module with unchanged layout."""
     return Names(modules=(module,))
 
 
 def concatenated(*modules: str) -> Names:
-    """Several modules, one below the other."""
+    """Return the Names of several checkpoint modules, concatenated along the rows."""
     return Names(modules=modules, layout=Layout.CONCATENATED)
 
 
 def sources(config: ModelConfig, family: Family | None) -> dict[str, Source]:
-    """For each of our tensors, what fills it in a checkpoint of this family; None is our own format."""
+    """Return the checkpoint tensors for each model tensor, by its name. `family` None: Kvasir's own format."""
     shapes = config.parameter_shapes()
     if family is None:
         return {name: Source(layout=Layout.AS_IS, parts=(Part(name=name, shape=s),)) for name, s in shapes.items()}
@@ -99,13 +101,13 @@ def _source(config: ModelConfig, family: Family, name: str, shape: tuple[int, ..
 
 
 def _rows(config: ModelConfig, module: str) -> tuple[int, ...]:
-    """Rows of the parts that a joined matrix of ours consists of."""
+    """Return the number of rows of each part of a concatenated matrix."""
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return {"attention.qkv": (query, key, key), "mlp.gate_up": (config.mlp_size, config.mlp_size)}[module]
 
 
 def full_name(family: Family | None, name: str) -> str:
-    """A tensor's name as complete files have it: the head stands beside the bare model, all else in it."""
+    """Return a tensor's name with the family's prefix. The head has no prefix: it is not part of the bare model."""
     if family is None or name.startswith(family.names["lm_head"].modules[0] + "."):
         return name
     return family.prefix + name

@@ -1,4 +1,4 @@
-"""Gemma 1 (arXiv 2403.08295): Llama with a scaled embedding, GeGLU, norms of 1 + weight, and heads of their own size.
+"""Gemma 1 (arXiv 2403.08295): Llama with a scaled embedding, GeGLU, norms of 1 + weight, and an explicit head size.
 
 Source of names and defaults: `GemmaConfig` and `GemmaForCausalLM` of the transformers library.
 """
@@ -21,8 +21,8 @@ _DEFAULTS = Defaults(
     rms_norm_eps=1e-6,
     tie_word_embeddings=True,
 )
-# Released configs say "gelu" where the tanh form is meant; the library corrects it, and so do we. Some carry
-# hidden_activation beside it, null or the tanh form.
+# Released configs have "gelu" but mean the tanh approximation. The transformers library corrects this, and so does this
+# table. Some configs also have hidden_activation, which is null or the tanh approximation.
 _ACTIVATIONS = {"gelu": MlpKind.GEGLU, **GATED_ACTIVATIONS}
 _HIDDEN_ACTIVATIONS = {"gelu_pytorch_tanh": MlpKind.GEGLU}
 
@@ -30,7 +30,7 @@ _HIDDEN_ACTIVATIONS = {"gelu_pytorch_tanh": MlpKind.GEGLU}
 def _read_config(reader: ConfigReader) -> ModelConfig:
     mlp = reader.choice("hidden_act", "gelu_pytorch_tanh", _ACTIVATIONS)
     if (other := reader.take("hidden_activation")) is not None and _HIDDEN_ACTIVATIONS.get(str(other)) is not mlp:
-        reader.refuse("hidden_activation", other, "hidden_act says otherwise; keep the one that is right")
+        reader.refuse("hidden_activation", other, "hidden_act has another value; keep the correct one")
     bias = reader.flag("attention_bias", False)
     sizes = {**read_sizes(reader, _DEFAULTS), "mlp": mlp}
     return ModelConfig(

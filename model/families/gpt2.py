@@ -23,9 +23,7 @@ def _read_config(reader: ConfigReader) -> ModelConfig:
     width, heads = reader.size("n_embd", 768), reader.size("n_head", 12)
     positions = reader.size("n_positions", 1024)
     if (context := reader.take("n_ctx")) not in (None, positions):
-        reader.refuse(
-            "n_ctx", context, f"n_positions is {positions}; a context is as long as the positions, correct it"
-        )
+        reader.refuse("n_ctx", context, f"n_ctx must equal n_positions, {positions}; correct the config")
     inner = reader.optional_size("n_inner", None)
     return ModelConfig(
         vocab_size=reader.size("vocab_size", 50257),

@@ -1,7 +1,7 @@
-"""GPT-NeoX (arXiv 2204.06745) and Pythia (arXiv 2304.01373): attention and MLP side by side, part of a head rotated.
+"""GPT-NeoX (arXiv 2204.06745) and Pythia (arXiv 2304.01373): parallel attention and MLP, partial rotary embedding.
 
-Source of names and defaults: `GPTNeoXConfig` and `GPTNeoXForCausalLM` of the transformers library. q, k and v of one
-head stand together in `query_key_value`, then those of the next head.
+Source of names and defaults: `GPTNeoXConfig` and `GPTNeoXForCausalLM` of the transformers library.
+`query_key_value` holds q, k and v of head 0, then q, k and v of head 1, and so on.
 """
 
 from model.config import ModelConfig
@@ -24,7 +24,7 @@ def _read_config(reader: ConfigReader) -> ModelConfig:
         partial_names=("rotary_pct",),
         partial=0.25,
     )
-    # Of this family the library reads neither at the top level, and older versions of it wrote both beside the others.
+    # For this family, transformers ignores these two top-level keys, but its older versions wrote them.
     reader.echo("rope_theta", rope.theta, "rotary_emb_base")
     reader.echo("partial_rotary_factor", rope.partial, "rotary_pct")
     rotary_dim = int(head_dim * rope.partial)

@@ -1,4 +1,4 @@
-"""Llama 2 (arXiv 2307.09288) and 3 (arXiv 2407.21783): rotary positions, RMS norms, SwiGLU, grouped queries.
+"""Llama 2 (arXiv 2307.09288) and 3 (arXiv 2407.21783): rotary embedding, RMS norm, SwiGLU, grouped-query attention.
 
 Source of names and defaults: `LlamaConfig` and `LlamaForCausalLM` of the transformers library.
 """

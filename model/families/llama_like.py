@@ -1,6 +1,6 @@
-"""What Llama and its descendants share: the names of their tensors, their sizes, their windows.
+"""Tensor names, sizes and sliding windows that Llama and similar families share.
 
-Source: `modeling_llama.py` of the transformers library, and of the same place the files of the other families.
+Source: `modeling_llama.py` of the transformers library, and the files of the other families there.
 """
 
 from dataclasses import dataclass
@@ -39,9 +39,9 @@ NAMES: dict[str, Names] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Defaults:
-    """What the transformers library takes for a key that is absent.
+    """Default values of the transformers library for absent keys.
 
-    num_key_value_heads None: as many as heads. head_dim None: hidden_size / num_attention_heads.
+    num_key_value_heads None: equal to num_attention_heads. head_dim None: hidden_size / num_attention_heads.
     """
 
     vocab_size: int
@@ -58,10 +58,10 @@ class Defaults:
 
 
 def read_sizes(reader: ConfigReader, defaults: Defaults) -> dict[str, Any]:
-    """The fields of ModelConfig that all of these families read alike; each family adds its own.
+    """Return the fields of ModelConfig that all Llama-like families read alike. Each family adds more fields.
 
     Raises:
-        CheckpointError: a key has a value we do not compute.
+        CheckpointError: a key has an unsupported value.
     """
     heads = reader.size("num_attention_heads", defaults.num_attention_heads)
     kv_heads = reader.optional_size("num_key_value_heads", defaults.num_key_value_heads)
@@ -91,17 +91,19 @@ def read_sizes(reader: ConfigReader, defaults: Defaults) -> dict[str, Any]:
 
 
 def size_of_heads(reader: ConfigReader, width: int, heads: int) -> int:
-    """Dimensions of each head where the heads share the width. Raises CheckpointError unless they do so evenly."""
+    """Return the size of a head: width / heads. Raise CheckpointError if the width is not a multiple of heads."""
     if width % heads:
-        reader.refuse("num_attention_heads", heads, f"the width of {width} is no multiple of it; correct the config")
+        reader.refuse("num_attention_heads", heads, f"the width of {width} is not a multiple of it; correct the config")
     return width // heads
 
 
 def read_windows(reader: ConfigReader, num_layers: int) -> dict[str, Any]:
-    """Sliding windows as Qwen2 and Qwen3 have them: in the layers `layer_types` names, or from `max_window_layers` on.
+    """Return the sliding-window fields of ModelConfig for Qwen2 and Qwen3.
+
+    `layer_types` names the layers with a window. If it is absent, layers from `max_window_layers` on have a window.
 
     Raises:
-        CheckpointError: a layer type we do not compute, or a window that is nowhere given.
+        CheckpointError: a layer type is unsupported, or a layer needs a window but the config sets no window.
     """
     window = reader.optional_size("sliding_window", 4096)
     if not reader.flag("use_sliding_window", False):
@@ -111,10 +113,14 @@ def read_windows(reader: ConfigReader, num_layers: int) -> dict[str, Any]:
 
 
 def read_layer_types(reader: ConfigReader, num_layers: int, *, window: int | None, first: int) -> dict[str, Any]:
-    """The window and the layers without one: as `layer_types` says; where it is absent, layers slide from `first` on.
+    """Return the sliding-window fields of ModelConfig: the window, and the layers without a window.
+
+    Args:
+        window: the size of the window in tokens; None: no window.
+        first: the first layer with a window, if the config has no `layer_types`.
 
     Raises:
-        CheckpointError: a layer type we do not compute, or a window that is nowhere given.
+        CheckpointError: a layer type is unsupported, or a layer needs a window but `window` is None.
     """
     types = reader.take("layer_types")
     if types is None:
@@ -126,13 +132,15 @@ def read_layer_types(reader: ConfigReader, num_layers: int, *, window: int | Non
             or len(types) != num_layers
             or not all(isinstance(kind, str) and kind in known for kind in types)
         ):
-            reader.refuse("layer_types", types, f"{num_layers} of {' and '.join(known)} expected")
+            reader.refuse(
+                "layer_types", types, f"expected a list of {num_layers}, each {' or '.join(known)}; correct the config"
+            )
         sliding = [known[kind] for kind in types]
     if not any(sliding):
         return {}
     if window is None:
         reader.refuse(
-            "layer_types", types, "sliding_attention needs a sliding_window that is in use; correct the config"
+            "layer_types", types, "sliding_attention needs a sliding_window that is enabled; correct the config"
         )
     return {"sliding_window": window, "global_layers": tuple(n for n, slides in enumerate(sliding) if not slides)}
 
@@ -142,5 +150,5 @@ def _count(reader: ConfigReader, name: str, default: int) -> int:
     if value is None:
         return default
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        reader.refuse(name, value, "a count of layers expected")
+        reader.refuse(name, value, "expected a number of layers, 0 or more; correct the config")
     return value

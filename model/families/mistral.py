@@ -1,7 +1,7 @@
-"""Mistral 7B (arXiv 2310.06825): Llama with a sliding window in every layer, or none where it is null.
+"""Mistral 7B (arXiv 2310.06825): Llama with a sliding window in every layer, unless `sliding_window` is null.
 
 Source of names and defaults: `MistralConfig` and `MistralForCausalLM` of the transformers library. A config with
-`layer_types` it computes as `MinistralForCausalLM`: the same layers, a window in those that slide.
+`layer_types` is computed as `MinistralForCausalLM` does: only layers of type sliding_attention have the window.
 """
 
 from model.config import ModelConfig

@@ -1,4 +1,4 @@
-"""nanoGPT's ckpt.pt: GPT-2 with exact GELU, biases by choice. Not in the table: `kvasir convert` makes it ours.
+"""nanoGPT's ckpt.pt: GPT-2 with exact GELU and optional biases. `kvasir convert` reads it; it is not in the table.
 
 Source of names and defaults: `GPT` and `GPTConfig` in model.py of github.com/karpathy/nanoGPT.
 """

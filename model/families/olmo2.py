@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv 2501.00656): Llama with its norms behind attention and MLP, and q and k normed over all heads at once.
+"""OLMo 2 (arXiv 2501.00656): Llama with norms after attention and MLP, and q and k normalized over all heads together.
 
 Source of names and defaults: `Olmo2Config` and `Olmo2ForCausalLM` of the transformers library.
 """

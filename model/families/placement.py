@@ -1,4 +1,4 @@
-"""Which tensor of which file fills which of ours: found from headers alone, and refused before anything is loaded."""
+"""Mapping of checkpoint tensors to model tensors, from file headers alone. Errors are raised before loading."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ _CHUNK_BYTES = 2**24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """One of our tensors: its shape, and the tensors that fill it, in order."""
+    """A model tensor: its shape, and the checkpoint tensors that make it up, in order."""
 
     shape: tuple[int, ...]
     layout: Layout
@@ -26,18 +26,22 @@ class Placement:
 def place_tensors(
     directory: Path, *, config: ModelConfig, family: Family | None, files: Sequence[Path], index: Mapping[str, str]
 ) -> dict[str, Placement]:
-    """Find every tensor that the config asks for, and nothing else; `family` None is our own format.
+    """Map every tensor of the model that `config` describes to the checkpoint tensors that make it up.
+
+    Args:
+        family: None for Kvasir's own format.
+        index: tensor name -> file name, as the index file has it; empty without an index file.
 
     Raises:
-        CheckpointError: a tensor is missing, misshapen, of a dtype that is no weight's, extra or there twice; a file is
-            damaged; the index is not of these files; a tied head differs from its embedding.
+        CheckpointError: a tensor is missing, extra or in two files, or has a wrong shape or an unsupported dtype; a
+            file is damaged; the index does not match the files; or a tied head differs from its embedding.
     """
     found = _find(family, files)
     _check_index(directory, index, found.values())
     if config.num_layers > len(found):
         raise CheckpointError(
-            f"{directory / 'config.json'}: {config.num_layers} layers, and only {len(found)} tensors in all files; "
-            "use the config they were saved with"
+            f"{directory / 'config.json'}: {config.num_layers} layers, but only {len(found)} tensors in all files; "
+            "use the config that the tensors were saved with"
         )
     placements: dict[str, Placement] = {}
     missing: list[str] = []
@@ -62,33 +66,33 @@ def place_tensors(
     if missing:
         raise CheckpointError(
             f"{directory}: tensor {full_name(family, missing[0])} is in no safetensors file "
-            f"({len(missing)} missing); copy all shards, or use the config they were saved with"
+            f"({len(missing)} missing); copy all shards, or use the config that the tensors were saved with"
         )
     return placements
 
 
 def _find(family: Family | None, files: Sequence[Path]) -> dict[str, TensorHeader]:
-    """All tensors of all files, under their names without the family's prefix."""
+    """Return the tensors of all files by name, without the family's prefix."""
     found: dict[str, TensorHeader] = {}
     for path in files:
         for name, header in read_headers(path).items():
             short = _short_name(family, name)
             if short in found:
                 raise CheckpointError(
-                    f"{path}: tensor {name} stands in {found[short].path.name} too; remove the file that is out of date"
+                    f"{path}: tensor {name} is in {found[short].path.name} too; remove the outdated file"
                 )
             found[short] = header
     return found
 
 
 def _check_index(directory: Path, index: Mapping[str, str], found: Iterable[TensorHeader]) -> None:
-    """Each tensor has to be where the index says it is."""
+    """Raise CheckpointError if a tensor is not in the file that the index names."""
     files = {header.name: header.path.name for header in found}
     for name, file_name in index.items():
         if files.get(name) != file_name:
-            where = f"in {files[name]}" if name in files else "nowhere"
+            where = f"in {files[name]}" if name in files else "in no file"
             raise CheckpointError(
-                f"{directory / file_name}: tensor {name} is {where}, the index says it is here; "
+                f"{directory / file_name}: tensor {name} is {where}, but the index says it is in this file; "
                 "download index and shards together"
             )
 
@@ -109,21 +113,21 @@ def _check(part: Part, header: TensorHeader) -> None:
     header.check_is_weight()
     if header.shape != part.shape:
         raise CheckpointError(
-            f"{header.path}: tensor {header.name} has shape {header.shape}, config.json asks for {part.shape}; "
+            f"{header.path}: tensor {header.name} has shape {header.shape}, but config.json requires {part.shape}; "
             "use the config it was saved with"
         )
 
 
 def _drop_tied_head(family: Family, found: dict[str, TensorHeader], embedding: Placement) -> None:
-    """A tied head that was saved as well is fine if it says the same as the embedding, to the bit."""
+    """Remove a stored head from `found` if it is tied. Raise CheckpointError unless it equals the embedding bitwise."""
     head = found.pop(f"{family.names['lm_head'].modules[0]}.weight", None)
     if head is None or not embedding.parts:
         return
     (other,) = embedding.parts
     if (head.dtype, head.shape) != (other.dtype, other.shape) or not _are_equal(head, other):
         raise CheckpointError(
-            f"{head.path}: tensor {head.name} differs from {other.name}, and tie_word_embeddings is true; "
-            "if the head is its own, set it to false in config.json"
+            f"{head.path}: tensor {head.name} differs from {other.name}, but tie_word_embeddings is true; "
+            "if the head is separate, set tie_word_embeddings to false in config.json"
         )
 
 

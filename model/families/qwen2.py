@@ -1,4 +1,4 @@
-"""Qwen2 (arXiv 2407.10671) and 2.5: Llama with biases of q, k and v alone, and windows in its upper layers if asked.
+"""Qwen2 (arXiv 2407.10671) and Qwen2.5: Llama with biases of q, k and v, and optional windows in its upper layers.
 
 Source of names and defaults: `Qwen2Config` and `Qwen2ForCausalLM` of the transformers library.
 """

@@ -1,4 +1,4 @@
-"""Qwen3 (arXiv 2505.09388): Llama with q and k normed per head before they are rotated, and heads of their own size.
+"""Qwen3 (arXiv 2505.09388): Llama with q and k normalized per head before rotation, and an explicit head size.
 
 Source of names and defaults: `Qwen3Config` and `Qwen3ForCausalLM` of the transformers library.
 """

@@ -1,4 +1,4 @@
-"""config.json, strictly: every key is used, known to be harmless, or refused by name with what to do about it."""
+"""Strict reader of config.json. Every key is used, known to be harmless, or rejected by name with a remedy."""
 
 import reprlib
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from model.kinds import check_number, check_size
 
 T = TypeVar("T")
 
-# What changes neither logits nor their order: training, bookkeeping, heads of other tasks, token ids and sampling
-# defaults (those are read from generation_config.json and the tokenizer's files).
+# Keys that do not change the logits: training, bookkeeping, heads of other tasks, token ids and sampling defaults.
+# Token ids and sampling defaults are read from generation_config.json and the tokenizer files.
 HARMLESS = frozenset(
     (
         *(
@@ -43,19 +43,19 @@ HARMLESS = frozenset(
         *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences"),
         *("output_scores", "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id"),
         *("remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
-        # They say how a product is computed, not which one.
+        # Selects how a matrix product is computed; its mathematical result is the same.
         *("reorder_and_upcast_attn",),
     )
 )
-_NOT_COMPUTED = "that is not computed here; use a checkpoint without it"
-# What must have one of these values, unless the family reads it itself; null is always fine.
+_NOT_COMPUTED = "not implemented; use a checkpoint without it"
+# Allowed values and remedy of keys that a family may leave unread. null is always allowed.
 MUST_BE: Mapping[str, tuple[tuple[object, ...], str]] = {
     "is_encoder_decoder": ((False,), "only decoder-only models are served"),
     "add_cross_attention": ((False,), "only decoder-only models are served"),
     "cross_attention_hidden_size": ((), "only decoder-only models are served"),
     "use_bidirectional_attention": ((False,), "only causal models are served"),
-    "quantization_config": ((), "quantized weights are not read; use the checkpoint before its quantization"),
-    "auto_map": ((), "code in a checkpoint is never run; remove the key if the model is plainly of its model_type"),
+    "quantization_config": ((), "quantized weights are not supported; use the checkpoint before its quantization"),
+    "auto_map": ((), "code in a checkpoint is never run; remove the key if model_type alone describes the model"),
     "attention_bias": ((False,), _NOT_COMPUTED),
     "mlp_bias": ((False,), _NOT_COMPUTED),
     "sliding_window": ((), _NOT_COMPUTED),
@@ -73,7 +73,7 @@ MUST_BE: Mapping[str, tuple[tuple[object, ...], str]] = {
 
 
 class ConfigReader:
-    """The keys of one config.json, each taken once. What is left at the end has to be harmless."""
+    """Reader of one config.json. Each key is read once; `finish` checks that all unread keys are harmless."""
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self.path = path
@@ -81,25 +81,28 @@ class ConfigReader:
         self._asked: set[str] = set()
 
     def take(self, name: str) -> Any:
-        """A key's value, which counts as read; None if it is absent or null."""
+        """Return the value of a key and count the key as read; None if it is absent or null."""
         self._asked.add(name)
         return self._left.pop(name, None)
 
     def size(self, name: str, default: int) -> int:
-        """A positive integer. Raises CheckpointError."""
+        """Read a positive integer. Raise CheckpointError for another value."""
         value = self._left.pop(name, default)
         self._check(check_size, name, value)
         return int(value)
 
     def layers(self, name: str, default: int) -> int:
-        """A number of layers, which are listed one by one before ModelConfig bounds them. Raises CheckpointError."""
+        """Read a number of layers. Raise CheckpointError for another value, or for more than MAX_LAYERS.
+
+        The limit is checked here because families make lists of all layers before ModelConfig checks the number.
+        """
         count = self.size(name, default)
         if count > MAX_LAYERS:
-            self.refuse(name, count, f"at most {MAX_LAYERS:,} layers are computed; correct the config")
+            self.refuse(name, count, f"at most {MAX_LAYERS:,} layers are supported; correct the config")
         return count
 
     def optional_size(self, name: str, default: int | None) -> int | None:
-        """A positive integer or null. Raises CheckpointError."""
+        """Read a positive integer or null. Raise CheckpointError for another value."""
         self._asked.add(name)
         value = self._left.pop(name, default)
         if value is not None:
@@ -107,44 +110,45 @@ class ConfigReader:
         return None if value is None else int(value)
 
     def number(self, name: str, default: float) -> float:
-        """A positive number. Raises CheckpointError."""
+        """Read a positive number. Raise CheckpointError for another value."""
         value = self._left.pop(name, default)
         self._check(check_number, name, value)
         return float(value)
 
     def echo(self, name: str, value: float, source: str) -> None:
-        """A key that is not read: if it is there, it must say what is in force. Raises CheckpointError.
+        """Check a key that the family ignores: raise CheckpointError if it is present with another value.
 
         Args:
-            value: what is in force. source: the key to say it with instead.
+            value: the value that the model uses.
+            source: the key that sets this value.
         """
         if self._left.get(name) is not None and (said := self.number(name, value)) != value:
-            self.refuse(name, said, f"this family does not read it, and {value} is in force; say it with {source}")
+            self.refuse(name, said, f"this family ignores this key and uses {value}; set {source} instead")
 
     def flag(self, name: str, default: bool) -> bool:
-        """true or false. Raises CheckpointError."""
+        """Read true or false. Raise CheckpointError for another value."""
         value = self._left.pop(name, default)
         if not isinstance(value, bool):
-            self.refuse(name, value, "true or false expected")
+            self.refuse(name, value, "expected true or false; correct the config")
         return value
 
     def choice(self, name: str, default: str, choices: Mapping[str, T]) -> T:
-        """What a word stands for. Raises CheckpointError for one that is not in `choices`."""
+        """Return the item of `choices` that the value names. Raise CheckpointError for an unknown name."""
         value = self._left.pop(name, default)
         if not isinstance(value, str) or value not in choices:
             self.refuse(name, value, f"supported are {', '.join(choices)}; use a checkpoint with one of these")
         return choices[value]
 
     def refuse(self, name: str, value: object, remedy: str) -> NoReturn:
-        """Raises CheckpointError: one line with the file, the key, its value and the remedy."""
+        """Raise CheckpointError: one line with the file, the key, its value and the remedy."""
         shown = name if name.isprintable() and len(name) < 80 else _short(name)
         raise CheckpointError(f"{self.path}: {shown}={_short(value)}: {remedy}")
 
     def finish(self) -> None:
-        """Account for every key that nobody took.
+        """Check every key that was not read.
 
         Raises:
-            CheckpointError: a key is not known, or has a value that asks for what we do not compute.
+            CheckpointError: a key is unknown, or its value requires a feature that is not implemented.
         """
         for name, value in self._left.items():
             if value is None or name in HARMLESS:
@@ -152,14 +156,14 @@ class ConfigReader:
             if name == "layer_types" and self._has_no_window and _are_full(value):
                 continue
             if name not in MUST_BE:
-                self.refuse(name, value, "not a key known here; remove it if the model computes the same without it")
+                self.refuse(name, value, "unknown key; remove it if the model computes the same without it")
             allowed, remedy = MUST_BE[name]
             if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
                 self.refuse(name, value, remedy)
 
     @property
     def _has_no_window(self) -> bool:
-        """Whether the family never asked for one; a family that did has to say which layers slide."""
+        """True if the family did not read `sliding_window`. A family that reads it must read `layer_types` too."""
         return "sliding_window" not in self._asked
 
     def _check(self, check: Any, name: str, value: object) -> None:
@@ -174,7 +178,7 @@ def _are_full(types: object) -> bool:
 
 
 def _short(value: object, *, quoted: bool = True) -> str:
-    """A value for one line of an error, however large it is."""
+    """Return a value's text for an error message, shortened to at most 200 characters."""
     return (_REPR.repr(value) if quoted else str(value))[:200]
 
 

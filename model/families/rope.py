@@ -1,4 +1,4 @@
-"""Rotary positions of a config.json: `rope_theta` and `rope_scaling`, or the `rope_parameters` of newer files."""
+"""Reader of the rotary embedding settings: `rope_theta` and `rope_scaling`, or `rope_parameters` in newer files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,12 @@ _TYPES = ("default", *RopeScalingKind)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rope:
-    """The base of the frequencies, how they are stretched, and the part of a head that is turned."""
+    """Rotary embedding settings.
+
+    theta: base of the frequencies.
+    scaling: scaling of the frequencies; None: unscaled.
+    partial: fraction of each head that is rotated.
+    """
 
     theta: float
     scaling: RopeScaling | None
@@ -29,12 +34,15 @@ def read_rope(
     partial_names: tuple[str, ...] = (),
     partial: float = 1.0,
 ) -> Rope:
-    """Read every key of rotary positions; `theta_names` and `partial_names` are the family's top-level spellings.
+    """Read all keys of the rotary embedding. A value that several keys set must be equal in all of them.
 
-    A number that stands in several places must be the same in all of them.
+    Args:
+        max_positions: original context length, if the config does not set it.
+        theta_names, partial_names: the family's top-level keys for `theta` and `partial`.
+        partial: default of `partial`.
 
     Raises:
-        CheckpointError: a rope type we do not compute, an unknown key, or numbers that contradict each other.
+        CheckpointError: the rope type is unsupported, a key is unknown, or two keys contradict each other.
     """
     name, values = _scaling_values(reader)
     kind = _kind(reader, name, values)
@@ -42,9 +50,9 @@ def read_rope(
     inner = (f"{name}.partial_rotary_factor", values.pop("partial_rotary_factor", None))
     fraction = _agreed(reader, [inner], partial_names, partial)
     if not partial_names and fraction != 1.0:
-        reader.refuse(inner[0], fraction, "this family turns whole heads; use a checkpoint without it")
+        reader.refuse(inner[0], fraction, "this family rotates whole heads; use a checkpoint without it")
     if fraction > 1.0:
-        reader.refuse(inner[0], fraction, "a part of a head is at most 1.0")
+        reader.refuse(inner[0], fraction, "at most 1.0 is possible; correct the config")
     original = values.pop("original_max_position_embeddings", max_positions)
     if kind == "default":
         scaling = None
@@ -64,14 +72,14 @@ def read_rope(
 
 
 def _scaling_values(reader: ConfigReader) -> tuple[str, dict[str, Any]]:
-    """Which key holds the dictionary, and a copy of it without its nulls."""
+    """Return the key that holds the rope dictionary, and a copy of the dictionary without null entries."""
     found = [(name, reader.take(name)) for name in ("rope_scaling", "rope_parameters")]
     for name, value in found:
         if not isinstance(value, Mapping | None):
-            reader.refuse(name, value, "a JSON object or null expected")
+            reader.refuse(name, value, "expected a JSON object or null; correct the config")
     filled = [(name, value) for name, value in found if value]
     if len(filled) == 2 and filled[0][1] != filled[1][1]:
-        reader.refuse("rope_scaling", filled[0][1], "rope_parameters says otherwise; keep the one that is right")
+        reader.refuse("rope_scaling", filled[0][1], "rope_parameters has another value; keep the correct one")
     name, value = filled[0] if filled else ("rope_parameters", {})
     return name, {key: entry for key, entry in value.items() if entry is not None}
 
@@ -92,5 +100,5 @@ def _agreed(reader: ConfigReader, inner: list[tuple[str, object]], names: tuple[
     values = [(name, ConfigReader(reader.path, {name: value}).number(name, default)) for name, value in given]
     if len({value for _, value in values}) > 1:
         (first, _), (name, value) = values[0], next(entry for entry in values if entry[1] != values[0][1])
-        reader.refuse(name, value, f"{first} says {values[0][1]}; keep the one that is right")
+        reader.refuse(name, value, f"{first} is {values[0][1]}; keep the correct one")
     return values[0][1] if values else default

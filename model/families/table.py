@@ -1,4 +1,4 @@
-"""Every family there is, by the `model_type` of its config.json."""
+"""Table of all supported families, by the `model_type` of config.json."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,22 +23,26 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def read_family_config(path: Path, values: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
-    """The family and the architecture a config.json describes; `path` is for the errors.
+    """Return the family and the ModelConfig of a config.json.
+
+    Args:
+        path: the file that `values` comes from, for error messages.
 
     Raises:
-        CheckpointError: the model_type or architecture is not ours, or a key asks for what we do not compute.
+        CheckpointError: the model_type or architecture is not supported, or a key requires a feature that is not
+            implemented.
     """
     family = FAMILIES.get(str(values.get("model_type")))
     reader = ConfigReader(path, values)
     supported = f"supported are {', '.join(FAMILIES)}"
     if family is None:
-        reader.refuse("model_type", values.get("model_type"), f"{supported}; docs/families.md says how to add one")
+        reader.refuse("model_type", values.get("model_type"), f"{supported}; docs/families.md describes how to add one")
     architectures = reader.take("architectures")
     if architectures is not None:
         named = architectures if isinstance(architectures, list) else [architectures]
         if not named or any(name not in family.architectures for name in named):
             reader.refuse(
-                "architectures", architectures, f"of {family.model_type}, {family.architectures[0]} is served"
+                "architectures", architectures, f"{family.model_type} is supported only as {family.architectures[0]}"
             )
     try:
         config = family.read_config(reader)

@@ -1,10 +1,12 @@
-// Causal attention of a packed, ragged batch over the paged KV-cache: blocks are read where they lie.
+// Causal attention of a packed, ragged batch over the paged KV-cache. Blocks are read in place.
 //
-// Flash attention (Dao et al. 2022, arXiv 2205.14135), a tile of keys after the other, with the scores of a tile alone
-// ever stored. Tiles begin at multiples of TILE positions, and every SPLIT positions a new sum begins, which is joined
-// to what was before (Flash-Decoding; Dao et al. 2023). So each token's order of sums follows from its position alone:
-// its bits do not depend on other sequences, on threads, on how a prompt was cut into chunks, nor on whether a token
-// was decoded or came with its prompt.
+// Flash attention (Dao et al. 2022, arXiv 2205.14135) computes one tile of keys after the other, and stores the scores
+// of one tile only. Tiles begin at multiples of TILE positions. A new partial sum begins every SPLIT positions, and is
+// joined to the sums of earlier positions (Flash-Decoding; Dao et al. 2023).
+//
+// The order of a token's sums thus depends only on its position. Results are bitwise identical for any other sequences
+// in the batch, any number of threads and any chunking of the prompt, and whether a token is decoded or part of a
+// prompt.
 #include <type_traits>
 
 #include "attention_few.h"
@@ -13,7 +15,7 @@
 
 namespace kvasir {
 
-// T: of queries, of new keys and values, and of outputs. C: of what the cache holds.
+// T: type of queries, new keys and values, and outputs. C: type of the cache.
 template <typename T, typename C = T>
 class Attention : Planner {
     using A = Arithmetic<C>;
@@ -36,9 +38,9 @@ public:
 
 private:
     const int num_terms;
-    const int64_t token_size;  // numbers of a cached token
+    const int64_t token_size;  // numbers of one token's keys in the cache
 
-    // This step's keys and values into the cache, before anything is read.
+    // Writes this step's keys and values to the cache; must run before the cache is read.
     void write() {
         for (int64_t token = 0; token < batch.num_tokens; ++token) {
             const int64_t to = batch.slots[token] * token_size;
@@ -63,7 +65,7 @@ private:
         }
     }
 
-    // Where one row of a key/value head begins in queries or output.
+    // Returns the offset of one row of a key/value head in queries or output.
     int64_t place(int64_t sequence, int head, int row, int64_t stride) const {
         return (batch.query_starts[sequence] + row / group) * stride + (head * group + row % group) * layer.head_size;
     }
@@ -76,7 +78,7 @@ private:
         }
     }
 
-    // The tile of a task that begins at a position.
+    // Makes the tile of a task that begins at position start.
     void find(const Task& task, int64_t start, Tile<C>& tile) const {
         const int64_t sequence = task.sequence, from = from_of(task), to = to_of(task);
         tile.task = &task;
@@ -121,7 +123,7 @@ private:
         return arrays;
     }
 
-    // Rows of queries as the products read them: [head][row][term], zeros behind an odd size.
+    // Copies rows of queries in the order the products read: [head][row][term]. An odd size is padded with a zero.
     void load_queries(const Task& task, Term* queries) const {
         for (int head = task.first_head; head < task.end_head; ++head) {
             for (int row = task.first_row; row < task.end_row; ++row, queries += num_terms) {
@@ -136,7 +138,7 @@ private:
         }
     }
 
-    // The positions that some row of a task sees, of its splits.
+    // The range of positions that any row of a task sees, within the task's splits: from_of, and to_of (exclusive).
     int64_t from_of(const Task& task) const {
         return std::max(first_seen(position_of(task.sequence, task.first_row)), task.first_split * SPLIT);
     }
@@ -144,7 +146,8 @@ private:
         return std::min(position_of(task.sequence, task.end_row - 1) + 1, task.end_split * SPLIT);
     }
 
-    // The tile behind one: of the same task, or the first of the next. None behind that one's last.
+    // Makes the tile that follows `tile`: in the same task, else the first of task `next`. None after the last tile of
+    // `next`.
     void find_next(const Tile<C>& tile, const Task* next, Tile<C>& following) const {
         following.task = nullptr;
         if (tile.task == nullptr) return;
@@ -171,7 +174,7 @@ private:
         if (few) ahead.begin(&tile->keys);
         bool is_first = true;
         for (int64_t split = tile->start / SPLIT; tile->task == &task; ++split, is_first = false) {
-            // The first split's sums are the whole so far; later ones are made beside it, and joined.
+            // The first split sums directly into arrays.sums. Later splits sum into part_sums, and are joined.
             float* sums = is_first ? arrays.sums : arrays.part_sums;
             Softmax* softmax = is_first ? arrays.softmax : arrays.part;
             if (!is_first) {
@@ -196,14 +199,14 @@ private:
         deliver(task, arrays);
     }
 
-    // Where a tile's keys and values are, and what is read behind them.
+    // Sets the spans of a tile's keys and values, and links them to the spans that are read next.
     void lay(Tile<C>& tile, Tile<C>& following) const {
         if (tile.task == nullptr) return;
         const int64_t from = tile.task->first_head * layer.head_size;
         const auto numbers = static_cast<int>(tile.task->end_head * layer.head_size - from);
         const bool is_end = following.task == nullptr;
         const int64_t* later = is_end ? nullptr : following.at;
-        following.keys.num_tokens = following.values.num_tokens = 0;  // until it is laid itself
+        following.keys.num_tokens = following.values.num_tokens = 0;  // until lay is called for this tile
         tile.keys = {static_cast<const C*>(layer.keys) + from, tile.at, later, tile.num_tokens, numbers, &tile.values};
         tile.values = {static_cast<const C*>(layer.values) + from, tile.at, later, tile.num_tokens, numbers,
                        is_end ? nullptr : &following.keys};
@@ -226,14 +229,14 @@ private:
         }
     }
 
-    // One tile against all rows of all heads of a task; meanwhile the next one is asked for.
+    // Computes one tile for all rows of all heads of a task, and prefetches the next tile.
     void attend(const Tile<C>& tile, const Arrays& arrays, float* sums, Softmax* softmax, const Tile<C>& next) const {
         const Task& task = *tile.task;
         const int rows = task.end_row - task.first_row, heads = task.end_head - task.first_head;
         const int num_groups = (tile.num_tokens + LANES - 1) / LANES;
         for (int head = 0; head < heads; ++head) {
             const int64_t from = head * layer.head_size;
-            // A share of the next tile's tokens, all heads of each, as they lie.
+            // Prefetches a share of the next tile's tokens, each with all its heads, in memory order.
             const int num_next = next.task == nullptr ? 0 : next.num_tokens;
             Ahead<C> ahead{next.keys.pool, next.values.pool, next.at, num_next * head / heads,
                            num_next * (head + 1) / heads, next.keys.size, 0};
@@ -250,7 +253,8 @@ private:
         }
     }
 
-    // The same for few rows: keys of all heads, all weights, then values of all heads, nearly in memory's order.
+    // Computes the same for few rows: keys of all heads, all weights, then values of all heads. Memory is read nearly
+    // in order.
     void attend_few(const Tile<C>& tile, const Arrays& arrays, float* sums, Softmax* softmax, Stream<C>& ahead) const {
         const Task& task = *tile.task;
         const int rows = task.end_row - task.first_row, heads = task.end_head - task.first_head;
@@ -277,7 +281,7 @@ private:
         });
     }
 
-    // One head's products become weights. head: counted from the task's first.
+    // Turns the products of one head into weights. head: index relative to the task's first head.
     void weigh_rows(const Tile<C>& tile, int head, const float* products, Term* weights, float* factors,
                     Softmax* softmax) const {
         const Task& task = *tile.task;
@@ -329,5 +333,5 @@ KVASIR_KERNEL void kvasir_attention_bfloat16(const kvasir::Batch* batch, const k
     kvasir::Attention<kvasir::bf16>(*batch, *layer).run();
 }
 
-// What asks for a kernel asks this first: kernels look at nothing.
+// Callers must check this before they call an attention kernel: kernels do not check indices.
 KVASIR_KERNEL bool kvasir_is_within_cache(const kvasir::Batch* batch) { return kvasir::is_within_cache(*batch); }

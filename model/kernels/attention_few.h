@@ -1,5 +1,5 @@
-// A tile against few rows, as in a step of decodes: products are made while keys and values are read, and nothing is
-// packed. Every lane sums over the same terms in the same order as in attention_tile.h: the same bits.
+// Attention of a tile for few rows, as in a decode step. Keys and values are multiplied as they are read, not
+// packed. Every lane sums the same terms in the same order as in attention_tile.h: results are bitwise identical.
 #pragma once
 
 #include "attention_stream.h"
@@ -10,20 +10,20 @@ namespace kvasir {
 constexpr int FEW = 4;
 constexpr int WIDEST = 256;
 
-// Whether numbers can be multiplied as they are read, in whole registers.
+// Returns whether the functions here apply: at most FEW rows, and heads of whole registers up to WIDEST numbers.
 template <typename T>
 bool is_few(int rows, int size) {
     return Arithmetic<T>::IS_READ && rows <= FEW && size <= WIDEST && size % (LANES * Arithmetic<T>::PER_TERM) == 0;
 }
 
-// Where a token's numbers are; zeros for one that nobody sees.
+// Returns the address of a token's numbers. Returns zeros if `at` is negative: no row of the task sees the token.
 template <typename T>
 const T* numbers_of(const T* pool, int64_t at) {
     alignas(64) static const T nothing[WIDEST] = {};
     return at < 0 ? nothing : pool + at;
 }
 
-// products[row][token] of M rows of queries and sixteen keys.
+// Computes products[row][token] of M rows of queries and sixteen keys.
 template <int M, typename T>
 void multiply_keys(const typename Arithmetic<T>::Term* queries, const T* keys, const int64_t* at, int size,
                    float* products, Stream<T>& ahead) {
@@ -47,7 +47,7 @@ void multiply_keys(const typename Arithmetic<T>::Term* queries, const T* keys, c
     for (int m = 0; m < M; ++m) store(products + m * TILE, sums[m]);
 }
 
-// sums[row] += weights of M rows times some tokens' values. factors: what sums are multiplied with before; null: by 1.
+// sums[row] = factors[row] * sums[row] + the weights of M rows times the tokens' values. factors null: all 1.
 template <int M, typename T>
 void multiply_values(const typename Arithmetic<T>::Term* weights, const T* values, const int64_t* at, int num_tokens,
                      int size, float* sums, const float* factors, Stream<T>& ahead) {
@@ -77,7 +77,7 @@ void multiply_values(const typename Arithmetic<T>::Term* weights, const T* value
     }
 }
 
-// Calls work with the number of rows, from 1 to FEW, as a type.
+// Calls work with the number of rows (1 to FEW) as a std::integral_constant.
 template <typename Work>
 void with_rows(int rows, const Work& work) {
     switch (rows) {

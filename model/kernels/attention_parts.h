@@ -1,4 +1,4 @@
-// What attention is told, how it is cut into tasks, and what these need of memory.
+// Tasks of an attention step, their scratch memory, and the joining of partial sums.
 #pragma once
 
 #include <cstdio>
@@ -10,24 +10,25 @@
 namespace kvasir {
 
 constexpr int SPLIT = 8 * TILE;
-constexpr int MOST_ROWS = 16 * 6;  // of queries that one task takes against each tile
+constexpr int MOST_ROWS = 16 * 6;  // maximum rows of queries in a task
 constexpr float LOG2_E = 1.44269504f;
 
-// Some rows of a sequence's queries, of some key/value heads, over some splits of its context. A row is a token and one
-// of the query heads that share a key/value head: token * group + head.
+// Ranges of query rows, key/value heads and splits of one sequence. A row is a pair of a token and one of the query
+// heads that share a key/value head: token * group + head.
 struct Task {
     int64_t sequence;
     int first_row, end_row, first_head, end_head;
     int64_t first_split, end_split;
-    int64_t partial;  // where the sums of one split go; -1: this task has them all, and writes the output
+    // Offset in `partials` for the sums of one split; -1: the task computes all its splits and writes the output.
+    int64_t partial;
 };
 
-// A sequence whose splits are tasks of their own, and where their sums are: [split][head][row].
+// A sequence with one or more tasks for each split. partial: offset of the sums in `partials`, [split][head][row].
 struct SplitSequence {
     int64_t sequence, partial, num_splits;
 };
 
-// Grows, and is kept for the next step: one for each thread that ever ran a kernel.
+// Scratch memory of one thread. Grows as needed and is kept for later steps.
 struct Scratch {
     char* memory = nullptr;
     size_t size = 0;
@@ -49,7 +50,7 @@ struct Scratch {
 };
 inline thread_local Scratch scratch;
 
-// Cuts a thread's scratch memory into arrays: once to know their sizes, once to have them.
+// Divides scratch memory into arrays aligned to 64 bytes. Run twice: for the total size, then for the arrays.
 struct Cutter {
     char* at;
 
@@ -61,7 +62,7 @@ struct Cutter {
     }
 };
 
-// joined += part, sums of earlier and of later positions. Nothing is done where the part has seen nothing.
+// Adds the sums of later positions (part) to those of earlier positions (joined). A part without keys changes nothing.
 inline void join(Softmax& joined, float* joined_sums, const Softmax& part, const float* part_sums, int width) {
     if (part.total == 0) return;
     if (joined.total == 0) {

@@ -1,16 +1,17 @@
-// What is read next, asked for in memory's order and a short way ahead of what is read, so that the nearest cache still
-// has it then: a processor waits for few lines at a time, and what comes from the second cache takes a place of them.
+// Prefetching of keys and values into L1, in memory order and a short distance ahead of the reads. The distance is
+// short so that lines are still in L1 when they are read. A processor has few outstanding line fetches, and a read from
+// L2 would occupy one of them.
 #pragma once
 
 #include "attention_parts.h"
 
 namespace kvasir {
 
-constexpr int LINE = 64;          // bytes that memory gives at once
-constexpr int AHEAD = 24 * 1024;  // bytes between what is read and what is asked for
+constexpr int LINE = 64;          // bytes of a cache line
+constexpr int AHEAD = 24 * 1024;  // bytes between a read and the prefetch
 
-// A tile's keys or values of a task's heads, and what is read behind them. later: the next tile's tokens, of which
-// addresses are looked up long before.
+// The keys or the values of a tile for a task's heads. next: the span that is read after this one. later: the tokens of
+// the next tile. Their first lines are prefetched early, so that their addresses are translated in time.
 template <typename T>
 struct Span {
     const T* pool = nullptr;
@@ -19,17 +20,17 @@ struct Span {
     const Span* next = nullptr;
 };
 
-// A tile of a task: where its tokens lie in the cache, in numbers; -1 for those that nobody in the task sees.
+// A tile of a task. at: offset of each token in the cache, in numbers; -1 for tokens that no row of the task sees.
 template <typename T>
 struct Tile {
-    const Task* task = nullptr;  // null: there is no such tile
+    const Task* task = nullptr;  // null: there is no tile
     int64_t start = 0;
     int num_tokens = 0;
     int64_t at[TILE];
     Span<T> keys, values;
 };
 
-// A place among spans. At the end of the last it waits until another is laid behind.
+// Prefetch position in a chain of spans. Stops at the end of the last span until another span is linked after it.
 template <typename T>
 class Stream {
 public:
@@ -39,7 +40,7 @@ public:
         for (int bytes = 0; bytes < AHEAD; bytes += 4 * LINE) ask<4 * LINE>();
     }
 
-    // Inlined, for GCC takes a function that does nothing else for one that does nothing, and leaves its calls out.
+    // Always inlined: GCC treats a function that only prefetches as one without effects, and removes its calls.
     template <int BYTES>
     __attribute__((always_inline)) inline void ask() {
         if (token >= span->num_tokens) return;

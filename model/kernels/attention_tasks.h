@@ -1,4 +1,4 @@
-// Which tasks a step of attention is cut into.
+// Division of an attention step into tasks.
 #pragma once
 
 #include <vector>
@@ -30,7 +30,8 @@ protected:
         return layer.window == 0 ? 0 : std::max<int64_t>(0, position - layer.window + 1);
     }
 
-    // Enough tasks for the threads: more of a sequence's heads apart where sequences are few, then its splits.
+    // Makes at least three tasks per thread where possible. If there are few sequences, tasks divide the heads of a
+    // sequence. If that is not enough, tasks also divide the splits of a sequence.
     void plan() {
         const int heads = static_cast<int>(layer.num_kv_heads);
         const int64_t wanted = layer.threads > 1 ? 3 * layer.threads : 1;
@@ -48,7 +49,7 @@ protected:
             for (int64_t part = 0; part < parts; ++part) {
                 const int first_head = static_cast<int>(heads * part / parts);
                 const int end_head = static_cast<int>(heads * (part + 1) / parts);
-                // The last rows see most: what takes longest begins first.
+                // The last rows see the most keys. They come first, because the longest tasks should start first.
                 for (int row = (num_rows - 1) / MOST_ROWS * MOST_ROWS; row >= 0; row -= MOST_ROWS) {
                     Task task{sequence, row, std::min(num_rows, row + MOST_ROWS), first_head, end_head,
                               first_split, end_split, -1};
@@ -69,7 +70,7 @@ protected:
         partials.resize(static_cast<size_t>(partial_size));
     }
 
-    // A row's sums in `partials`, behind the largest score and the total.
+    // Size of a row in `partials`: the largest score, the total, then the sums.
     int64_t partial_stride() const { return width + 2; }
 };
 

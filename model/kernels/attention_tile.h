@@ -1,8 +1,8 @@
-// One tile of attention: TILE keys and values of one key/value head against some rows of queries.
+// Attention of one tile: TILE keys and values of one key/value head, for some rows of queries.
 //
-// The tile is copied into the order in which the products read it, once for all rows: keys as columns, values as rows.
-// Every score, and every output, is then one lane that sums over its terms from first to last: its bits depend neither
-// on how many rows there are nor on which keys behind its context lie in the same tile.
+// The tile is packed once for all rows, in the order in which the products read it: keys as columns, values as rows.
+// Every score and every output is one lane that sums its terms from first to last. Results are bitwise identical for
+// any number of rows, and for any keys after the context in the same tile.
 #pragma once
 
 #include <algorithm>
@@ -17,9 +17,9 @@ constexpr int GROUPS = TILE / LANES;
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 #if defined(__AVX512F__)
-constexpr int ROWS = 6, COLUMNS = 4;  // accumulators that fit in registers: 24 of 32
+constexpr int ROWS = 6, COLUMNS = 4;  // accumulators take 24 of 32 registers
 #elif defined(__AVX2__)
-constexpr int ROWS = 2, COLUMNS = 2;  // 8 of 16, two each
+constexpr int ROWS = 2, COLUMNS = 2;  // accumulators take 8 of 16 registers, two each
 #else
 constexpr int ROWS = 2, COLUMNS = 1;
 #endif
@@ -31,21 +31,21 @@ inline Lanes load_term(const uint32_t* from) { return load(reinterpret_cast<cons
 inline void store_term(float* to, Lanes x) { store(to, x); }
 inline void store_term(uint32_t* to, Lanes x) { store(reinterpret_cast<float*>(to), x); }
 
-// How numbers of a type T are multiplied. Term is what one step of a sum takes: PER_TERM numbers of one row.
+// Arithmetic of cache type T, computed in float. Term: operand of one step of a sum, PER_TERM numbers of one row.
 template <typename T>
 struct Widened {
     using Term = float;
     static constexpr int PER_TERM = 1;
-    // Whether rows can be multiplied as they are read; what they are transposed as then, so many terms at once.
+    // IS_READ: whether rows can be transposed directly from the cache. If so, as type Row, AT_ONCE terms at a time.
     static constexpr bool IS_READ = !std::is_same_v<T, bf16>;
     using Row = std::conditional_t<std::is_same_v<T, half>, half, float>;
     static constexpr int AT_ONCE = std::is_same_v<T, half> ? 8 : 4;
-    // Of attention_few.h: tokens, and registers of each.
+    // For attention_few.h: tokens processed together, and registers for each token.
     static constexpr int VALUES_AT_ONCE = std::is_same_v<T, half> ? 16 : 4, VALUE_COLUMNS = COLUMNS > 2 ? 4 : 2;
 
     static Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return fma(a, b, c); }
     static Lanes splat_term(const Term* term) { return splat(*term); }
-    // Sixteen terms as they are multiplied: the row itself where it has them, else a copy in room, zeros behind count.
+    // Returns sixteen terms: the row itself if it can be used directly, else a copy in room, with zeros from count on.
     static const float* terms_of(const T* row, int count, float* room) {
         if constexpr (std::is_same_v<T, float>) {
             if (row != nullptr && count >= LANES) return row;
@@ -53,7 +53,7 @@ struct Widened {
         store(room, row == nullptr ? zeros() : count >= LANES ? load(row) : load(row, count));
         return room;
     }
-    // Values of one token; null for one that nobody sees.
+    // Packs the values of one token. A null token, which no row sees, becomes zeros.
     static void pack_terms(const T* const* tokens, int size, Term* packed) {
         for (int offset = 0; offset < size; offset += LANES) {
             const bool is_whole = size - offset >= LANES;
@@ -61,7 +61,7 @@ struct Widened {
             store(packed + offset, tokens[0] == nullptr ? zeros() : is_whole ? load(from) : load(from, size - offset));
         }
     }
-    // The same, 16 * columns of them, in registers.
+    // Loads 16 * columns values into registers, as pack_terms packs them.
     static void load_terms(const T* pool, const int64_t* at, int offset, int columns, Lanes (&row)[VALUE_COLUMNS]) {
         for (int n = 0; n < VALUE_COLUMNS; ++n) {
             row[n] = *at < 0 || n >= columns ? zeros() : load(pool + *at + offset + n * LANES);
@@ -77,7 +77,7 @@ struct Widened {
 
 #if defined(__AVX512BF16__)
 
-// Two numbers a step: products and sums as the processor's dot product of bfloat16 makes them, in float.
+// Arithmetic of bfloat16 by the CPU's dot product: two numbers per step, summed in float.
 struct Pairs {
     using Term = uint32_t;
     static constexpr int PER_TERM = 2;
@@ -91,14 +91,14 @@ struct Pairs {
     static Lanes splat_term(const Term* term) {
         return {_mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(*term)))};
     }
-    // count: numbers, not terms.
+    // As Widened::terms_of. count is in numbers, not terms.
     static const float* terms_of(const bf16* row, int count, float* room) {
         if (row != nullptr && count >= 2 * LANES) return reinterpret_cast<const float*>(row);
         store(room, zeros());
         if (row != nullptr) std::memcpy(room, row, static_cast<size_t>(count) * sizeof(bf16));
         return room;
     }
-    // Numbers of two tokens, one from each in turn: the first and the last sixteen pairs.
+    // Interleaves the numbers of two tokens: first gets the first sixteen pairs, last the last sixteen.
     static void interleave(__m512i a, __m512i b, Lanes& first, Lanes& last) {
         const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,  //
                                              39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -106,7 +106,7 @@ struct Pairs {
         first.v = _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, low, b));
         last.v = _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, high, b));
     }
-    // Values of two tokens; null for one that nobody sees.
+    // Packs the values of two tokens. A null token, which no row sees, becomes zeros.
     static void pack_terms(const bf16* const* tokens, int size, Term* packed) {
         for (int offset = 0; offset < size; offset += 2 * LANES) {
             const int count = std::min(size - offset, 2 * LANES);
@@ -120,7 +120,7 @@ struct Pairs {
             if (count > LANES) store_term(packed + offset + LANES, last);
         }
     }
-    // The same, 16 * columns of them, in registers.
+    // Loads 16 * columns values into registers, as pack_terms packs them.
     static void load_terms(const bf16* pool, const int64_t* at, int offset, int columns, Lanes (&row)[VALUE_COLUMNS]) {
         auto numbers = [&](int token, int n) {
             return at[token] < 0 || n >= columns ? _mm512_setzero_si512()
@@ -147,16 +147,16 @@ using Arithmetic = Widened<T>;
 
 #endif
 
-// What will be packed next: one head's numbers of a tile's tokens, `at` numbers from keys and values; -1 for those that
-// nobody sees. Memory is asked for a token here and a token there while the present ones are computed with: a processor
-// stands still, or forgets, when it is asked for many at once. So asks are spread evenly over what is done with a tile.
+// Prefetcher of the keys and values that are packed next. at: offset of each token in keys and values, in numbers; -1
+// for tokens that no row sees. Prefetches are spread evenly over the computation of the present tile. A processor
+// stalls on many prefetches at once, or drops them.
 template <typename T>
 struct Ahead {
     const T *keys, *values;
     const int64_t* at;
     int token, end_token, size, offset;
 
-    // Inlined, for GCC takes a function that does nothing else for one that does nothing, and leaves its calls out.
+    // Always inlined: GCC treats a function that only prefetches as one without effects, and removes its calls.
     __attribute__((always_inline)) inline void ask() {
         if (token >= end_token) return;
         constexpr int line = 64 / static_cast<int>(sizeof(T));
@@ -174,7 +174,8 @@ struct Ahead {
     }
 };
 
-// Keys as columns: packed[term][token], TILE tokens a row. A token is `at` numbers from keys, -1 where there is none.
+// Packs keys as columns: packed[term][token], TILE tokens a row. at: offset of each token in keys, in
+// numbers; -1: zeros.
 template <typename T>
 void pack_keys(const T* keys, const int64_t* at, int num_groups, int size, typename Arithmetic<T>::Term* packed,
                Ahead<T>& ahead) {
@@ -212,7 +213,7 @@ void pack_keys(const T* keys, const int64_t* at, int num_groups, int size, typen
     }
 }
 
-// Values as rows: packed[term][number], width numbers a row, zeros behind size.
+// Packs values as rows: packed[term][number], width numbers a row, zeros from size on.
 template <typename T>
 void pack_values(const T* values, const int64_t* at, int num_tokens, int size, int width,
                  typename Arithmetic<T>::Term* packed, Ahead<T>& ahead) {
@@ -227,8 +228,8 @@ void pack_values(const T* values, const int64_t* at, int num_tokens, int size, i
     }
 }
 
-// sums[row][16 * column] = factor[row] * sums + the terms of a[row] times those of b, from first to last. Without
-// factors, the sums begin with zero.
+// Computes sums = factors[row] * sums + a * b for M rows and N columns of 16 lanes, terms added from first to last. If
+// factors is null, the sums start at zero.
 template <typename A, int M, int N, typename Next>
 void multiply_block(const typename A::Term* a, int a_stride, const typename A::Term* b, int b_stride, int num_terms,
                     float* sums, int stride, const float* factors, Next& ahead) {
@@ -266,7 +267,7 @@ void multiply_rows(const typename A::Term* a, int a_stride, const typename A::Te
     }
 }
 
-// The same for num_rows rows and num_columns columns of 16.
+// Computes multiply_block for num_rows rows and num_columns columns of 16 lanes.
 template <typename A, typename Next>
 void multiply(const typename A::Term* a, int a_stride, int num_rows, const typename A::Term* b, int b_stride,
               int num_terms, float* sums, int stride, int num_columns, const float* factors, Next& ahead) {
@@ -299,13 +300,13 @@ inline float exp2(float x) {
     return powers[0];
 }
 
-// What is known of one row's softmax: of the scores so far the largest, in powers of two, and the sum of their powers.
+// Softmax state of one row. largest: the largest score so far, as an exponent of 2. total: sum of 2^(score - largest).
 struct Softmax {
     float largest = NOTHING;
     float total = 0;
 };
 
-// As weigh; where a tile is whole, all of its tokens are seen, without a bias: no edges are looked for.
+// Implementation of weigh. IS_WHOLE: all tokens of the tile are seen and there is no bias, so masking is skipped.
 template <typename A, bool IS_WHOLE>
 inline float weigh_groups(const float* products, int num_groups, int first, int end, float scale, const float* bias,
                           Softmax& row, typename A::Term* weights) {
@@ -337,8 +338,8 @@ inline float weigh_groups(const float* products, int num_groups, int first, int 
     return factor;
 }
 
-// One row's scores (of products) become weights: 2^(scale * product + bias - largest). Tokens from first up to end are
-// seen; the others weigh nothing. Returns what the row's sums so far are to be multiplied with.
+// Turns the products of one row into weights 2^(scale * product + bias - largest). Tokens from first to end - 1 are
+// seen; other tokens get weight 0. Returns the factor by which the row's earlier sums must be multiplied.
 template <typename A>
 float weigh(const float* products, int num_groups, int first, int end, float scale, const float* bias, Softmax& row,
             typename A::Term* weights) {

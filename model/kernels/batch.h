@@ -1,20 +1,21 @@
-// What attention is told of a step, and of each of its layers.
+// Arguments of attention: Batch for a step, Layer for each of its layers.
 #pragma once
 
 #include "kernel.h"
 
 namespace kvasir {
 
-// What all layers of a step share. Tables have table_width entries a sequence, of the cache's num_blocks. slots: where
-// each token's key and value go, block * block_size + offset.
+// Arguments that all layers of a step share. tables: table_width block numbers for each sequence, each below
+// num_blocks. slots: cache slot of each token's key and value, block * block_size + offset.
 struct Batch {
     int64_t num_sequences, num_tokens, block_size, num_blocks, table_width;
     const int64_t *query_starts, *context_lengths, *tables, *slots;
 };
 
-// One layer. Queries, keys and values of the step's tokens are q_stride, k_stride, v_stride numbers apart; out and the
-// cache have no gaps. window: positions a token sees, itself included; 0 for all. bias: null, or for each query head
-// bias_stride numbers, of which [bias_length - 1 - d] is added to the score of a key d positions back.
+// Arguments of one layer. q_stride, k_stride and v_stride are the distances between tokens, in numbers; out and the
+// cache are contiguous. window: number of positions that a token sees, its own included; 0: no limit. bias: null, or
+// bias_stride floats for each query head. The float at [bias_length - 1 - d] is added to the score of a key d positions
+// back. Biases are multiplied by log2(e), because weights are computed as powers of two.
 struct Layer {
     const void *q, *k, *v;
     void *out, *keys, *values;
@@ -23,7 +24,7 @@ struct Layer {
     float scale;
 };
 
-// Whether a step reads and writes within its cache.
+// Returns whether all slots and blocks of a step are within the cache.
 bool is_within_cache(const Batch& batch);
 
 }  // namespace kvasir

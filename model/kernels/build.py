@@ -1,14 +1,18 @@
-"""From the sources here to a library: one compiler's call, no headers but the C++ library's, so seconds. Torch-free.
+"""Compile the native kernels to one shared library per CPU level. Torch-free.
 
-    python -m model.kernels.build [--directory DIRECTORY]
+    python -m model.kernels.build [--directory DIRECTORY] [--local]
 
-builds every level of this kind of machine, for an image; without a directory, beside the sources, where every process
-looks first. `--local` builds only the best level of this machine in the cache, as a service does for itself.
+The command builds every level of this machine's architecture, for example for a container image. The default directory
+is beside the sources, where every process looks first. `--local` builds only the best level for this machine, into the
+cache, as a service does at its first start.
 
-A library is named by what it depends on: sources, flags, kind of machine. Not by PyTorch, whose headers and libraries
-it does not use, nor by the compiler, which is not there where an image has been built elsewhere. A file ends with the
-SHA-256 of what is before, so that half a file, or a damaged one, is never loaded. It is written under another name and
-renamed. Of several who want it in one directory one builds, and the others wait for it, but not for ever.
+A library's name contains a hash of the sources, the flags and the architecture. PyTorch is not part of the hash,
+because kernels use none of its headers or libraries. The compiler is not part of it either: an image built elsewhere
+may have no compiler.
+
+A library file ends with the SHA-256 of the bytes before, so truncated or damaged files are never loaded. The file is
+written under a temporary name and renamed. Processes that need the same directory take a lock: one builds, the others
+wait for a limited time.
 """
 
 import argparse
@@ -33,33 +37,33 @@ from model.parent_death import bound_to_us
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
-# Where an image or a package has them.
+# Directory of the libraries shipped in an image or a package.
 SHIPPED = SOURCES / "built"
 
 
 def cache_directory() -> Path:
     """Return the default cache: $XDG_CACHE_HOME/kvasir if the variable is an absolute path, else ~/.cache/kvasir.
 
-    Source: https://specifications.freedesktop.org/basedir-spec/latest/, which has relative paths ignored.
+    Source: https://specifications.freedesktop.org/basedir-spec/latest/ (relative paths must be ignored).
     """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path("~/.cache")) / "kvasir"
 
 
-# Where libraries that this machine has compiled are kept, unless --cache-dir names another directory.
+# Directory of the libraries compiled on this machine, unless --cache-dir names another.
 CACHE = cache_directory()
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
     *("-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"),
-    "-ffp-contract=off",  # a * b + c is what is written on every level: the same bits wherever a function is inlined
+    "-ffp-contract=off",  # no implicit fused multiply-add: results are bitwise identical wherever a function is inlined
 )
 _UNFINISHED = ".building-"
 _DIGEST_BYTES = hashlib.sha256().digest_size
-# Compiles each source in a process of its own, then links them: a service waits for this at its first start. The shell
-# stays beside the compilers, in their process group: when it is told to end, as the kernel does when the process that
-# asked for the library ends, it ends all of them and removes their files. Other processes go first, but a busy CPU
-# leaves a niceness of 10 a tenth of its time; at 19 it would be a hundredth.
+# Compiles all sources in parallel, then links them: a service waits for the result at its first start. The shell is in
+# one process group with the compilers. On SIGTERM it ends the group and removes the temporary files. Linux sends the
+# SIGTERM when the process that started the build ends (`bound_to_us`). Niceness 10 lets other processes run first, and
+# leaves the compilers about a tenth of a busy CPU; niceness 19 would leave a hundredth.
 _KEEPER = """
 made=$1 sources=$2
 shift 2
@@ -77,17 +81,17 @@ done
 nice -n 10 "$@" "$scratch"/*.o -o "$made" &
 wait "$!"
 """
-# A compiler that takes longer is given up.
+# Limit for compiling, and for waiting until another process has compiled.
 _COMPILE_SECONDS = 600.0
 _LOOK_SECONDS = 0.2
 
 
 class BuildError(RuntimeError):
-    """There is no library and none can be made; one line says why."""
+    """No library exists and none can be built; the message is one line with the reason."""
 
 
 def library_name(level: Level) -> str:
-    """The file's name: the same for the same sources, flags and kind of machine."""
+    """Return the file name of a level's library, which depends on sources, flags and the machine's architecture."""
     digest = hashlib.sha256(repr((_FLAGS, level.flags, platform.machine(), sys.platform)).encode())
     for path in _sources("*.h") + _sources("*.cpp"):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -95,25 +99,30 @@ def library_name(level: Level) -> str:
 
 
 def find_built(level: Level, directories: Sequence[Path]) -> Path | None:
-    """The level's library in the first of the directories that has it whole, and nobody else could have written."""
+    """Return the level's library from the first directory that has an intact, trusted file; None: no directory has one.
+
+    A file is trusted if only root or this user could have written it.
+    """
     paths = (directory / library_name(level) for directory in directories)
     return next((path for path in paths if _is_ours(path) and _is_whole(path)), None)
 
 
 def build(level: Level, directory: Path) -> Path:
-    """Compile the level's library into a directory, which is made; or wait until another has done it there.
+    """Compile the level's library into a directory, which is created if necessary. Return the library's path.
+
+    If another process is building there, wait, and return the library that it built.
 
     Raises:
-        BuildError: no compiler, one that fails, or a directory that cannot be written.
+        BuildError: there is no compiler, it fails or takes too long, or the directory cannot be written.
     """
     compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise BuildError(f"no C++ compiler ({', '.join(_COMPILERS)}) is installed")
     if shutil.which("sh") is None:
-        raise BuildError("no shell (sh) is installed, which a compiler is started by")
+        raise BuildError("no shell (sh) is installed; it is needed to start the compiler")
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _alone_in(directory), tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=directory) as scratch:
+        with _locked(directory), tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=directory) as scratch:
             if (built := find_built(level, (directory,))) is not None:
                 return built
             _remove_abandoned(directory, made_seconds=Path(scratch).stat().st_mtime)
@@ -128,18 +137,21 @@ def build(level: Level, directory: Path) -> Path:
 
 
 @contextmanager
-def _alone_in(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock, which goes with its holder; without it where the file system has none, or where
-    somebody keeps it for longer than compiling takes: to compile twice does no harm."""
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the directory's lock, which the system releases if the process ends.
+
+    The body runs without the lock if the file system has no locks, or if another process holds the lock longer than
+    _COMPILE_SECONDS. Compiling twice does no harm.
+    """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        _wait_for(descriptor, directory)
+        _wait_for_lock(descriptor, directory)
         yield
     finally:
         os.close(descriptor)
 
 
-def _wait_for(descriptor: int, directory: Path) -> None:
+def _wait_for_lock(descriptor: int, directory: Path) -> None:
     waited = 0.0
     while waited < _COMPILE_SECONDS:
         try:
@@ -156,29 +168,32 @@ def _wait_for(descriptor: int, directory: Path) -> None:
 
 
 def _compile(compiler: str, level: Level, made: Path) -> None:
-    """Compile the sources into `made`, whose directory holds the compilers' files and goes if this process ends."""
+    """Compile the sources into `made`. The directory of `made` is removed if this process ends meanwhile."""
     sources = " ".join(path.name for path in _sources("*.cpp"))
     command = ["sh", "-c", _KEEPER, "sh", str(made.resolve()), sources, compiler, *_FLAGS, *level.flags]
     command = bound_to_us(command, signal.SIGTERM)
     nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
     with subprocess.Popen(command, cwd=SOURCES, stdin=nothing, stdout=nothing, stderr=pipe, process_group=0) as keeper:
         try:
-            _, said = keeper.communicate(timeout=_COMPILE_SECONDS)
+            _, stderr = keeper.communicate(timeout=_COMPILE_SECONDS)
         except BaseException as error:
             keeper.terminate()
             if isinstance(error, subprocess.TimeoutExpired):
                 raise BuildError(f"{compiler} took over {_COMPILE_SECONDS:g} s") from None
             raise
     if keeper.returncode != 0 or not made.is_file():
-        lines = said.decode(errors="replace").strip().splitlines()
-        first = next((line for line in lines if "error" in line), lines[0] if lines else "it said nothing")
-        raise BuildError(f"{compiler} ended with {keeper.returncode}: {first}")
+        lines = stderr.decode(errors="replace").strip().splitlines()
+        first = next((line for line in lines if "error" in line), lines[0] if lines else "no error output")
+        raise BuildError(f"{compiler} exited with status {keeper.returncode}: {first}")
 
 
 def _remove_abandoned(directory: Path, *, made_seconds: float) -> None:
-    """What is left of builders that were killed long before something was made there, by the file system's clock."""
+    """Remove temporary directories that killed builds left behind long ago.
+
+    Ages are relative to `made_seconds`, the modification time of a new directory, so the file system's clock counts.
+    """
     for path in directory.glob(f"{_UNFINISHED}*"):
-        with suppress(OSError):  # another one was faster
+        with suppress(OSError):  # another process removed it first
             if made_seconds - path.stat().st_mtime > 2 * _COMPILE_SECONDS:
                 shutil.rmtree(path)
 
@@ -188,7 +203,7 @@ def _sources(pattern: str) -> list[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it is there, and only we or root could have written it: what is loaded is run."""
+    """Return whether the file exists and only this user or root could have written it: loading it runs its code."""
     try:
         status = path.stat()
     except OSError:
@@ -205,10 +220,14 @@ def _is_whole(path: Path) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Exit codes: 0 built, 1 not."""
+    """Run the command. Exit codes: 0 built, 1 failed."""
     parser = argparse.ArgumentParser(prog="python -m model.kernels.build", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--directory", type=Path, default=SHIPPED, help=f"default: {SHIPPED}")
-    parser.add_argument("--local", action="store_true", help=f"only this processor's best level, in {CACHE}")
+    parser.add_argument(
+        "--directory", type=Path, default=SHIPPED, help=f"where to write the libraries (default: {SHIPPED})"
+    )
+    parser.add_argument(
+        "--local", action="store_true", help=f"build only the best level for this processor, into {CACHE}"
+    )
     arguments = parser.parse_args(argv)
     levels = [level for level in LEVELS if level.machine in (None, platform.machine())]
     directory: Path = arguments.directory

@@ -1,4 +1,4 @@
-// float16 as a cache holds it (IEEE 754's binary16): narrowed as it is written, widened as it is read.
+// float16 (IEEE 754 binary16) for the KV-cache: converted from float on writes, and to float on reads.
 #pragma once
 
 #include "lanes.h"
@@ -14,11 +14,11 @@ constexpr float LARGEST_HALF = 65504.f;
 inline float to_float(half x) {
     const uint32_t sign = (x.bits & 0x8000u) << 16, magnitude = x.bits & 0x7fffu;
     uint32_t bits;
-    if (magnitude >= 0x7c00) {  // infinite, or no number
+    if (magnitude >= 0x7c00) {  // infinity or NaN
         bits = 0x7f800000 | (magnitude & 0x3ff) << 13 | (magnitude > 0x7c00 ? 0x400000 : 0);
     } else if (magnitude >= 0x400) {
         bits = (magnitude << 13) + (112u << 23);
-    } else {  // multiples of 2^-24
+    } else {  // subnormal: a multiple of 2^-24
         const float small = static_cast<float>(magnitude) * 0x1p-24f;
         std::memcpy(&bits, &small, sizeof bits);
     }
@@ -28,7 +28,7 @@ inline float to_float(half x) {
     return result;
 }
 
-// To nearest, ties to even. What is too large becomes the largest there is; what is no number stays none.
+// Rounds to nearest, ties to even. Values beyond the largest half saturate to it, infinity too; NaN stays NaN.
 inline half to_half(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
@@ -41,7 +41,7 @@ inline half to_half(float x) {
     }
     float small;
     std::memcpy(&small, &magnitude, sizeof small);
-    small += 0.5f;  // whose last bit is worth 2^-24
+    small += 0.5f;  // the last bit of the sum is worth 2^-24
     uint32_t sum;
     std::memcpy(&sum, &small, sizeof sum);
     return {static_cast<uint16_t>(sign | (sum - 0x3f000000))};
@@ -53,15 +53,15 @@ inline Lanes load(const half* from) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))};
 }
 inline void store(half* to, Lanes x) {
-    // Of two of which one is no number, these give the second.
+    // If one operand is NaN, max and min return the second operand: NaN stays NaN.
     const __m512 above = _mm512_max_ps(_mm512_set1_ps(-LARGEST_HALF), x.v);
     const __m512 within = _mm512_min_ps(_mm512_set1_ps(LARGEST_HALF), above);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(within, _MM_FROUND_TO_NEAREST_INT));
 }
 
-// Eight columns, from `left` on, of sixteen rows that may lie anywhere.
+// Returns eight columns, starting at `left`, of sixteen rows at any addresses.
 inline void transpose(const half* const (&rows)[LANES], int left, Lanes (&columns)[8]) {
-    __m512i every_fourth[4];  // rows n, n + 4, n + 8, n + 12: eight numbers of each
+    __m512i every_fourth[4];  // eight numbers of each of the rows n, n + 4, n + 8, n + 12
     for (int n = 0; n < 4; ++n) {
         auto numbers = [&](int row) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[row] + left)); };
         __m512i four = _mm512_castsi128_si512(numbers(n));
@@ -73,7 +73,7 @@ inline void transpose(const half* const (&rows)[LANES], int left, Lanes (&column
     const __m512i high = _mm512_unpackhi_epi16(every_fourth[0], every_fourth[1]);
     const __m512i next_low = _mm512_unpacklo_epi16(every_fourth[2], every_fourth[3]);
     const __m512i next_high = _mm512_unpackhi_epi16(every_fourth[2], every_fourth[3]);
-    // Of each four rows, four numbers of one column and four of the next.
+    // For every four rows: four numbers of one column, then four of the next column.
     const __m512i two[4] = {_mm512_unpacklo_epi32(low, next_low), _mm512_unpackhi_epi32(low, next_low),
                             _mm512_unpacklo_epi32(high, next_high), _mm512_unpackhi_epi32(high, next_high)};
     const __m512i apart = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
@@ -91,7 +91,7 @@ inline __m256 widen(const half* from) {
 }
 inline Lanes load(const half* from) { return {widen(from), widen(from + 8)}; }
 inline void narrow(half* to, __m256 x) {
-    // Of two of which one is no number, these give the second.
+    // If one operand is NaN, max and min return the second operand: NaN stays NaN.
     const __m256 above = _mm256_max_ps(_mm256_set1_ps(-LARGEST_HALF), x);
     const __m256 within = _mm256_min_ps(_mm256_set1_ps(LARGEST_HALF), above);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(within, _MM_FROUND_TO_NEAREST_INT));
@@ -103,7 +103,7 @@ inline void store(half* to, Lanes x) {
 
 inline void transpose(const half* const (&rows)[LANES], int left, Lanes (&columns)[8]) {
     for (int part = 0; part < 2; ++part) {
-        __m256i every_fourth[4];  // of eight rows
+        __m256i every_fourth[4];  // of the rows n and n + 4 of eight rows
         for (int n = 0; n < 4; ++n) {
             auto numbers = [&](int row) {
                 return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[8 * part + row] + left));
@@ -153,7 +153,7 @@ inline Lanes load(const half* from, int count) {
     return load(buffer);
 }
 
-// Numbers as a cache or an output holds them.
+// Converts `count` numbers to the type of the cache or the output.
 inline void put(const float* from, int64_t count, bf16* to) {
     for (int64_t at = 0; at < count; ++at) to[at] = to_bf16(from[at]);
 }

@@ -1,4 +1,4 @@
-// What every kernel needs: how it is exported, and the threads it runs on.
+// Common declarations of all kernels: the export macro, parallel_for and Busy.
 #pragma once
 
 #include <cstdint>
@@ -7,13 +7,14 @@
 
 namespace kvasir {
 
-// Calls work(data, index, thread) for every index under count: see parallel_for, and threads.cpp.
+// Calls work(data, index, thread) for every index from 0 to count - 1. See parallel_for, and threads.cpp.
 using Work = void (*)(const void* data, int64_t index, int thread);
 void run_parallel(int64_t count, int64_t threads, Work work, const void* data);
 
-// Calls work(index, thread) for every index under count, on up to `threads` threads, the caller's among them; each takes
-// the next index when it is done with one. thread is unique among those at work. Returns when all of it is done, which
-// is when the last index is, not when every thread has come: one that the system lets wait holds nobody up.
+// Calls work(index, thread) for every index from 0 to count - 1, on up to `threads` threads. One of them is the calling
+// thread. A thread takes the next index when it has finished one. The argument `thread` is unique among the running
+// threads. Returns when the last index is finished, even if some threads never started: a thread that the system does
+// not schedule delays no other thread.
 template <typename Callable>
 void parallel_for(int64_t count, int64_t threads, const Callable& work) {
     if (threads <= 1 || count <= 1) {
@@ -26,8 +27,8 @@ void parallel_for(int64_t count, int64_t threads, const Callable& work) {
     run_parallel(count, threads, call, &work);
 }
 
-// While one lives, threads that have nothing to do look for work instead of sleeping: between the parts of a step that
-// follow each other within microseconds.
+// While an object of this class exists, idle threads spin instead of sleeping. For parts of a step that follow each
+// other within microseconds.
 class Busy {
 public:
     Busy();

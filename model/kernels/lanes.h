@@ -1,4 +1,4 @@
-// Sixteen floats as one value, on every level. Sums over lanes have one order on all of them.
+// Lanes: sixteen floats as one value, on every level. Sums over lanes have the same order on every level.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ inline float to_float(bf16 x) {
     return result;
 }
 
-inline bf16 to_bf16(float x) {  // to nearest, ties to even; what is no number stays none
+inline bf16 to_bf16(float x) {  // rounds to nearest, ties to even; NaN stays NaN
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
     if ((bits & 0x7fffffff) > 0x7f800000) return {static_cast<uint16_t>((bits >> 16) | 0x40)};
@@ -42,14 +42,14 @@ struct Lanes {
 
 inline Lanes splat(float x) { return {_mm512_set1_ps(x)}; }
 inline Lanes load(const float* from) { return {_mm512_loadu_ps(from)}; }
-inline Lanes load(const float* from, int count) {  // zeros behind count
+inline Lanes load(const float* from, int count) {  // lanes from count on are zero
     return {_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), from)};
 }
 inline Lanes load(const bf16* from) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
-// Of sixteen pairs the first numbers, or the second ones.
+// Returns the first numbers of sixteen pairs, or the second ones.
 inline Lanes load_of_pairs(const bf16* from, bool is_second) {
     const __m512i pairs = _mm512_loadu_si512(from);
     return {_mm512_castsi512_ps(is_second ? _mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000)))
@@ -61,7 +61,7 @@ inline Lanes sub(Lanes a, Lanes b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline Lanes mul(Lanes a, Lanes b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Lanes max(Lanes a, Lanes b) { return {_mm512_max_ps(a.v, b.v)}; }
-// Lanes from first up to end keep x, the others get y. 0 <= first <= end <= 16.
+// Returns x in the lanes from first to end - 1, and y in the other lanes. 0 <= first <= end <= 16.
 inline Lanes select(int first, int end, Lanes x, Lanes y) {
     const auto mask = static_cast<__mmask16>(((1u << end) - 1) & ~((1u << first) - 1));
     return {_mm512_mask_blend_ps(mask, y.v, x.v)};
@@ -127,7 +127,7 @@ inline Lanes scale_by_power(Lanes x, Lanes n) { return {scale_by_power(x.low, n.
 
 #else
 
-// The compiler's own vectors, cut into what the processor has.
+// GCC vector extensions: the compiler splits the vectors into registers of the target CPU.
 typedef float Floats __attribute__((vector_size(64), aligned(4)));
 typedef int32_t Integers __attribute__((vector_size(64), aligned(4)));
 
@@ -166,7 +166,7 @@ inline Lanes select(int first, int end, Lanes x, Lanes y) {
     const Integers lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return {(lane >= first) & (lane < end) ? x.v : y.v};
 }
-inline Lanes round(Lanes x) {  // |x| < 2^22: adding what leaves no room for a fraction
+inline Lanes round(Lanes x) {  // |x| < 2^22; the added constant leaves no mantissa bits for a fraction
     const Floats large = splat(12582912.f).v;
     return {(x.v + large) - large};
 }
@@ -187,7 +187,7 @@ inline Lanes load(const bf16* from, int count) {
     return load(buffer);
 }
 
-// Halves onto halves: the same tree on every level.
+// Reductions fold the upper half onto the lower half: the same tree on every level.
 #if defined(__AVX2__)
 #if defined(__AVX512F__)
 inline __m256 low_half(Lanes x) { return _mm512_castps512_ps256(x.v); }
@@ -224,11 +224,11 @@ inline float largest(Lanes x) {
 }
 #endif
 
-// 2^x for x <= 127, 0 where it would be under 2^-126. The rest after rounding x to n lies within half; of all polynomials
-// of the 5th power that are 1 at 0 this one's largest relative error there is the least (Remez 1934): 9.1e-8, and a
-// float rounds by up to 6.0e-8.
+// 2^x for x <= 127; x below -126 is clamped to -126. x is n + rest with an integer n and |rest| <= 0.5. A polynomial of
+// degree 5 approximates 2^rest. It is the minimax polynomial of the relative error among those that are 1 at 0 (Remez
+// 1934). Its largest relative error is 9.1e-8; rounding to float has up to 6.0e-8.
 inline Lanes exp2(Lanes x) {
-    const Lanes bounded = max(splat(-126.f), x);  // no number stays none
+    const Lanes bounded = max(splat(-126.f), x);  // NaN stays NaN
     const Lanes n = round(bounded);
     const Lanes rest = sub(bounded, n);
     Lanes power = splat(1.32647269e-3f);
@@ -238,10 +238,10 @@ inline Lanes exp2(Lanes x) {
     return scale_by_power(power, n);
 }
 
-// Four columns, from `left` on, of sixteen rows of floats that may lie anywhere.
+// Returns four columns, starting at `left`, of sixteen rows of floats at any addresses.
 inline void transpose(const float* const (&rows)[LANES], int left, Lanes (&columns)[4]) {
 #if defined(__AVX512F__)
-    __m512 every_fourth[4];  // rows n, n + 4, n + 8, n + 12: four floats of each
+    __m512 every_fourth[4];  // four floats of each of the rows n, n + 4, n + 8, n + 12
     for (int n = 0; n < 4; ++n) {
         __m512 four = _mm512_castps128_ps512(_mm_loadu_ps(rows[n] + left));
         four = _mm512_insertf32x4(four, _mm_loadu_ps(rows[n + 4] + left), 1);

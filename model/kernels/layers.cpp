@@ -1,4 +1,4 @@
-// A transformer's layers but for attention: between two layers' attentions everything is one call.
+// Transformer layers except attention. One call computes everything between the attentions of two consecutive layers.
 #include <type_traits>
 
 #include "batch.h"
@@ -7,14 +7,16 @@
 
 namespace kvasir {
 
-// One layer as Python hands it over; null where it has none. Norm weights have their offset added.
+// Weights of one layer, filled by Python. Pointers are null if the layer has no such weights. Norm weights include
+// their offset.
 struct LayerWeights {
     Matrix qkv, out, up, down;
     const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias, *query_norm, *key_norm;
 };
 
-// What all layers share. `numbers` are those of the model (float32 or bfloat16): of queries, keys and values. `rotated`
-// dimensions of a head are turned. norm_scope 0: each head alone, 1: all heads at once.
+// Parameters that all layers share. numbers: type of queries, keys and values (float32 or bfloat16). rotated:
+// dimensions of a head that get the rotary embedding. norm_scope, of query and key norms: 0 for each head alone, 1 for
+// all heads.
 struct Shape {
     int64_t hidden, heads, kv_heads, head_dim, mlp;
     int64_t rotated, norm_scope;
@@ -25,19 +27,19 @@ struct Shape {
     float eps;
 };
 
-// One step's rows, in buffers that Python owns. Strides are `padded` sizes.
+// Rows of one step, in buffers that Python owns. Row strides are sizes rounded up by `padded`.
 struct Rows {
     int64_t count, threads;
     float* x;         // the residual stream, count rows of padded(hidden)
-    float* added;     // as x: what a half adds, where it is normed first or both halves read one x
+    float* added;     // as x: output of attention or MLP, if it is normed before the sum or both read the same x
     void* qkv;        // queries, keys and values, rows of qkv.outputs
-    void* wide;       // inputs of a matrix: what is normed or widened, and behind it hidden values of the MLP
-    void* narrow;     // the same, for what is rounded to eight bits
-    float* scales;    // of rows of eight bits
-    const float *cosines, *sines;  // of every position: rotated / 2
-    const int64_t* positions;      // of every row
-    const void* embedding;         // of every token: `hidden` numbers of the model; null where x is given
-    const int64_t* tokens;         // of every row, of those that have an embedding
+    void* wide;       // inputs of a matrix, then the hidden values of the MLP
+    void* narrow;     // inputs of an int8 matrix
+    float* scales;    // scale of each row of an int8 input
+    const float *cosines, *sines;  // rotated / 2 numbers for every position
+    const int64_t* positions;      // position of every row
+    const void* embedding;         // `hidden` numbers for every token id; null if x is given
+    const int64_t* tokens;         // token id of every row; must be below the vocabulary size
 };
 
 template <typename Number>
@@ -45,7 +47,7 @@ class Step {
    public:
     Step(const Shape& shape, const Rows& rows) : shape(shape), rows(rows), stride(padded(shape.hidden)) {}
 
-    // x becomes the tokens' embeddings.
+    // Sets x to the tokens' embeddings.
     void embed() const {
         const auto* table = static_cast<const Number*>(rows.embedding);
         for (int64_t row = 0; row < rows.count; ++row) {
@@ -55,7 +57,7 @@ class Step {
         }
     }
 
-    // x += out(mixed), x += mlp(norm(x)), or one of the other arrangements of `model.transformer.Block`.
+    // Computes x += out(mixed), x += mlp(norm(x)), or another arrangement of `model.transformer.Block`.
     void finish(const LayerWeights& layer, const void* mixed) const {
         const int64_t width = shape.heads * shape.head_dim;
         const Sum sum = shape.norms_outputs || shape.is_parallel ? Sum::set : Sum::add;
@@ -72,7 +74,7 @@ class Step {
         }
     }
 
-    // Queries, keys and values of the norm of x, normed and rotated.
+    // Computes queries, keys and values from the norm of x, then their norms and rotary embedding.
     void begin(const LayerWeights& layer) const {
         const bool is_normed = !shape.norms_outputs;
         const Matrix& matrix = layer.qkv;
@@ -89,7 +91,7 @@ class Step {
         });
     }
 
-    // Logits of rows of x, float32, `stride` a row.
+    // Computes the logits of the rows of x: float32, head.outputs a row.
     void logits(const Matrix& head, const float* norm, const float* bias, float* out) const {
         const Inputs inputs = prepare(head, rows.x, norm, bias);
         multiply(head, inputs.x, inputs.stride, rows.scales, rows.count, rows.threads,
@@ -100,7 +102,8 @@ class Step {
                  });
     }
 
-    // Where each row's highest logit is, of the first `size`; -1 where one of these, or of x, is NaN or infinite.
+    // Sets ids to the index of each row's highest logit among the first `size`. Sets -1 if one of these logits, or a
+    // number of x, is NaN or infinite.
     void most_likely(const float* logits, int64_t row_stride, int64_t size, int64_t* ids) const {
         each_row([&](int64_t row) {
             const bool is_known = is_finite(rows.x + row * stride, shape.hidden);
@@ -114,7 +117,7 @@ class Step {
         const void* x;
         int64_t stride;
     };
-    // What a product takes of the model's numbers.
+    // Input type of products with float32 and bfloat16 matrices.
     using Wide = std::conditional_t<std::is_same_v<Number, bf16>, Bfloat16Input, float>;
     const Shape& shape;
     const Rows& rows;
@@ -127,7 +130,7 @@ class Step {
         parallel_for(rows.count, rows.count < 4 ? 1 : rows.threads, [&](int64_t row, int) { work(row); });
     }
 
-    // The norm of x (x itself where there is none) in what the matrix takes.
+    // Converts the norm of x, or x if norm is null, to the input type of the matrix.
     Inputs prepare(const Matrix& matrix, const float* x, const float* norm, const float* bias) const {
         const bool is_int8 = matrix.numbers == Numbers::int8;
         auto* narrow = static_cast<uint8_t*>(rows.narrow);
@@ -148,7 +151,7 @@ class Step {
         return {is_int8 ? rows.narrow : rows.wide, stride};
     }
 
-    // Rows in what the matrix takes.
+    // Converts rows to the input type of the matrix; returns x itself if the type is the same.
     template <typename From>
     Inputs prepare(const Matrix& matrix, const From* x, int64_t size, int64_t x_stride) const {
         const bool is_int8 = matrix.numbers == Numbers::int8;
@@ -166,7 +169,7 @@ class Step {
         return {is_int8 ? rows.narrow : rows.wide, to_stride};
     }
 
-    // A product that becomes, or is added to, rows of floats.
+    // Computes a product, and writes or adds it to rows of floats.
     template <typename From>
     void into(const Matrix& matrix, const From* x, int64_t size, int64_t x_stride, float* to, Sum sum) const {
         const Inputs inputs = prepare(matrix, x, size, x_stride);
@@ -190,13 +193,13 @@ class Step {
     void mlp(const LayerWeights& layer, const float* x, const float* norm, const float* bias, float* to,
              Sum sum) const {
         const Inputs inputs = prepare(layer.up, x, norm, bias);
-        // Hidden values go behind what is read meanwhile.
+        // Hidden values go after the inputs, which the product still reads.
         Wide* hidden = wide() + rows.count * stride;
         const int64_t hidden_stride = padded(shape.mlp);
         multiply(layer.up, inputs.x, inputs.stride, rows.scales, rows.count, rows.threads,
                  [&](int64_t row, int64_t output, const Lanes* results) {
                      Wide* at = hidden + row * hidden_stride + (shape.gated ? output / 2 : output);
-                     if (shape.gated) {  // blocks of gates and of what they gate take turns
+                     if (shape.gated) {  // blocks of gates alternate with the blocks that they multiply
                          for (int b = 0; b < TILE_BLOCKS; b += 2, at += LANES) {
                              store(at, mul(activate(shape.activation, results[b]), results[b + 1]));
                          }
@@ -222,7 +225,7 @@ class Step {
         });
     }
 
-    // Norms and rotates the heads of one row.
+    // Applies norm and rotary embedding to the heads of one row.
     void turn(Number* heads, int64_t size, const float* norm, int64_t row) const {
         constexpr int64_t most = 65536;
         static thread_local float values[most];
@@ -250,8 +253,8 @@ void between(const Shape& shape, const Rows& rows, const LayerWeights* done, con
 
 }  // namespace kvasir
 
-// Ends layer `done`, whose attention gave `mixed` (rows of heads * head_dim; no layer: x is embedded), and begins layer
-// `next`: its queries, keys and values, or null for none.
+// Finishes layer `done` from its attention output `mixed` (rows of heads * head_dim). Then computes queries, keys and
+// values of layer `next`. done null: starts with the embeddings, if rows has any. next null: stops after `done`.
 KVASIR_KERNEL void kvasir_between_attentions(const kvasir::Shape* shape, const kvasir::Rows* rows,
                                              const kvasir::LayerWeights* done, const void* mixed,
                                              const kvasir::LayerWeights* next) {
@@ -262,8 +265,8 @@ KVASIR_KERNEL void kvasir_between_attentions(const kvasir::Shape* shape, const k
     }
 }
 
-// All layers. attend(batch, call) is a layer's attention: it reads queries, keys and values from rows.qkv and leaves
-// its results in `mixed`; there are as many calls as layers.
+// Computes all layers. attend(batch, call) computes a layer's attention: it reads queries, keys and values from
+// rows.qkv and writes its output to `mixed`. calls: one for each layer.
 KVASIR_KERNEL void kvasir_layers(const kvasir::Shape* shape, const kvasir::Rows* rows,
                                  const kvasir::LayerWeights* layers, int64_t count,
                                  void (*attend)(const kvasir::Batch* batch, const kvasir::Layer* call),
@@ -276,17 +279,17 @@ KVASIR_KERNEL void kvasir_layers(const kvasir::Shape* shape, const kvasir::Rows*
     }
 }
 
-// Whether all of these tokens have an embedding, or positions a rotation: none is under zero, or as large as that.
+// Returns whether all tokens are from 0 to vocabulary - 1. Also used to check positions.
 KVASIR_KERNEL bool kvasir_are_tokens(const int64_t* tokens, int64_t count, int64_t vocabulary) {
     bool are = true;
     for (int64_t at = 0; at < count; ++at) are &= static_cast<uint64_t>(tokens[at]) < static_cast<uint64_t>(vocabulary);
     return are;
 }
 
-// See most_likely.
+// See most_likely in rows.h.
 KVASIR_KERNEL int64_t kvasir_most_likely(const float* logits, int64_t size) { return kvasir::most_likely(logits, size); }
 
-// Logits of rows.x, float32, head.outputs a row.
+// Computes the logits of rows.x: float32, head.outputs a row.
 KVASIR_KERNEL void kvasir_logits(const kvasir::Shape* shape, const kvasir::Rows* rows, const kvasir::Matrix* head,
                                  const float* norm, const float* bias, float* logits) {
     if (shape->numbers == kvasir::Numbers::float32) {
@@ -298,12 +301,14 @@ KVASIR_KERNEL void kvasir_logits(const kvasir::Shape* shape, const kvasir::Rows*
 
 namespace kvasir {
 
-// A step of sequences that compute a token each, whole. What it points to stays, and moves on from step to step.
+// Arguments of a whole decode step, in which every sequence computes one token. The pointers stay valid from step to
+// step; Python updates the buffers in place.
 struct Decode {
     const Shape* shape;
     const Rows* rows;
     const LayerWeights* layers;
-    int64_t num_layers, num_positions, vocabulary;  // positions that have cosines and sines; tokens with an embedding
+    // num_positions: positions with cosines and sines. vocabulary: tokens with an embedding.
+    int64_t num_layers, num_positions, vocabulary;
     void (*attend)(const Batch* batch, const Layer* call);
     const Batch* batch;
     const Layer* calls;
@@ -311,13 +316,14 @@ struct Decode {
     const Matrix* head;
     const float *norm, *norm_bias;
     float* logits;  // head->outputs a row
-    int64_t* ids;   // of each row's highest logit, of the first num_ids; -1 where a row is not finite
+    int64_t* ids;   // index of each row's highest logit among the first num_ids; -1 if a row is not finite
     int64_t num_ids;
 };
 
 }  // namespace kvasir
 
-// Computes a step of decodes; false, and nothing is computed, where a token, a position, a slot or a block is none.
+// Computes a decode step. Returns false, without computing anything, if a token, a position, a slot or a block is out
+// of range.
 KVASIR_KERNEL bool kvasir_decode(const kvasir::Decode* step) {
     const kvasir::Rows& rows = *step->rows;
     const bool are_tokens = kvasir_are_tokens(rows.tokens, rows.count, step->vocabulary);
@@ -330,7 +336,7 @@ KVASIR_KERNEL bool kvasir_decode(const kvasir::Decode* step) {
     return true;
 }
 
-// How many inputs of an output lie side by side in a packed matrix.
+// Returns the number of adjacent inputs of one output in a packed matrix.
 KVASIR_KERNEL int64_t kvasir_inputs_side_by_side(int64_t numbers) {
     return kvasir::side_by_side(static_cast<kvasir::Numbers>(numbers));
 }

@@ -1,4 +1,4 @@
-"""Which instructions a machine has: the levels that every kernel is compiled for. Torch-free."""
+"""CPU instruction-set levels that every kernel is compiled for. Torch-free."""
 
 import platform
 from dataclasses import dataclass
@@ -9,10 +9,13 @@ CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class Level:
-    """One set of instructions.
+    """Set of CPU instructions that one library is compiled for.
 
-    machine: by `platform.machine()`; None for any. needs: the CPU's features as /proc/cpuinfo writes them.
-    flags: what the compiler is told. vendor: of the CPUs that it is the best for; None for any.
+    Attributes:
+        machine: required value of `platform.machine()`; None: any.
+        needs: required CPU features, as named in the flags line of /proc/cpuinfo.
+        flags: compiler flags.
+        vendor: vendor_id of the CPUs that should prefer this level; None: any.
     """
 
     name: str
@@ -29,8 +32,8 @@ _AVX512_NEEDS = frozenset({"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512
 _AVX512BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
 _AVX512BF16_NEEDS = _AVX512_NEEDS | {"avx512_bf16", "avx512_vnni"}
 
-# Best first. The dot product of bfloat16 pairs does twice the work of a multiply-add on AMD's Zen 4, and half of it on
-# Intel's Emerald Rapids, where matrices are widened to floats instead.
+# Best first. The dot product of bfloat16 pairs has twice the throughput of a float multiply-add on AMD's Zen 4, but
+# half on Intel's Emerald Rapids. CPUs of other vendors than AMD therefore widen bfloat16 matrices to float32.
 LEVELS = (
     Level("avx512bf16", "x86_64", _AVX512BF16_NEEDS, (*_AVX512BF16, "-DKVASIR_BF16_DOT"), vendor="AuthenticAMD"),
     Level("avx512bf16fma", "x86_64", _AVX512BF16_NEEDS, _AVX512BF16),
@@ -41,27 +44,27 @@ LEVELS = (
 
 
 def runnable_levels() -> tuple[Level, ...]:
-    """Those whose instructions this machine has; never empty."""
-    machine, features = platform.machine(), _cpu_has("flags")
+    """Return the levels that this machine can run, best first; never empty."""
+    machine, features = platform.machine(), _read_cpuinfo("flags")
     return tuple(level for level in LEVELS if level.machine in (None, machine) and level.needs <= features)
 
 
 def levels_here() -> tuple[Level, ...]:
-    """Those of them for CPUs of this vendor, best first; never empty."""
-    vendor = _cpu_has("vendor_id")
+    """Return the runnable levels without those for CPUs of another vendor, best first; never empty."""
+    vendor = _read_cpuinfo("vendor_id")
     return tuple(level for level in runnable_levels() if level.vendor is None or level.vendor in vendor)
 
 
 def has_vector_level() -> bool:
-    """Return whether this machine has a level above `portable`, whose scalar loops oneDNN's kernels outrun."""
+    """Return whether this machine has a level above `portable`, which is slower than PyTorch's oneDNN kernels."""
     return levels_here()[0].name != "portable"
 
 
-def _cpu_has(what: str) -> frozenset[str]:
-    """The words of a line of the first CPU, as far as the system lists it."""
+def _read_cpuinfo(key: str) -> frozenset[str]:
+    """Return the words of one line for the first CPU in /proc/cpuinfo; empty if there is no such line."""
     try:
         lines = CPUINFO.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return frozenset()
     named = (line.partition(":") for line in lines)
-    return frozenset(next((words.split() for name, _, words in named if name.strip() == what), ()))
+    return frozenset(next((words.split() for name, _, words in named if name.strip() == key), ()))

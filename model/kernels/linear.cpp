@@ -1,13 +1,13 @@
-// The products of linear.h: registers full of sums, one tile of rows and outputs after the other.
+// The products of linear.h, computed in tiles of rows and outputs. The sums of a tile stay in registers.
 #include "linear.h"
 
 namespace kvasir {
 namespace {
 
 constexpr int64_t TASK_ROWS = 96;
-constexpr int64_t FETCH_AHEAD = 24;  // groups of inputs: what memory gives while so many are computed
+constexpr int64_t FETCH_AHEAD = 24;  // prefetch distance, in groups of inputs: covers the latency of memory
 
-// A kind of matrix has GROUP inputs of an output side by side, and computes with them in PARTS turns.
+// Each matrix type stores GROUP adjacent inputs of an output and multiplies a group in PARTS passes.
 struct Float32 {
     using Weight = float;
     using Input = float;
@@ -39,7 +39,7 @@ struct Bfloat16 {
     }
 };
 #else
-// Multiplied as floats, which a shift or a mask makes of pairs.
+// Without bfloat16 dot products: a shift or a mask widens each half of a pair to float.
 struct Bfloat16 {
     using Weight = bf16;
     using Input = Bfloat16Input;
@@ -111,7 +111,7 @@ struct Int8 {
 };
 #endif
 
-// What comes of a tile's sums: with scales where there are any, and the bias.
+// Converts sums to results: applies the scales (int8 only) and the bias.
 template <typename Kind>
 inline Lanes finished(typename Kind::Sums sums, const Matrix& matrix, int64_t output, float row_scale) {
     Lanes result;
@@ -123,7 +123,7 @@ inline Lanes finished(typename Kind::Sums sums, const Matrix& matrix, int64_t ou
     return matrix.bias == nullptr ? result : add(result, load(matrix.bias + output));
 }
 
-// Where the weights of an output, the first of a block, begin.
+// Returns the address of the weights of an output, which must be the first of a block.
 template <typename Kind>
 inline const typename Kind::Weight* weights_of(const Matrix& matrix, int64_t output) {
     const int64_t groups = (matrix.inputs + Kind::GROUP - 1) / Kind::GROUP;
@@ -131,15 +131,16 @@ inline const typename Kind::Weight* weights_of(const Matrix& matrix, int64_t out
            (output / PANEL * groups * PANEL + output % PANEL) * Kind::GROUP;
 }
 
-// Weights that this thread, most likely, reads next, and how many of their blocks a tile fetches meanwhile: 0 where its
-// own weights have yet to come. Then it fetches those ahead of itself, and at its end the first ones of `from`.
+// Prefetch plan of a tile. from: the weights that this thread will probably read next. blocks: number of blocks of
+// `from` that the tile prefetches. 0: the tile's own weights are not in the cache yet. The tile then prefetches its own
+// weights FETCH_AHEAD groups ahead, and near its end the first weights of `from`.
 template <typename Kind>
 struct Later {
     const typename Kind::Weight* from;
     int blocks;
 };
 
-// ROWS rows of inputs times TILE_BLOCKS blocks of outputs; emitted row by row.
+// Multiplies ROWS rows of inputs with TILE_BLOCKS blocks of outputs and emits the results row by row.
 template <typename Kind, int ROWS>
 inline void tile(const Matrix& matrix, const typename Kind::Input* x, int64_t stride, const float* scales, int64_t row,
                  int64_t output, Later<Kind> later, Emit emit, const void* work) {
@@ -155,8 +156,8 @@ inline void tile(const Matrix& matrix, const typename Kind::Input* x, int64_t st
     }
     for (int64_t group = 0; group < groups; ++group) {
         const int64_t at = group * STEP;
-        // Into the second cache, which has more reads under way than the first: fetched past the caches, one row got 0.45
-        // of the bandwidth of a processor whose memory is far.
+        // Prefetch into L2, which allows more outstanding reads than L1. With prefetches that bypass the caches, a
+        // product of one row reached 0.45 of the memory bandwidth on a CPU with high memory latency.
         if (later.blocks > 0) {
             for (int b = 0; b < later.blocks; ++b) __builtin_prefetch(later.from + at + b * BLOCK, 0, 2);
         } else {
@@ -210,7 +211,7 @@ void multiply_as(const Matrix& matrix, const void* x, int64_t stride, const floa
     parallel_for(matrix.outputs / PANEL * parts, threads, [&](int64_t task, int) {
         const int64_t panel = task / parts * PANEL, first = task % parts * TASK_ROWS;
         const int64_t end = first + TASK_ROWS < rows ? first + TASK_ROWS : rows;
-        // The first tile waits for its weights, the others share the fetching of the next ones.
+        // The first tile waits for its weights. The other tiles share the prefetching of the next weights.
         const auto others = static_cast<int>((end - first + TILE_ROWS - 1) / TILE_ROWS - 1);
         const int share = others > 0 ? (TILE_BLOCKS + others - 1) / others : 0;
         for (int64_t output = panel; output < panel + PANEL; output += outputs) {

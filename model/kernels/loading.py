@@ -1,4 +1,4 @@
-"""The native kernels of this process: loaded where they are built, else compiled and then loaded."""
+"""Native kernels of this process: load the library for this machine, and compile it first if necessary."""
 
 import ctypes
 import logging
@@ -11,15 +11,15 @@ from model.kernels.levels import Level, levels_here
 
 logger = logging.getLogger(__name__)
 
-# A function that every library of ours has.
+# A function that identifies a kernel library: every one exports it.
 _MARK = "kvasir_inputs_side_by_side"
 
 
 class KernelLibrary:
-    """Loaded kernels of one level.
+    """Loaded kernel library of one level.
 
     Raises:
-        OSError: the file is no library of ours.
+        OSError: the file cannot be loaded, or is not a kernel library.
     """
 
     def __init__(self, path: Path, level: Level) -> None:
@@ -27,13 +27,13 @@ class KernelLibrary:
         self._library = ctypes.CDLL(str(path))
         self._functions: dict[str, Any] = {}
         if not hasattr(self._library, _MARK):
-            raise OSError(f"{path} has no {_MARK}")
+            raise OSError(f"{path} is not a kernel library: it has no {_MARK}")
 
     def function(self, name: str, *argument_types: Any, result: Any = None) -> Any:
-        """A kernel by its name in C. Argument and result types are those of the first call for it.
+        """Return a kernel by its C name. The types of the first call for a name apply to all later calls.
 
         Raises:
-            AttributeError: there is none of that name.
+            AttributeError: the library has no kernel of that name.
         """
         found = self._functions.get(name)
         if found is None:
@@ -44,11 +44,11 @@ class KernelLibrary:
 
 
 class Kernels:
-    """The native kernels of a process.
+    """Native kernels of a process.
 
     Attributes:
-        loaded: the library; None before `prepare`, and where none can be had.
-        trouble: the reason there is none, in one line; None while there is no trouble.
+        loaded: the library; None before `prepare`, or if it cannot be built or loaded.
+        trouble: the reason why there is no library, in one line; None: no failure so far.
     """
 
     def __init__(self) -> None:
@@ -56,10 +56,10 @@ class Kernels:
         self.trouble: str | None = None
 
     def prepare(self, cache: Path) -> None:
-        """Load the library built for this machine; compile it into `cache` first where it is missing.
+        """Load the library built for this machine; if there is none, compile it into `cache` first.
 
-        Compiling takes 10 to 40 s, once for a machine. Nothing is raised: without a library `loaded` stays None,
-        PyTorch's kernels serve, and one warning gives the reason.
+        Compiling takes 10 to 40 s, once for a machine. Failures are not raised: `loaded` stays None, a warning gives
+        the reason, and PyTorch's kernels are used instead.
         """
         if self.loaded is not None or self.trouble is not None:
             return

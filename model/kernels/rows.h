@@ -1,4 +1,4 @@
-// What is done to one row at a time: norms, rotations, activations, rounding to eight bits.
+// Operations on single rows: norms, rotary embedding, activations, quantization to int8.
 #pragma once
 
 #include <cmath>
@@ -9,7 +9,7 @@
 
 namespace kvasir {
 
-constexpr int64_t PAD = 64;  // rows of inputs end with zeros up to a multiple of it
+constexpr int64_t PAD = 64;  // row strides are rounded up to a multiple of PAD
 
 inline int64_t padded(int64_t size) { return (size + PAD - 1) / PAD * PAD; }
 
@@ -43,7 +43,7 @@ inline void store(bf16* to, Lanes x) {
 
 inline Lanes least(Lanes a, Lanes b) { return sub(zeros(), max(sub(zeros(), a), sub(zeros(), b))); }
 
-// 1 / (1 + e^-x); beyond 87 it is 1 or nearly 0.
+// 1 / (1 + e^-x). The exponent is clamped to 126: for x below about -87 the result is about 2^-126.
 inline Lanes sigmoid(Lanes x) {
     const Lanes power = exp2(least(mul(x, splat(-1.44269504f)), splat(126.f)));
     return divide(splat(1.f), add(splat(1.f), power));
@@ -54,7 +54,7 @@ enum class Activation : int64_t { gelu = 0, gelu_exact = 1, relu = 2, silu = 3 }
 inline Lanes activate(Activation activation, Lanes x) {
     switch (activation) {
         case Activation::silu: return mul(x, sigmoid(x));
-        case Activation::relu: return max(zeros(), x);  // of this order, NaN stays NaN
+        case Activation::relu: return max(zeros(), x);  // NaN stays NaN only in this operand order
         case Activation::gelu: {  // x (1 + tanh(u)) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
             const Lanes cubic = mul(mul(x, x), mul(x, splat(0.044715f)));
             return mul(x, sigmoid(mul(splat(1.59576912f), add(x, cubic))));
@@ -69,7 +69,7 @@ inline Lanes activate(Activation activation, Lanes x) {
 
 enum class Norm : int64_t { rms = 0, layer = 1 };
 
-// Sum of work(lanes) over a row of `size` floats; lanes behind the end are zeros.
+// Returns the sum of work(v) over a row of `size` floats. The last values are passed one by one, in the first lane.
 template <typename Work>
 inline float sum_over(const float* x, int64_t size, const Work& work) {
     Lanes sums = zeros();
@@ -85,13 +85,14 @@ inline float sum_over(const float* x, int64_t size, const Work& work) {
     return total;
 }
 
-// out = norm(x) * weight + bias; `out` may be x. Arrays may be read and written up to the next 16 floats.
+// out = norm(x) * weight + bias. `out` may be x. Up to 15 floats after the end of x may be read.
 inline void normalize(Norm norm, const float* x, int64_t size, const float* weight, const float* bias, float eps,
                       float* out) {
     float mean = 0.f;
     if (norm == Norm::layer) mean = sum_over(x, size, [](Lanes v) { return v; }) / static_cast<float>(size);
     const Lanes shift = splat(mean);
-    // Only of whole rows is a mean taken away: a lone value is work's first lane, and the others are not counted.
+    // sum_over passes the last values one by one, in the first lane, and ignores the other lanes. Subtracting the mean
+    // from zero padding therefore does no harm.
     const float squares = sum_over(x, size, [&](Lanes v) { return mul(sub(v, shift), sub(v, shift)); });
     const Lanes factor = splat(1.f / std::sqrt(squares / static_cast<float>(size) + eps));
     for (int64_t at = 0; at < size; at += LANES) {
@@ -110,11 +111,11 @@ inline void normalize(Norm norm, const float* x, int64_t size, const float* weig
 
 inline uint8_t shifted(float rounded) { return static_cast<uint8_t>(static_cast<int>(rounded) + 128); }
 
-// A row as numbers of 8 bits with 128 added, and what the largest stands for: x = scale (out - 128). The scale of a row
-// that is not finite is NaN, for its integers would hide that.
+// Quantizes a row to int8 with 128 added and returns its scale: x = scale (out - 128). The scale is NaN if a value is
+// not finite, because the integers cannot show it.
 template <typename Number>
 inline float to_8_bits(const Number* x, int64_t size, uint8_t* out) {
-    Lanes most = zeros(), odd = zeros();  // odd: 0 while all numbers are finite, else NaN
+    Lanes most = zeros(), odd = zeros();  // odd: 0 if all numbers so far are finite, else NaN
     int64_t at = 0;
     for (; at + LANES <= size; at += LANES) {
         const Lanes some = load(x + at);
@@ -142,7 +143,7 @@ inline float to_8_bits(const Number* x, int64_t size, uint8_t* out) {
     return scale;
 }
 
-// Turns the first 2 * half numbers of a head: pair i and i + half by the angle whose cosine and sine are given.
+// Applies the rotary embedding to the first 2 * half numbers of a head: rotates the pair (i, i + half) by angle i.
 inline void rotate(float* head, int64_t half, const float* cosines, const float* sines) {
     for (int64_t i = 0; i < half; ++i) {
         const float first = head[i], second = head[i + half];
@@ -168,15 +169,15 @@ inline void copy(const bf16* from, int64_t size, float* to) {
     for (; at < size; ++at) to[at] = to_float(from[at]);
 }
 
-// Whether all numbers, and their sum, are finite: numbers whose sum overflows are too large for any norm.
+// Returns whether all numbers and their sum are finite. Rows with an overflowing sum are too large for any norm.
 inline bool is_finite(const float* x, int64_t size) {
     return std::isfinite(sum_over(x, size, [](Lanes v) { return v; }));
 }
 
-// Where the first of a row's highest numbers is; -1 where one of them is NaN or infinite.
+// Returns the index of the first maximum of a row; -1 if any number of the row is NaN or infinite.
 inline int64_t most_likely(const float* x, int64_t size) {
     constexpr int64_t BLOCK = 16 * LANES;
-    Lanes odd = zeros();  // 0 while all numbers are finite, else NaN
+    Lanes odd = zeros();  // 0 if all numbers so far are finite, else NaN
     float most = -std::numeric_limits<float>::infinity();
     int64_t block = 0;
     for (int64_t start = 0; start < size; start += BLOCK) {

@@ -1,4 +1,4 @@
-"""What kernels are handed over, field by field as in C: pointers, and integers of 64 bits. Torch-free."""
+"""ctypes mirrors of the C structures that kernels take: pointers and 64-bit integers. Torch-free."""
 
 import ctypes
 
@@ -6,7 +6,7 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
 class Matrix(ctypes.Structure):
-    """`Matrix` in linear.h."""
+    """Mirror of `Matrix` in linear.h. Fields must have the same order."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("weight", "bias", "scale", "shift")),
@@ -15,7 +15,7 @@ class Matrix(ctypes.Structure):
 
 
 class LayerWeights(ctypes.Structure):
-    """`LayerWeights` in layers.cpp."""
+    """Mirror of `LayerWeights` in layers.cpp. Fields must have the same order."""
 
     _fields_ = (
         *((name, Matrix) for name in ("qkv", "out", "up", "down")),
@@ -25,7 +25,7 @@ class LayerWeights(ctypes.Structure):
 
 
 class Shape(ctypes.Structure):
-    """`Shape` in layers.cpp."""
+    """Mirror of `Shape` in layers.cpp. Fields must have the same order."""
 
     _fields_ = (
         *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "mlp", "rotated", "norm_scope")),
@@ -35,7 +35,7 @@ class Shape(ctypes.Structure):
 
 
 class Rows(ctypes.Structure):
-    """`Rows` in layers.cpp."""
+    """Mirror of `Rows` in layers.cpp. Fields must have the same order."""
 
     _fields_ = (
         *((name, _INT) for name in ("count", "threads")),
@@ -45,7 +45,7 @@ class Rows(ctypes.Structure):
 
 
 class Decode(ctypes.Structure):
-    """`Decode` in layers.cpp."""
+    """Mirror of `Decode` in layers.cpp. Fields must have the same order."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("shape", "rows", "layers")),

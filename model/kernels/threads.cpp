@@ -1,8 +1,8 @@
-// The threads that kernels run on, and a look at how fast they read memory.
+// Thread pool of the kernels, and a benchmark of its memory bandwidth.
 //
-// OpenMP ends a parallel region when every thread has arrived. So a step of two threads beside one busy neighbour waits,
-// region after region, for a thread that the system has put aside, with nothing left to do. Here a region ends with its
-// last index: whoever is there takes the work, and a thread that comes late finds none.
+// OpenMP ends a parallel region when every thread has arrived. If another process keeps a CPU busy, every region of a
+// step waits for a descheduled thread, even when no work is left. Here a region ends with its last index. Running
+// threads take all the work, and a thread that arrives late finds none.
 #include <pthread.h>
 #include <unistd.h>
 
@@ -18,8 +18,9 @@
 namespace kvasir {
 namespace {
 
-constexpr int TURNS_BEFORE_SLEEP = 4000;  // 50 to 200 microseconds, as long as processors rest: what one thread does alone
-constexpr int TURNS_BEFORE_YIELD = 1000;  // of who waits for the last index: its thread may want this processor
+// 50 to 200 us, depending on the CPU's pause instruction: covers the single-threaded work between regions.
+constexpr int TURNS_BEFORE_SLEEP = 4000;
+constexpr int TURNS_BEFORE_YIELD = 1000;  // then a waiting caller yields: the last index's thread may need its CPU
 
 inline void rest() {
 #if defined(__x86_64__)
@@ -31,9 +32,9 @@ inline void rest() {
 
 class Pool {
 public:
-    const pid_t process = getpid();  // threads do not follow into a fork
+    const pid_t process = getpid();  // threads do not exist in a forked child
 
-    // One caller at a time has the threads; another does its work alone.
+    // One calling thread at a time owns the pool. Other callers run their work on their own thread alone.
     bool take() { return !is_taken.exchange(true, std::memory_order_acquire); }
     void give_back() { is_taken.store(false, std::memory_order_release); }
 
@@ -42,9 +43,9 @@ public:
         all = {work, data, count};
         unfinished.store(count, std::memory_order_relaxed);
         const bool are_others = most.exchange(static_cast<int>(threads), std::memory_order_relaxed) != threads;
-        left.store(count);  // from here on any thread takes some
+        left.store(count);  // from here on any thread may take an index
         if (asleep.load() > 0 || are_others) {
-            { const std::lock_guard<std::mutex> lock(mutex); }  // who is about to sleep sleeps, or has seen the work
+            { const std::lock_guard<std::mutex> lock(mutex); }  // a thread that goes to sleep now waits or saw work
             wake.notify_all();
         }
         while (do_one(0)) {
@@ -62,7 +63,7 @@ private:
         Work work;
         const void* data;
         int64_t count;
-    } all{};  // written only while nothing is left and nothing unfinished; read by who has taken an index
+    } all{};  // written only while left and unfinished are 0; read only by threads that have taken an index
     alignas(64) std::atomic<int64_t> left{0};
     alignas(64) std::atomic<int64_t> unfinished{0};
     alignas(64) std::atomic<int> busy{0};
@@ -97,7 +98,8 @@ private:
         }
     }
 
-    // Until there is work for it. One that is not among those at work does not count: nobody need wake it.
+    // Sleeps until there is work for the thread. Only threads that the current region may use count as asleep: other
+    // threads need no wake-up.
     void sleep(int thread) {
         std::unique_lock<std::mutex> lock(mutex);
         for (;;) {
@@ -110,12 +112,12 @@ private:
         }
     }
 
-    // Fewer threads than are wanted do the same work.
+    // Starts threads until there are `wanted`. If the system allows fewer, those do all the work.
     void grow(int64_t wanted) {
         if (num_threads >= wanted) return;
         sigset_t every, before;
         sigfillset(&every);
-        pthread_sigmask(SIG_SETMASK, &every, &before);  // signals are for the threads that were there
+        pthread_sigmask(SIG_SETMASK, &every, &before);  // signals must go to threads of the application
         try {
             while (num_threads < wanted) {
                 std::thread([this, thread = num_threads + 1] { live(thread); }).detach();
@@ -128,7 +130,7 @@ private:
 };
 
 std::mutex making;
-Pool* made = nullptr;  // never destroyed: its threads wait for it until the process ends
+Pool* made = nullptr;  // never destroyed: its threads use it until the process ends
 
 Pool& pool() {
     const std::lock_guard<std::mutex> lock(making);
@@ -136,7 +138,7 @@ Pool& pool() {
     return *made;
 }
 
-thread_local Pool* ours = nullptr;  // the pool that this thread has taken
+thread_local Pool* ours = nullptr;  // the pool that this thread owns, or null
 
 }  // namespace
 
@@ -150,7 +152,7 @@ void run_parallel(int64_t count, int64_t threads, Work work, const void* data) {
 }
 
 namespace {
-thread_local int depth = 0;  // of Busy in this thread
+thread_local int depth = 0;  // number of nested Busy objects in this thread
 }
 
 Busy::Busy() {
@@ -170,7 +172,7 @@ Busy::~Busy() {
 
 }  // namespace kvasir
 
-// Reads count 64-bit words, a piece a task, and returns their exclusive or: what memory gives at most.
+// Reads `count` 64-bit words in parallel and returns their exclusive or. Measures the attainable memory bandwidth.
 KVASIR_KERNEL uint64_t kvasir_read(const uint64_t* words, int64_t count, int64_t threads) {
     constexpr int64_t piece = 1 << 17;
     std::atomic<uint64_t> result{0};

@@ -1,12 +1,12 @@
 """CPUs and memory that this process may use, torch-free.
 
 A container's limits are those of its control group (cgroup). Linux has two versions of control groups, and a machine
-may mount both: version 2 has one tree (`cpu.max`, `memory.max`), version 1 has a tree for each controller
-(`cpu.cfs_quota_us`, `memory.limit_in_bytes`). A group is also bound by the limits of its parents, so every directory
+may mount both. Version 2 has one tree (`cpu.max`, `memory.max`). Version 1 has one tree for each controller
+(`cpu.cfs_quota_us`, `memory.limit_in_bytes`). The limits of a group's parents apply too. Therefore every directory
 from the process's group up to the mount point is read.
 Sources: https://docs.kernel.org/admin-guide/cgroup-v2.html, https://docs.kernel.org/admin-guide/cgroup-v1/memory.html
 
-Every function reads below `root`, which is another directory than / in tests only.
+Every function reads files under `root`, which is / except in tests.
 """
 
 import math
@@ -17,9 +17,9 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 _ROOT = Path("/")
-# Version 1 has no word for "no limit": the file then holds the largest multiple of a page below 2^63.
+# Version 1 has no special value for "no limit": the file then holds the largest multiple of the page size below 2^63.
 _NO_LIMIT = 2**62
-_ESCAPE = re.compile(r"\\([0-7]{3})")  # of spaces in mountinfo
+_ESCAPE = re.compile(r"\\([0-7]{3})")  # escaped characters in mountinfo, such as spaces
 
 
 class _Names(NamedTuple):
@@ -35,46 +35,49 @@ _MEMORY_V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_fi
 
 
 def usable_cpus(root: Path = _ROOT) -> int:
-    """Return the number of CPUs this process may use: its affinity, within the CPU quota, at least 1."""
+    """Return the number of CPUs this process may use, at least 1: its affinity, limited by the rounded-up CPU quota."""
     count = len(os.sched_getaffinity(0))
     quota = cpu_quota(root)
     return count if quota is None else max(1, min(count, math.ceil(quota)))
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
-    """Return the CPU quota in CPUs, the smallest of all groups this process is in; None if there is none."""
+    """Return the CPU quota in CPUs, the smallest of all groups this process is in; None if no group has a quota."""
     quotas = [_quota_v1(directory) for directory in _groups("cpu", root)]
     quotas += [_quota_v2(directory) for directory in _groups(None, root)]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def memory_limit_bytes(root: Path = _ROOT) -> int | None:
-    """Return the smallest memory limit of all groups this process is in; None if there is none."""
+    """Return the smallest memory limit of all groups this process is in, in bytes; None if no group has a limit."""
     return min((limit for limit, _ in _memory(root)), default=None)
 
 
 def total_memory_bytes(root: Path = _ROOT) -> int:
-    """Return the memory that this process and its neighbours in the control group may use together."""
+    """Return the memory, in bytes, that this process and the others in its control group may use together."""
     total = _meminfo(root)["MemTotal"]
     limit = memory_limit_bytes(root)
     return total if limit is None else min(total, limit)
 
 
 def available_memory_bytes(root: Path = _ROOT) -> int:
-    """Return the memory that can still be allocated, on the machine and within every limit.
+    """Return the memory, in bytes, that can still be allocated on the machine and within every limit.
 
-    Pages of files are reclaimed by the kernel before it kills a process, so they count as available. Swap does not.
+    The page cache counts as available, because the kernel reclaims it before it kills a process. Swap does not count.
     """
     return max(0, min([_meminfo(root)["MemAvailable"], *(limit - used for limit, used in _memory(root))]))
 
 
 def own_anonymous_bytes(root: Path = _ROOT) -> int:
-    """Return the memory of this process that no file holds, and that no other process can share from its start."""
+    """Return the resident anonymous memory of this process, in bytes (RssAnon).
+
+    No file backs this memory, so a separately started process cannot share it.
+    """
     return _kibibytes(root / "proc/self/status")["RssAnon"]
 
 
 def _memory(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield the limit and the bytes in use of each group that has a memory limit."""
+    """Yield, for each group with a memory limit, the limit and the used bytes without page cache."""
     for controller, names in (("memory", _MEMORY_V1), (None, _MEMORY_V2)):
         for directory in _groups(controller, root):
             limit = _number(directory / names.limit)
@@ -104,13 +107,13 @@ def _groups(controller: str | None, root: Path) -> Iterator[Path]:
     """Yield the directories of this process's group and of its parents, up to the mount point.
 
     Args:
-        controller: of version 1; None: the tree of version 2.
+        controller: a controller of version 1; None: the tree of version 2.
     """
     group = _own_group(controller, root)
     if group is None:
         return
     for mounted, mount_point in _mounts(controller, root):
-        # A container often sees its own group as the root of the mount, under the path that the host knows.
+        # In a container, the root of the mount is often the container's own group, named by its path on the host.
         inside = group.relative_to(mounted) if group.is_relative_to(mounted) else PurePosixPath()
         directory = mount_point / inside
         if ".." in inside.parts or not directory.is_dir():
@@ -120,7 +123,7 @@ def _groups(controller: str | None, root: Path) -> Iterator[Path]:
 
 
 def _own_group(controller: str | None, root: Path) -> PurePosixPath | None:
-    """Return the path of this process's group by /proc/self/cgroup; None if the controller has no tree."""
+    """Return the path of this process's group, from /proc/self/cgroup; None if the controller has no tree."""
     for line in _lines(root / "proc/self/cgroup"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -130,10 +133,11 @@ def _own_group(controller: str | None, root: Path) -> PurePosixPath | None:
 
 
 def _mounts(controller: str | None, root: Path) -> Iterator[tuple[PurePosixPath, Path]]:
-    """Yield the group at the root of each mount of a tree, and the mount point.
+    """Yield the root group and the mount point of each mount of a tree.
 
-    /proc/self/mountinfo: ID, parent, device, root, mount point, options, any number of optional fields, a hyphen, type
-    of the file system, source, its options (https://man7.org/linux/man-pages/man5/proc_pid_mountinfo.5.html).
+    A line of /proc/self/mountinfo has these fields: ID, parent, device, root, mount point, options, any number of
+    optional fields, a hyphen, file system type, source, file system options.
+    Source: https://man7.org/linux/man-pages/man5/proc_pid_mountinfo.5.html
     """
     for line in _lines(root / "proc/self/mountinfo"):
         mount, _, file_system = line.partition(" - ")
@@ -160,7 +164,7 @@ def _kibibytes(path: Path) -> dict[str, int]:
 
 
 def _number(path: Path) -> int | None:
-    """Return the number a file holds; None if there is no such file, or no positive number in it."""
+    """Return the number in a file; None if the file is missing or does not hold a positive number."""
     word = " ".join(_lines(path)).strip()
     return int(word) if _is_positive(word) else None
 
@@ -170,7 +174,7 @@ def _is_positive(word: str) -> bool:
 
 
 def _lines(path: Path) -> list[str]:
-    """Return the lines of a file; none if it cannot be read."""
+    """Return the lines of a file; an empty list if it cannot be read."""
     try:
         return path.read_text(errors="replace").splitlines()
     except OSError:

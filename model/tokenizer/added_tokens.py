@@ -1,7 +1,8 @@
-"""Tokens that were added to a vocabulary by name, and how they are found in a text before it is split.
+"""Tokens that were added to a vocabulary by name, and the search for them in a text before splitting.
 
-The order is that of `tokenizers`: first the tokens that are looked for in the text as it is, then the text between
-them is normalized and searched for the others. The leftmost is taken, and of those the longest.
+The order is that of the `tokenizers` library. First, tokens with `normalized` false are searched for in the original
+text. Then the text between these tokens is normalized and searched for the tokens with `normalized` true. Both
+searches take the leftmost match; of matches at the same position, the longest.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +20,9 @@ Normalize = Callable[[str], str]
 class AddedToken:
     """An entry of `added_tokens` in tokenizer.json.
 
-    special: a control mark, which has no text of its own.
-    normalized: it is looked for after the text has been normalized.
-    trimmed: it swallows spaces beside it or must stand alone (lstrip, rstrip, single_word).
+    special: a special token; it adds no text to a completion.
+    normalized: searched for in the normalized text instead of the original text.
+    trimmed: the match includes adjacent spaces (lstrip, rstrip) or must be a whole word (single_word).
     """
 
     id: int
@@ -32,19 +33,22 @@ class AddedToken:
 
     @classmethod
     def mark(cls, content: str, token_id: int) -> "AddedToken":
-        """A control mark, found in the text as it is."""
+        """Return a special token that is searched for in the original text."""
         return cls(id=token_id, content=content, special=True, normalized=False, trimmed=False)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], *, token_id: int | None = None) -> "AddedToken":
-        """Read an entry of tokenizer.json, or with its id one of tokenizer_config.json's `added_tokens_decoder`.
+        """Read an entry of `added_tokens` in tokenizer.json or of `added_tokens_decoder` in tokenizer_config.json.
+
+        Args:
+            token_id: the id, for an entry that has no "id" (`added_tokens_decoder`).
 
         Raises:
-            TokenizerError: it has no content or no id.
+            TokenizerError: the entry has no content or no id.
         """
         number, content = values.get("id", token_id), values.get("content")
         if not isinstance(number, int) or number < 0 or not isinstance(content, str) or not content:
-            raise TokenizerError(f"an added token wants an id and a content, not {values!r}")
+            raise TokenizerError(f"an added token needs an id and a content, not {values!r}")
         special = values.get("special", False) is True
         return cls(
             id=number,
@@ -57,11 +61,11 @@ class AddedToken:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preparation:
-    """What is done to a text before it is split into pieces.
+    """Preparation of a text before it is split into pieces.
 
-    added_tokens: ordinary tokens that are looked for before everything else, none of them trimmed.
-    normalize: changes the text; None leaves it.
-    add_prefix_space: put a space before every stretch that does not begin with one.
+    added_tokens: tokens to search for first; none may be trimmed.
+    normalize: normalizer of the text; None: no normalization.
+    add_prefix_space: put a space before each stretch between added tokens that does not begin with a space.
     """
 
     added_tokens: tuple[AddedToken, ...] = ()
@@ -70,7 +74,7 @@ class Preparation:
 
 
 class TextSplitter:
-    """Finds `tokens` in a text, and prepares what is between them."""
+    """Splitter of a text at `tokens`, which also prepares the text between them."""
 
     def __init__(self, tokens: Sequence[AddedToken], preparation: Preparation) -> None:
         self._normalize = normalize = preparation.normalize
@@ -82,7 +86,7 @@ class TextSplitter:
         )
 
     def split(self, text: str) -> Iterator[str | int]:
-        """The text's stretches, ready to be split by the pattern, and the ids of the added tokens between them."""
+        """Yield the parts of a text in order: prepared text for the split pattern, and ids of added tokens."""
         for found in self._raw.split(without_surrogates(text)):
             if isinstance(found, int):
                 yield found
@@ -93,7 +97,7 @@ class TextSplitter:
 
 
 class _Finder:
-    """The occurrences of some literals in a text."""
+    """Search for literal strings in a text."""
 
     def __init__(self, ids: dict[str, int]) -> None:
         self._ids = ids
@@ -101,7 +105,7 @@ class _Finder:
         self._literals = regex.compile("|".join(map(regex.escape, longest_first))) if ids else None
 
     def split(self, text: str) -> Iterator[str | int]:
-        """The text, never an empty stretch of it, and the ids of the literals in it."""
+        """Yield the parts of a text in order: non-empty text, and the id of each literal found."""
         begin = 0
         for match in self._literals.finditer(text) if self._literals else ():
             if match.start() > begin:
@@ -113,7 +117,7 @@ class _Finder:
 
 
 def without_surrogates(text: str) -> str:
-    """The text with U+FFFD for every lone surrogate, which JSON can name and UTF-8 cannot hold."""
+    """Replace each lone surrogate with U+FFFD. JSON can escape lone surrogates; UTF-8 cannot encode them."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,6 +1,7 @@
-"""How byte-level vocabularies write bytes as printable characters.
+"""Printable characters that stand for bytes in byte-level vocabularies.
 
-GPT-2's scheme (Radford et al. 2019): a byte that Latin-1 prints stands for itself, the others follow from U+0100 on.
+This is GPT-2's scheme (Radford et al. 2019). A byte that is printable in Latin-1 stands for itself. The other bytes
+are numbered in order from U+0100.
 """
 
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -12,7 +13,7 @@ CHARACTER_OF: dict[int, str] = {byte: character for character, byte in BYTE_OF.i
 
 
 class _ToLatin1(dict[int, str]):
-    """For `str.translate`: what is not in the alphabet becomes what Latin-1 cannot hold."""
+    """Table for `str.translate`. Characters outside the alphabet become U+0100, which Latin-1 cannot encode."""
 
     def __missing__(self, code: int) -> str:
         return "\u0100"
@@ -22,7 +23,7 @@ _TO_LATIN_1 = _ToLatin1({ord(character): chr(byte) for character, byte in BYTE_O
 
 
 def to_bytes(token: str) -> bytes | None:
-    """The bytes a token's characters stand for; None if one is not in the alphabet."""
+    """Return the bytes that a token's characters stand for; None if a character is not in the alphabet."""
     try:
         return token.translate(_TO_LATIN_1).encode("latin-1")
     except UnicodeEncodeError:
@@ -30,5 +31,5 @@ def to_bytes(token: str) -> bytes | None:
 
 
 def to_characters(token: bytes) -> str:
-    """The characters that stand for these bytes."""
+    """Return the characters that stand for a token's bytes."""
     return token.decode("latin-1").translate(CHARACTER_OF)

@@ -1,9 +1,15 @@
-"""Whether a tokenizer of the `tokenizers` library makes at least so many tokens of a text of so many bytes. Torch-free.
+"""Upper bound for the bytes of a text that one token can cover, for the `tokenizers` library. Torch-free.
 
-A text far over the context is refused before it is tokenized, which takes long. That needs a most that one token can
-stand for, and there is none where a token of any kind covers a run without end: unknown characters fused to one, words
-that are not in the vocabulary, spaces that an added token or a pre-tokenizer swallows, letters a normalizer drops.
-What is not known here has no bound.
+A text far longer than the context is rejected before the slow tokenization. The check needs this bound: with it, the
+length of a text in bytes gives a minimum number of tokens.
+
+There is no bound if one token can cover a run of any length:
+- unknown characters fused into one token,
+- words that are not in the vocabulary,
+- spaces that an added token or a pre-tokenizer swallows,
+- characters that a normalizer drops.
+
+A tokenizer with a component that this module does not know counts as unbounded.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +20,11 @@ from model.tokenizer.decoders import TokenDecoder
 
 
 def is_bounded(values: Mapping[str, Any], decoder: TokenDecoder, added_tokens: Sequence[AddedToken]) -> bool:
-    """Whether no token stands for more bytes of a text than the longest token has, or than one character (4).
+    """Return True if no token covers more bytes of a text than the longest token or character (4 bytes) has.
 
     Args:
         values: the object of a tokenizer.json.
-        decoder, added_tokens: what it says.
+        decoder, added_tokens: the decoder and the added tokens read from `values`.
     """
     keeps: dict[str, Callable[[Mapping[str, Any]], bool]] = {
         "ByteLevel": lambda step: True,
@@ -39,7 +45,7 @@ def is_bounded(values: Mapping[str, Any], decoder: TokenDecoder, added_tokens: S
 def _knows_what_it_covers(model: Mapping[str, Any], decoder: TokenDecoder) -> bool:
     kind, vocabulary, unknown = model.get("type", "BPE"), model["vocab"], model.get("unk_token")
     if kind == "BPE":
-        if unknown is None or unknown not in vocabulary:  # what has no token is refused, but for spaces
+        if unknown is None or unknown not in vocabulary:  # an unknown character raises an error, except white space
             return decoder.byte_level
         has_bytes = model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
         return bool(has_bytes or not model.get("fuse_unk"))

@@ -9,26 +9,28 @@ from model.tokenizer.added_tokens import AddedToken, Preparation, TextSplitter
 from model.tokenizer.interface import TokenizerError
 from model.tokenizer.vocabulary import Vocabulary
 
-# NFC is the only normalizer here. It leaves a quarter at least: U+0390 has 2 bytes, or 7 when spelled out.
+# NFC, the only normalizer here, leaves at least a quarter of a text's bytes. The worst case known: U+0390 has 2 bytes,
+# and its longest spelling (U+1FBE U+0308 U+0301) has 7.
 NFC_SHRINKS = 4
-# Ten times the largest vocabularies. A file may name any number, and a list of so many places is made.
+# Ten times the largest vocabularies. A file may name any id, and a list with one entry for each id is allocated.
 MAX_IDS = 2**22
 
 
 class ByteLevelTokenizer(Vocabulary):
-    """A byte-level BPE. Every byte is a token, so every text can be encoded; see `interface.Tokenizer`.
+    """Byte-level BPE tokenizer. Every byte is a token, so every text can be encoded; see `interface.Tokenizer`.
 
     Args:
-        pattern: regular expression that splits a text into pieces; merges never cross them.
-        ranks: the bytes and the rank of every token that a piece of text becomes; a lower rank merges first.
-        special_tokens: name and id of each control mark.
-        eos_token_ids, bos_token_id: the marks that end and begin a text.
-        ids: the id of each rank, gaps in the ranks filled with anything; None where they are the same.
-        others: bytes of the ids that stand in neither `ranks` nor `special_tokens`.
-        preparation: what is done to a text before it is split; None for nothing.
+        pattern: regular expression that splits a text into pieces; merges never cross the border of a piece.
+        ranks: bytes and rank of every token that a piece can become; pairs with a lower rank are merged first.
+        special_tokens: name and id of each special token.
+        eos_token_ids, bos_token_id: the EOS tokens, and the BOS token if there is one.
+        ids: the id of each rank, with any value at a gap in the ranks; None if ids and ranks are equal.
+        others: bytes of the ids that are neither in `ranks` nor in `special_tokens`.
+        preparation: preparation of a text before it is split; None: no preparation.
 
     Raises:
-        TokenizerError: an id stands for two tokens or is absurdly large, a byte has no token, or a mark does not exist.
+        TokenizerError: an id is used by two tokens, or is negative or `MAX_IDS` or more; a byte has no token; the BOS
+            or an EOS token is not in the vocabulary; or tiktoken cannot use the pattern.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class ByteLevelTokenizer(Vocabulary):
         """See `interface.Tokenizer`.
 
         Raises:
-            TokenizerError: the text is beyond the splitter's means, such as a million spaces in a row.
+            TokenizerError: the splitter cannot handle the text, for example a million spaces in a row.
         """
         splitter = self._with_marks if parse_special else self._without_marks
         if splitter.is_idle:
@@ -84,24 +86,24 @@ class ByteLevelTokenizer(Vocabulary):
         try:
             ranks = self._encoding.encode_ordinary(text)
         except BaseException as error:
-            # tiktoken's splitter gives up by a Rust panic, which is no Exception and has no importable name.
+            # tiktoken's splitter gives up with a Rust panic. It is not an Exception, and its class cannot be imported.
             if type(error).__name__ != "PanicException":
                 raise
             raise TokenizerError(
-                "the text cannot be split into tokens: a run of spaces or letters is too long"
+                "the text cannot be split into tokens: a run of spaces or letters is too long; shorten the run"
             ) from None
         return ranks if self._ids is None else [self._ids[rank] for rank in ranks]
 
     def _table(self, special_tokens: Mapping[str, int], others: Mapping[int, bytes]) -> list[bytes]:
-        """The bytes of every id, gaps without."""
+        """Return the bytes of each id; b"" for special tokens and for unused ids."""
         ids = self._ids
         of_ranks = ((rank if ids is None else ids[rank], token) for token, rank in self.ranks.items())
         of_marks = ((token_id, b"") for token_id in special_tokens.values())
         table: dict[int, bytes] = {}
         for token_id, token in itertools.chain(of_ranks, others.items(), of_marks):
             if token_id < 0 or token_id in table:
-                raise TokenizerError(f"token ids must be 0 or more, each for one token alone; {token_id} is not")
-            if token_id >= MAX_IDS:  # each id below the largest takes a place
+                raise TokenizerError(f"token ids must be 0 or more and unique; {token_id} is not")
+            if token_id >= MAX_IDS:  # every id below the largest takes a list entry
                 raise TokenizerError(f"token ids must be under {MAX_IDS:,}; {str(token_id)[:20]} is not")
             table[token_id] = token
         return [table.get(token_id, b"") for token_id in range(max(table) + 1)]

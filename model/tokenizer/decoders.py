@@ -1,7 +1,7 @@
-"""What the bytes of a token are, according to the `decoder` of a tokenizer.json.
+"""Bytes of a token, from the `decoder` of a tokenizer.json.
 
-Understood are the decoders that join tokens without regard to their neighbours, but for a space taken off the very
-start of a text:
+A decoder is supported if the bytes of a token do not depend on its neighbours, because only such tokens can be
+streamed. The one exception is the removal of spaces at the start of a text. Supported:
 
     ByteLevel                                       every character stands for a byte (GPT-2)
     Replace, ByteFallback, Fuse, Strip in sequence  ▁ is a space, <0xE2> a byte (Llama 2, Gemma)
@@ -23,12 +23,12 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenDecoder:
-    """Tokens to bytes.
+    """Conversion of tokens to bytes.
 
-    byte_level: characters stand for bytes.
-    byte_fallback: <0xE2> is a byte.
-    replacements: what is replaced in a token's text, in order.
-    num_stripped: spaces that are taken off the start of a text.
+    byte_level: every character of a token stands for a byte.
+    byte_fallback: a token such as <0xE2> stands for one byte.
+    replacements: pairs of old and new text, replaced in a token in this order.
+    num_stripped: maximum number of spaces to remove from the start of a text.
     """
 
     byte_level: bool = False
@@ -37,7 +37,7 @@ class TokenDecoder:
     num_stripped: int = 0
 
     def token_bytes(self, token: str) -> bytes:
-        """The bytes a token of the vocabulary adds to a text that stands already."""
+        """Return the bytes that a token of the vocabulary adds to a non-empty text."""
         if self.byte_level:
             found = to_bytes(token)
             return token.encode() if found is None else found
@@ -48,17 +48,17 @@ class TokenDecoder:
         return token.encode("utf-8", "replace")
 
     def strip_start(self, text: bytes) -> bytes:
-        """The bytes of a whole text without the spaces that were put before it."""
+        """Return the bytes of a whole text without the spaces that encoding put before it."""
         for _ in range(self.num_stripped):
             text = text.removeprefix(b" ")
         return text
 
 
 def read_decoder(values: Mapping[str, Any] | None) -> TokenDecoder:
-    """The decoder that tokenizer.json describes.
+    """Read the `decoder` of a tokenizer.json.
 
     Raises:
-        TokenizerError: it is of a kind, or an order, that is not understood.
+        TokenizerError: the type or the order of the decoder's steps is not supported.
     """
     steps = _steps(values)
     kinds = [step.get("type") for step in steps]
@@ -70,8 +70,8 @@ def read_decoder(values: Mapping[str, Any] | None) -> TokenDecoder:
         decoder = read(decoder, step)
     if not decoder.byte_level and not {"Fuse", "Metaspace"} & set(kinds):
         raise TokenizerError(
-            f"its decoder ({_names(steps)}) joins tokens by spaces, and such texts cannot be streamed; "
-            "add a Fuse decoder if tokens follow each other directly"
+            f"the decoder ({_names(steps)}) joins tokens with spaces, which cannot be streamed; "
+            "add a Fuse decoder if tokens are joined without spaces"
         )
     return decoder
 
@@ -113,7 +113,7 @@ def _metaspace(decoder: TokenDecoder, step: Mapping[str, Any]) -> TokenDecoder:
     mark = step.get("replacement")
     if not isinstance(mark, str) or not mark:
         raise _not_understood(step)
-    # Files of before 2023 have add_prefix_space instead of prepend_scheme.
+    # Files from before 2023 have add_prefix_space instead of prepend_scheme.
     prepends = step.get("prepend_scheme", "always") != "never" and step.get("add_prefix_space", True) is True
     return _changed(
         decoder, replacements=(*decoder.replacements, (mark, " ")), num_stripped=decoder.num_stripped + prepends
@@ -122,14 +122,14 @@ def _metaspace(decoder: TokenDecoder, step: Mapping[str, Any]) -> TokenDecoder:
 
 def _changed(decoder: TokenDecoder, **changes: Any) -> TokenDecoder:
     if decoder.byte_level:
-        raise TokenizerError("its decoder has steps beside ByteLevel, which is not understood")
+        raise TokenizerError("the decoder has steps besides ByteLevel, which is not supported; use ByteLevel alone")
     return dataclasses.replace(decoder, **changes)
 
 
 def _not_understood(step: Mapping[str, Any]) -> TokenizerError:
     return TokenizerError(
-        f"its decoder step {dict(step)!r} is not understood here; "
-        "known are ByteLevel, Metaspace, and Replace, ByteFallback, Fuse, Strip in this order"
+        f"the decoder step {dict(step)!r} is not supported; "
+        "supported are ByteLevel, Metaspace, and Replace, ByteFallback, Fuse, Strip in this order"
     )
 
 

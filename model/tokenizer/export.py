@@ -1,11 +1,11 @@
-"""Any tokenizer that is served, as a tokenizer directory of Hugging Face, so that other tools count the same tokens.
+"""Export of any served tokenizer as a Hugging Face tokenizer directory, so that other tools count the same tokens.
 
-    tokenizer.json            its own where the checkpoint has one, else written from ranks and pattern
-    tokenizer_config.json     the marks, and whether one is put before a text
-    special_tokens_map.json   the marks again
+    tokenizer.json            the checkpoint's own file if it has one, else written from ranks and pattern
+    tokenizer_config.json     the special tokens, and `add_bos_token`
+    special_tokens_map.json   the special tokens again
 
-One thing cannot be written down: `transformers` takes what looks like a control mark in a text as one, while a served
-prompt does not (see `interface.Tokenizer.encode`).
+One difference remains: `transformers` parses the name of a special token in a text as that token. The server treats
+such names in a prompt as ordinary text (see `interface.Tokenizer.encode`).
 """
 
 import json
@@ -31,10 +31,11 @@ _SIGNATURE = {"exported_by": "kvasir"}
 
 
 def export_tokenizer(tokenizer: Tokenizer, source: Path, out: Path) -> list[Path]:
-    """Write the directory `out` for the tokenizer of the checkpoint directory `source`. Returns the files written.
+    """Write the tokenizer of the checkpoint directory `source` to the directory `out`. Return the files in `out`.
 
     Raises:
-        TokenizerError: it has no equal in Hugging Face's format, or `out` holds what is not ours to overwrite.
+        TokenizerError: the tokenizer has no equivalent in Hugging Face's format, or `out` cannot be written, or `out`
+            holds files other than an earlier export.
     """
     _check_writable(out)
     text = _tokenizer_json(tokenizer, source)
@@ -73,13 +74,13 @@ def export_tokenizer(tokenizer: Tokenizer, source: Path, out: Path) -> list[Path
 
 
 def _check_writable(out: Path) -> None:
-    """Refuse a directory that holds anything but an earlier export."""
+    """Raise TokenizerError for a directory that holds anything but an earlier export."""
     if out.exists() and not out.is_dir():
         raise TokenizerError(f"{out}: not a directory; choose another one")
     names = {path.name for path in out.iterdir()} if out.exists() else set()
     is_export = names <= _OURS and _SIGNATURE.items() <= read_object(out / TOKENIZER_CONFIG_FILE, optional=True).items()
     if names and not is_export:
-        raise TokenizerError(f"{out}: holds files that are no export of ours; choose a new or an empty directory")
+        raise TokenizerError(f"{out}: holds files other than an earlier export; choose a new or an empty directory")
 
 
 def _tokenizer_json(tokenizer: Tokenizer, source: Path) -> str:
@@ -94,7 +95,7 @@ def _tokenizer_json(tokenizer: Tokenizer, source: Path) -> str:
 
 
 def _post_processor(tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """What puts the mark before a text."""
+    """Return the `post_processor` that puts the BOS token before a text; None without a BOS token."""
     if tokenizer.bos_token_id is None:
         return None
     name = tokenizer.token_name(tokenizer.bos_token_id)
@@ -108,26 +109,31 @@ def _post_processor(tokenizer: Tokenizer) -> dict[str, Any] | None:
 
 
 def _check_ids(text: str, tokenizer: Tokenizer) -> None:
-    """The library gives ids of its own to added tokens that stand nowhere else: see that all are as they were."""
+    """Raise TokenizerError if a special token gets another id.
+
+    The library assigns new ids to added tokens that are not in the vocabulary.
+    """
     library = tokenizers.Tokenizer.from_str(text)
     for name, token_id in tokenizer.special_tokens.items():
         if library.token_to_id(name) != token_id:
-            raise TokenizerError(f"the mark {name!r} would get another id than {token_id} in Hugging Face's format")
+            raise TokenizerError(
+                f"the special token {name!r} would get another id than {token_id} in Hugging Face's format"
+            )
 
 
 def _from_ranks(tokenizer: ByteLevelTokenizer) -> dict[str, Any]:
     pattern = for_oniguruma(tokenizer.pattern)
     if pattern is None:
-        raise TokenizerError(f"the pattern {tokenizer.pattern!r} has no equal in Hugging Face's format")
+        raise TokenizerError(f"the pattern {tokenizer.pattern!r} has no equivalent in Hugging Face's format")
     ranked = [to_characters(token) for token in sorted(tokenizer.ranks, key=tokenizer.ranks.__getitem__)]
     try:
         merges = merges_of_ranks(ranked)
     except NotEquivalentError as error:
-        raise TokenizerError(f"these ranks have no equal list of merges: {error}") from error
+        raise TokenizerError(f"the ranks have no equivalent list of merges: {error}") from error
     marks = [AddedToken.mark(name, number) for name, number in tokenizer.special_tokens.items()]
     every_token = ((tokenizer.token_bytes(token_id), token_id) for token_id in range(tokenizer.vocab_size))
     vocabulary = {to_characters(token): token_id for token, token_id in every_token if token}
-    vocabulary |= {mark.content: mark.id for mark in marks}  # so that they keep their ids, gaps before them or not
+    vocabulary |= {mark.content: mark.id for mark in marks}  # keeps their ids, even after a gap
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
         "version": "1.0",
@@ -147,7 +153,7 @@ def _from_ranks(tokenizer: ByteLevelTokenizer) -> dict[str, Any]:
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": bool(merges.whole_pieces),  # tiktoken takes a piece that is a token as it stands
+            "ignore_merges": bool(merges.whole_pieces),  # tiktoken never splits a piece that is a token
             "vocab": vocabulary,
             "merges": merges.pairs,
         },

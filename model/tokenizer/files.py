@@ -1,4 +1,4 @@
-"""Which files of a checkpoint directory hold its tokenizer."""
+"""Loading of the tokenizer of a checkpoint directory, whichever format its files have."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,10 +13,10 @@ from model.tokenizer.tokenizer_json import TOKENIZER_FILE, tokenizer_from_json
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint directory, of our own format or one of Hugging Face's, OpenAI's or Meta's.
+    """Load the tokenizer of a checkpoint directory in the format of Kvasir, Hugging Face, OpenAI or Meta.
 
     Raises:
-        TokenizerError: a file is missing, unusable or unknown; one line names it.
+        TokenizerError: a file is missing, unusable or unknown; the message names the file.
     """
     load = next((load for name, load in _LOADERS.items() if is_named(directory / name)), None)
     try:
@@ -26,7 +26,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
             return load_published_ranks(ranks)
     except TokenizerError as error:
         raise TokenizerError(f"{directory}/{error}") from error
-    raise TokenizerError(f"{directory}: no tokenizer; expected one of {', '.join(_LOADERS)} or one *.tiktoken")
+    raise TokenizerError(f"{directory}: no tokenizer; expected one of {', '.join(_LOADERS)} or one *.tiktoken file")
 
 
 def _load_json(directory: Path) -> Tokenizer:

@@ -1,8 +1,10 @@
-"""Any tokenizer of the `tokenizers` library whose decoder is understood. Torch-free.
+"""Tokenizer that encodes with the `tokenizers` library, for every supported decoder. Torch-free.
 
-It serves what tiktoken cannot: SentencePiece's BPE and unigram models with byte fallback (Llama 2, Mistral, Gemma),
-one token a character, and byte-level BPE that is not provably what tiktoken computes. Encoding is the library's own;
-decoding is ours, because the library's does not stream: what a token adds to a text that stands already is its bytes.
+It serves the tokenizers that tiktoken cannot run: SentencePiece's BPE and unigram models with byte fallback (Llama 2,
+Mistral, Gemma), character tokenizers, and byte-level BPE that is not provably equivalent to tiktoken's.
+
+The library encodes. Decoding is implemented here, because the library's decoding cannot be streamed. Here, a token
+adds its own bytes to the text, whatever its neighbours are.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,18 +27,19 @@ class LibraryTokenizer(Vocabulary):
     """A tokenizer of the `tokenizers` library; see `interface.Tokenizer`.
 
     Args:
-        text: a tokenizer.json.
-        decoder: what it says about decoding.
-        special_tokens: name and id of each control mark.
-        eos_token_ids, bos_token_id: the marks that end and begin a text.
-        added_tokens: those that the file adds by name.
-        alphabet: the only characters of which the library makes tokens, where it would drop others in silence or with
-            an error that does not name them; of a byte-level vocabulary those that stand for bytes. None where nothing
-            is dropped.
-        is_bounded: see `bounds`.
+        text: the content of a tokenizer.json.
+        decoder: the decoder that the file describes.
+        special_tokens: name and id of each special token.
+        eos_token_ids, bos_token_id: the EOS tokens, and the BOS token if there is one.
+        added_tokens: the tokens that the file adds by name.
+        alphabet: the characters that have tokens. A text with any other character is rejected, because the library
+            would drop the character silently, or raise an error that does not name it. For a byte-level vocabulary,
+            the characters that stand for bytes. None if the library drops nothing.
+        is_bounded: True if `longest_token` is known; see `bounds`.
 
     Raises:
-        TokenizerError: the library refuses it or would give a token another id, or a mark does not exist.
+        TokenizerError: the library rejects the file or would assign another id to a token, an added token normalizes
+            to nothing, or the BOS or an EOS token is not in the vocabulary.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class LibraryTokenizer(Vocabulary):
         is_bounded: bool = False,
     ) -> None:
         self._library = _guarded(lambda: tokenizers.Tokenizer.from_str(text))
-        self._library.encode_special_tokens = True  # marks in a text are text
+        self._library.encode_special_tokens = True  # names of special tokens in a text are text
         self._library.no_truncation()
         self._library.no_padding()
         self._check_added_tokens(added_tokens)
@@ -62,7 +65,7 @@ class LibraryTokenizer(Vocabulary):
         marks = set(special_tokens.values())
         token_bytes = [b""] * (max(vocabulary.values(), default=-1) + 1)
         for token_id in set(vocabulary.values()) - marks:
-            # Not its key: an added token that is looked for in normal form stands for its normal form.
+            # Not the vocabulary key: a normalized added token stands for its normalized text.
             token_bytes[token_id] = decoder.token_bytes(self._library.id_to_token(token_id))
         super().__init__(token_bytes, special_tokens, eos_token_ids=eos_token_ids, bos_token_id=bos_token_id)
         self._longest_token = max(_CHARACTER_BYTES, *map(len, token_bytes)) if is_bounded else None
@@ -71,7 +74,7 @@ class LibraryTokenizer(Vocabulary):
         """See `interface.Tokenizer`.
 
         Raises:
-            TokenizerError: the library cannot encode the text, such as a character that no token stands for.
+            TokenizerError: the library cannot encode the text, for example a character without a token.
         """
         clean = without_surrogates(text)
         if self._alphabet is not None:
@@ -82,38 +85,44 @@ class LibraryTokenizer(Vocabulary):
 
     @cached_property
     def _with_marks(self) -> tokenizers.Tokenizer:
-        """A second one that finds marks in a text. Threads share both, so neither is switched back and forth."""
+        """Return a second library tokenizer, which parses special tokens in a text.
+
+        Threads share both tokenizers, so the setting of one tokenizer cannot be switched per call.
+        """
         library = tokenizers.Tokenizer.from_str(self.to_json())
         library.encode_special_tokens = False
         return library
 
     def to_json(self) -> str:
-        """The tokenizer.json that the library writes."""
+        """Return the tokenizer.json that the library writes."""
         return str(self._library.to_str())
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """See `interface.Tokenizer`. The space that such tokenizers put before a text is taken off again."""
+        """See `interface.Tokenizer`. Remove the space that such tokenizers put before a text."""
         return self._decoder.strip_start(self.bytes_of(token_ids)).decode("utf-8", "replace")
 
     def _check_added_tokens(self, added_tokens: Sequence[AddedToken]) -> None:
-        """The library numbers them in the order of the file, whatever it says, and finds an empty one everywhere."""
+        """Raise TokenizerError for an added token that the library would handle differently from the file.
+
+        The library ignores the ids in the file for tokens outside the vocabulary and numbers them in file order. It
+        matches a token with empty normalized text everywhere.
+        """
         for token in added_tokens:
             if (actual := self._library.token_to_id(token.content)) != token.id:
                 raise TokenizerError(
-                    f"the added token {token.content!r} has the id {token.id}, but the tokenizers library gives it "
-                    f"{actual}, for ids are missing before it; list a token for each"
+                    f"the added token {token.content!r} has the id {token.id}, but the tokenizers library assigns "
+                    f"{actual}, because lower ids are missing; add a token for each missing id"
                 )
             if token.normalized and not self._normal(token.content):
                 raise TokenizerError(
-                    f"the added token {token.content!r} is looked for in normal form, and of that nothing is left; "
-                    "set its normalized to false"
+                    f"the added token {token.content!r} is empty after normalization; set its normalized to false"
                 )
 
     def _check_nothing_is_dropped(self, text: str, alphabet: frozenset[str]) -> None:
         for character in dict.fromkeys(self._normal(text)):
             symbols = to_characters(character.encode()) if self._decoder.byte_level else character
             if not alphabet.issuperset(symbols) and (self._decoder.byte_level or not character.isspace()):
-                raise TokenizerError(f"the tokenizer has no token for {character!r}; leave it out")
+                raise TokenizerError(f"the tokenizer has no token for {character!r}; remove this character")
 
     def _normal(self, text: str) -> str:
         normalizer = self._library.normalizer
@@ -121,12 +130,12 @@ class LibraryTokenizer(Vocabulary):
 
 
 def _guarded(call: Callable[[], Any]) -> Any:
-    """What the library gives; its errors, which have no type of their own, as ours."""
+    """Call the library, and raise its errors, which have no type of their own, as TokenizerError."""
     try:
         return call()
     except BaseException as error:
-        # A Rust panic is no Exception and has no importable name.
+        # A Rust panic is not an Exception, and its class cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = " ".join(str(error).split())
-        raise TokenizerError(f"the tokenizers library refuses it: {reason[:_LONGEST_REASON]}") from error
+        raise TokenizerError(f"the tokenizers library reports an error: {reason[:_LONGEST_REASON]}") from error

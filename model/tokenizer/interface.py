@@ -1,4 +1,4 @@
-"""What every tokenizer can do, whichever library stands behind it. Torch-free."""
+"""The tokenizer interface, independent of the library that implements it. Torch-free."""
 
 from collections.abc import Iterable, Mapping
 from typing import Protocol
@@ -7,67 +7,71 @@ from model.error_line import error_line
 
 
 class TokenizerError(ValueError):
-    """A tokenizer's files are missing, damaged, unknown or do not fit. One line: the file, the thing, the remedy."""
+    """A tokenizer file is missing, damaged, unknown or unsuitable, or a text cannot be encoded.
+
+    The message is one line with the file, the problem and the remedy.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(error_line(message))
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back.
+    """Conversion of text to token ids and back.
 
-    Two implement it: `ByteLevelTokenizer` (tiktoken) and `LibraryTokenizer` (the `tokenizers` library).
+    The implementations are `ByteLevelTokenizer` (tiktoken) and `LibraryTokenizer` (the `tokenizers` library).
     """
 
     @property
     def vocab_size(self) -> int:
-        """The highest id plus one. Ids below it may stand for nothing: they have no bytes and an empty name."""
+        """The highest id plus one. Unused ids below it have no bytes and an empty name."""
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """Name and id of each control mark. They have no text of their own: completions leave them out."""
+        """Name and id of each special token. Special tokens add no text to a completion."""
 
     @property
     def bos_token_id(self) -> int | None:
-        """The mark that is put before a prompt; None puts none."""
+        """The BOS token, which is put before a prompt; None if prompts begin without a special token."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids of which any ends a text; there may be none."""
+        """The EOS tokens: any of these ids ends a text. May be empty."""
 
     @property
     def longest_token(self) -> int | None:
-        """The most bytes of a text without control marks that one token stands for; None where there is no most."""
+        """Maximum number of text bytes that one token covers, special tokens excepted; None if there is no limit."""
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
-        """Token ids of a text, without the mark that begins a prompt.
+        """Return the token ids of a text, without the BOS token.
+
+        Lone surrogates become U+FFFD. JSON can escape lone surrogates, but UTF-8 cannot encode them.
 
         Args:
-            parse_special: take what looks like a control mark as one. By default it is ordinary text, because a
-                user's text must not be able to speak with the model's control voice; a rendered chat template does.
-
-        Lone surrogates, which no UTF-8 can hold but JSON can name, become U+FFFD.
+            parse_special: parse the name of a special token in the text as that token. By default such a name is
+                ordinary text, because a user must not be able to inject special tokens. Rendered chat templates
+                need True.
 
         Raises:
-            TokenizerError: the text is beyond the tokenizer's means.
+            TokenizerError: the tokenizer cannot encode the text.
         """
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of these ids, special tokens by name, bytes that are no UTF-8 as U+FFFD.
+        """Return the text of these ids, with special tokens by name and invalid UTF-8 as U+FFFD.
 
         Raises:
             IndexError: an id is not in the vocabulary.
         """
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token adds to a text that stands already; none for a special token.
+        """Return the bytes that a token adds to a non-empty text; b"" for a special token.
 
         Raises:
             IndexError: the id is not in the vocabulary.
         """
 
     def token_name(self, token_id: int) -> str:
-        """How to show a token alone: its text, with broken characters as U+FFFD, or a special token's name.
+        """Return the text to show for a single token: its text with invalid UTF-8 as U+FFFD, or its special name.
 
         Raises:
             IndexError: the id is not in the vocabulary.

@@ -1,4 +1,4 @@
-"""Which marks begin and end a text, according to the files of a Hugging Face directory."""
+"""BOS and EOS tokens, read from the files of a Hugging Face directory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerConfig:
-    """What tokenizer_config.json and special_tokens_map.json say.
+    """Settings from tokenizer_config.json and special_tokens_map.json.
 
-    roles: bos_token and its like, as far as they are named.
-    special: names of all tokens that are control marks.
-    adds_bos, adds_eos: whether the mark is put before or after every text; None leaves it to tokenizer.json.
+    roles: token name of each role that the files define, such as bos_token.
+    special: names of all special tokens that the files define.
+    adds_bos, adds_eos: True if BOS is put before every text, or EOS after it. None: the files do not say.
     added_tokens: entries of `added_tokens_decoder`, by id.
-    tokenizer_class: the class in `transformers`, None if it is not named.
+    tokenizer_class: the class in `transformers`; None if the files name no class.
     """
 
     roles: Mapping[str, str]
@@ -36,10 +36,10 @@ class TokenizerConfig:
 
 
 def read_tokenizer_config(directory: Path) -> TokenizerConfig:
-    """Read both files, as far as they are there; the first one's word counts.
+    """Read both files if they exist. A key of tokenizer_config.json overrides that of special_tokens_map.json.
 
     Raises:
-        TokenizerError: a file is not a JSON object, or an added token has no number.
+        TokenizerError: a file is not a JSON object, or a key has a value of the wrong type.
     """
     config = read_object(directory / TOKENIZER_CONFIG_FILE, optional=True)
     values = {**read_object(directory / SPECIAL_TOKENS_FILE, optional=True), **config}
@@ -52,7 +52,9 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
     try:
         added = {int(key): dict(entry) for key, entry in (config.get("added_tokens_decoder") or {}).items()}
     except (ValueError, TypeError, AttributeError) as error:
-        raise TokenizerError(f"{TOKENIZER_CONFIG_FILE}: added_tokens_decoder is malformed") from error
+        raise TokenizerError(
+            f"{TOKENIZER_CONFIG_FILE}: added_tokens_decoder is malformed; copy the file again"
+        ) from error
     return TokenizerConfig(
         roles=roles,
         special=frozenset(special | set(roles.values())),
@@ -64,10 +66,13 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
 
 
 def end_marks(directory: Path, config: TokenizerConfig, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
-    """Ids of which any ends a text: of generation_config.json, else of config.json, else tokenizer_config's eos_token.
+    """Return the EOS token ids of a Hugging Face directory; empty if no file defines them.
+
+    The first of these sources that defines an id is used: `eos_token_id` of generation_config.json, `eos_token_id` of
+    config.json, `eos_token` of tokenizer_config.json.
 
     Raises:
-        TokenizerError: a file is damaged, or names an end that is not in the vocabulary.
+        TokenizerError: a file is damaged, or an EOS token is not in the vocabulary.
     """
     file = GENERATION_CONFIG_FILE
     try:
@@ -93,13 +98,15 @@ def end_marks(directory: Path, config: TokenizerConfig, vocabulary: Mapping[str,
 def begin_mark(
     config: TokenizerConfig, post_processor: Mapping[str, Any] | None, vocabulary: Mapping[str, int]
 ) -> int | None:
-    """The id that is put before a prompt, or None.
+    """Return the BOS token id that is put before a prompt, or None.
 
-    The template of tokenizer.json puts it there, or `add_bos_token` of tokenizer_config.json where no template does.
-    (transformers 4 heeds that key for some classes and 5 for none; models that have it were trained with the mark.)
+    The post-processor template of tokenizer.json defines it. Without one in the template, `add_bos_token` of
+    tokenizer_config.json does. transformers 4 reads that key for some classes and transformers 5 for no class. It is
+    read here for all, because models with the key in their config were trained with the BOS token.
 
     Raises:
-        TokenizerError: more than one mark is put before a text, or one after it: nothing could be completed then.
+        TokenizerError: the files put more than one special token before a text, or any after it. A text with a
+            special token after it cannot be continued.
     """
     begins, ends = _template(post_processor)
     name = config.roles.get("bos_token")
@@ -109,17 +116,17 @@ def begin_mark(
         ends = ["eos_token"]
     if ends or len(begins) > 1:
         raise TokenizerError(
-            f"every text would stand between {begins} and {ends}, but only one mark before a prompt can be served; "
-            f"correct post_processor, or add_eos_token in {TOKENIZER_CONFIG_FILE}"
+            f"special tokens {begins} before and {ends} after every text; at most one before and none after can be "
+            f"served; correct post_processor, or add_eos_token in {TOKENIZER_CONFIG_FILE}"
         )
     return _id_of(begins[0], "bos_token", vocabulary) if begins else None
 
 
 def read_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    """A file's JSON object; an empty one if the file may be missing and is.
+    """Read the JSON object of a file; return an empty object if `optional` and the file is missing.
 
     Raises:
-        TokenizerError: it cannot be read or is something else.
+        TokenizerError: the file cannot be read or does not hold a JSON object.
     """
     try:
         return read_file(path, optional=optional)
@@ -128,7 +135,7 @@ def read_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
 
 
 def _template(post_processor: Mapping[str, Any] | None) -> tuple[list[str], list[str]]:
-    """Names of the marks before and after a single text."""
+    """Return the names of the special tokens that a post-processor puts before and after a single text."""
     if post_processor is None or post_processor.get("type") == "ByteLevel":
         return [], []
     match post_processor:
@@ -141,13 +148,11 @@ def _template(post_processor: Mapping[str, Any] | None) -> tuple[list[str], list
             return [str(m) for m in marks[:text]], [str(m) for m in marks[text + 1 :]]
         case {"type": "RobertaProcessing" | "BertProcessing", "cls": [str(begin), *_], "sep": [str(end), *_]}:
             return [begin], [end]
-    raise TokenizerError(
-        f"its post_processor {post_processor.get('type')!r} is not understood; known: TemplateProcessing"
-    )
+    raise TokenizerError(f"the post_processor {post_processor.get('type')!r} is not supported; use TemplateProcessing")
 
 
 def _content(value: object) -> str | None:
-    """The name of a token, which Hugging Face writes as a string or as an object with `content`."""
+    """Return the name of a token, which Hugging Face writes as a string or as an object with `content`."""
     name = value.get("content") if isinstance(value, dict) else value
     return name if isinstance(name, str) and name else None
 

@@ -1,25 +1,25 @@
-"""When a list of merges and a table of ranks are the same byte-pair encoding.
+"""Equivalence of a list of merges and a table of ranks, the two forms of a byte-pair encoding.
 
-Two programs make tokens of a piece of text. Hugging Face's `tokenizers` joins a neighbouring pair only if that pair
-stands in a list of merges, the earliest in the list first. tiktoken joins any neighbouring pair whose bytes together
-are a token, the token of the lowest rank first, and takes a piece that is a token as it stands. Both prefer the
-leftmost of equals.
+Two libraries split a piece of text into tokens. Hugging Face's `tokenizers` merges a neighbouring pair only if the
+pair is in a list of merges; the pair listed first is merged first. tiktoken merges any neighbouring pair if its joined
+bytes are a token; the pair with the lowest rank is merged first. tiktoken never splits a piece that is a token. Of
+equal pairs, both libraries merge the leftmost.
 
-They agree on every piece if each token has one pair that its own bytes are always joined from. Say that listed merging
-of the bytes of token t ends in t, last joining the pair p(t); all p(t) are listed, and tiktoken ranks tokens in the
-order of their p(t). Then:
+The libraries agree on every piece under the following condition. For each token t, merging its own bytes by the list
+ends in t. Call the last pair merged p(t). Every p(t) is in the list, and tiktoken ranks the tokens in the order of
+their p(t). Proof:
 
-1. Whenever two neighbours x, y in any piece have together the bytes of t, (x, y) is p(t). For no join so far has
-   crossed the borders of that stretch; so inside it the same joins have been made in the same order as if it were
-   alone; alone it passes through exactly one state of two parts, p(t). (For tiktoken by induction over the length.)
-2. So in every state both programs see the same joinable pairs, in the same order, and take the same one.
-3. A token whose own bytes do not end in it is never joined at all, by 1. It appears only as a whole piece, where the
-   program looks those up: tiktoken does, `tokenizers` if `ignore_merges` is set. Without it such a token is left out
-   of the ranks.
+1. If two neighbours x and y in any piece together have the bytes of t, then (x, y) is p(t). No merge so far has crossed
+   the borders of that stretch. So the merges inside the stretch are those of the stretch alone, in the same order.
+   Alone, the stretch passes through exactly one state of two parts, p(t). (For tiktoken, by induction over the length.)
+2. So both libraries see the same mergeable pairs in the same order in every state, and merge the same pair.
+3. By 1, a token is never merged if merging its own bytes does not end in it. Such a token appears only as a whole
+   piece, if the library looks up whole pieces. tiktoken does; `tokenizers` does if `ignore_merges` is set. If
+   `ignore_merges` is not set, such a token is left out of the ranks.
 
-`canonical_merges` finds p(t) for all t in one pass over the list. That the bytes of t end in the listed pair (x, y) is
-checked along their border alone: undo the joins of x and y in reverse order, latest first, and see at each state that
-the two tokens at the border had no earlier merge with each other.
+`canonical_merges` finds p(t) for all t in one pass over the list. It must check that merging the bytes of t ends in the
+listed pair (x, y). The border between x and y suffices: undo the merges of x and y, the latest first, and check in each
+state that the two tokens at the border have no earlier merge with each other.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -31,15 +31,15 @@ _NUM_BYTES = 256
 
 
 class NotEquivalentError(ValueError):
-    """A list of merges has no equal table of ranks. The message says why."""
+    """A list of merges and a table of ranks are not equivalent. The message gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CanonicalMerges:
-    """What a list of merges comes to.
+    """The tokens that a list of merges produces.
 
-    pairs: p(t) of every token that merging makes, in the order of their ranks.
-    whole_pieces: the rest of the vocabulary, which merging never makes.
+    pairs: p(t) of every token t that merging produces, in rank order.
+    whole_pieces: the rest of the vocabulary, which merging never produces.
     """
 
     pairs: list[tuple[str, str]]
@@ -47,12 +47,15 @@ class CanonicalMerges:
 
     @property
     def tokens(self) -> list[str]:
-        """The multi-byte tokens that merging makes, in the order of their ranks."""
+        """The multi-byte tokens that merging produces, in rank order."""
         return [left + right for left, right in self.pairs]
 
 
 class _Border:
-    """Numbered tokens and the pairs they are joined from; numbers grow with rank, single bytes are below 256."""
+    """Numbered tokens, and the pair that each token is merged from.
+
+    Numbers are in rank order. Single bytes have the numbers 0 to 255.
+    """
 
     def __init__(self) -> None:
         self.left = [0] * _NUM_BYTES
@@ -60,7 +63,7 @@ class _Border:
         self.joined: dict[tuple[int, int], int] = {}
 
     def add(self, x: int, y: int) -> int:
-        """Give the next number to the token that is made of this pair."""
+        """Assign the next number to the token that is merged from this pair, and return the number."""
         number = len(self.left)
         self.joined[x, y] = number
         self.left.append(x)
@@ -68,10 +71,10 @@ class _Border:
         return number
 
     def holds(self, x: int, y: int) -> bool:
-        """Whether the bytes of x and y, merged together, become x and y before anything crosses their border."""
+        """Return True if merging the joined bytes of x and y produces x and y before any merge across their border."""
         left, right, joined = self.left, self.right, self.joined
         while x >= _NUM_BYTES or y >= _NUM_BYTES:
-            y_was_last = y >= x  # of equals the left one is joined first
+            y_was_last = y >= x  # of equal pairs, the left pair is merged first
             if y_was_last:
                 last, y = y, left[y]
             else:
@@ -83,10 +86,13 @@ class _Border:
 
 
 def canonical_merges(vocabulary: Collection[str], merges: Iterable[tuple[str, str]]) -> CanonicalMerges:
-    """The tokens that these merges make, ranked, and those they do not; a character of the alphabet is a byte.
+    """Return the tokens that these merges produce, in rank order, and the tokens that they never produce.
+
+    Args:
+        vocabulary, merges: tokens in the byte-level alphabet: one character a byte.
 
     Raises:
-        NotEquivalentError: a single byte is no token, or a merge stands twice or before those of its parts.
+        NotEquivalentError: a single byte has no token, or a merge is listed twice or before the merges of its parts.
     """
     numbers = {character: byte for byte, character in CHARACTER_OF.items()}
     if missing := sum(character not in vocabulary for character in numbers):
@@ -101,8 +107,8 @@ def canonical_merges(vocabulary: Collection[str], merges: Iterable[tuple[str, st
         if number is not None:
             if (
                 number >= _NUM_BYTES and pairs[number - _NUM_BYTES] == merge
-            ):  # of two that are equal the last one counts
-                raise NotEquivalentError(f"the merge of {left!r} and {right!r} stands twice")
+            ):  # `tokenizers` ranks a repeated merge by its last occurrence
+                raise NotEquivalentError(f"the merge of {left!r} and {right!r} is listed twice")
             continue
         x, y = numbers.get(left), numbers.get(right)
         if x is None or y is None:
@@ -112,17 +118,20 @@ def canonical_merges(vocabulary: Collection[str], merges: Iterable[tuple[str, st
             pairs.append(merge)
     for left, right in early:
         if left in numbers and right in numbers and left + right in vocabulary and left + right not in numbers:
-            raise NotEquivalentError(f"the merge of {left!r} and {right!r} comes before those of its parts")
+            raise NotEquivalentError(f"the merge of {left!r} and {right!r} is listed before the merges of its parts")
     return CanonicalMerges(pairs=pairs, whole_pieces=[token for token in vocabulary if token not in numbers])
 
 
 def merges_of_ranks(tokens: Sequence[str]) -> CanonicalMerges:
-    """The merges that give what tiktoken gives, of tokens in the order of their ranks.
+    """Return the list of merges that is equivalent to tiktoken's ranks.
 
-    Of all the ways to split a token in two, the one that happens is found as above.
+    All splits of a token into two tokens are candidates; `canonical_merges` selects the split that happens.
+
+    Args:
+        tokens: the tokens in rank order.
 
     Raises:
-        NotEquivalentError: no list of merges gives that.
+        NotEquivalentError: `canonical_merges` finds no equivalent list.
     """
     known = set(tokens)
     splits = ((token[:cut], token[cut:]) for token in tokens for cut in range(1, len(token)))
@@ -130,12 +139,15 @@ def merges_of_ranks(tokens: Sequence[str]) -> CanonicalMerges:
 
 
 def is_joined_by_ranks(ranks: Mapping[bytes, int], token: bytes) -> bool:
-    """Whether joining by ranks the bytes of a token that has none ends in two parts: with a rank it would be made."""
+    """Return True if tiktoken would merge a token without a rank, once the token had a rank.
+
+    That is so if merging the token's bytes by the ranks ends in two parts.
+    """
     return len(join_by_ranks(ranks.get, token)) == 2
 
 
 def join_by_ranks(rank_of: Callable[[bytes], int | None], piece: bytes) -> Sequence[bytes]:
-    """What tiktoken makes of a piece that is no token: the slow, obvious way."""
+    """Merge a piece that is not a token as tiktoken does. This is the slow reference implementation."""
     parts = [piece[index : index + 1] for index in range(len(piece))]
     while True:
         pairs = ((rank_of(parts[i] + parts[i + 1]), i) for i in range(len(parts) - 1))

@@ -1,8 +1,8 @@
-"""The tokenizer files of our own checkpoints.
+"""Tokenizer files of Kvasir checkpoints.
 
-`tokenizer.tiktoken` holds one `base64(bytes) rank` a line, tiktoken's own format; `tokenizer_spec.json` holds the split
-pattern, the special tokens and which of them begin and end a text: `eos_token_id` is a whole number, or a list of them
-where any of several ends one.
+`tokenizer.tiktoken` has tiktoken's format: one `base64(bytes) rank` a line. `tokenizer_spec.json` holds the split
+pattern, the special tokens, and the BOS and EOS ids. `eos_token_id` is an integer, or a list if several tokens end a
+text.
 """
 
 import base64
@@ -19,7 +19,7 @@ RANKS_FILE = "tokenizer.tiktoken"
 SPEC_FILE = "tokenizer_spec.json"
 _WANTED = {
     "pattern": "a regular expression",
-    "special_tokens": "an object of names and whole numbers",
+    "special_tokens": "an object of names and integers",
     "eos_token_id": "the id of a special token, or a list of different ones",
     "bos_token_id": "the id of a special token, or null",
 }
@@ -30,10 +30,10 @@ def save_native(tokenizer: ByteLevelTokenizer, directory: Path) -> None:
     """Write both files.
 
     Raises:
-        ValueError: the tokenizer has no end mark, without which no text of ours ever ends.
+        ValueError: the tokenizer has no EOS token, so no text would ever end.
     """
     if not (ends := tokenizer.eos_token_ids):
-        raise ValueError("the tokenizer has no end mark")
+        raise ValueError("the tokenizer has no EOS token; give it one in eos_token_ids")
     lines = sorted(tokenizer.ranks.items(), key=lambda item: item[1])
     text = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in lines)
     (directory / RANKS_FILE).write_text(text)
@@ -47,7 +47,7 @@ def save_native(tokenizer: ByteLevelTokenizer, directory: Path) -> None:
 
 
 def load_native(directory: Path) -> ByteLevelTokenizer:
-    """Read what `save_native` wrote.
+    """Read the files that `save_native` wrote.
 
     Raises:
         TokenizerError: a file is missing or unusable.
@@ -74,7 +74,7 @@ def load_native(directory: Path) -> ByteLevelTokenizer:
 
 
 def _check_types(spec: Mapping[str, Any]) -> None:
-    """Raises TokenizerError for the first value of tokenizer_spec.json that is of another type than it must be."""
+    """Raise TokenizerError for the first value of tokenizer_spec.json that has a wrong type."""
     marks = spec["special_tokens"]
     is_good = {
         "pattern": isinstance(spec["pattern"], str) and spec["pattern"] != "",
@@ -90,15 +90,15 @@ def _check_types(spec: Mapping[str, Any]) -> None:
 
 
 def _ids(value: Any) -> tuple[Any, ...]:
-    """What stands in a list, or alone."""
+    """Return the items of a list, or a single value, as a tuple."""
     return tuple(value) if isinstance(value, list) else (value,)
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Tokens and ids of a file in tiktoken's format, one `base64(bytes) rank` a line.
+    """Read tokens and ranks from a file in tiktoken's format, one `base64(bytes) rank` a line.
 
     Raises:
-        TokenizerError: it cannot be read, or a line is something else.
+        TokenizerError: the file cannot be read, or a line has another format.
     """
     ranks: dict[bytes, int] = {}
     try:
@@ -109,6 +109,8 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         try:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError as error:  # binascii.Error is one
-            raise TokenizerError(f"{path.name}, line {len(ranks) + 1}: expected `base64 rank`") from error
+        except ValueError as error:  # includes binascii.Error
+            raise TokenizerError(
+                f"{path.name}, line {len(ranks) + 1}: expected `base64 rank`; copy the file again"
+            ) from error
     return ranks

@@ -1,8 +1,10 @@
-"""The files that GPT-2, GPT-3.5 and GPT-4o tokenizers were published in, and those that look like GPT-2's.
+"""Published tokenizer files of GPT-2, GPT-3.5, GPT-4o and Llama 3, and files in GPT-2's format.
 
-A bare `*.tiktoken` file holds ranks alone; which pattern splits a text and which ids are marks is known by its SHA-256.
-Hashes, patterns and marks are those of tiktoken's `openai_public.py` (MIT). Llama 3's `tokenizer.model` has the same
-format; its pattern and marks are those of Meta's `llama3/tokenizer.py`, to the extent that a mark has a name.
+A bare `*.tiktoken` file holds only ranks. Its SHA-256 identifies the split pattern and the special tokens. Hashes,
+patterns and special tokens are from tiktoken's `openai_public.py` (MIT).
+
+Llama 3's `tokenizer.model` has the same format. Its pattern and the named special tokens are from Meta's
+`llama3/tokenizer.py`.
 """
 
 import hashlib
@@ -43,7 +45,7 @@ _LLAMA3_PATTERN = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Published:
-    """What belongs to a file of ranks."""
+    """Name, split pattern and special tokens of a published file of ranks."""
 
     name: str
     pattern: str
@@ -73,7 +75,7 @@ _PUBLISHED: Mapping[str, _Published] = {
     ),
 }
 _KNOWN = ", ".join(published.name for published in _PUBLISHED.values())
-# The tokenizer classes of `transformers` whose vocab.json and merges.txt say nothing of how a text is split.
+# Split pattern and normalizer by `transformers` tokenizer class, because vocab.json and merges.txt contain neither.
 _QWEN_PATTERN = _LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 _SPLITS: Mapping[str, tuple[str, dict[str, str] | None]] = {
     "GPT2Tokenizer": (GPT2_PATTERN, None),
@@ -82,16 +84,16 @@ _SPLITS: Mapping[str, tuple[str, dict[str, str] | None]] = {
 
 
 def find_ranks_file(directory: Path) -> Path | None:
-    """The one `*.tiktoken` file of a directory; None if there are none or several."""
+    """Return the only `*.tiktoken` file of a directory; None if it has no such file, or several."""
     found = sorted(directory.glob("*.tiktoken"))
     return found[0] if len(found) == 1 else None
 
 
 def load_published_ranks(path: Path) -> Tokenizer:
-    """The tokenizer of a published file of ranks.
+    """Load the tokenizer of a published file of ranks.
 
     Raises:
-        TokenizerError: its SHA-256 is none of those known, or it cannot be read.
+        TokenizerError: the SHA-256 of the file is unknown, or the file cannot be read.
     """
     try:
         digest = hashlib.sha256(read_bytes(path)).hexdigest()
@@ -100,17 +102,17 @@ def load_published_ranks(path: Path) -> Tokenizer:
     published = _PUBLISHED.get(digest)
     if published is None:
         raise TokenizerError(
-            f"{path.name}: its SHA-256 {digest[:16]}… is none of {_KNOWN}, so how it splits a text is not known; "
-            "copy it again, or add a tokenizer.json"
+            f"{path.name}: the SHA-256 {digest[:16]}… matches no known file ({_KNOWN}), so the split pattern is "
+            "unknown; copy it again, or add a tokenizer.json"
         )
     return _with_marks(path, published)
 
 
 def load_tokenizer_model(directory: Path) -> Tokenizer:
-    """The tokenizer of a `tokenizer.model` in tiktoken's format, Llama 3's.
+    """Load the tokenizer of a `tokenizer.model` in tiktoken's format, which is Llama 3's.
 
     Raises:
-        TokenizerError: it is a SentencePiece model, or another vocabulary.
+        TokenizerError: the file cannot be read, is a SentencePiece model, or does not have Llama 3's number of ranks.
     """
     path = directory / "tokenizer.model"
     try:
@@ -119,30 +121,30 @@ def load_tokenizer_model(directory: Path) -> Tokenizer:
         if isinstance(error.__cause__, FileError):
             raise
         raise TokenizerError(
-            f"{path.name}: a SentencePiece model, which is not read here; save the fast tokenizer beside it: "
+            f"{path.name}: a SentencePiece model, which is not supported; save the fast tokenizer beside it: "
             "transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
         ) from error
     if len(ranks) != 128_000:
-        raise TokenizerError(f"{path.name}: {len(ranks)} ranks, 128000 expected of Llama 3; add a tokenizer.json")
+        raise TokenizerError(f"{path.name}: {len(ranks)} ranks, expected 128000 as in Llama 3; add a tokenizer.json")
     return _with_marks(path, _Published(name="llama3", pattern=_LLAMA3_PATTERN, special_tokens=_llama3_marks()))
 
 
 def load_merges(directory: Path, *, vocabulary_file: str, merges_file: str) -> Tokenizer:
-    """The tokenizer of vocab.json and merges.txt, which OpenAI called encoder.json and vocab.bpe.
+    """Load the tokenizer of vocab.json and merges.txt, which OpenAI called encoder.json and vocab.bpe.
 
     Raises:
-        TokenizerError: a file is damaged, or the way to split a text is not known.
+        TokenizerError: a file is damaged, or the split pattern of its tokenizer class is unknown.
     """
     config = read_tokenizer_config(directory)
     name = ("GPT2Tokenizer" if config.tokenizer_class is None else config.tokenizer_class).removesuffix("Fast")
     if name not in _SPLITS:
         raise TokenizerError(
-            f"{vocabulary_file}: how {name} splits a text does not stand in it; save the fast tokenizer beside it: "
+            f"{vocabulary_file}: the split pattern of {name} is not in this file; save the fast tokenizer beside it: "
             "transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
         )
     pattern, normalizer = _SPLITS[name]
     vocabulary = read_object(directory / vocabulary_file)
-    if _END_OF_TEXT in vocabulary:  # GPT-2's files alone name no end
+    if _END_OF_TEXT in vocabulary:  # GPT-2's own files name no EOS token
         config = replace(config, roles={"eos_token": _END_OF_TEXT, **config.roles})
     values = {
         "model": {"type": "BPE", "vocab": vocabulary, "merges": _read_merges(directory / merges_file)},
@@ -155,7 +157,7 @@ def load_merges(directory: Path, *, vocabulary_file: str, merges_file: str) -> T
 
 
 def _read_merges(path: Path) -> list[str]:
-    """One merge a line, after a line with a version."""
+    """Read the merges, one a line, without the version line."""
     try:
         lines = read_text(path).split("\n")
     except FileError as error:
@@ -167,7 +169,7 @@ def _read_merges(path: Path) -> list[str]:
 
 
 def _marks_in(directory: Path, vocabulary: Mapping[str, int], config: TokenizerConfig) -> list[dict[str, Any]]:
-    """GPT-2's mark and those that other files name, as entries of `added_tokens`."""
+    """Return the special tokens as entries of `added_tokens`: GPT-2's, and those that other files name."""
     ids = {**vocabulary, **read_object(directory / "added_tokens.json", optional=True)}
     names = {_END_OF_TEXT, *config.special, *(ids.keys() - vocabulary.keys())} & ids.keys()
     return [{"id": ids[name], "content": name, "special": True, "normalized": False} for name in sorted(names)]
@@ -191,7 +193,7 @@ def _with_marks(path: Path, published: _Published) -> Tokenizer:
 
 
 def _llama3_marks() -> dict[str, int]:
-    """256 marks from 128000 on. The later ones have no text in any prompt; their names only show them."""
+    """Return Llama 3's 256 special tokens, ids 128000 to 128255; a reserved token's name is for display only."""
     named = {
         0: "<|begin_of_text|>",
         1: "<|end_of_text|>",

@@ -1,10 +1,15 @@
-"""Split patterns that mean the same to both regular expression engines.
+"""Split patterns that have the same meaning in both regular expression engines.
 
-`tokenizers` splits with Oniguruma and keeps what the pattern does not match as pieces of its own; tiktoken splits with
-fancy-regex and drops it. A pattern is taken over only if it is made of what both read alike, and if it matches
-everywhere. Oniguruma's Ruby syntax is why some constructs are left out: there `$` ends a line, `{1,3}+` is not
-possessive, `(?i)` changes what `|` separates, and ignoring case may match two letters with one.
-That both engines put the same characters into the same classes is shown by a test.
+`tokenizers` splits with Oniguruma and keeps unmatched text as separate pieces. tiktoken splits with fancy-regex and
+drops unmatched text. A pattern is portable only if both engines read all its constructs alike and it matches
+everywhere. Some constructs are excluded because of Oniguruma's Ruby syntax:
+
+- `$` matches at the end of a line.
+- `{1,3}+` is not possessive.
+- `(?i)` changes what `|` separates.
+- Ignoring case may match two letters with one.
+
+A test shows that both engines put the same characters into the same character classes.
 """
 
 import unicodedata
@@ -13,10 +18,10 @@ from typing import Any
 
 import regex
 
-# Of tokenizers' `ByteLevel` pre-tokenizer with `use_regex`: GPT-2's.
+# GPT-2's pattern, which the `ByteLevel` pre-tokenizer of `tokenizers` uses with `use_regex`.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-CATEGORIES = ("L", "N", "M", "P", "S", "Lu", "Ll", "Lt", "Lm", "Lo")  # all that any pattern of today asks for
+CATEGORIES = ("L", "N", "M", "P", "S", "Lu", "Ll", "Lt", "Lm", "Lo")  # all categories in the known models' patterns
 _CLASS = rf"\\[pP]\{{(?:{'|'.join(CATEGORIES)})\}}|\\[sSrnt]"
 _PLAIN = r"[A-Za-z0-9 '\"/_=<>,;:@#%!`]|\\[.\-/\\\[\](){}|?*+^$'\"]"
 _SAFE = regex.compile(
@@ -34,11 +39,11 @@ _SAFE = regex.compile(
 
 
 def is_portable(pattern: str) -> bool:
-    """Whether a pattern splits every text into the same pieces in tiktoken as in `tokenizers`, leaving nothing out."""
+    """Return True if a pattern splits every text into the same pieces in tiktoken and `tokenizers`, without gaps."""
     if not _SAFE.fullmatch(pattern):
         return False
     try:
-        # A place where a look ahead would have to help does not count as matched.
+        # A character must match without the help of a lookahead or `\z`, so replace both with a pattern that fails.
         everywhere = regex.compile(pattern.replace(r"(?!\S)", "(?!)").replace(r"\z", "(?!)"))
         return not regex.compile(pattern.replace(r"\z", r"\Z")).fullmatch("") and all(
             map(everywhere.fullmatch, _one_of_each_kind())
@@ -48,9 +53,10 @@ def is_portable(pattern: str) -> bool:
 
 
 def for_oniguruma(pattern: str) -> str | None:
-    """A pattern of tiktoken's in the syntax that `tokenizers` reads; None if it has no portable form.
+    """Translate a tiktoken pattern to the syntax of `tokenizers`; return None if it has no portable form.
 
-    A possessive repetition that ends its alternative has nothing to give back to, so it is greedy as well.
+    A possessive `{m,n}+` at the end of an alternative becomes greedy. No later element could make it backtrack, so
+    the meaning is the same.
     """
     greedy = regex.sub(r"(\{\d+(?:,\d*)?\})\+(?=\||\)|$)", r"\1", pattern)
     translated = regex.sub(r"(?<!\\)\$(?=\||\)|$)", r"\\z", greedy)
@@ -58,7 +64,7 @@ def for_oniguruma(pattern: str) -> str | None:
 
 
 def splitting_by(pattern: str) -> dict[str, Any]:
-    """The `pre_tokenizer` of a tokenizer.json that splits by a pattern and writes bytes as characters."""
+    """Return the `pre_tokenizer` of a tokenizer.json that splits by a pattern and writes bytes as characters."""
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     to_characters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {"type": "Sequence", "pretokenizers": [split, to_characters]}
@@ -66,8 +72,11 @@ def splitting_by(pattern: str) -> dict[str, Any]:
 
 @cache
 def _one_of_each_kind() -> tuple[str, ...]:
-    """ASCII, and beyond it one character of each category, with white space apart: all that a safe pattern tells."""
+    """Return all of ASCII, and one other character of each pair (category, is white space).
+
+    A pattern that `_SAFE` accepts cannot distinguish more characters than these.
+    """
     kinds: dict[tuple[str, bool], str] = {}
-    for character in map(chr, range(128, 0x3400)):  # as far as every category but private use and surrogates
+    for character in map(chr, range(128, 0x3400)):  # has every category but private use and surrogates
         kinds.setdefault((unicodedata.category(character), character.isspace()), character)
     return (*map(chr, range(128)), *kinds.values(), "\ue000")

@@ -1,4 +1,4 @@
-"""Text from a stream of ids, never half a character."""
+"""Incremental decoding of a stream of token ids to text."""
 
 import codecs
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ from model.tokenizer.interface import Tokenizer
 
 
 class StreamDecoder:
-    """Ids in, text out, never half a character: bytes that may begin one wait for the rest.
+    """Incremental decoder that holds back the bytes of an incomplete character.
 
-    The texts of all pushes and the flush, joined, are what these ids add to a text that stands already, special tokens
-    left out.
+    The concatenated texts of all pushes and the flush are the text that the ids add to a non-empty text. Special
+    tokens add nothing.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -19,11 +19,11 @@ class StreamDecoder:
         self._holds = False
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain once these ids are known. Special tokens have none."""
+        """Decode more ids, and return the text that is complete. Special tokens have no text."""
         return "".join(map(self.push_one, token_ids))
 
     def push_one(self, token_id: int) -> str:
-        """See `push`. ASCII, which is most of most texts, takes the short way where no bytes wait."""
+        """Decode one id; see `push`. ASCII takes a faster path if no bytes are held back."""
         added = self._token_bytes(token_id)
         if added.isascii() and not self._holds:
             return added.decode("ascii")
@@ -32,6 +32,6 @@ class StreamDecoder:
         return text
 
     def flush(self) -> str:
-        """What was held back: U+FFFD for an unfinished character, or nothing."""
+        """Return U+FFFD if an incomplete character is held back, else an empty text."""
         self._holds = False
         return self._decoder.decode(b"", final=True)

@@ -1,4 +1,4 @@
-"""A tokenizer.json of Hugging Face becomes a tokenizer: tiktoken's where that is the same, else the library's.
+"""Loading of a Hugging Face tokenizer.json: run by tiktoken if that is equivalent, else by the `tokenizers` library.
 
 The format is the serialization of the `tokenizers` library.
 """
@@ -39,13 +39,15 @@ class _Marks:
 def tokenizer_from_json(
     directory: Path, values: dict[str, Any], config: TokenizerConfig, *, file: str = TOKENIZER_FILE
 ) -> Tokenizer:
-    """The tokenizer that the object of a tokenizer.json and its neighbours in the directory describe.
+    """Make the tokenizer that a tokenizer.json and the other files of its directory describe.
 
     Args:
-        file: where the object comes from, for error messages.
+        values: the object of the tokenizer.json.
+        config: the settings of tokenizer_config.json and special_tokens_map.json.
+        file: name of the file that `values` comes from, for error messages.
 
     Raises:
-        TokenizerError: something in it is malformed or not understood.
+        TokenizerError: a part of a file is malformed or not supported.
     """
     with naming(file):
         decoder, added = read_decoder(values.get("decoder")), _added_tokens(values, config)
@@ -78,7 +80,7 @@ def tokenizer_from_json(
 
 @contextmanager
 def naming(file: str) -> Iterator[None]:
-    """Errors name the file they come from, those of a malformed one too."""
+    """Put the file name before the message of a TokenizerError, and turn errors of malformed content into one."""
     try:
         yield
     except TokenizerError as error:
@@ -90,19 +92,22 @@ def naming(file: str) -> Iterator[None]:
 def _vocabulary(model: Mapping[str, Any]) -> dict[str, int]:
     kind = model.get("type", "BPE")
     if kind not in _MODELS:
-        raise TokenizerError(f"its model is of type {kind!r}; one of {', '.join(_MODELS)} expected")
+        raise TokenizerError(f"the model type {kind!r} is not supported; use one of {', '.join(_MODELS)}")
     if prefix := model.get("continuing_subword_prefix"):
-        raise TokenizerError(f"its continuing_subword_prefix {prefix!r} would show in every text; it is not understood")
+        raise TokenizerError(f"the continuing_subword_prefix {prefix!r} is not supported; use a tokenizer without it")
     if kind == "Unigram":
         return {token: index for index, (token, _) in enumerate(model["vocab"])}
     vocabulary: dict[str, int] = model["vocab"]
     if not vocabulary or not all(isinstance(token_id, int) and token_id >= 0 for token_id in vocabulary.values()):
-        raise TokenizerError("its vocabulary is empty, or has ids that are no numbers from 0 on")
+        raise TokenizerError("the vocabulary is empty, or has ids other than integers from 0; copy the file again")
     return vocabulary
 
 
 def _added_tokens(values: Mapping[str, Any], config: TokenizerConfig) -> list[AddedToken]:
-    """Those of tokenizer.json, those that only tokenizer_config.json knows, and marks named there made special."""
+    """Return the added tokens of both tokenizer.json and tokenizer_config.json, sorted by id.
+
+    tokenizer.json has precedence. Tokens that the config names as special tokens become special.
+    """
     tokens = {token.id: token for token in map(AddedToken.from_dict, values.get("added_tokens", []))}
     for token_id, entry in config.added_tokens.items():
         tokens.setdefault(token_id, AddedToken.from_dict(entry, token_id=token_id))
@@ -111,14 +116,15 @@ def _added_tokens(values: Mapping[str, Any], config: TokenizerConfig) -> list[Ad
 
 
 def with_all_added_tokens(values: Mapping[str, Any], config: TokenizerConfig) -> dict[str, Any]:
-    """The object of a tokenizer.json with the added tokens that only tokenizer_config.json knows."""
+    """Return the object of a tokenizer.json, extended by the added tokens that are only in tokenizer_config.json."""
     return {**values, "added_tokens": [_described(token, values) for token in _added_tokens(values, config)]}
 
 
 def _alphabet(model: Mapping[str, Any]) -> frozenset[str] | None:
-    """The characters a BPE begins with, if it drops all others without a word, or all that a table of characters knows.
+    """Return the characters that have tokens, if the library drops or rejects all other characters, else None.
 
-    None where nothing is dropped or refused.
+    For a BPE model, these are the characters that merging begins with. For a WordLevel model of single characters,
+    they are its whole vocabulary.
     """
     if model.get("type") == "WordLevel" and model.get("unk_token") not in model["vocab"]:
         return frozenset(model["vocab"]) if all(len(token) == 1 for token in model["vocab"]) else None
@@ -128,7 +134,7 @@ def _alphabet(model: Mapping[str, Any]) -> frozenset[str] | None:
 
 
 def _described(token: AddedToken, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry of an added token, as the library reads it."""
+    """Return the entry of an added token in the form that the library reads."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": token.normalized}
     entries = {entry["id"]: entry for entry in values.get("added_tokens", [])}
     return {**plain, **entries.get(token.id, {}), "id": token.id, "content": token.content, "special": token.special}
@@ -137,16 +143,16 @@ def _described(token: AddedToken, values: Mapping[str, Any]) -> dict[str, Any]:
 def _byte_level(
     values: Mapping[str, Any], decoder: TokenDecoder, added: Sequence[AddedToken], marks: _Marks
 ) -> ByteLevelTokenizer:
-    """As a tiktoken encoding.
+    """Make a tiktoken-based tokenizer from a tokenizer.json.
 
     Raises:
-        NotEquivalentError: it could give other tokens.
+        NotEquivalentError: tiktoken might return other tokens than the library.
     """
     model = values["model"]
     if model.get("type", "BPE") != "BPE" or not decoder.byte_level or any(model.get(key) for key in _UNUSUAL):
         raise NotEquivalentError("not a plain byte-level BPE")
     if any(token.trimmed for token in added):
-        raise NotEquivalentError("an added token depends on what stands beside it")
+        raise NotEquivalentError("an added token depends on adjacent text")
     pattern, add_prefix_space = _pattern(values.get("pre_tokenizer"))
     preparation = Preparation(
         added_tokens=tuple(added), normalize=_normalize(values.get("normalizer")), add_prefix_space=add_prefix_space
@@ -176,22 +182,22 @@ def _byte_level(
 
 
 def _ranked(vocabulary: Mapping[str, int], model: Mapping[str, Any], special_ids: set[int]) -> list[str]:
-    """The tokens that text becomes: bytes first, then in the order in which they merge, then those never merged."""
+    """Return the tokens in tiktoken's rank order: single bytes, then merged tokens, then tokens never merged."""
     merges = canonical_merges(vocabulary, map(_pair, model["merges"]))
     if any(vocabulary[token] in special_ids for token in merges.tokens):
-        raise NotEquivalentError("text can be merged into a control mark")
+        raise NotEquivalentError("text can be merged into a special token")
     tokens = [*BYTE_OF, *merges.tokens]
     if not model.get("ignore_merges"):
         return tokens
     whole = [t for t in merges.whole_pieces if vocabulary[t] not in special_ids and to_bytes(t) is not None]
     ranks = {_text_of(token): rank for rank, token in enumerate(tokens)} if whole else {}
     if any(is_joined_by_ranks(ranks, _text_of(token)) for token in whole):
-        raise NotEquivalentError("tiktoken would merge a token that has no merge")
+        raise NotEquivalentError("tiktoken would merge a token that the library never merges")
     return [*tokens, *sorted(whole, key=vocabulary.__getitem__)]
 
 
 def _pair(merge: str | list[str]) -> tuple[str, str]:
-    """A merge: two strings, or in files of before 2024 one with a space between them."""
+    """Return the two parts of a merge. Files from before 2024 have one string with a space between the parts."""
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return left, right
 
@@ -202,7 +208,7 @@ def _text_of(token: str) -> bytes:
 
 
 def _pattern(pre_tokenizer: Mapping[str, Any] | None) -> tuple[str, bool]:
-    """The pattern that splits a text, and whether a space is put before it."""
+    """Return the split pattern of a pre-tokenizer, and True if the pre-tokenizer puts a space before a text."""
     match pre_tokenizer:
         case {"type": "ByteLevel", "add_prefix_space": bool(add_prefix_space), **rest}:
             if rest.get("use_regex", True) is True:
@@ -216,7 +222,7 @@ def _pattern(pre_tokenizer: Mapping[str, Any] | None) -> tuple[str, bool]:
         }:
             if (behavior, invert) in (("Isolated", False), ("Removed", True)) and is_portable(pattern):
                 return pattern, False
-    raise NotEquivalentError("its way to split a text has no equal in tiktoken")
+    raise NotEquivalentError("the pre_tokenizer has no equivalent in tiktoken")
 
 
 def _normalize(normalizer: Mapping[str, Any] | None) -> Normalize | None:
@@ -226,12 +232,12 @@ def _normalize(normalizer: Mapping[str, Any] | None) -> Normalize | None:
     if not steps:
         return None
     if any(step != {"type": "NFC"} for step in steps):
-        raise NotEquivalentError("its normalizer is not NFC")
+        raise NotEquivalentError("the normalizer is not NFC")
     return _normalize_to_nfc
 
 
 def _normalize_to_nfc(text: str) -> str:
-    # The library's own, for Python's may know another version of Unicode.
+    # The library's NFC, because Python's may implement another version of Unicode.
     return text if text.isascii() else str(_NFC.normalize_str(text))
 
 

@@ -1,4 +1,4 @@
-"""The half of a tokenizer that needs no library: its ids, what each stands for, and which are marks. Torch-free."""
+"""Decoding of token ids, the part of a tokenizer that needs no library. Torch-free."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -6,15 +6,15 @@ from model.tokenizer.interface import TokenizerError
 
 
 class Vocabulary:
-    """Ids back to text, for every implementation of `interface.Tokenizer`.
+    """Base class that decodes ids, for every implementation of `interface.Tokenizer`.
 
     Args:
-        token_bytes: what each id adds to a text; b"" for marks and for ids that stand for nothing.
-        special_tokens: name and id of each control mark.
-        eos_token_ids, bos_token_id: the marks that end and begin a text.
+        token_bytes: the bytes that each id adds to a text; b"" for special tokens and unused ids.
+        special_tokens: name and id of each special token.
+        eos_token_ids, bos_token_id: the EOS tokens, and the BOS token if there is one.
 
     Raises:
-        TokenizerError: a mark does not exist.
+        TokenizerError: the BOS or an EOS token is not in the vocabulary.
     """
 
     def __init__(
@@ -27,7 +27,9 @@ class Vocabulary:
     ) -> None:
         for mark in (*eos_token_ids, *([] if bos_token_id is None else [bos_token_id])):
             if not 0 <= mark < len(token_bytes):
-                raise TokenizerError(f"the mark {mark} is not in the vocabulary of {len(token_bytes)} tokens")
+                raise TokenizerError(
+                    f"the BOS or EOS id {mark} is not in the vocabulary of {len(token_bytes)} tokens; correct it"
+                )
         self._token_bytes = token_bytes
         self._special_tokens = special_tokens
         self._special_names = {number: name for name, number in special_tokens.items()}
@@ -75,6 +77,6 @@ class Vocabulary:
         return self.bytes_of(token_ids).decode("utf-8", "replace")
 
     def bytes_of(self, token_ids: Iterable[int]) -> bytes:
-        """All bytes of these ids, special tokens by name."""
+        """Return all bytes of these ids, special tokens by name."""
         names = self._special_names
         return b"".join(names[i].encode() if i in names else self.token_bytes(i) for i in token_ids)

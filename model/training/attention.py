@@ -1,11 +1,11 @@
-"""Attention for training: whole documents of any length side by side, each seeing only itself.
+"""Training attention over packed documents: causal attention within each document.
 
-On a GPU the kernel is flash attention's form for sequences of different lengths (Dao et al. 2022, arXiv 2205.14135).
-PyTorch has none for a CPU, where matrix products over a few hundred queries at a time are about twice as fast as its
-flash attention (docs/training-log.md). Both stand behind one operator with a shape that does not depend on where
-documents end, so that a compiled training step is compiled once.
+On a GPU this is varlen flash attention (Dao et al. 2022, arXiv 2205.14135). PyTorch has no varlen kernel for CPUs.
+There, matrix products over 256 queries at a time are about twice as fast as its flash attention (docs/training-log.md).
+Both implementations share one operator. Its shapes do not depend on the document boundaries, so a training step is
+compiled only once.
 
-Legend: T packed tokens, N + 1 starts of documents, H query heads, K key/value heads, G = H / K heads of a group, D head
+Legend: T packed tokens, N + 1 document boundaries, H query heads, K key/value heads, G = H / K heads per group, D head
 dimension, Q queries and S keys of a part, X = G * Q.
 """
 
@@ -24,13 +24,15 @@ from model.attention.metadata import AttentionMetadata
 from model.kv_cache import KVCache
 from model.training.packing import PackedDocuments
 
-_QUERIES = 256  # of 128, 256 and 512 the fastest where documents are long
+_QUERIES = 256  # the fastest of 128, 256 and 512 for long documents
 _MASK_SIZES = 512
 
 
 class DocumentAttention:
-    """See `model.attention.interface.AttentionBackend`. Forms of nothing but a scale; `others` attends whatever is not
-    `PackedDocuments`, such as texts that are measured."""
+    """`AttentionBackend` for `PackedDocuments`; `others` handles all other metadata, such as held-out evaluation.
+
+    Supports a custom scale, but no bias and no sliding window.
+    """
 
     def __init__(self, others: AttentionBackend) -> None:
         self._others = others
@@ -45,12 +47,12 @@ class DocumentAttention:
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
-        """Equal to causal attention of each document on its own, within float rounding."""
+        """Compute causal attention within each document, equal to separate calls up to float rounding."""
         if not isinstance(metadata, PackedDocuments):
             return self._others.attend(q_THD, k_TKD, v_TKD, form=form, metadata=metadata, kv_cache=kv_cache)
         assert form.bias is None
         assert form.window is None
-        factor = form.scale * q_THD.shape[-1] ** 0.5  # the kernels divide by the root of D themselves
+        factor = form.scale * q_THD.shape[-1] ** 0.5  # the kernels already scale by 1 / sqrt(D)
         scaled_THD = q_THD if math.isclose(factor, 1.0) else q_THD * factor
         out_THD: Tensor = attend_documents(scaled_THD, k_TKD, v_TKD, metadata.starts_N, metadata.max_length)[0]
         return out_THD
@@ -60,12 +62,12 @@ class DocumentAttention:
 def attend_documents(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor, max_length: int
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention by softmax(q·k / sqrt(D)), in each document.
+    """Compute causal attention, softmax(q·k / sqrt(D)), within each document.
 
-    Returns the attended values, THD, and for the backward pass the log of each query's sum of exponentials, HT
-    float32; nothing stands in it where the kernel is not flash attention.
+    Returns the output, THD, and the logsumexp of each query for the backward pass, HT float32. The logsumexp is zero if
+    the kernel is not flash attention.
 
-    starts_N: int32, where each document starts, and where the last one ends, which is T.
+    starts_N: int32, the start of each document, and the end of the last document, which is T.
     """
     if _has_varlen_kernel(q_THD):
         out_THD, logsumexp_HT, *_ = torch.ops.aten._flash_attention_forward(
@@ -91,9 +93,9 @@ def attend_documents_backward(
     starts_N: Tensor,
     max_length: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of queries, keys and values."""
+    """Return the gradients of queries, keys and values."""
     if _has_varlen_kernel(q_THD):
-        nothing = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)  # the state of a dropout that is not there
+        nothing = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)  # random state of dropout, which is off
         grads = torch.ops.aten._flash_attention_backward(
             grad_THD.contiguous(), q_THD, k_TKD, v_TKD, out_THD, logsumexp_HT, starts_N, starts_N,
             max_length, max_length, 0.0, True, nothing, nothing,
@@ -116,9 +118,9 @@ def attend_documents_backward(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Part:
-    """Some queries of one document, of all heads that share a key/value head, and the keys they see.
+    """Block of queries of one document, for the heads of one key/value head, and the keys they attend to.
 
-    queries, keys, heads: where they stand in T, T and H. scaled_XD: the queries, X = G * Q, divided by sqrt(D).
+    queries, keys, heads: slices of T, T and H. scaled_XD: the queries, X = G * Q, divided by sqrt(D).
     """
 
     queries: slice
@@ -131,7 +133,7 @@ class _Part:
     v_SD: Tensor
 
     def weights(self) -> Tensor:
-        """How much each query looks at each key, GQS. One matrix product for all heads of the group."""
+        """Return the attention weights, GQS, from one matrix product for all heads of the group."""
         num_queries, num_keys = self.queries.stop - self.queries.start, len(self.k_SD)
         scores_GQS = (self.scaled_XD @ self.k_SD.T).view(-1, num_queries, num_keys)
         scores_GQS += _future(num_keys, scores_GQS.dtype, scores_GQS.device)[
@@ -141,7 +143,7 @@ class _Part:
 
 
 def _parts(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor) -> Iterator[_Part]:
-    """A batch cut so that no part's scores are large: they stay in the processor's cache."""
+    """Split a batch into parts whose scores fit into the CPU cache."""
     num_kv_heads = k_TKD.shape[1]
     groups, scale = q_THD.shape[1] // num_kv_heads, q_THD.shape[2] ** -0.5
     for start, end in itertools.pairwise(starts_N.tolist()):
@@ -167,7 +169,7 @@ def _future_of(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _future(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """-inf above the diagonal, for at least `length` positions."""
+    """Return a causal mask of at least `length` positions: -inf above the diagonal, else 0."""
     return _future_of(-(-length // _MASK_SIZES) * _MASK_SIZES, dtype, device)
 
 

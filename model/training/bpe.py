@@ -1,8 +1,8 @@
-"""Learning a byte-level BPE: merge the most frequent neighbouring pair, again and again.
+"""Byte-level BPE training: repeatedly merge the most frequent adjacent pair.
 
-Sennrich et al. 2016 (arXiv 1508.07909), over bytes as in GPT-2 (Radford et al. 2019, section 2.2). Words are counted
-once and merged as a table, with an index from each pair to the words that hold it and a heap of pairs whose stale
-entries are passed over, so that a merge costs only the words it touches.
+Sennrich et al. 2016 (arXiv 1508.07909), over bytes as in GPT-2 (Radford et al. 2019, section 2.2). Merges run on a
+table of distinct words and their counts. An index maps each pair to the words that contain it, so a merge visits only
+these words. A heap orders the pairs; its stale entries are skipped.
 """
 
 import heapq
@@ -15,33 +15,37 @@ import regex
 from model.tokenizer.byte_level import ByteLevelTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
-CHAT_MARKS = ("<|im_start|>", "<|im_end|>")  # ChatML's: what begins and ends a message
+CHAT_MARKS = ("<|im_start|>", "<|im_end|>")  # ChatML's start and end of a message
 
-# Contractions, words with one leading space or mark, up to two digits, punctuation runs, line breaks, spaces: the
-# shape of tiktoken's cl100k pattern, but with short digit groups, since a small vocabulary cannot hold all of three.
+# Contractions, words with one leading space or punctuation character, up to two digits, punctuation runs, line breaks,
+# spaces: as tiktoken's cl100k pattern, but a small vocabulary cannot hold all groups of three digits.
 SPLIT_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,2}+"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 
-# What has no spaces, such as DNA, is counted in parts: each merge reads all of every word that it touches.
+# Longer words (text without spaces, such as DNA) are split, since each merge scans every word that it changes.
 _LONGEST_WORD = 64
 
 Pair = tuple[int, int]
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, chat: bool = False) -> ByteLevelTokenizer:
-    """A tokenizer of at most `vocab_size` tokens: 256 bytes, merges, an end-of-text mark and, for `chat`, ChatML's two.
+    """Train a tokenizer of at most `vocab_size` tokens.
 
-    Deterministic: of equally frequent pairs the one of lower ids merges first. Stops early when no pair occurs twice.
+    The vocabulary is 256 bytes, the merges, `<|endoftext|>` and, if `chat`, ChatML's two special tokens. Training is
+    deterministic: of equally frequent pairs, the pair with the lower ids merges first. It stops early when no pair
+    occurs twice.
 
     Raises:
-        ValueError: `vocab_size` cannot hold the bytes and the marks.
+        ValueError: `vocab_size` is too small for the bytes and the special tokens.
     """
-    marks = (END_OF_TEXT, *(CHAT_MARKS if chat else ()))
-    smallest = 256 + len(marks)
+    specials = (END_OF_TEXT, *(CHAT_MARKS if chat else ()))
+    smallest = 256 + len(specials)
     if vocab_size < smallest:
-        raise ValueError(f"vocab_size={vocab_size}: the 256 bytes and the {', '.join(marks)} mark need {smallest}")
+        raise ValueError(
+            f"vocab_size={vocab_size} is too small: 256 bytes and {', '.join(specials)} need at least {smallest}"
+        )
     words = Counter[str]()
     split = regex.compile(SPLIT_PATTERN)
     for text in texts:
@@ -54,20 +58,20 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, chat: bool = False) -> B
     for left, right in _merges(words, vocab_size - smallest):
         tokens.append(tokens[left] + tokens[right])
     ranks = {token: rank for rank, token in enumerate(tokens)}
-    special_tokens = {mark: len(tokens) + index for index, mark in enumerate(marks)}
+    special_tokens = {special: len(tokens) + index for index, special in enumerate(specials)}
     end = special_tokens[END_OF_TEXT]
     return ByteLevelTokenizer(
         pattern=SPLIT_PATTERN,
         ranks=ranks,
         special_tokens=special_tokens,
         eos_token_ids=(end, special_tokens[CHAT_MARKS[1]]) if chat else (end,),
-        bos_token_id=end,  # in training every text follows the mark of the one before
+        bos_token_id=end,  # in training, each text follows the end-of-text token of the previous text
     )
 
 
 def _merges(words: Counter[str], num_merges: int) -> Iterable[Pair]:
-    """The pairs to merge, in order; merge i makes token 256 + i."""
-    # Sorted, so that equal corpora in another order give equal tokenizers.
+    """Yield the pairs to merge, in order; merge i creates token 256 + i."""
+    # Sorted, so that the tokenizer does not depend on the order of the texts.
     table = sorted(words.items())
     pieces = [list(word.encode("utf-8", "replace")) for word, _ in table]
     counts = [count for _, count in table]
@@ -84,12 +88,12 @@ def _merges(words: Counter[str], num_merges: int) -> Iterable[Pair]:
     while len(tokens) < 256 + num_merges and heap:
         negative, pair = heapq.heappop(heap)
         if -negative != pair_counts[pair]:
-            continue  # stale: the count has changed since, and a newer entry stands in the heap
+            continue  # stale: the count changed, and the heap has a newer entry
         if -negative < 2:
             return
         joined = tokens[pair[0]] + tokens[pair[1]]
         if joined in made:
-            continue  # two ways to the same bytes: an encoding maps bytes to one id
+            continue  # an earlier merge created the same bytes, which must have one id
         made.add(joined)
         tokens.append(joined)
         yield pair
@@ -111,7 +115,7 @@ def _merges(words: Counter[str], num_merges: int) -> Iterable[Pair]:
 
 
 def _merge(ids: list[int], pair: Pair, new_id: int) -> list[int]:
-    """`ids` with each occurrence of `pair`, left to right, made `new_id`."""
+    """Replace each occurrence of `pair`, left to right, by `new_id`."""
     merged = []
     position = 0
     while position < len(ids):

@@ -1,4 +1,4 @@
-"""MODEL_CARD.md and the loss curve: what a trained model is, from what was measured."""
+"""Model card (MODEL_CARD.md) and loss curve of a finished run."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -85,7 +85,7 @@ _KINDS: dict[PromptKind | None, str] = {
 
 
 def draw_loss_curve(path: Path, log: list[dict[str, float]], tokens_per_step: int) -> None:
-    """Training loss (each step, and smoothed over 50) and held-out loss against tokens, as PNG."""
+    """Plot training loss (per step, and smoothed over 50 steps) and held-out loss against tokens, as PNG."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     tokens = [(line["step"] + 1) * tokens_per_step / 1e6 for line in log]
@@ -112,7 +112,7 @@ def write_model_card(
     training: Mapping[str, Any],
     evaluation: Evaluation,
 ) -> None:
-    """The card beside the weights. What a run has not (held-out texts, samples, a description) has no place in it."""
+    """Write the model card. Sections without data (held-out texts, samples, a description) are left out."""
     sections = [
         _architecture(config),
         _data(config, training),
@@ -124,7 +124,7 @@ def write_model_card(
 
 
 def _attributions(sources: Sequence[Mapping[str, Any]]) -> str:
-    """What the licences ask to be said, of the sources that ask for something."""
+    """Return the attribution section for the sources whose licences require attribution."""
     rows = [f"| {s['name']} | {s['licence']} | {_cell(s['attribution'])} |" for s in sources if s.get("attribution")]
     return _ATTRIBUTIONS.format(rows="\n".join(rows)) if rows else ""
 
@@ -177,7 +177,7 @@ def _architecture(config: TrainConfig) -> str:
 
 
 def describe_model(model: ModelConfig) -> str:
-    """The architecture in a sentence."""
+    """Describe the architecture in one sentence."""
     parts = [
         f"{model.num_layers} layers",
         f"width {model.hidden_size}",
@@ -230,8 +230,8 @@ def _data(config: TrainConfig, training: Mapping[str, Any]) -> str:
 
 
 def _repeats(config: TrainConfig, source: Mapping[str, Any]) -> str:
-    told = source.get("chat_repeats", 0) if config.chat_steps else 0
-    return f"{source['repeats']}" + (f", {told} in conversations" if told else "")
+    repeats = source.get("chat_repeats", 0) if config.chat_steps else 0
+    return f"{source['repeats']}" + (f", {repeats} in conversations" if repeats else "")
 
 
 def _recipe(config: TrainConfig, training: Mapping[str, Any]) -> str:
@@ -251,7 +251,7 @@ decay, weight decay {config.weight_decay}, gradients clipped at {config.grad_cli
 
 
 def _choices(config: TrainConfig) -> str:
-    """What not every recipe does."""
+    """Describe the optional training methods that the recipe uses."""
     parts = []
     if config.mask_documents:
         parts.append("Attention stays within a document.")
@@ -263,7 +263,7 @@ def _choices(config: TrainConfig) -> str:
 
 
 def _final_loss(config: TrainConfig, training: Mapping[str, Any]) -> str:
-    """Nothing where the log of the run is lost."""
+    """Describe the final training loss; empty if the log of the run is missing."""
     averaged = training["final_loss_steps"]
     if not averaged:
         return ""
@@ -278,7 +278,7 @@ def _amount(tokens: int, epochs: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """In the unit that leaves at least two of it."""
+    """Format a duration in the largest unit of which it has at least two."""
     if seconds >= 7200.0:
         return f"{seconds / 3600.0:.1f} hours"
     if seconds >= 120.0:

@@ -1,4 +1,4 @@
-"""A training run, completely described: read from TOML, frozen, unknown keys refused."""
+"""Complete configuration of a training run: read from TOML, immutable, unknown keys rejected."""
 
 import dataclasses
 import math
@@ -13,26 +13,26 @@ from model.config import ModelConfig
 from model.kinds import SCORED_POSITIONS, AttentionKind
 
 _T = TypeVar("_T")
-_ADVICE = "give a recipe, such as model/training/configs/tales.toml; docs/training.md says what stands in one"
-MAX_NAME_CHARACTERS = 200  # it names a directory, and the manifest takes it
-MAX_VOCAB_SIZE = 2**16  # the token ids of a corpus lie in memory, two bytes each
-# Of integers what a generator takes as its seed, of numbers what is far beyond any use: the optimizers have float32.
+_ADVICE = "give a recipe, such as model/training/configs/tales.toml; see docs/training.md"
+MAX_NAME_CHARACTERS = 200  # it is a directory name, and the manifest has this limit
+MAX_VOCAB_SIZE = 2**16  # the token ids of a corpus are held in memory as uint16
+# Integers: the largest seed of a generator. Other numbers: far above any useful value, and safe in float32.
 _LARGEST: Mapping[object, int] = {int: 2**63 - 1, (int, float): 10**9}
-_OF_SOURCES = ("sources", "description", "sample_prompts")  # the last two speak of the texts of the first
+_OF_SOURCES = ("sources", "description", "sample_prompts")  # the last two describe the texts of the sources
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceConfig:
-    """One corpus: a .txt (documents parted by blank lines) or .jsonl file, either also .xz.
+    """One corpus: a .txt file (documents separated by blank lines) or .jsonl file, optionally .xz.
 
-    path: the file; relative paths start at the config file's directory.
-    repeats: how often each document occurs in an epoch of the mixture, which may be a fraction; 0 for never.
+    path: the file; relative paths start at the directory of the config file.
+    repeats: number of times each document occurs in an epoch of the mixture, possibly a fraction; 0 for never.
     held_out: share of the documents kept for validation, chosen by hash; 1 keeps all.
     held_out_ids: documents kept for validation by their "id", such as whole books.
     licence, attribution: for the model card.
-    chat: how a document is told in the chat phase, a `ConversationKind`; "" for as it stands.
+    chat: the `ConversationKind` into which the chat phase turns a document; "" uses the plain text.
     chat_repeats: as `repeats`, for the chat phase.
-    chat_draws: how many wordings of the conversation each document is told in.
+    chat_draws: number of conversations, with different wordings, made from each document.
     """
 
     name: str
@@ -63,26 +63,28 @@ class SourceConfig:
 
     @property
     def is_trained_on(self) -> bool:
-        """Whether any of its documents is learned from."""
+        """True if the run trains on this source."""
         return self.repeats > 0 or self.chat_repeats > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """Everything a run depends on; two runs with equal configs and equal corpora have equal losses.
+    """Configuration of a run. Two runs with equal configs and equal corpora have equal losses.
 
-    sequence_length, batch_size: tokens a window, windows a step.
-    mask_documents: whether attention stays within a document. Then documents lie side by side, each cut only where it
-        is longer than sequence_length; without it a window is cut from a stream of documents and sees all of it.
-    steps: optimizer steps; warmup_steps rise linearly, the last decay_steps fall linearly to zero.
-    chat_steps: of these steps, the last ones, which learn conversations (`SourceConfig.chat`); the tokenizer then has
-        the marks of ChatML.
-    dropout: share of what each half of a block adds that is left out while training; for texts seen many times.
-    matrix_lr, adam_lr: peak learning rates of Muon (hidden matrices) and AdamW (all else).
+    sequence_length: tokens per sequence. batch_size: sequences per step.
+    mask_documents: limit attention to the document. Documents are then packed side by side, and cut only if they are
+        longer than sequence_length. If false, sequences are cut from a stream of documents, and attention spans all
+        documents of a sequence.
+    steps: optimizer steps. The learning rate rises linearly for warmup_steps, and falls linearly to zero in the last
+        decay_steps.
+    chat_steps: the last steps, which train on conversations (`SourceConfig.chat`). With chat_steps > 0 the tokenizer
+        has ChatML's special tokens.
+    dropout: dropout rate on the output of attention and MLP; useful for texts that are repeated often.
+    matrix_lr, adam_lr: peak learning rates of Muon (hidden matrices) and AdamW (all other parameters).
     weight_decay: decoupled, on matrices and embeddings.
-    checkpoint_minutes, evaluate_every: how often to save, and to measure the held-out loss.
-    sample_prompts: completed at the end, for the model card.
-    description: what the model is for, in a sentence or two, for the model card; it may be empty.
+    checkpoint_minutes: minutes between saves. evaluate_every: steps between held-out evaluations.
+    sample_prompts: prompts completed at the end of the run, for the model card.
+    description: one or two sentences on the purpose of the model, for the model card; may be empty.
     """
 
     name: str
@@ -114,7 +116,9 @@ class TrainConfig:
             self, integers=(*integers, "evaluate_every", "chat_steps"), numbers=numbers, texts=("name", "description")
         )
         if not re.fullmatch(r"[\w.-]+", self.name) or self.name.startswith("."):
-            raise ValueError(f"name must be letters, digits, '-', '_' and '.', not {self.name!r}")
+            raise ValueError(
+                f"name must consist of letters, digits, '-', '_' and '.', and not start with '.': {self.name!r}"
+            )
         if len(self.name) > MAX_NAME_CHARACTERS:
             raise ValueError(f"name must have at most {MAX_NAME_CHARACTERS} characters")
         for name in ("matrix_lr", "adam_lr", "grad_clip", "checkpoint_minutes"):
@@ -131,17 +135,17 @@ class TrainConfig:
         if min(self.warmup_steps, self.decay_steps) < 0 or self.warmup_steps + self.decay_steps > self.steps:
             raise ValueError("warmup_steps and decay_steps must not be negative and must fit into steps")
         if not 0 <= self.chat_steps < self.steps:
-            raise ValueError("chat_steps must not be negative, and less than steps: they are the last of them")
+            raise ValueError("chat_steps must be at least 0 and less than steps")
         if not 0.0 <= self.dropout < 1.0 or not isinstance(self.mask_documents, bool):
             raise ValueError("dropout must be at least 0 and less than 1, mask_documents true or false")
         if self.mask_documents and (other := _beyond_masks(self.model)):
-            raise ValueError(f"mask_documents is not for {other}: set mask_documents = false")
+            raise ValueError(f"mask_documents does not support {other}: set mask_documents = false")
         if not any(source.repeats for source in self.sources):
-            raise ValueError("no source is trained on: give at least one repeats > 0")
+            raise ValueError("no source is trained on: set repeats > 0 for at least one source")
         if self.chat_steps and not any(source.chat_repeats for source in self.sources):
-            raise ValueError("chat_steps without a source to chat about: give at least one chat_repeats > 0")
+            raise ValueError("chat_steps needs a chat source: set chat_repeats > 0 for at least one source")
         if self.sequence_length > self.model.max_context_length:
-            raise ValueError("sequence_length is over the model's max_context_length")
+            raise ValueError("sequence_length must be at most the model's max_context_length")
 
     @property
     def tokens_per_step(self) -> int:
@@ -150,13 +154,15 @@ class TrainConfig:
 
     @property
     def chat_start(self) -> int:
-        """The step at which the chat phase begins; `steps` where there is none."""
+        """First step of the chat phase; equal to `steps` without a chat phase."""
         return self.steps - self.chat_steps
 
 
 def _beyond_masks(model: ModelConfig) -> str:
-    """What of a model's attention is more than queries times keys, which is all that documents side by side can have.
-    Empty where it is not."""
+    """Return the attention option of a model that packed documents do not support, or "".
+
+    Attention over packed documents computes only scaled products of queries and keys.
+    """
     if model.attention is AttentionKind.AVERAGE:
         return f"attention = {str(model.attention)!r}"
     if model.sliding_window is not None:
@@ -165,10 +171,10 @@ def _beyond_masks(model: ModelConfig) -> str:
 
 
 def load_train_config(path: Path) -> TrainConfig:
-    """Read a TOML file. `extends = "other.toml"` begins with that recipe, and what stands in this one replaces it.
+    """Read a TOML recipe. With `extends = "other.toml"`, its keys override those of the other recipe.
 
-    Single values and the whole list of sources are replaced; of `[model]` only the keys that are given. What a recipe
-    says of its texts, `description` and `sample_prompts`, goes with its sources.
+    Values and the whole list of sources are replaced. The keys of `[model]` are merged. A recipe with its own sources
+    does not inherit `description` and `sample_prompts`, which describe the sources.
 
     Raises:
         ValueError: a file cannot be read or extends itself, a key is unknown or missing, or a value is unusable.
@@ -186,10 +192,10 @@ def load_train_config(path: Path) -> TrainConfig:
 
 
 def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
-    """A recipe's values over those of the recipe it extends; paths of sources start at the file they stand in."""
+    """Return the values of a recipe merged over those it extends. Source paths are relative to the file they are in."""
     if path.resolve() in extended_by:
         raise ValueError(f"{path}: this recipe extends itself")
-    advice = f"{extended_by[-1]} extends it, by a path that starts at itself" if extended_by else _ADVICE
+    advice = f"{extended_by[-1]} extends it, by a path relative to its own directory" if extended_by else _ADVICE
     try:
         values = tomllib.loads(path.read_text())
         _check_shape(values)
@@ -200,7 +206,7 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
         raise ValueError(f"{path}: {error.strerror}; {advice}") from error
     except KeyError as error:
         raise ValueError(f"{path}: a source is missing {error}") from error
-    except ValueError as error:  # bad TOML and bad UTF-8 are such, too
+    except ValueError as error:  # includes invalid TOML and invalid UTF-8
         raise ValueError(f"{path}: {error}") from error
     if extended is None:
         return values
@@ -211,7 +217,7 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _check_shape(values: Mapping[str, Any]) -> None:
-    """Refuse what cannot be laid over another recipe."""
+    """Reject values of a wrong type that merging with another recipe could not handle."""
     if not isinstance(values.get("extends", ""), str):
         raise ValueError("extends must be the path of a recipe")
     if not isinstance(values.get("model", {}), dict):
@@ -224,18 +230,22 @@ def _check_shape(values: Mapping[str, Any]) -> None:
 
 
 def _texts(name: str, value: object) -> tuple[str, ...]:
-    """A list of texts, out of TOML, as a tuple."""
+    """Return a TOML list of strings as a tuple.
+
+    Raises:
+        ValueError: `value` is not a list of non-empty strings.
+    """
     if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) and text for text in value):
-        raise ValueError(f"{name} must be a list of texts")
+        raise ValueError(f"{name} must be a list of non-empty strings")
     return tuple(value)
 
 
 def _check_types(config: object, *, integers: Sequence[str], numbers: Sequence[str], texts: Sequence[str]) -> None:
-    """Refuse values of a wrong type by name: TOML has types, and 2.5 steps are a slip of the pen."""
+    """Reject values of a wrong type, non-finite numbers and too large numbers, with the name of the field."""
     for names, kinds, what in (
         (integers, int, "an integer"),
         (numbers, (int, float), "a number"),
-        (texts, str, "a text"),
+        (texts, str, "a string"),
     ):
         for name in names:
             value = getattr(config, name)

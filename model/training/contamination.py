@@ -1,8 +1,8 @@
-"""Nothing held out stands in training: documents that share a run of words with a held-out one are left out.
+"""Decontamination: removal of training documents that share a run of words with a held-out document.
 
-Words are compared without case, punctuation and spaces. A run of RUN_WORDS words is what a quotation has and two
-authors have not; 13 are the usual measure where a model is tested on questions (Brown et al. 2020, arXiv 2005.14165,
-appendix C), but of 13 there are many in the phrases an encyclopedia repeats for each village.
+Words are compared without case, punctuation and spaces. A shared run of RUN_WORDS words indicates a quotation. Runs of
+13 words are common in the literature (Brown et al. 2020, arXiv 2005.14165, appendix C). They are too short here: an
+encyclopedia repeats longer phrases in its articles on villages.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ _Hashes = NDArray[np.uint64]
 
 
 def leave_out_held_out(sources: Sequence[Source]) -> list[Source]:
-    """The sources without training documents that share RUN_WORDS words in a row with what any of them holds out.
+    """Remove training documents that share RUN_WORDS consecutive words with a held-out text of any source.
 
-    Of a text with fewer words it is the whole that is compared.
+    Texts with fewer words are compared as a whole.
     """
     held_out = [text for source in sources for text in source.held_out]
     if not held_out:
@@ -45,13 +45,13 @@ def _without(source: Source, runs: "_Runs", known: _Hashes) -> Source:
 
 
 class _Runs:
-    """Hashes of runs of words. Words are numbered as they come."""
+    """Hashes of runs of words. Words are numbered in order of first occurrence."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
 
     def hashes(self, texts: Sequence[str]) -> tuple[_Hashes, NDArray[np.int64]]:
-        """The hash of each run of RUN_WORDS words, and the index of the text it stands in."""
+        """Return the hash of each run of RUN_WORDS words, and the index of its text."""
         words = [self._words(text) for text in texts]
         runs = [max(0, len(numbers) - RUN_WORDS + 1) for numbers in words]
         owners = np.repeat(np.arange(len(texts)), runs)
@@ -65,17 +65,17 @@ class _Runs:
         return hashes, owners
 
     def whole(self, texts: Sequence[str]) -> _Hashes:
-        """A hash of all words of each text, no run's."""
+        """Return a hash of all words of each text, distinct from the hashes of runs."""
         return np.array([hash((-1, *self._words(text))) % 2**64 for text in texts], dtype=np.uint64)
 
     def _words(self, text: str) -> list[int]:
         numbers = self._numbers
-        words: Iterable[str] = _WORD.findall(text.lower()) or [text.strip()]  # of emoji and the like the whole is one
+        words: Iterable[str] = _WORD.findall(text.lower()) or [text.strip()]  # a text of emoji only counts as one word
         return [numbers.setdefault(word, len(numbers)) for word in words]
 
 
 def _mix(numbers: NDArray[np.uint64]) -> _Hashes:
-    """Numbers spread over 64 bits: the finalizer of SplitMix64 (Steele et al. 2014, figure 8)."""
+    """Hash numbers to 64 bits with the finalizer of SplitMix64 (Steele et al. 2014, figure 8)."""
     mixed = (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

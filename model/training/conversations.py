@@ -1,8 +1,8 @@
-"""Conversations to learn from, made of a corpus's records, and their token ids.
+"""Chat conversations made from corpus records, and their token ids.
 
-A record becomes the same conversation whenever the seed is the same. Half of what is trained on is the user's wording,
-so there are many wordings of each request (`story_requests`, `encyclopedia_questions`); nothing is invented beyond
-them: what the assistant says stands in the record.
+Equal records and seeds give equal conversations. User messages come from many templates (`story_requests`,
+`encyclopedia_questions`), so that the model does not depend on one wording. Assistant messages are taken from the
+record, apart from short set phrases.
 """
 
 import enum
@@ -18,7 +18,7 @@ from model.training.sentences import casually
 from model.training.story_requests import tell_story
 
 _SPEAKERS = {"U": "user", "S": "assistant"}
-# Many clients send such a message unasked; a model that never saw one would be at a loss.
+# Share of conversations with a system message. Many clients send one by default, so the model must know them.
 _SYSTEM_SHARE = 0.1
 _SYSTEM_TEXTS = (
     "You are a helpful assistant.",
@@ -29,27 +29,27 @@ _SYSTEM_TEXTS = (
     "Answer the user's questions.",
     "You are a kind storyteller.",
 )
-# Of small talk: how often the user types without capitals and full stops.
+# Share of small talk in which the user writes without capitals and full stops.
 _CASUAL_SHARE = 0.2
-# Of a story or an article: how often it begins with a greeting.
+# Share of story and article conversations that begin with a greeting.
 _GREETING_SHARE = 0.05
 _GREETINGS = ("Hello!", "Hi", "Hi!", "Hello", "Hey", "Hi there!", "Good evening!", "hello", "hi")
 _GREETED = ("Hello! How can I help you?", "Hello! What would you like to hear?", "Hi! What can I do for you?")
 
 
 class Turn(NamedTuple):
-    """What one speaker says: role (`system`, `user` or `assistant`) and text."""
+    """One message: role (`system`, `user` or `assistant`) and text."""
 
     role: str
     text: str
 
 
 class ConversationKind(enum.StrEnum):
-    """What the records of a source are.
+    """Kind of the records of a source.
 
-    DIALOGUE: `turns`, a list of `["U" | "S", text]`, user and system; of a text that is a list one is drawn.
-    GREETINGS: as DIALOGUE; small talk, sometimes typed carelessly.
-    STORY: `text`, and perhaps `title`.
+    DIALOGUE: `turns`, a list of `["U" | "S", text]`, user and assistant. If text is a list, one element is sampled.
+    GREETINGS: as DIALOGUE; small talk, sometimes written carelessly.
+    STORY: `text`, and optionally `title`.
     ENCYCLOPEDIA: `title`, and `text` that begins with a definition.
     """
 
@@ -60,65 +60,66 @@ class ConversationKind(enum.StrEnum):
 
 
 def conversation(record: Mapping[str, Any], kind: str, seed: int) -> tuple[Turn, ...] | None:
-    """The conversation of one record; None for a record that none can be made of.
+    """Make a conversation from a record, or return None if the record is unsuitable.
 
-    It begins with the user, perhaps after a system message, ends with the assistant, and they take turns; no text is
-    empty, or begins or ends with white space.
+    User and assistant alternate. The user is first, optionally after a system message, and the assistant is last. No
+    text is empty, or starts or ends with white space.
 
     Args:
-        kind: one of `ConversationKind`.
-        seed: another one draws another wording. It is mixed with the record, so the same may serve for all of them.
+        kind: a value of `ConversationKind`.
+        seed: selects the wording, together with the record, so one seed can serve for all records.
 
     Raises:
-        ValueError: there is no such kind.
-        KeyError, TypeError: the record is not of that kind.
+        ValueError: `kind` is unknown.
+        KeyError, TypeError: the record lacks what `kind` requires.
     """
     kind = ConversationKind(kind)
     text = record["turns"][0][1] if kind in (ConversationKind.DIALOGUE, ConversationKind.GREETINGS) else record["text"]
-    drawn = random.Random(f"{seed} {kind} {str(text)[:500]}")
+    rng = random.Random(f"{seed} {kind} {str(text)[:500]}")
     match kind:
         case ConversationKind.DIALOGUE | ConversationKind.GREETINGS:
-            pairs = [(_SPEAKERS[who], _one_of(said, drawn)) for who, said in record["turns"]]
+            pairs = [(_SPEAKERS[speaker], _one_of(said, rng)) for speaker, said in record["turns"]]
         case ConversationKind.STORY:
-            pairs = _speak(tell_story(record["text"], record.get("title"), drawn))
+            pairs = _speak(tell_story(record["text"], record.get("title"), rng))
         case ConversationKind.ENCYCLOPEDIA:
-            pairs = _speak(answer_questions(record["title"], record["text"], drawn))
+            pairs = _speak(answer_questions(record["title"], record["text"], rng))
     turns = _taking_turns(pairs)
     if not turns:
         return None
-    if kind is ConversationKind.GREETINGS and drawn.random() < _CASUAL_SHARE:
+    if kind is ConversationKind.GREETINGS and rng.random() < _CASUAL_SHARE:
         turns = [Turn(role, casually(text) if role == "user" else text) for role, text in turns]
-    if kind in (ConversationKind.STORY, ConversationKind.ENCYCLOPEDIA) and drawn.random() < _GREETING_SHARE:
-        turns = [Turn("user", drawn.choice(_GREETINGS)), Turn("assistant", drawn.choice(_GREETED)), *turns]
-    if drawn.random() < _SYSTEM_SHARE:
-        turns = [Turn("system", drawn.choice(_SYSTEM_TEXTS)), *turns]
+    if kind in (ConversationKind.STORY, ConversationKind.ENCYCLOPEDIA) and rng.random() < _GREETING_SHARE:
+        turns = [Turn("user", rng.choice(_GREETINGS)), Turn("assistant", rng.choice(_GREETED)), *turns]
+    if rng.random() < _SYSTEM_SHARE:
+        turns = [Turn("system", rng.choice(_SYSTEM_TEXTS)), *turns]
     return tuple(turns)
 
 
 def encode_conversation(tokenizer: Tokenizer, turns: Sequence[Turn]) -> tuple[list[int], list[bool]]:
-    """Token ids of a conversation, and for each whether it is a target of training.
+    """Return the token ids of a conversation, and its loss mask.
 
-    The ids are those of the rendered chat template, so what stands before a target is what a served model will see
-    there; the mark that begins a text comes once more at the end. Targets are what the assistant says and the
-    `<|im_end|>` after it. Texts never become control marks.
+    The ids are those of the rendered chat template, so that training and serving see the same context. The BOS token is
+    appended at the end. Targets are the assistant's messages and the `<|im_end|>` after each. Message texts never
+    become special tokens.
 
     Raises:
-        KeyError: the tokenizer has no ChatML marks.
-        ValueError: it has no mark that begins a text, or a role is none of `model.chatml.ROLES`.
-        TokenizerError: a text is beyond the tokenizer's means.
+        KeyError: the tokenizer has no ChatML tokens.
+        ValueError: the tokenizer has no BOS token, or a role is not in `model.chatml.ROLES`.
+        TokenizerError: a text cannot be encoded.
     """
     begin, start, end = tokenizer.bos_token_id, tokenizer.special_tokens[START], tokenizer.special_tokens[END]
     if begin is None:
-        raise ValueError("the tokenizer has no mark that begins a text")
+        raise ValueError("the tokenizer has no BOS token")
     line_break = tokenizer.encode("\n")
     ids, targets = [begin], [False]
     for role, text in turns:
         if role not in ROLES:
-            raise ValueError(f"the role {role!r} is none of {', '.join(ROLES)}")
+            raise ValueError(f"the role {role!r} is not one of {', '.join(ROLES)}")
         head, said = tokenizer.encode(f"{role}\n"), tokenizer.encode(f"{role}\n{text}")
         ids += [start, *said, end, *line_break]
         if role == "assistant":
-            # A text that begins with line breaks shares a token with the head, and no generation prompt ends so.
+            # A text that starts with line breaks may share a token with the head. A generation prompt never ends with
+            # this token, so it is a target.
             num_head = next((i for i, (a, b) in enumerate(zip(head, said, strict=False)) if a != b), len(head))
             targets += [False] * (1 + num_head) + [True] * (len(said) - num_head + 1) + [False] * len(line_break)
         else:
@@ -126,17 +127,17 @@ def encode_conversation(tokenizer: Tokenizer, turns: Sequence[Turn]) -> tuple[li
     return [*ids, begin], [*targets, False]
 
 
-def _one_of(said: str | list[str], drawn: random.Random) -> str:
-    return said if isinstance(said, str) else drawn.choice(said)
+def _one_of(said: str | list[str], rng: random.Random) -> str:
+    return said if isinstance(said, str) else rng.choice(said)
 
 
 def _speak(texts: Sequence[str] | None) -> list[tuple[str, str]]:
-    """Texts of the user and the assistant by turns; none where there are none."""
+    """Assign alternating texts to user and assistant; empty for None."""
     return [] if texts is None else [(("user", "assistant")[i % 2], text) for i, text in enumerate(texts)]
 
 
 def _taking_turns(pairs: Sequence[tuple[str, str]]) -> list[Turn]:
-    """The user first, the assistant last; what one says twice in a row is one message."""
+    """Make the user first and the assistant last, and join consecutive messages of one role."""
     spoken = [(role, text.strip()) for role, text in pairs if text.strip()]
     turns = [
         Turn(role, " ".join(text for _, text in group)) for role, group in groupby(spoken, key=lambda pair: pair[0])

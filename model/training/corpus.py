@@ -1,4 +1,4 @@
-"""What a run learns from: texts read and split, their tokenizer, and the mixtures of its two phases."""
+"""Training data of a run: sources, tokenizer, and the mixtures of its two phases."""
 
 import dataclasses
 import functools
@@ -19,15 +19,15 @@ from model.training.data import CorpusError, Source, read_source
 from model.training.mixture import Mixture, TokenizedSource
 from model.training.packing import ROUND_BATCHES, Batches
 
-_PRETRAINING, _CHAT = 0, 1  # tell the orders of the phases apart
-_STREAM_BATCHES = ROUND_BATCHES // 8  # tokens of a piece where documents are a stream: a round has room for several
+_PRETRAINING, _CHAT = 0, 1  # seed tags, so that the phases shuffle differently
+_STREAM_BATCHES = ROUND_BATCHES // 8  # piece length, in batches, for a token stream: a round holds several pieces
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """What is learned from: the sources, their tokenizer, and the mixtures of tokens of the two phases.
+    """Sources, their tokenizer, and the token mixtures of the two phases.
 
-    texts: the training documents of each source, tokenized.
+    texts: the tokenized training documents of each source.
     """
 
     config: TrainConfig
@@ -37,24 +37,24 @@ class Corpus:
 
     @functools.cached_property
     def pretraining(self) -> Mixture:
-        """Texts."""
+        """Mixture of the pretraining phase: plain texts."""
         return self._mixture(self._repeated([source.config.repeats for source in self.sources]), _PRETRAINING)
 
     @functools.cached_property
     def chat(self) -> Mixture:
-        """Conversations, and texts of sources that tell none."""
+        """Mixture of the chat phase: conversations, and plain texts of the sources without `chat`."""
         texts = self._repeated([source.config.chat_repeats for source in self.sources])
-        told = [source.config.chat != "" for source in self.sources]
+        has_chat = [source.config.chat != "" for source in self.sources]
         return self._mixture(
             [
-                self._conversations(source) if is_told else text
-                for source, text, is_told in zip(self.sources, texts, told, strict=True)
+                self._conversations(source) if is_chat else text
+                for source, text, is_chat in zip(self.sources, texts, has_chat, strict=True)
             ],
             _CHAT,
         )
 
     def batches(self, mixture: Mixture) -> Batches:
-        """A mixture as batches of the run."""
+        """Return the batches of a mixture."""
         config = self.config
         return Batches(
             mixture,
@@ -73,13 +73,13 @@ class Corpus:
         return [dataclasses.replace(text, repeats=count) for text, count in zip(self.texts, repeats, strict=True)]
 
     def _conversations(self, source: Source) -> TokenizedSource:
-        told = (
+        conversations = (
             conversation(document.record, source.config.chat, seed)
             for seed in range(self.config.seed, self.config.seed + source.config.chat_draws)
             for document in source.train
             if source.config.chat_repeats
         )
-        encoded = (encode_conversation(self.tokenizer, turns) for turns in told if turns is not None)
+        encoded = (encode_conversation(self.tokenizer, turns) for turns in conversations if turns is not None)
         return _tokenized(encoded, source.config.chat_repeats)
 
 
@@ -99,16 +99,16 @@ def _tokenized(documents: Iterable[tuple[Sequence[int], Sequence[bool] | None]],
 
 
 def read_corpus(config: TrainConfig, directory: Path, report: Callable[[str], None]) -> Corpus:
-    """Read the sources, take the tokenizer out of `directory` or learn it and put it there, and tokenize.
+    """Read and tokenize the sources. The tokenizer is loaded from `directory`, or trained and saved there.
 
     Raises:
         CorpusError: a corpus cannot be used, or is too small for the vocabulary.
-        ValueError: the directory's tokenizer does not fit the recipe.
+        ValueError: the tokenizer in `directory` does not match the recipe.
     """
     sources = leave_out_held_out([read_source(source) for source in config.sources])
     for source in sources:
         if source.left_out:
-            report(f"{source.config.name}: {source.left_out:,} documents left out, which quote what is held out")
+            report(f"{source.config.name}: {source.left_out:,} documents left out because they quote held-out texts")
     if config.chat_steps:
         _check_conversations(sources)
     tokenizer = _tokenizer(config, sources, directory, report)
@@ -117,52 +117,56 @@ def read_corpus(config: TrainConfig, directory: Path, report: Callable[[str], No
     )
     total = corpus.pretraining.epoch_length
     epochs = config.chat_start * config.tokens_per_step / total
-    report(f"{total:,} tokens an epoch, {epochs:.1f} epochs; {config.model.num_parameters:,} parameters")
+    report(f"{total:,} tokens per epoch, {epochs:.1f} epochs; {config.model.num_parameters:,} parameters")
     return corpus
 
 
 def _check_conversations(sources: Iterable[Source]) -> None:
-    """Raises CorpusError: of no document of a source comes a conversation. They are needed late; this comes first."""
+    """Check early that each chat source yields a conversation, since the chat phase comes last.
+
+    Raises:
+        CorpusError: a source yields no conversation.
+    """
     for source in sources:
         kind = source.config.chat
         if source.config.chat_repeats and kind:
             try:
-                told = any(conversation(document.record, kind, 0) for document in source.train)
+                has_conversation = any(conversation(document.record, kind, 0) for document in source.train)
             except (KeyError, TypeError, ValueError) as error:
-                said = f"no {error}" if isinstance(error, KeyError) else str(error)
+                said = f"a record has no {error}" if isinstance(error, KeyError) else str(error)
                 raise CorpusError(f"{source.config.path}: not a source of chat = {kind!r}: {said}") from error
-            if not told:
-                raise CorpusError(f"{source.config.path}: no conversation can be made of it; drop chat = {kind!r}")
+            if not has_conversation:
+                raise CorpusError(f"{source.config.path}: no document yields a conversation; remove chat = {kind!r}")
 
 
 def _texts(tokenizer: ByteLevelTokenizer, source: Source) -> TokenizedSource:
-    """The training documents as they stand: each between two marks, in a stream of them as well as side by side."""
-    mark = tokenizer.bos_token_id
-    assert mark is not None  # every tokenizer learned here has one
-    is_told_only = source.config.chat and not source.config.repeats
-    documents = [] if is_told_only else source.train
-    return _tokenized((([mark, *tokenizer.encode(document.text), mark], None) for document in documents), 1.0)
+    """Tokenize the training documents as plain text, each between two end-of-text tokens."""
+    bos = tokenizer.bos_token_id
+    assert bos is not None  # `train_bpe` always sets it
+    is_chat_only = source.config.chat and not source.config.repeats
+    documents = [] if is_chat_only else source.train
+    return _tokenized((([bos, *tokenizer.encode(document.text), bos], None) for document in documents), 1.0)
 
 
 def _tokenizer(
     config: TrainConfig, sources: list[Source], directory: Path, report: Callable[[str], None]
 ) -> ByteLevelTokenizer:
-    """The run's tokenizer: learned from the training documents the first time, read afterwards."""
+    """Load the tokenizer of the run, or train it on the training documents."""
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / SPEC_FILE).exists():  # the spec is written last
-        report(f"learning a tokenizer of {config.vocab_size:,} tokens")
+        report(f"training a tokenizer of {config.vocab_size:,} tokens")
         texts = (document.text for source in sources if source.config.repeats for document in source.train)
         save_native(train_bpe(texts, config.vocab_size, chat=config.chat_steps > 0), directory)
     tokenizer = load_native(directory)
     if config.chat_steps and not knows_chatml(tokenizer.special_tokens):
         raise ValueError(
-            f"{directory}: the run was begun without conversations, and its tokenizer has no marks for them; set "
+            f"{directory}: the run began without conversations, and its tokenizer has no ChatML tokens; set "
             f"chat_steps = 0, or use another --run-directory"
         )
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(f"{directory}: its tokenizer has {tokenizer.vocab_size} tokens, not {config.vocab_size}")
     if tokenizer.vocab_size < config.vocab_size:
-        # Otherwise the model had rows for tokens that no text holds, and could draw one.
+        # Otherwise the model could sample token ids that the tokenizer does not have.
         size = tokenizer.vocab_size
-        raise CorpusError(f"the texts give no more than {size} tokens: set vocab_size = {size}, or give more text")
+        raise CorpusError(f"the texts yield only {size} tokens: set vocab_size = {size}, or give more text")
     return tokenizer

@@ -1,4 +1,4 @@
-"""Sources: corpora read, split into documents, and a part of them held out."""
+"""Text sources: corpora read, cut into documents, and split into training and held-out documents."""
 
 import hashlib
 import json
@@ -11,11 +11,11 @@ from typing import Any
 from model.manifest import file_digest
 from model.training.config import SourceConfig
 
-# A whole book is cut into parts of about this many characters, which count as documents of their own.
+# A whole book is cut into parts of about this many characters, which count as separate documents.
 MAX_DOCUMENT_CHARACTERS = 8000
 _BOOK_CHARACTERS = 100_000
 _SPEAKERS = {"U": "User", "S": "Assistant"}
-# Where the recipes of this repository look for theirs.
+# The directory of the corpora of this repository's recipes.
 _CORPORA = Path(__file__).resolve().parents[2] / "data"
 
 
@@ -25,7 +25,7 @@ class CorpusError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """One text, and the record of the corpus it came from: for a part of a book, of that part."""
+    """One text, and its corpus record. For a part of a book, the record holds the text of this part."""
 
     text: str
     record: Mapping[str, Any]
@@ -33,8 +33,10 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """One corpus, read and split, both in file order. `left_out`: documents that share a run of words with what is
-    held out anywhere, see `model.training.contamination`."""
+    """One corpus, split into training and held-out documents, both in file order.
+
+    left_out: number of removed training documents that quote held-out texts, see `model.training.contamination`.
+    """
 
     config: SourceConfig
     sha256: str
@@ -44,16 +46,20 @@ class Source:
 
 
 def check_sources(sources: Iterable[SourceConfig]) -> None:
-    """Raises CorpusError: the file of one of them cannot be opened. Costs nothing, so it comes before all else."""
+    """Check that the files of all sources can be opened. The check is cheap, so it runs first.
+
+    Raises:
+        CorpusError: a file cannot be opened.
+    """
     for source in sources:
         path = source.path.resolve()
         try:
             path.open("rb").close()
         except FileNotFoundError as error:
-            ours = _CORPORA in path.parents or _CORPORA.resolve() in path.parents
+            is_repository_corpus = _CORPORA in path.parents or _CORPORA.resolve() in path.parents
             advice = (
                 "the corpora are not part of this repository, docs/training.md lists them"
-                if ours
+                if is_repository_corpus
                 else f"correct the path of source {source.name}, which starts at the directory of its recipe"
             )
             raise CorpusError(f"{path}: no such file; {advice}") from error
@@ -62,18 +68,18 @@ def check_sources(sources: Iterable[SourceConfig]) -> None:
 
 
 def read_source(config: SourceConfig) -> Source:
-    """Read a corpus and split it by each document's own hash, so that a grown file keeps its split, and by `id`.
+    """Read a corpus and split it by `id` and by document hash, so that a growing file keeps its split.
 
     Raises:
-        CorpusError: the file is missing, empty, or not UTF-8 text or JSON lines with a "text" or "turns" each; or a
-            document to hold out is not in it.
+        CorpusError: the file is missing, empty, not UTF-8 text, or has a JSON line without "text" or "turns"; or it
+            lacks a document of `held_out_ids`.
     """
     train: list[Document] = []
     held_out: list[str] = []
     missing = set(config.held_out_ids)
     try:
         for record in _records(config.path):
-            # A dialogue stays whole: its turns, which conversations are made of, belong to all of it.
+            # A dialogue stays whole, since its turns cannot be assigned to parts.
             parts = [record["text"]] if "turns" in record else _parts(record["text"])
             if str(record.get("id")) in config.held_out_ids:
                 missing.discard(str(record["id"]))
@@ -92,19 +98,19 @@ def read_source(config: SourceConfig) -> Source:
     except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
         raise CorpusError(f"{config.path}: not UTF-8 text: {error}") from error
     if missing:
-        raise CorpusError(f"{config.path}: no document has the id {sorted(missing)[0]!r}, which is to be held out")
+        raise CorpusError(f"{config.path}: no document has the id {sorted(missing)[0]!r} of held_out_ids")
     if not train and not held_out:
-        raise CorpusError(f"{config.path}: no documents in it")
+        raise CorpusError(f"{config.path}: contains no documents")
     return Source(config=config, sha256=digest, train=train, held_out=held_out)
 
 
 def _share(text: str) -> float:
-    """A number from 0 to 1 that depends on the text alone."""
+    """Hash a text to a number from 0 to 1."""
     return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big") / 2**64
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """Objects with a "text"; of a dialogue it is the transcript."""
+    """Yield the records of a file, each with a "text". The text of a dialogue is its transcript."""
     opener = lzma.open if path.suffix == ".xz" else open
     with opener(path, "rt", encoding="utf-8") as file:
         if ".jsonl" not in path.suffixes:
@@ -123,13 +129,13 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def transcript(turns: Iterable[tuple[str, str | list[str]]]) -> str:
-    """A dialogue as a text: a line a turn, with the speaker's name before it. Of several wordings the first is told."""
+    """Return a dialogue as text: a line per turn, after the speaker's name. Of several wordings the first is used."""
     worded = ((speaker, text if isinstance(text, str) else text[0]) for speaker, text in turns)
     return "\n".join(f"{_SPEAKERS[speaker]}: {text.strip()}" for speaker, text in worded)
 
 
 def _parts(text: str) -> Iterator[str]:
-    """A long text is cut at line ends into parts of about MAX_DOCUMENT_CHARACTERS; anything shorter is one part."""
+    """Cut a long text at line ends into parts of about MAX_DOCUMENT_CHARACTERS; a shorter text is one part."""
     if len(text) <= 2 * MAX_DOCUMENT_CHARACTERS:
         yield text
         return

@@ -1,7 +1,7 @@
-"""Questions that the beginning of an encyclopedia's article answers, and the sentences that answer them.
+"""Questions and answers made from the first paragraph of encyclopedia articles.
 
-The articles were cut out of a wiki: templates that were dropped left holes such as `( - 22 August 1942)`, `covering.`
-and `, ""`. What can be mended is; an answer stops before the first sentence that cannot.
+The articles come from a wiki dump without templates. Removed templates leave gaps such as `( - 22 August 1942)`,
+`covering.` and `, ""`. Some gaps are repaired. The answer ends before the first sentence with any other gap.
 """
 
 import random
@@ -12,7 +12,7 @@ from model.training.sentences import casually, clean_lines, is_unfit, sentences
 MAX_ANSWER = 520  # characters
 _MAX_TITLE = 60
 _MAX_LEAD = 1500
-_MAX_SENTENCES = 6  # three for each of two answers
+_MAX_SENTENCES = 6  # three for each of two responses
 
 _WHAT = (
     "What {is_} {it}?",
@@ -70,7 +70,7 @@ _PLACE = re.compile(
     r"bridge|park|sea|ocean|desert|university|castle|church|cathedral|building|stadium|museum|continent|peninsula|"
     r"valley|volcano|territory|republic|kingdom|place|settlement|area)\b[^.]* (?:in|of|on|near|between)\b"
 )
-# Marks of something that was cut away.
+# Traces of removed templates and markup.
 _HOLES = re.compile(
     r'""|"\s*"|[\[\]{}|<>=*#_^\\]|\(\s|\s\)|\s[,.;:?!]|,[,.]|\.\.|;[.,]|:\.|\d{7,}|'
     r"\b(?:of|is|was|are|were|in|at|by|from|to|about|covers|covering|and|or|the|a|an|around|with|for|than|as|between|"
@@ -81,8 +81,8 @@ _HOLES = re.compile(
 _UNUSUAL = re.compile(r"[^\x20-\x7e\u00a0-\u024f\u2013\u2014\u20ac\u00a3\u00b0]")
 
 
-def answer_questions(title: str, text: str, drawn: random.Random) -> list[str] | None:
-    """A question about the title, its answer, and sometimes a second question; None if the article is not fit."""
+def answer_questions(title: str, text: str, rng: random.Random) -> list[str] | None:
+    """Return a question on the title, its answer, and sometimes a second exchange; None for an unsuitable article."""
     if title.startswith(("List of", "Lists of", "Timeline of", "Index of", "Geography of", "History of")):
         return None
     title = re.sub(r"\s*\([^)]*\)$", "", title).strip()
@@ -104,21 +104,24 @@ def answer_questions(title: str, text: str, drawn: random.Random) -> list[str] |
         kinds.append((_EXPLAIN, 0.06))
     if not is_person and _PLACE.search(first):
         kinds.append((_WHERE, 0.3))
-    (kind,) = drawn.choices([kind for kind, _ in kinds], [weight for _, weight in kinds])
-    answer = _first(found, drawn.choice((2, 2, 3)) if kind in (_ABOUT, _EXPLAIN) else drawn.choice((1, 1, 2)))
-    asked = drawn.choice(kind).format(it=it, is_=is_)
-    turns = [asked if drawn.random() < 0.85 else casually(asked), answer[0]]
-    chance = drawn.random()
+    (kind,) = rng.choices([kind for kind, _ in kinds], [weight for _, weight in kinds])
+    answer = _first(found, rng.choice((2, 2, 3)) if kind in (_ABOUT, _EXPLAIN) else rng.choice((1, 1, 2)))
+    asked = rng.choice(kind).format(it=it, is_=is_)
+    turns = [asked if rng.random() < 0.85 else casually(asked), answer[0]]
+    chance = rng.random()
     if chance < 0.12 and (rest := found[answer[1] :]):
         more, _ = _first(rest, 3)
-        turns += [drawn.choice(_MORE_PERSON if is_person else _MORE), more]
+        turns += [rng.choice(_MORE_PERSON if is_person else _MORE), more]
     elif chance > 0.96:
-        turns += [drawn.choice(_THANKS), drawn.choice(_WELCOME)]
+        turns += [rng.choice(_THANKS), rng.choice(_WELCOME)]
     return turns
 
 
 def _is_person(title: str, first: str, lead: str) -> bool:
-    """Whether an article is about somebody: born, or someone of a trade with the dates of a life or a `he` or `she`."""
+    """Guess whether an article is about a person.
+
+    A person is "born", or has an occupation together with life dates or a following "He" or "She".
+    """
     if "(born" in first:
         return True
     if " " not in title or _MAKES_A_PERSON.search(first) is None:
@@ -128,7 +131,7 @@ def _is_person(title: str, first: str, lead: str) -> bool:
 
 
 def _first(found: list[str], number: int) -> tuple[str, int]:
-    """At most so many sentences in one text that is not too long, at least one; and how many they are."""
+    """Join 1 to `number` sentences within MAX_ANSWER characters. Also returns the number of sentences."""
     count = 1
     while count < min(number, len(found)) and sum(map(len, found[: count + 1])) + count <= MAX_ANSWER:
         count += 1
@@ -136,7 +139,7 @@ def _first(found: list[str], number: int) -> tuple[str, int]:
 
 
 def _clean_sentences(lead: str) -> list[str]:
-    """The sentences up to the first that has a hole."""
+    """Return the sentences before the first sentence with a gap."""
     lead = re.sub(r"\(\s*[-–]\s*(\d[^()]*|[A-Z][a-z]+ [^()]*)\)", r"(died \1)", lead)
     lead = _PARENTHESES.sub(lambda found: found.group() if _is_clean(found.group(1)) else "", lead)
     clean: list[str] = []
@@ -157,7 +160,7 @@ def _clean_sentences(lead: str) -> list[str]:
 
 
 def _is_clean(text: str) -> bool:
-    """Whether nothing was cut out of it, and it is in Latin letters."""
+    """Return whether a text has no gaps and only Latin letters."""
     return (
         text.strip() != ""
         and re.search(r"^\s*[,;:/–-]|[,;:/]\s*$|: *[,;]|^or\b", text) is None
@@ -167,13 +170,13 @@ def _is_clean(text: str) -> bool:
 
 
 def _speaks_of(title: str, sentence: str) -> bool:
-    """Whether the sentence that defines it names it, or a person's last name, before it says what it is."""
+    """Return whether the defining sentence names the title, or its last word, near the start."""
     head = sentence[: max(80, len(title) + 40)].lower()
     return title.lower() in head or title.lower().split()[-1].rstrip("s") in head
 
 
 def _as_spoken_of(title: str, text: str) -> str:
-    """The title within a sentence: `a chamber pot`, `shale`, `the Warsaw Pact`, `Montecito, California`."""
+    """Return the title as used within a sentence: `a chamber pot`, `shale`, `the Warsaw Pact`."""
     begin = text[: len(title) + 8].strip('"')
     article = re.match(r"(An?|The) ", begin)
     common = _is_common(title, text)
@@ -185,7 +188,11 @@ def _as_spoken_of(title: str, text: str) -> str:
 
 
 def _is_common(title: str, text: str) -> bool:
-    """Whether a title is no name: it stands in the text without capitals, or its later words have none."""
+    """Guess whether a title is a common noun rather than a name.
+
+    A common noun occurs in lower case within a sentence. A title of several words without other capitals also counts,
+    unless its first word occurs capitalised within a sentence.
+    """
     if title[1:2].isupper() or not title[0].isupper() or re.search(r" [A-Z]", title):
         return False
     if _stands_within_a_sentence(_lowered(title), text):
@@ -194,7 +201,7 @@ def _is_common(title: str, text: str) -> bool:
 
 
 def _stands_within_a_sentence(words: str, text: str) -> bool:
-    """By `str.find`: a pattern for each article would have to be compiled."""
+    """Return whether `words` occur within a sentence. `str.find` avoids compiling a pattern per article."""
     begin = text.find(f" {words}")
     while begin >= 0:
         end = begin + 1 + len(words)

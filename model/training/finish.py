@@ -1,4 +1,4 @@
-"""The end of a run: the checkpoint directory, measured as it will be served, with card and loss curve."""
+"""End of a run: checkpoint directory, evaluation of the weights as served, model card and loss curve."""
 
 import contextlib
 import dataclasses
@@ -28,15 +28,15 @@ from model.training.data import Source
 from model.training.state import read_log
 from model.transformer import Transformer
 
-_FINAL_STEPS = 100  # whose mean is called the final training loss
-_SHOWN_SAMPLES = 6  # the card has all
-# What a request to a model that chats gets where it asks for nothing.
+_FINAL_STEPS = 100  # the final training loss is the mean over these steps
+_SHOWN_SAMPLES = 6  # printed; the card has all samples
+# Default sampling parameters of a chat model, for requests that set none.
 _CHAT_SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.95}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedRun:
-    """What a run leaves: its weights by name, where its log is, on what it ran, and for how many seconds of steps."""
+    """Result of a run. tensors: weights by name. seconds: total time of the training steps."""
 
     config: TrainConfig
     corpus: Corpus
@@ -51,7 +51,7 @@ def finish(run: FinishedRun, directory: Path, complete: Complete, report: Callab
     """Write the checkpoint in bfloat16, measure it, and write its manifest and model card.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
     config, tokenizer = run.config, run.corpus.tokenizer
     log = read_log(run.run_directory / "log.jsonl")
@@ -81,8 +81,8 @@ def finish(run: FinishedRun, directory: Path, complete: Complete, report: Callab
         report=report,
     )
     for name, measured in evaluation.held_out.items():
-        losses = f"{measured.bits_per_byte:.4f} bits per byte, {measured.nats_per_token:.4f} nats a token"
-        report(f"held out, {name}: {losses}, {measured.accuracy:.1%} of the next tokens right")
+        losses = f"{measured.bits_per_byte:.4f} bits per byte, {measured.nats_per_token:.4f} nats per token"
+        report(f"held out, {name}: {losses}, next-token accuracy {measured.accuracy:.1%}")
     training["held_out_bits_per_byte"] = {name: m.bits_per_byte for name, m in evaluation.held_out.items()}
     training["held_out_nats_per_token"] = {name: m.nats_per_token for name, m in evaluation.held_out.items()}
     training["held_out_accuracy"] = {name: m.accuracy for name, m in evaluation.held_out.items()}
@@ -96,9 +96,9 @@ def finish(run: FinishedRun, directory: Path, complete: Complete, report: Callab
 
 
 def _samples(run: FinishedRun, model: Transformer, complete: Complete) -> list[Sample]:
-    """A completion of each prompt of the recipe's own."""
+    """Return a completion of each prompt in the recipe."""
     tokenizer, prompts = run.corpus.tokenizer, run.config.sample_prompts
-    assert tokenizer.bos_token_id is not None  # as in training, and as it is served
+    assert tokenizer.bos_token_id is not None  # training and serving also start with it
     encoded = [[tokenizer.bos_token_id, *tokenizer.encode(prompt)] for prompt in prompts]
     params = SamplingParams(max_tokens=200, temperature=0.8, top_p=0.95, seed=0)
     samples = []
@@ -109,7 +109,7 @@ def _samples(run: FinishedRun, model: Transformer, complete: Complete) -> list[S
 
 
 def _facts(run: FinishedRun, log: list[dict[str, float]]) -> dict[str, Any]:
-    """How the model came to be."""
+    """Return the provenance of the model, for its manifest and card."""
     config, last = run.config, log[-_FINAL_STEPS:]
     return {
         "seed": config.seed,
@@ -122,7 +122,7 @@ def _facts(run: FinishedRun, log: list[dict[str, float]]) -> dict[str, Any]:
         "hardware": _hardware(run.device),
         "torch": torch.__version__,
         "commit": _commit(),
-        "final_loss": float(np.mean([line["loss"] for line in last])) if last else None,  # where the log is lost
+        "final_loss": float(np.mean([line["loss"] for line in last])) if last else None,  # the log is missing
         "final_loss_steps": len(last),
         "sources": [_source_facts(source) for source in run.corpus.sources],
     }
@@ -160,9 +160,9 @@ def _git(*command: str) -> str:
 
 
 def _commit() -> str:
-    """The repository's commit, or "unknown" outside of one."""
+    """Return the commit of this repository, or "unknown" outside of a repository."""
     try:
-        # Installed in an environment inside of a repository, this file is none of that repository's.
+        # An installed copy may lie inside a different repository (site-packages), which does not track this file.
         return [_git(*command) for command in (("ls-files", "--error-unmatch", __file__), ("rev-parse", "HEAD"))][-1]
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

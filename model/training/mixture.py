@@ -1,10 +1,9 @@
-"""The order of learning: which documents of which source come when. A pure function of texts, weights and seed.
+"""Training order of the documents of all sources, a pure function of texts, weights and seed.
 
-Learning goes in rounds of some batches each. Each source gives to a round its share of the tokens, from where it
-stopped in the round before; it goes through its documents in an order drawn anew for each of its own epochs, so that
-every document comes once before any comes twice. Within a round all are shuffled. Round r is therefore the same
-however long the run will be, whoever asks and whenever: an interrupted run resumes exactly, and one on its plateau may
-grow.
+Training proceeds in rounds of several batches. Each source contributes its share of the tokens to a round, starting
+where the previous round stopped. A source is shuffled again for each of its epochs, so every document occurs once
+before any occurs twice. The pieces within a round are shuffled too. Round r does not depend on the length of the run or
+on earlier calls. An interrupted run can therefore resume exactly, and a run on its plateau can be lengthened.
 """
 
 from collections.abc import Sequence
@@ -20,12 +19,12 @@ Ids = NDArray[np.uint16]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizedSource:
-    """The documents of a source, end to end.
+    """Concatenated tokens of a source.
 
-    token_ids: all of them; a document begins with the mark that begins a text and ends with the one that ends it.
-    starts: where each document begins, and where the last one ends.
-    trained: for each token whether predicting it is learned; None for yes.
-    repeats: how often a document occurs in an epoch of the mixture.
+    token_ids: the tokens of all documents; a document starts and ends with `bos_token_id`.
+    starts: offset of each document, and the end of the last document.
+    trained: loss mask per token; None for all tokens.
+    repeats: number of times a document occurs in an epoch of the mixture.
     """
 
     token_ids: Ids
@@ -35,13 +34,13 @@ class TokenizedSource:
 
     @property
     def num_predicted(self) -> int:
-        """Tokens that are predicted: all but the first of each document."""
+        """Number of predicted tokens: all but the first of each document."""
         return len(self.token_ids) - (len(self.starts) - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Up to `sequence_length` tokens of a document and what follows each of them. `trained` may be all true."""
+    """Part of a document: inputs, the next token of each input, and the loss mask of these targets."""
 
     inputs: Ids
     targets: Ids
@@ -49,12 +48,13 @@ class Piece:
 
 
 class Mixture:
-    """Pieces of documents, round after round.
+    """Weighted mixture of sources, as rounds of pieces of documents.
 
     Args:
         piece_length: a longer document is cut into pieces of this many predicted tokens.
-        round_length: predicted tokens a round.
-        seed: draws the orders; with `tag`, which tells the phases of a run apart.
+        round_length: predicted tokens per round.
+        seed: seed of the shuffles.
+        tag: number of the phase, which is mixed into the seed.
 
     Raises:
         CorpusError: there are no tokens.
@@ -72,16 +72,16 @@ class Mixture:
         self._shares = weights / weights.sum()
         self.epoch_length = int(weights.sum())
         self._pieces = [_cut(source, piece_length) for source in self._sources]
-        # What a source gives to a round may end in the middle of a piece: so much is drawn more.
+        # The share of a source may end in the middle of a piece: each round takes this many extra tokens.
         self._slack = sum(int(lengths.max()) for _, lengths in self._pieces)
 
     @property
     def shares(self) -> list[float]:
-        """Each trained source's share of the tokens, in their order."""
+        """Share of the tokens of each trained source, in source order."""
         return [float(share) for share in self._shares]
 
     def round(self, number: int) -> list[Piece]:
-        """Round `number`: pieces of at least `round_length` predicted tokens, shuffled."""
+        """Return the shuffled pieces of round `number`, with at least `round_length` predicted tokens in total."""
         chosen: list[tuple[int, int]] = []
         wanted = self._round_length + self._slack
         for index, share in enumerate(self._shares):
@@ -91,7 +91,7 @@ class Mixture:
         return [self._piece(*chosen[place]) for place in order]
 
     def _between(self, index: int, first: int, last: int) -> list[int]:
-        """The pieces of a source that begin at its tokens first to last - 1, counted through all its epochs."""
+        """Return the pieces of a source that start at token `first` to `last` - 1, counted across its epochs."""
         _, lengths = self._pieces[index]
         total = int(lengths.sum())
         pieces: list[int] = []
@@ -113,7 +113,7 @@ class Mixture:
 
 
 def _cut(source: TokenizedSource, piece_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where each piece starts, and how many predicted tokens it has."""
+    """Return the start of each piece and its number of predicted tokens."""
     documents, ends = source.starts[:-1], source.starts[1:] - 1  # the last token is only predicted
     counts = -(-(ends - documents) // piece_length)
     nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,7 +1,7 @@
-"""Muon for the hidden matrices, AdamW for everything else, and the learning rate's course.
+"""Optimizers (Muon for the hidden matrices, AdamW for the rest) and learning-rate schedule.
 
-Muon: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); its update scaled to AdamW's size as in Liu et al. 2025
-(arXiv 2502.16982), so that both take rates of one magnitude. Both optimizers are PyTorch's.
+Muon: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); its updates are scaled to the magnitude of AdamW's as in
+Liu et al. 2025 (arXiv 2502.16982), so that both use similar learning rates. Both optimizers are PyTorch's.
 """
 
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from model.training.config import TrainConfig
 
 
 class Optimizers:
-    """Both optimizers as one: step, rates, and a state of plain named tensors.
+    """Both optimizers behind one interface, with a state of plain named tensors.
 
-    Without `muon` AdamW takes the hidden matrices too: what Muon is compared with.
+    With `muon=False`, AdamW also updates the hidden matrices, as a baseline for Muon.
     """
 
     def __init__(self, model: nn.Module, config: TrainConfig, *, muon: bool = True) -> None:
@@ -44,7 +44,7 @@ class Optimizers:
         )
 
     def step(self, step: int) -> None:
-        """Update the parameters from their gradients at the rates of this step, and drop the gradients."""
+        """Update the parameters at the learning rates of this step, and free the gradients."""
         factor = rate_factor(step, self.config)
         for optimizer, peak in self._with_peaks():
             for group in optimizer.param_groups:
@@ -53,13 +53,13 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def _with_peaks(self) -> Iterator[tuple[torch.optim.Optimizer, float]]:
-        """The optimizers and their highest rates."""
+        """Yield each optimizer with its peak learning rate."""
         if self._muon is not None:
             yield self._muon, self.config.matrix_lr
         yield self._adam, self.config.adam_lr
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Every tensor both optimizers remember, by `<parameter>/<key>`."""
+        """Return the state tensors of both optimizers, keyed by `<parameter>/<key>`."""
         return {
             f"{self._names[id(parameter)]}/{key}": value
             for optimizer, _ in self._with_peaks()
@@ -68,7 +68,7 @@ class Optimizers:
         }
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take up `state_tensors` of an equal model.
+        """Load the `state_tensors` of an equal model.
 
         Raises:
             ValueError: a parameter's state is missing.
@@ -80,7 +80,7 @@ class Optimizers:
                     state = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
                     if not state:
                         raise ValueError(f"no optimizer state for {prefix[:-1]}")
-                    # The step count stays where it is; moments lie beside their parameter.
+                    # The scalar step count stays on its device; moments move to the device of their parameter.
                     optimizer.state[parameter] = {
                         key: value.clone() if value.ndim == 0 else value.to(parameter.device, copy=True)
                         for key, value in state.items()
@@ -88,10 +88,10 @@ class Optimizers:
 
 
 def rate_factor(step: int, config: TrainConfig) -> float:
-    """Share of the peak learning rate at a step: linear warm-up, a plateau, linear decay to zero.
+    """Return the learning rate at a step as a share of its peak: linear warm-up, plateau, linear decay to zero.
 
-    Warmup-stable-decay: Hu et al. 2024, MiniCPM (arXiv 2404.06395), section 4. Its use here: a run may be lengthened
-    or shortened while it is on the plateau, without a difference to what has been computed.
+    Warmup-stable-decay: Hu et al. 2024, MiniCPM (arXiv 2404.06395), section 4. It allows a run to be lengthened or
+    shortened during the plateau without changing the steps already done.
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps

@@ -1,7 +1,7 @@
-"""`kvasir train --corpus`: a text of one's own becomes a checkpoint within some minutes, and nobody writes a recipe.
+"""`kvasir train --corpus`: train on the user's text within a time limit, with a generated recipe.
 
-The first time the text is read, a tokenizer learned, the machine measured and a recipe written into the run's
-directory, beside the text as it was cut. From then on the run is that recipe's; only its length follows the clock.
+The first attempt reads the text, trains a tokenizer, measures the machine, and writes a recipe and the cut text into
+the run directory. Later attempts follow this recipe; only the number of steps still adapts to the time left.
 """
 
 import dataclasses
@@ -33,14 +33,14 @@ from model.training.train import RunSettings, train
 RECIPE_FILE = "recipe.toml"
 _FACTS_FILE, _CLOCK_FILE = "own.json", "clock.json"
 _CHECKPOINT_FILES = (CONFIG_FILE, RANKS_FILE, SPEC_FILE, f"{MANIFEST_FILE}.partial", LOSS_CURVE_FILE, "MODEL_CARD.md")
-_SAMPLED_BYTES = 400_000  # of text, to count its tokens
-_SPARE = 1.5  # how much more text is kept than the plan reads: the machine may turn out faster
+_SAMPLED_BYTES = 400_000  # sample that estimates the bytes per token
+_SPARE = 1.5  # keep this factor more text than the plan needs, as the machine may turn out faster
 _PROMPTS, _PROMPT_CHARACTERS = 2, 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wish:
-    """What was asked for: texts, the model's name, minutes for everything, a seed. began: when, by `time.monotonic`."""
+    """Request of the user. minutes: time limit for everything. began: start of the command, by `time.monotonic`."""
 
     name: str
     corpora: tuple[Path, ...]
@@ -51,7 +51,7 @@ class Wish:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Facts:
-    """What a run keeps of its beginning, beside its recipe."""
+    """Choices of the first attempt that the recipe does not hold."""
 
     minutes: float
     digests: dict[str, str]
@@ -66,7 +66,7 @@ class _Facts:
         try:
             return cls(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError) as error:
-            raise StateError(f"{path}: damaged; delete {path.parent} to begin anew") from error
+            raise StateError(f"{path}: damaged; delete {path.parent} to start over") from error
 
     def write(self, path: Path) -> None:
         partial = path.with_suffix(".partial")
@@ -81,28 +81,29 @@ def train_own_text(
     should_stop: Callable[[], bool],
     complete: Complete = complete_one_by_one,
 ) -> bool:
-    """Plan and train, or go on. Returns whether the checkpoint is finished. Arguments beyond the wish: as `train`'s.
+    """Plan and train, or resume. Returns whether the checkpoint is finished. Other arguments: see `train`.
 
     Raises:
-        CorpusError: what was given is no text, or too little.
-        PlanError: the minutes are too few.
-        CheckpointError, StateError, OSError: as `train`; the text is another than the run began with.
+        CorpusError: a file is not text, or there is too little text.
+        PlanError: the time limit is too short.
+        StateError: the text differs from that of the first attempt, or as in `train`.
+        CheckpointError, OSError: as in `train`.
     """
     directory = settings.run_directory
-    # Where these lie in a directory of texts, they are none of them.
+    # The run and checkpoint directories may lie inside the text directory: skip their files.
     text = read_own_text(wish.corpora, apart=(directory, settings.checkpoint))
     _remove_half_written(directory, settings.checkpoint)
     check_writable(settings.checkpoint, may_replace=(directory / "state").exists())
     if not (directory / RECIPE_FILE).exists():
-        (directory / _CLOCK_FILE).unlink(missing_ok=True)  # of an attempt that led to nothing
+        (directory / _CLOCK_FILE).unlink(missing_ok=True)  # from an attempt that failed before its recipe was written
     clock = Clock(directory / _CLOCK_FILE, wish.began)
     with locked(directory):
         if (directory / RECIPE_FILE).exists():
-            facts = _taken_up(wish, settings, text, clock, report)
+            facts = _resume(wish, settings, text, clock, report)
         elif (directory / "state").exists():
-            raise StateError(f"{directory}: holds the run of a recipe; choose another --out, or --run-directory")
+            raise StateError(f"{directory}: holds a run with its own recipe; choose another --out or --run-directory")
         else:
-            facts = _prepared(wish, settings, text, clock, report)
+            facts = _prepare(wish, settings, text, clock, report)
     if facts.finished:
         return True
     pace = Deadline(
@@ -128,7 +129,7 @@ def _held_out_losses(directory: Path) -> dict[int, float]:
 
 
 def _remove_half_written(directory: Path, checkpoint: Path) -> None:
-    """What this run left of a checkpoint when it was killed while writing it: what has no manifest nobody can use."""
+    """Remove the files of an unfinished checkpoint, which has no manifest, after the run was killed."""
     if not (directory / _FACTS_FILE).exists() or (checkpoint / MANIFEST_FILE).exists():
         return
     if _Facts.read(directory / _FACTS_FILE).checkpoint == str(checkpoint.resolve()):
@@ -138,33 +139,46 @@ def _remove_half_written(directory: Path, checkpoint: Path) -> None:
 
 
 def _early(pace: Deadline) -> str:
-    return ": the held-out loss rose, more would only be learned by heart" if pace.learns_by_heart else ""
+    return (
+        ": stopped early because the held-out loss rose; more steps would only overfit" if pace.learns_by_heart else ""
+    )
 
 
-def _taken_up(wish: Wish, settings: RunSettings, text: OwnText, clock: Clock, report: Callable[[str], None]) -> _Facts:
-    """The facts of a run that began earlier, if it is of the same text."""
+def _resume(wish: Wish, settings: RunSettings, text: OwnText, clock: Clock, report: Callable[[str], None]) -> _Facts:
+    """Return the facts of an existing run with the new time limit.
+
+    Raises:
+        StateError: the run began with a different text, or its facts are damaged.
+    """
     directory = settings.run_directory
     facts = _Facts.read(directory / _FACTS_FILE)
     if sorted(facts.digests.values()) != sorted(text.digests.values()):
         changed = ", ".join(sorted(name for name, digest in text.digests.items() if facts.digests.get(name) != digest))
         raise StateError(
-            f"{directory}: this run began with another text than {changed or 'the one given'}; give it that text, or "
-            f"begin anew: choose another --out, or delete {directory}"
+            f"{directory}: this run began with a different text than {changed or 'the given one'}; give "
+            f"the first text, or start over: choose another --out, or delete {directory}"
         )
     if facts.finished and (settings.checkpoint / MANIFEST_FILE).is_file():
-        report(f"{settings.checkpoint} is finished already; to begin anew choose another --out, or delete {directory}")
+        report(f"{settings.checkpoint} is already finished; to start over, choose another --out, or delete {directory}")
         return facts
-    report(f"going on with the run in {directory}, {duration(clock.spent)} of {duration(60 * wish.minutes)} spent")
+    report(f"resuming the run in {directory}, {duration(clock.spent)} of {duration(60 * wish.minutes)} used")
     taken = dataclasses.replace(facts, minutes=wish.minutes, finished=False)
     taken.write(directory / _FACTS_FILE)
     return taken
 
 
-def _prepared(wish: Wish, settings: RunSettings, text: OwnText, clock: Clock, report: Callable[[str], None]) -> _Facts:
-    """Learn the tokenizer, measure, plan, and write it all down; the recipe last."""
+def _prepare(wish: Wish, settings: RunSettings, text: OwnText, clock: Clock, report: Callable[[str], None]) -> _Facts:
+    """Train the tokenizer, measure the machine, plan the run, and write its files.
+
+    The recipe is written last: its presence shows that the other files are complete.
+    """
     directory = settings.run_directory
     kept, held_out = hold_out(text.documents)
-    held = f"{len(held_out)} of them are held out to measure by" if held_out else "too much alike to hold any out"
+    held = (
+        f"{len(held_out)} of them are held out for evaluation"
+        if held_out
+        else "too similar to each other to hold any out"
+    )
     report(f"text: {size_in_words(text.num_bytes)} of {text.form}; {held}")
     learned_from = _sampled(kept, int(1_000_000 + 400_000 * min(wish.minutes, 15.0)))
     tokenizer = train_bpe(learned_from, vocabulary_size(text.num_bytes))
@@ -172,8 +186,8 @@ def _prepared(wish: Wish, settings: RunSettings, text: OwnText, clock: Clock, re
     clock.save()
     bytes_a_token = _bytes_a_token(tokenizer, kept)
     report(
-        f"vocabulary: {tokenizer.vocab_size:,} tokens, which so much text shows often enough; "
-        f"one stands for {bytes_a_token:.1f} bytes"
+        f"vocabulary: {tokenizer.vocab_size:,} tokens, chosen by the size of the text; "
+        f"{bytes_a_token:.1f} bytes per token on average"
     )
     task = Task(
         name=wish.name,
@@ -185,7 +199,7 @@ def _prepared(wish: Wish, settings: RunSettings, text: OwnText, clock: Clock, re
         num_held_out_tokens=int(num_bytes(held_out) / bytes_a_token),
         may_compile=settings.compile,
         prompts=tuple(_prompt(document) for document in (held_out or kept)[:_PROMPTS]),
-        description=f"It goes on with texts in the manner of {_names(text)}: it has seen no others.",
+        description=f"It continues texts in the style of {_names(text)}, its only training text.",
     )
 
     def measure(config: TrainConfig) -> float:
@@ -223,19 +237,19 @@ def _names(text: OwnText) -> str:
 
 
 def _sampled(documents: Sequence[str], most_bytes: int) -> list[str]:
-    """Documents of at most about so many bytes, taken evenly."""
+    """Return evenly spaced documents of about `most_bytes` bytes in total, or all documents."""
     share = min(1.0, most_bytes / num_bytes(documents))
     return [text for index, text in enumerate(documents) if int((index + 1) * share) > int(index * share)]
 
 
 def _bytes_a_token(tokenizer: ByteLevelTokenizer, documents: Sequence[str]) -> float:
-    """The end mark of each document counts."""
+    """Estimate the bytes per token, counting the end-of-text token of each document."""
     sample = _sampled(documents, _SAMPLED_BYTES)
     return num_bytes(sample) / sum(len(tokenizer.encode(document)) + 1 for document in sample)
 
 
 def _prompt(document: str) -> str:
-    """A text's first words, if possible without what a shell would have to be told about."""
+    """Return the first words of a document, if possible without characters that a shell would interpret."""
     start = " ".join(document.split())[:_PROMPT_CHARACTERS]
     words = start.rsplit(" ", 1)[0] if " " in start else start[: _PROMPT_CHARACTERS // 2]
     plain = re.split(r"[\"'!`$\\]", words.lstrip("\"'“‘ "))[0].rstrip(" ,;:-")

@@ -1,7 +1,7 @@
-"""A text of one's own: files of whatever shape, checked and cut into documents of a size to learn from.
+"""The user's text files: reading, checking and cutting them into training documents.
 
-Running text (a book, a chat log, verse) is cut into parts of about PART_CHARACTERS; texts that come one by one (JSON
-lines, `<|endoftext|>`, long pieces between blank lines) stay what they are, unless they are much longer than that.
+Running text (a book, a chat log, verse) is cut into parts of about PART_CHARACTERS. Texts that are already separate
+(JSON lines, `<|endoftext|>`, long pieces between blank lines) stay whole, unless they are much longer than that.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ from model.training.data import CorpusError, Document, Source
 LEAST_BYTES = 20_000
 MOST_BYTES = 2**30
 PART_CHARACTERS = 4000
-_FEWEST_PARTS = 25  # of a small text, so that some can be held out
-_DOCUMENT_CHARACTERS = 1000  # what blank lines part into shorter pieces on average are paragraphs, no documents
+_FEWEST_PARTS = 25  # of a small text, so that some parts can be held out
+_DOCUMENT_CHARACTERS = 1000  # shorter pieces on average, between blank lines, are paragraphs rather than documents
 _JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
 _TEXT_SUFFIXES = {".txt", ".text", ".md", *_JSON_SUFFIXES}
 _XZ = b"\xfd7zXZ\x00"
@@ -32,22 +32,22 @@ _KINDS = {
     b"GIF8": f"a GIF picture; {_PLAIN}",
     b"%PDF": f"a PDF document; {_PLAIN}, as pdftotext writes it",
     b"PK\x03\x04": f"a zip file or an office document; {_PLAIN}",
-    b"\x1f\x8b": "packed by gzip; unpack it, or pack it by xz",
-    b"BZh": "packed by bzip2; unpack it, or pack it by xz",
-    b"\x28\xb5\x2f\xfd": "packed by zstd; unpack it, or pack it by xz",
-    b"\x7fELF": f"a program; {_PLAIN}",
+    b"\x1f\x8b": "gzip-compressed; decompress it, or compress it with xz",
+    b"BZh": "bzip2-compressed; decompress it, or compress it with xz",
+    b"\x28\xb5\x2f\xfd": "zstd-compressed; decompress it, or compress it with xz",
+    b"\x7fELF": f"an executable; {_PLAIN}",
 }
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _BLANK_LINES = re.compile(r"\n[^\S\n]*\n\s*")
-# Where a part may end, the best first: after a sentence, at a line's end, between words.
+# Allowed ends of a part, by preference: after a sentence, at a line's end, between words.
 _ENDS = tuple(map(re.compile, (r"[.!?…。！？][\"'”’»)]*(?=\s|$)|[。！？]", r"(?=\n)", r"(?=\s)")))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnText:
-    """What was read: the SHA-256 of each file, and the documents, no two of them the same.
+    """Documents without duplicates, and the SHA-256 of each file they come from.
 
-    form: in words, how the text was parted. num_bytes: of the documents, as UTF-8.
+    form: a phrase that says how the text was cut. num_bytes: total size of the documents, as UTF-8.
     """
 
     digests: dict[str, str]
@@ -57,16 +57,16 @@ class OwnText:
 
 
 def read_own_text(paths: Sequence[Path], apart: Iterable[Path] = ()) -> OwnText:
-    """Read files, and all texts in directories but for those in the directories `apart`.
+    """Read files, and all text files in directories, except below the directories `apart`.
 
     Raises:
-        CorpusError: a file is missing or no text, a line of JSON has no "text", or all of it is too little.
+        CorpusError: a file is missing or not text, a line of JSON has no "text", or there is too little text.
     """
     without = {path.resolve() for path in apart}
     files = [file for path in paths for file in _files(path, without)]
     named = str(paths[0]) if len(paths) == 1 else f"{len(files)} files"
     digests: dict[str, str] = {}
-    texts: list[tuple[str, bool]] = []  # and whether it came as one document
+    texts: list[tuple[str, bool]] = []  # each with whether it is one document
     total = 0
     for file in files:
         raw = _read(file)
@@ -74,27 +74,26 @@ def read_own_text(paths: Sequence[Path], apart: Iterable[Path] = ()) -> OwnText:
         text = _decoded(file, raw)
         total += len(raw)
         if total > MOST_BYTES:
-            raise CorpusError(
-                f"{named}: over {MOST_BYTES // 2**20:,} MB of text; give a part of it, minutes are too few"
-            )
+            raise CorpusError(f"{named}: over {MOST_BYTES // 2**20:,} MB of text, the limit; give a part of the text")
         texts += _texts(file, text)
     if not any(text.strip() for text, _ in texts):
         empty = all(not text for text, _ in texts)
-        raise CorpusError(f"{named}: {'empty' if empty else 'only white space in it'}; give a file with text")
+        raise CorpusError(f"{named}: {'empty' if empty else 'only white space'}; give a file with text")
     size = num_bytes(text for text, _ in texts)
     _check_size(named, size, "of text")
     documents, form = _documented(texts)
     unique = list({_normalised(document): document for document in documents}.values())
     unlike = num_bytes(unique)
-    _check_size(named, unlike, f"that differ, the rest of {size_in_words(size)} says the same again")
+    _check_size(named, unlike, f"of text remain after removing duplicates from {size_in_words(size)}")
     return OwnText(digests=digests, documents=unique, form=form, num_bytes=unlike)
 
 
 def hold_out(documents: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Documents to learn from, in their order, and those held out: by hash, a twentieth, a tenth of a small text, no
-    fewer than two and no more than can be measured quickly.
+    """Split documents into training documents, in their order, and held-out documents.
 
-    None are held out where half of the others would have to go with them, because they quote them.
+    Held-out documents are chosen by hash: 5% of the text, 10% below 200,000 characters, at least two documents, and
+    about 120,000 characters at most, so that evaluation stays fast. Training documents that quote a held-out document
+    are dropped. If that would drop over half of them, no document is held out.
     """
     total = sum(map(len, documents))
     wanted = min(total * (0.1 if total < 200_000 else 0.05), 120_000)
@@ -130,7 +129,7 @@ def _files(path: Path, without: Set[Path]) -> list[Path]:
         and without.isdisjoint(file.resolve().parents)
     )
     if not found:
-        raise CorpusError(f"{path}: a directory without texts (.txt, .md or .jsonl, also as .xz)")
+        raise CorpusError(f"{path}: a directory without text files (.txt, .md or .jsonl, also as .xz)")
     return found
 
 
@@ -147,31 +146,31 @@ def _read(path: Path) -> bytes:
     except OSError as error:
         raise CorpusError(f"{path}: {error.strerror}") from error
     except lzma.LZMAError as error:
-        raise CorpusError(f"{path}: packed by xz, and damaged: {error}") from error
+        raise CorpusError(f"{path}: damaged xz file: {error}") from error
     if not unpacker.eof and len(unpacked) <= MOST_BYTES:
-        raise CorpusError(f"{path}: packed by xz, and cut off; fetch or pack it again")
+        raise CorpusError(f"{path}: truncated xz file; download or compress it again")
     return unpacked
 
 
 def _decoded(path: Path, raw: bytes) -> str:
     if raw.startswith(_UTF16):
         advice = f"convert it: iconv -f UTF-16 -t UTF-8 {path.name} > utf8-{path.name}"
-        raise CorpusError(f"{path}: UTF-16, and texts are read as UTF-8; {advice}")
+        raise CorpusError(f"{path}: encoded as UTF-16, but must be UTF-8; {advice}")
     for start, kind in _KINDS.items():
         if raw.startswith(start):
-            raise CorpusError(f"{path}: not a text but {kind}" if "packed" not in kind else f"{path}: {kind}")
+            raise CorpusError(f"{path}: not text but {kind}" if "compress" not in kind else f"{path}: {kind}")
     if (place := raw.find(b"\0")) >= 0:
-        raise CorpusError(f"{path}: not a text, byte {place:,} is zero; {_PLAIN}")
+        raise CorpusError(f"{path}: not text: byte {place:,} is zero; {_PLAIN}")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        advice = f"convert it, perhaps by: iconv -f WINDOWS-1252 -t UTF-8 {path.name} > utf8-{path.name}"
-        raise CorpusError(f"{path}: not UTF-8 text, from byte {error.start:,} on; {advice}") from error
+        advice = f"convert it, for example with: iconv -f WINDOWS-1252 -t UTF-8 {path.name} > utf8-{path.name}"
+        raise CorpusError(f"{path}: not UTF-8 text: byte {error.start:,} is invalid; {advice}") from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _texts(path: Path, text: str) -> Iterator[tuple[str, bool]]:
-    """The texts of a file, and of each whether it is a document."""
+    """Yield the texts of a file, each with whether it is one document."""
     if (path.with_suffix("") if path.suffix == ".xz" else path).suffix in _JSON_SUFFIXES:
         for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():
@@ -195,15 +194,17 @@ def _json_text(path: Path, number: int, line: str) -> str:
         raise CorpusError(f'{where}: not JSON; each line must be an object with a "text"') from error
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
         found = (
-            f"its keys are {', '.join(map(json.dumps, list(record)[:5]))}" if isinstance(record, dict) else "no object"
+            f"its keys are {', '.join(map(json.dumps, list(record)[:5]))}"
+            if isinstance(record, dict)
+            else "it is not an object"
         )
         raise CorpusError(f'{where}: no "text", {found}; each line must be an object with a "text"')
-    # Half a character, which JSON can write and UTF-8 cannot.
+    # JSON can hold lone surrogates, which UTF-8 cannot encode.
     return str(record["text"]).encode("utf-8", "replace").decode().replace("\r\n", "\n")
 
 
 def _documented(texts: Sequence[tuple[str, bool]]) -> tuple[list[str], str]:
-    """Documents of a size to learn from, and in words what they are."""
+    """Cut texts into training documents. Also returns a phrase that describes them."""
     total = sum(len(text) for text, _ in texts)
     size = max(400, min(PART_CHARACTERS, total // _FEWEST_PARTS))
     documents: list[str] = []
@@ -219,7 +220,7 @@ def _documented(texts: Sequence[tuple[str, bool]]) -> tuple[list[str], str]:
 
 
 def _parts(text: str, size: int) -> Iterator[str]:
-    """A text in parts of `size` to half as many characters again, which end where a reader would pause."""
+    """Cut a text into parts of `size` to 1.5 times `size` characters, at the best ends of `_ENDS`."""
     start = 0
     while len(text) - start > 3 * size // 2:
         ends = (pattern.search(text, start + size, start + 3 * size // 2) for pattern in _ENDS)
@@ -231,12 +232,14 @@ def _parts(text: str, size: int) -> Iterator[str]:
 
 def _check_size(named: str, size: int, what: str) -> None:
     if size < LEAST_BYTES:
-        needed = f"at least {size_in_words(LEAST_BYTES)} are needed, some ten pages, to learn anything of a language"
+        needed = (
+            f"at least {size_in_words(LEAST_BYTES)} are needed, about ten pages, to learn anything about a language"
+        )
         raise CorpusError(f"{named}: {size_in_words(size)} {what}; {needed}")
 
 
 def size_in_words(size: int) -> str:
-    """A number of bytes, in the unit that shows two digits of it."""
+    """Format a number of bytes with two significant digits."""
     for unit, length in (("MB", 10**6), ("KB", 10**3)):
         if size >= length:
             return f"{size / length:.{0 if size >= 10 * length else 1}f} {unit}"
@@ -244,7 +247,7 @@ def size_in_words(size: int) -> str:
 
 
 def num_bytes(texts: Iterable[str]) -> int:
-    """Bytes of texts, as UTF-8."""
+    """Return the total size of texts in bytes of UTF-8."""
     return sum(len(text.encode()) for text in texts)
 
 

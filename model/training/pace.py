@@ -1,8 +1,8 @@
-"""How long a run will be: as many steps as its config says, or as many as fit before a deadline.
+"""Length of a run: the steps of its config, or as many steps as fit before a deadline.
 
-A run with a deadline uses its schedule as Hu et al. 2024 do (arXiv 2404.06395, section 4): while the learning rate is
-on its plateau any length is still open, so the plateau lasts until the rest of the time is what the decay takes. From
-there on the number of steps is fixed, and the finished run is the one that its recipe describes.
+A run with a deadline uses the schedule of Hu et al. 2024 (arXiv 2404.06395, section 4). The number of steps can change
+during the plateau of the learning rate. The plateau ends when the remaining time is what the decay takes. The number of
+steps is then fixed and written to the recipe.
 """
 
 import collections
@@ -15,16 +15,16 @@ from pathlib import Path
 from model.training.config import TrainConfig
 
 DECAY_SHARE = 0.2  # of the steps
-_WINDOW_SECONDS = 60.0  # in which the speed is measured
-_TOLERANCE = 0.03  # of the steps: a smaller change of plan is not worth a word
-_WORSE_MEASUREMENTS = 2  # of the held-out loss, in a row: from then on a text is learned by heart
+_WINDOW_SECONDS = 60.0  # window over which the speed is measured
+_TOLERANCE = 0.03  # of the steps: a smaller change does not update the config
+_WORSE_MEASUREMENTS = 2  # consecutive held-out losses above the best: the model overfits
 
 
 class Clock:
-    """The seconds a run has taken, of earlier attempts too: saved now and then, for an attempt may be killed."""
+    """Time spent on a run over all attempts. It is saved periodically, since an attempt may be killed."""
 
     def __init__(self, path: Path, began: float) -> None:
-        """`began`: when this attempt did, by `time.monotonic`."""
+        """Start the clock. began: the start of this attempt, by `time.monotonic`."""
         self._path = path
         self._began = began
         self._saved_at = began
@@ -35,11 +35,11 @@ class Clock:
 
     @property
     def spent(self) -> float:
-        """Seconds of all attempts together."""
+        """Seconds spent in all attempts."""
         return self._earlier + time.monotonic() - self._began
 
     def save(self, every: float = 0.0) -> None:
-        """Write them down, unless that was less than `every` seconds ago."""
+        """Save the time spent, unless the last save was less than `every` seconds ago."""
         now = time.monotonic()
         if now - self._saved_at >= every:
             self._saved_at = now
@@ -49,9 +49,9 @@ class Clock:
 
 
 class Pace:
-    """The pace of a run without a deadline: its config stands, and its speed is watched."""
+    """Pace of a run without a deadline: measures the speed and keeps the config."""
 
-    after_seconds = 0.0  # what comes after the last step, as far as it is known
+    after_seconds = 0.0  # estimated time after the last step; 0 if unknown
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -59,34 +59,37 @@ class Pace:
 
     @property
     def spent(self) -> float:
-        """Seconds so far."""
+        """Seconds spent so far."""
         return time.monotonic() - self._began
 
     @property
     def seconds_a_step(self) -> float | None:
-        """Of late, with all that goes on between steps; None before two steps are done."""
+        """Recent seconds per step, including the work between steps; None before two steps are done."""
         if len(self._marks) < 2:
             return None
         (first, began), (last, ended) = self._marks[0], self._marks[-1]
         return (ended - began) / (last - first)
 
     def seconds_left(self, step: int, config: TrainConfig) -> float | None:
-        """Until everything is finished; None before it can be told."""
+        """Return the estimated seconds until the run is finished; None before the speed is known."""
         seconds = self.seconds_a_step
         return None if seconds is None else (config.steps - step) * seconds + self.after_seconds
 
     def after_step(self, step: int, config: TrainConfig, held_out_loss: float | None) -> TrainConfig:
-        """`step` steps are done: the config to go on with. `held_out_loss`: where it was measured after this step."""
+        """Record that `step` steps are done, and return the config to continue with.
+
+        held_out_loss: the loss measured after this step, if any.
+        """
         now = time.monotonic()
         self._marks.append((step, now))
-        # The first steps wait for the compiler; at least two marks are kept, however far apart.
+        # Keep at least two measurements, even if they are far apart.
         while len(self._marks) > 2 and now - self._marks[1][1] > _WINDOW_SECONDS:
             self._marks.popleft()
         return config
 
 
 class Deadline(Pace):
-    """The pace of a run that has so many seconds for everything, and a text that bears so many steps."""
+    """Pace of a run with a time limit for everything, and a limit on steps set by the size of its text."""
 
     def __init__(
         self,
@@ -98,8 +101,10 @@ class Deadline(Pace):
         losses: Mapping[int, float],
         changed: Callable[[TrainConfig], None],
     ) -> None:
-        """`losses`: held-out losses that earlier attempts have measured, by the number of steps that were done.
-        `changed`: is told of each new config."""
+        """Start the pace of an attempt.
+
+        losses: held-out losses of earlier attempts, by number of steps done. changed: called with each new config.
+        """
         super().__init__()
         self._clock = clock
         self._seconds = seconds
@@ -110,24 +115,24 @@ class Deadline(Pace):
 
     @property
     def spent(self) -> float:
-        """Seconds so far, of all attempts."""
+        """Seconds spent so far, in all attempts."""
         return self._clock.spent
 
     def seconds_left(self, step: int, config: TrainConfig) -> float:
-        """Until everything is finished: before the speed is known, until the deadline."""
+        """Return the estimated seconds until the run is finished; before the speed is known, until the deadline."""
         known = super().seconds_left(step, config)
         return self._seconds - self.spent if known is None else known
 
     @property
     def learns_by_heart(self) -> bool:
-        """Whether the held-out loss rises."""
+        """True if the most recent held-out losses are above an earlier one: the model overfits."""
         losses = [self._losses[step] for step in sorted(self._losses)]
         before, recent = losses[:-_WORSE_MEASUREMENTS], losses[-_WORSE_MEASUREMENTS:]
         return bool(before) and min(recent) > min(before)
 
     def after_step(self, step: int, config: TrainConfig, held_out_loss: float | None) -> TrainConfig:
-        """The config to go on with: as long as time, text and held-out loss allow."""
-        if not self._marks:  # what an earlier attempt has seen beyond its last save is seen again
+        """Return the config to continue with, as long as time, text size and held-out loss allow."""
+        if not self._marks:  # drop losses after the last save: those steps are redone
             self._losses = {done: loss for done, loss in self._losses.items() if done < step}
         super().after_step(step, config, held_out_loss)
         self._clock.save(every=2.0)
@@ -140,7 +145,7 @@ class Deadline(Pace):
         steps = max(step + 1, min(step + possible, self._most_steps))
         if self.learns_by_heart:
             steps = min(steps, _length(step))
-        if steps <= _length(step):  # now or never
+        if steps <= _length(step):  # the decay has to start now
             decay = max(1, steps - step)
             steps = step + decay
         elif abs(steps - config.steps) <= _TOLERANCE * config.steps:
@@ -153,5 +158,5 @@ class Deadline(Pace):
 
 
 def _length(step: int) -> int:
-    """Steps of a run whose decay begins at this one."""
+    """Return the total steps of a run whose decay begins at `step`."""
     return int(step / (1 - DECAY_SHARE)) + 1

@@ -1,6 +1,6 @@
-"""Batches: pieces of documents side by side in one row of tokens, as the model takes them.
+"""Packed batches: pieces of documents side by side in one row of tokens.
 
-Legend: T tokens of a batch, N + 1 the places where its N sequences start, and where the last one ends.
+Legend: T tokens of a batch, N + 1 boundaries of its N sequences (each start, and the end of the last).
 """
 
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from torch import Tensor
 from model.attention.metadata import AttentionMetadata
 from model.training.mixture import Mixture, Piece
 
-UNTRAINED = -100  # what `cross_entropy` passes over
+UNTRAINED = -100  # ignored by `cross_entropy`
 ROUND_BATCHES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedDocuments(AttentionMetadata):
-    """One row of tokens in which whole documents lie side by side; attention stays within each.
+    """Attention metadata of packed documents: a query attends only within its document.
 
-    starts_N: int32, where each document starts, and where the last one ends. max_length: no document is longer.
+    starts_N: int32, the start of each document, and the end of the last. max_length: upper bound of their lengths.
     """
 
     starts_N: Tensor
@@ -30,7 +30,7 @@ class PackedDocuments(AttentionMetadata):
 
     @classmethod
     def of(cls, batch: "Batch", max_length: int) -> Self:
-        """What attention must know of a batch."""
+        """Return the attention metadata of a batch."""
         length = (len(batch.inputs_T),)
         return cls(
             query_lengths=length,
@@ -43,8 +43,11 @@ class PackedDocuments(AttentionMetadata):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """inputs_T, targets_T: int64 token ids, targets UNTRAINED where nothing is learned. positions_T: int64, the place
-    of each token in its sequence. starts_N: int32, see `PackedDocuments`."""
+    """Packed token ids of one training step.
+
+    inputs_T, targets_T: int64 token ids; a target outside the loss mask is UNTRAINED. positions_T: int64, the position
+    of each token in its sequence. starts_N: int32, see `PackedDocuments`.
+    """
 
     inputs_T: Tensor
     targets_T: Tensor
@@ -52,7 +55,7 @@ class Batch:
     starts_N: Tensor
 
     def to(self, device: str) -> Self:
-        """The same batch on a device."""
+        """Copy the batch to a device."""
         return type(self)(
             inputs_T=self.inputs_T.to(device, non_blocking=True),
             targets_T=self.targets_T.to(device, non_blocking=True),
@@ -62,10 +65,10 @@ class Batch:
 
 
 class Batches:
-    """Batch i of a mixture, for any i. Only the round at hand is kept in memory.
+    """Batches of a mixture, by number. Only the current round is kept in memory.
 
-    With `documents` each piece is a sequence of its own, cut where a batch ends. Without it the pieces of a round are
-    one stream, cut into rows of `sequence_length`, in an order drawn anew.
+    If `documents` is true, each piece is a separate sequence, cut where a batch ends. Otherwise the pieces of a round
+    form one stream, which is cut into rows of `sequence_length` and shuffled.
     """
 
     def __init__(self, mixture: Mixture, *, sequence_length: int, batch_size: int, documents: bool) -> None:
@@ -76,7 +79,7 @@ class Batches:
         self._round: tuple[int, _Stream] | None = None
 
     def batch(self, number: int) -> Batch:
-        """Batch `number`, of `sequence_length * batch_size` tokens."""
+        """Return batch `number`, of `sequence_length * batch_size` tokens."""
         turn, place = divmod(number, ROUND_BATCHES)
         if self._round is None or self._round[0] != turn:
             self._round = turn, self._make_round(turn)
@@ -115,7 +118,7 @@ class Batches:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Stream:
-    """The pieces of a round end to end, and where each starts."""
+    """Concatenated pieces of a round, and the start of each piece."""
 
     inputs: NDArray[np.generic]
     targets: NDArray[np.generic]

@@ -1,8 +1,8 @@
-"""A recipe for a text of one's own: how many words to learn, how large a model, how long, from text, time and speed.
+"""Choice of vocabulary, model size and number of steps for the user's text, time limit and machine.
 
-The sizes follow Hoffmann et al. 2022 (arXiv 2203.15556): for a given amount of computation there is a best size, at
-which a model sees a fixed number of tokens for each of its parameters. Where the text is too small for that, it is
-repeated, with dropout, as often as that helps. docs/training.md has the measurements behind the constants.
+The sizes follow Hoffmann et al. 2022 (arXiv 2203.15556): each compute budget has an optimal model size, with a fixed
+number of training tokens per parameter. A text that is too small for this is repeated, with dropout, as long as
+repetition helps. docs/training.md has the measurements behind the constants.
 """
 
 import math
@@ -14,33 +14,34 @@ from model.config import ModelConfig
 from model.training.config import SourceConfig, TrainConfig
 from model.training.pace import DECAY_SHARE
 
-# What a model must see: fewer tokens for each of its parameters, or fewer passes over a small text, and a smaller model
-# gets further in the same time.
+# A model must see this many tokens per parameter, or this many passes over a small text. With less of both, a smaller
+# model reaches a lower loss in the same time.
 TOKENS_PER_PARAMETER, ENOUGH_PASSES = 4, 12
-PARAMETERS_PER_TOKEN = 16  # of the text; more, and it is learned by heart at once
-MOST_PASSES = 24  # over the text; beyond, there is nothing left in it
+PARAMETERS_PER_TOKEN = 16  # upper limit; a larger model overfits the text at once
+MOST_PASSES = 24  # over the text; further passes only overfit
 FEWEST_STEPS = 40
 TRAIN_FILE, HELD_OUT_FILE = "text.jsonl", "held-out.jsonl"
-CHECKPOINT_MINUTES = 0.4  # the most that is lost of a run that is killed
+CHECKPOINT_MINUTES = 0.4  # the most that a killed run loses
 _MEASUREMENTS = 12  # of the held-out loss, during a run
 _SMALLEST_VOCABULARY, _LARGEST_VOCABULARY = 512, 8192
-_FEW_PASSES, _MANY_PASSES, _LARGE = 8, 16, 8  # when dropout begins; when it is more, for so many parameters a token
+# Dropout starts above the first number of passes. It doubles above the second, for over _LARGE parameters per token.
+_FEW_PASSES, _MANY_PASSES, _LARGE = 8, 16, 8
 _HEAD_SIZE = 32
-# Compiling takes half a minute and saves a fifth of each step.
+# Compiling takes about 30 s and makes steps 1.25 times as fast, which pays off in runs of at least 480 s.
 _COMPILE_SECONDS, _SPEEDUP, _COMPILE_FROM_SECONDS = 30.0, 1.25, 480.0
-# What comes after the last step: the files and the picture of the loss; samples, drawn without a cache.
+# Time after the last step: the checkpoint files and the loss curve; samples, which are generated without a KV cache.
 _FINISHING_SECONDS, _SAMPLE_TOKENS, _SECONDS_A_LAYER = 4.0, 200, 0.001
 _LICENCE = "as its owner says"
-_RATE, _RATE_WIDTH = 1e-2, 256  # wider models take it in proportion
+_RATE, _RATE_WIDTH = 1e-2, 256  # peak rate up to this width; above, inversely proportional to the width
 
 
 class PlanError(ValueError):
-    """There is no time to train anything. The message says how much would do."""
+    """The time limit is too short to train any model. The message says how much time is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A model's width and depth, and what it is fed with: tokens a window, windows a step."""
+    """Width and depth of a model, and its batch shape: sequence_length tokens, batch_size sequences per step."""
 
     width: int
     layers: int
@@ -48,7 +49,7 @@ class Size:
     batch_size: int
 
     def model(self, vocab_size: int) -> ModelConfig:
-        """The model of this size: of the same kind as the one that ships."""
+        """Return the model config of this size. The architecture is that of the shipped model."""
         heads = self.width // _HEAD_SIZE
         return ModelConfig.from_dict(
             {
@@ -87,11 +88,11 @@ LADDER = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """What is to be planned for.
+    """Input of the planner.
 
-    name: of the model. text: what its text is called. directory: where that lies, and the held-out one.
-    num_tokens, num_held_out_tokens: of each; the second may be 0.
-    may_compile: whether there is a compiler.
+    name: of the model. text: name of the text. directory: holds the training text and the held-out text.
+    num_tokens, num_held_out_tokens: lengths of the two texts; the second may be 0.
+    may_compile: whether torch.compile is available.
     """
 
     name: str
@@ -108,9 +109,9 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A recipe, and in words why it is this one.
+    """Planned run: its config, and printable reasons for the choices.
 
-    most_steps: what the text bears. after_seconds: what finishing takes, as estimated.
+    most_steps: limit set by the size of the text. after_seconds: estimated time after the last step.
     """
 
     config: TrainConfig
@@ -121,46 +122,46 @@ class Plan:
 
 
 def vocabulary_size(num_bytes: int) -> int:
-    """A power of two that grows with the root of the text: 512 for 50 KB, 8,192 for 12 MB and more."""
+    """Return a power of two proportional to the square root of the text size: 512 for 50 KB, 8,192 from 12 MB on."""
     power = round(math.log2(2.3 * math.sqrt(num_bytes)))
     return min(max(1 << power, _SMALLEST_VOCABULARY), _LARGEST_VOCABULARY)
 
 
 def make_plan(task: Task, seconds_left: Callable[[], float], seconds_a_step: Callable[[TrainConfig], float]) -> Plan:
-    """Go up the ladder of sizes, measuring each, as long as time and text suffice for the next.
+    """Measure models of increasing size, and plan a run of the largest that fits the time and the text.
 
-    A size is too large when in the time it could see neither as many tokens as its parameters ask for, nor the text as
-    often as is worth most.
+    A size does not fit the time if the run would see fewer than TOKENS_PER_PARAMETER tokens per parameter, and would
+    also make fewer than ENOUGH_PASSES passes over the text.
 
     Args:
-        seconds_left: for everything, from now on.
-        seconds_a_step: measures it, not compiled.
+        seconds_left: returns the remaining seconds for everything.
+        seconds_a_step: measures the seconds per step of a config, without torch.compile.
 
     Raises:
-        PlanError: the time does not suffice for the smallest.
+        PlanError: the time is too short for the smallest model.
     """
-    chosen, why = _speed(task, LADDER[0], seconds_a_step), "the largest there is a size for"
+    chosen, why = _speed(task, LADDER[0], seconds_a_step), "the largest available size"
     for size in LADDER[1:]:
         parameters = size.model(task.vocab_size).num_parameters
         if parameters > PARAMETERS_PER_TOKEN * task.num_tokens:
-            why = "which is as much as so small a text can teach"
+            why = "the largest that this amount of text supports"
             break
         speed = _speed(task, size, seconds_a_step)
         tokens = speed.steps(seconds_left()) * size.sequence_length * size.batch_size
         if tokens < min(TOKENS_PER_PARAMETER * parameters, ENOUGH_PASSES * task.num_tokens):
-            why = "the largest that sees enough text in the time"
+            why = "the largest that sees enough text within the time limit"
             break
         chosen = speed
     left = seconds_left()
     if (possible := chosen.steps(left)) < FEWEST_STEPS:
         needed = FEWEST_STEPS * chosen.seconds + chosen.after - left
-        raise PlanError(f"too few --minutes: {needed:.0f} s more are needed here for even the smallest model")
+        raise PlanError(f"too few --minutes: the smallest model needs {needed:.0f} s more on this machine")
     return _plan(task, chosen, possible, why)
 
 
 @dataclass(frozen=True, slots=True)
 class _Speed:
-    """Of a size on this machine: seconds a step, to finish (measuring, samples), and for the compiler, if it may be."""
+    """Speed of a model size on this machine. seconds: per step, not compiled. after: seconds after the last step."""
 
     size: Size
     seconds: float
@@ -168,11 +169,11 @@ class _Speed:
     may_compile: bool
 
     def compiles(self, left: float) -> bool:
-        """Whether that is worth the wait."""
+        """Return whether compiling saves time, with `left` seconds remaining."""
         return self.may_compile and left >= _COMPILE_FROM_SECONDS
 
     def steps(self, left: float) -> int:
-        """How many fit."""
+        """Return the number of steps that fit into `left` seconds."""
         left -= self.after
         if self.compiles(left + self.after):
             return int((left - _COMPILE_SECONDS) * _SPEEDUP / self.seconds)
@@ -181,7 +182,7 @@ class _Speed:
 
 def _speed(task: Task, size: Size, seconds_a_step: Callable[[TrainConfig], float]) -> _Speed:
     seconds = seconds_a_step(_config(task, size, steps=1))
-    forward = seconds / (size.sequence_length * size.batch_size) / 3  # of a token; backward costs twice as much
+    forward = seconds / (size.sequence_length * size.batch_size) / 3  # per token; the backward pass costs twice as much
     a_sample = _SAMPLE_TOKENS * (_SAMPLE_TOKENS / 2 * forward + _SECONDS_A_LAYER * size.layers)
     after = _FINISHING_SECONDS + task.num_held_out_tokens * forward + len(task.prompts) * a_sample
     return _Speed(size, seconds, after, task.may_compile)
@@ -193,17 +194,15 @@ def _plan(task: Task, speed: _Speed, possible: int, why: str) -> Plan:
     config = _config(task, speed.size, steps=min(possible, most))
     model = config.model
     passes = config.steps * tokens_per_step / task.num_tokens
-    through = f"{passes:.0f} times through the text" if passes >= 1.5 else f"{passes:.0%} of the text"
-    dropout = f", with dropout {config.dropout} because it is read so often" if config.dropout else ""
+    through = f"{passes:.0f} passes over the text" if passes >= 1.5 else f"{passes:.0%} of the text"
+    dropout = f", with dropout {config.dropout} against overfitting" if config.dropout else ""
     reasons = [
         f"model: {model.num_parameters / 1e6:.2g} million parameters, {model.num_layers} layers of width "
         f"{model.hidden_size}, {why}",
         f"training: {config.steps:,} steps of {tokens_per_step:,} tokens, {through}{dropout}",
     ]
     if possible > most:
-        reasons.append(
-            f"that takes less than the time there is: read over {MOST_PASSES} times, a text is only learned by heart"
-        )
+        reasons.append(f"the run ends before the time limit: over {MOST_PASSES} passes would only overfit the text")
     return Plan(
         config=config,
         compile=speed.may_compile and min(possible, most) * speed.seconds >= _COMPILE_FROM_SECONDS,
@@ -253,7 +252,7 @@ def _config(task: Task, size: Size, *, steps: int) -> TrainConfig:
 
 
 def _dropout(passes: float, parameters_a_token: float) -> float:
-    """The more often a text is read, and the more room a model has to remember it, the more is left out."""
+    """Return the dropout rate: higher for more passes over the text and for more parameters per token."""
     if passes <= _FEW_PASSES:
         return 0.0
     return 0.2 if passes > _MANY_PASSES and parameters_a_token > _LARGE else 0.1

@@ -1,4 +1,4 @@
-"""How a run shows itself: a live bar on a terminal, a line now and then elsewhere."""
+"""Progress of a run: a live bar on a terminal, a line every 30 s elsewhere."""
 
 import sys
 import time
@@ -18,7 +18,7 @@ _SMOOTHING = 20  # steps
 
 
 class Progress:
-    """Loss, tokens/s, time spent and time left, as a context manager around the loop."""
+    """Context manager that displays loss, tokens/s, time spent and time left."""
 
     def __init__(self, config: TrainConfig, step: int, pace: Pace, report: Callable[[str], None]) -> None:
         self._pace = pace
@@ -33,7 +33,7 @@ class Progress:
             TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
         )
         self._bar = RichProgress(*columns, expand=True, refresh_per_second=4) if sys.stdout.isatty() else None
-        waiting = f"step {step:,}/{config.steps:,}, the first one takes longest"
+        waiting = f"step {step:,}/{config.steps:,}, the first step takes longest"
         self._task = self._bar.add_task(waiting, total=config.steps, completed=step) if self._bar else None
 
     def __enter__(self) -> Self:
@@ -48,18 +48,18 @@ class Progress:
             self._bar.stop()
 
     def update(self, config: TrainConfig, step: int, loss: float, seconds: float, held_out_loss: float | None) -> None:
-        """One more step is done: its loss, its duration, and the held-out loss if it was measured."""
+        """Show a finished step. held_out_loss: None if it was not measured after this step."""
         self._loss = loss if self._loss is None else self._loss + (loss - self._loss) / _SMOOTHING
         self._steps += 1
-        # The first step may have waited for the compiler.
+        # The first step may include compilation: the average starts at the second step.
         share = 1 / _SMOOTHING if self._steps > 2 else 1.0
         self._seconds += (seconds - self._seconds) * share
         if held_out_loss is not None:
             self._held_out = f" (held out {held_out_loss:.2f})"
         left = self._pace.seconds_left(step, config)
-        # What matters most stands first: a narrow terminal cuts the rest.
+        # The most important part is first, since a narrow terminal cuts the line.
         parts = (
-            "time left not known yet" if left is None else f"{duration(left)} left",
+            "time left unknown" if left is None else f"{duration(left)} left",
             f"{duration(self._pace.spent)} spent",
             f"loss {self._loss:.2f}{self._held_out}",
             f"{config.tokens_per_step / self._seconds:,.0f} tokens/s",
@@ -74,7 +74,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as h:mm:ss, or m:ss where there are no hours."""
+    """Format seconds as h:mm:ss, or as m:ss below one hour."""
     whole = max(0, round(seconds))
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)

@@ -1,4 +1,4 @@
-"""A run's config as a recipe: the TOML file from which `load_train_config` reads the same config again."""
+"""Writer of recipes: TOML files from which `load_train_config` reads an equal config."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from model.training.config import SourceConfig, TrainConfig
 
 
 def write_recipe(path: Path, config: TrainConfig, comments: tuple[str, ...] = ()) -> None:
-    """Write the file whole or not at all. Paths of sources in its directory become relative to it."""
+    """Write a recipe atomically. Paths of sources inside its directory are written relative to the directory."""
     partial = path.with_suffix(".partial")
     partial.write_text("".join(f"{line}\n" for line in _lines(path.parent, config, comments)))
     with partial.open("rb") as file:
@@ -51,7 +51,7 @@ def _toml(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, str):
-        # A basic string of TOML is one of JSON, but for the one control character that JSON leaves as it is.
+        # JSON strings are valid TOML basic strings, except that JSON does not escape DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (bool, int, float)):
         return json.dumps(value)

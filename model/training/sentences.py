@@ -1,8 +1,8 @@
-"""English text in lines and sentences, by simple rules."""
+"""Rules for splitting English text into lines and sentences."""
 
 import re
 
-# What ends a sentence, and the beginning of the next one. Initials, titles and the like end none.
+# End of a sentence, followed by the start of the next. Initials, titles and other abbreviations do not end a sentence.
 _END = re.compile(r"(?<=[.!?])[\"')]?\s+(?=[\"'(]?[A-Z0-9])")
 _ABBREVIATED = re.compile(
     r"\b(?:[A-Z]|Dr|Mr|Mrs|Ms|St|Jr|Sr|Prof|Rev|Gen|Col|Capt|Lt|Sgt|Gov|Sen|Rep|Hon|vs|etc|approx|ca|c|b|d|r|fl|No|"
@@ -10,7 +10,7 @@ _ABBREVIATED = re.compile(
     r"Oct|Nov|Dec|lit|Lat|Gr|sq|km|mi|al|cf|vol|eds)\.$"
 )
 _WORD = re.compile(r"[a-z]+")
-# In a children's story or an answer to a child.
+# Unfit for a children's story or a response to a child.
 _UNFIT = frozenset(
     _WORD.findall(
         """
@@ -25,7 +25,7 @@ _QUOTES = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "\u00a0
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of one line of text."""
+    """Split one line of text into sentences."""
     parts: list[str] = []
     begin = 0
     for end in _END.finditer(text):
@@ -36,7 +36,7 @@ def sentences(text: str) -> list[str]:
 
 
 def whole_sentences(text: str) -> tuple[str, str, str]:
-    """The first sentence, the first two or three as they stand, and the rest."""
+    """Return the first sentence, the first one to three sentences, and the rest of the text."""
     line, _, _ = text.partition("\n")
     found = sentences(line)
     head = " ".join(found[: min(3, max(1, len(found) - 1))])
@@ -44,12 +44,15 @@ def whole_sentences(text: str) -> tuple[str, str, str]:
 
 
 def ends_whole(line: str) -> bool:
-    """Whether it ends as sentences do."""
+    """Return whether a line ends with sentence punctuation."""
     return re.search(r"[.!?][\"')]*$", line) is not None
 
 
 def clean_lines(text: str) -> str:
-    """One paragraph a line, single spaces, plain quotes. Lines that end in the middle of a sentence were wrapped."""
+    """Put each paragraph on one line, with single spaces and plain quotes.
+
+    A line that ends in the middle of a sentence is joined with the next line.
+    """
     lines = [" ".join(line.split()) for line in text.translate(_QUOTES).splitlines()]
     joined = ""
     for line in filter(None, lines):
@@ -59,10 +62,10 @@ def clean_lines(text: str) -> str:
 
 
 def casually(asked: str) -> str:
-    """As people type who are in a hurry: no capital at the start, no full stop."""
+    """Imitate hurried typing: no capital at the start, no full stop."""
     return asked[0].lower() + (asked[1:].rstrip(".!?") or asked[1:])
 
 
 def is_unfit(text: str) -> bool:
-    """Whether it says what one would rather not tell a child."""
+    """Return whether a text has words that are unfit for children."""
     return not _UNFIT.isdisjoint(_WORD.findall(text.lower()))

@@ -1,4 +1,4 @@
-"""How fast this machine trains a model: some steps of it, on random tokens."""
+"""Training speed of a model on this machine, measured on random tokens."""
 
 import statistics
 import time
@@ -17,7 +17,7 @@ _STEPS = 3
 
 
 def seconds_a_step(config: TrainConfig, *, device: str, precision: str, attention: str) -> float:
-    """The median of three training steps as the run will do them, but not compiled, after one to warm up."""
+    """Return the median duration of three training steps, without torch.compile, after one warm-up step."""
     model = Transformer(config.model, ATTENTION_BACKENDS[attention])
     model.initialize(config.seed)
     model.to(device)

@@ -1,6 +1,6 @@
-"""Saving and resuming a run: safetensors and JSON, swapped in whole, never pickle.
+"""Saving and resuming a run: safetensors and JSON, replaced atomically, never pickle.
 
-A run directory holds `state/` (the last complete save), `log.jsonl` (a line a step) and the tokenizer.
+A run directory holds `state/` (the last complete save), `log.jsonl` (a line per step) and the tokenizer.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from torch import Tensor
 from model.config import ModelConfig
 from model.training.config import TrainConfig
 
-# What a run keeps in its directory, beside the tokenizer.
+# The files of a run directory, without the tokenizer.
 RUN_FILES = ("state", "state.partial", "state.old", "log.jsonl", "log.partial", "lock")
 _LENGTHS = ("steps", "decay_steps", "chat_steps")
 _EXTENSIBLE = (*_LENGTHS, "checkpoint_minutes", "evaluate_every", "sample_prompts", "description")
@@ -35,7 +35,7 @@ class StateError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Where a run stands: steps done, seconds spent, and its tensors."""
+    """State of a run: steps done, seconds spent, and its tensors."""
 
     step: int
     seconds: float
@@ -44,7 +44,7 @@ class RunState:
 
 
 def save_state(directory: Path, state: RunState, config: TrainConfig, corpora: list[str]) -> None:
-    """Write `state/` beside the old one, make it durable, then swap: a crash leaves one of the two whole."""
+    """Write the new state next to the old one, sync it, then rename: after a crash one of the two is complete."""
     partial, final, old = (directory / name for name in ("state.partial", "state", "state.old"))
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -65,10 +65,10 @@ def save_state(directory: Path, state: RunState, config: TrainConfig, corpora: l
 
 
 def load_state(directory: Path, config: TrainConfig, corpora: list[str]) -> RunState | None:
-    """The last complete save, or None where there is none.
+    """Return the last complete save, or None if the run has not been saved.
 
     Raises:
-        StateError: the save is damaged, or belongs to a run that differs before the step it stands at.
+        StateError: the save is damaged, or its run differs from `config` in what the saved steps depend on.
     """
     path = next((p for p in (directory / "state", directory / "state.old") if p.exists()), None)
     if path is None:
@@ -77,26 +77,30 @@ def load_state(directory: Path, config: TrainConfig, corpora: list[str]) -> RunS
         facts = json.loads((path / "run.json").read_text())
         model, optimizer = load_file(path / "model.safetensors"), load_file(path / "optim.safetensors")
         step, seconds, saved = int(facts["step"]), float(facts["seconds"]), dict(facts["config"])
-        # Choices that came after the save take the defaults they had in it.
+        # A save of an older version lacks newer fields: their defaults apply.
         saved = {field.name: field.default for field in dataclasses.fields(config)} | {"chat_sources": []} | saved
         saved["model"] = json.loads(json.dumps(ModelConfig.from_dict(saved["model"]).to_dict()))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise StateError(f"{path}: damaged ({error}); delete it to begin anew") from error
+        raise StateError(f"{path}: damaged ({error}); delete it to start over") from error
     current = config_facts(config, corpora)
     lengths = [tuple(int(facts.get(key, 0)) for key in _LENGTHS) for facts in (saved, current)]
     plateau_end = min(steps - max(decay, chat) for steps, decay, chat in lengths)
     free = (*_EXTENSIBLE, *(_UNTIL_DECAY if step <= plateau_end else ()))
     if changed := [key for key in current if key not in free and saved.get(key) != current[key]]:
         raise StateError(
-            f"{path}: the run was begun with another {', '.join(changed)}; use another --run-directory or undo that"
+            f"{path}: the run began with different values of {', '.join(changed)}; use another "
+            "--run-directory, or undo the change"
         )
     if lengths[0] != lengths[1] and step > plateau_end:
-        raise StateError(f"{path}: at step {step} the learning rate already decays; steps can't change any more")
+        raise StateError(
+            f"{path}: the learning rate already decays at step {step}; restore the number of steps, or "
+            "use another --run-directory"
+        )
     return RunState(step=step, seconds=seconds, model=model, optimizer=optimizer)
 
 
 def config_facts(config: TrainConfig, corpora: list[str]) -> dict[str, Any]:
-    """The config, and the SHA-256 of each corpus, as JSON-ready values."""
+    """Return the config, and the SHA-256 of each corpus, as JSON values."""
     values = {name: getattr(config, name) for name in config.__dataclass_fields__}
     values["model"] = config.model.to_dict()
     hashed = list(zip(config.sources, corpora, strict=True))
@@ -113,10 +117,10 @@ def config_facts(config: TrainConfig, corpora: list[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Keep a second run out of the directory for as long as this one is in it.
+    """Hold an exclusive lock on a run directory.
 
     Raises:
-        StateError: another process is in it.
+        StateError: another process holds the lock.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as file:
@@ -128,7 +132,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 class RunLog:
-    """`log.jsonl`: one JSON object a step. Opening it at a step drops the lines of steps that will be done again."""
+    """Writer of `log.jsonl`, one JSON object per step. Opening it drops the lines from `step` on, which are redone."""
 
     def __init__(self, path: Path, step: int) -> None:
         kept = [line for line in read_log(path) if line["step"] < step]
@@ -150,7 +154,7 @@ class RunLog:
 
 
 def read_log(path: Path) -> list[dict[str, float]]:
-    """All complete lines; a line that a crash cut off, or a power cut filled with zeros, is passed over."""
+    """Return all complete lines. Lines truncated by a crash, or zero-filled after a power cut, are skipped."""
     if not path.exists():
         return []
     read = []
@@ -161,11 +165,11 @@ def read_log(path: Path) -> list[dict[str, float]]:
 
 
 def clone_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the CPU, so that a save is of one moment."""
+    """Copy tensors to the CPU, so that later steps do not change what is saved."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def deterministic(seed: int) -> None:
-    """Ask PyTorch for the same bits every time on the same hardware and thread count."""
+    """Make PyTorch results bitwise identical between runs on the same hardware with the same number of threads."""
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(mode=True, warn_only=True)

@@ -1,4 +1,4 @@
-"""Requests for a story, found in the story itself: who it is about, how it begins, which words are in it."""
+"""User requests for a story, derived from the story: its subject, its first sentence, its words."""
 
 import random
 import re
@@ -6,7 +6,7 @@ from collections import Counter
 
 from model.training.sentences import casually, clean_lines, ends_whole, is_unfit, whole_sentences
 
-MAX_CHARACTERS = 3600  # about 900 tokens: it has to fit a context of 1,024 with its request
+MAX_CHARACTERS = 3600  # about 900 tokens: story and request must fit a context of 1,024 tokens
 MIN_CHARACTERS = 150
 
 # {it} is a subject, such as `a little dog named Max`.
@@ -128,7 +128,7 @@ _NOUN = re.compile(
 )
 _THING = re.compile(r"\b(an? (?:[a-z]+ )?[a-z]{3,})(?=[.,!?]| (?:and|was|in|on|at|to|with|that|from|of|for|but)\b)")
 _CAPITALISED = re.compile(r"(?<![.!?] )(?<![.!?]\" )(?<!^)(?<!\n)(?<!\")\b([A-Z][a-z]{2,})\b")
-# Written with a capital, and nobody's name.
+# Capitalised words that are not names.
 _NO_NAMES = frozenset(
     re.findall(
         r"\w+",
@@ -141,7 +141,7 @@ _NO_NAMES = frozenset(
         """,
     )
 )
-# Found where nouns stand, and nothing to ask a story for.
+# Words matched by the noun pattern that make no useful request.
 _NO_NOUNS = frozenset(
     re.findall(
         r"\w+",
@@ -155,27 +155,27 @@ _NO_NOUNS = frozenset(
 )
 
 
-def tell_story(text: str, title: str | None, drawn: random.Random) -> list[str] | None:
-    """A request, the story, and sometimes a short exchange after it; None if the text makes no story."""
+def tell_story(text: str, title: str | None, rng: random.Random) -> list[str] | None:
+    """Return a request, the story, and sometimes a short exchange after it; None for an unsuitable text."""
     story = _clean(text)
     if story is None:
         return None
     subject = _subject(story)
-    asked, told = _request(story, title, subject, drawn)
-    turns = [asked if drawn.random() < 0.85 else casually(asked), told]
-    chance = drawn.random()
+    asked, response = _request(story, title, subject, rng)
+    turns = [asked if rng.random() < 0.85 else casually(asked), response]
+    chance = rng.random()
     if chance < 0.06:
-        turns += [drawn.choice(_THANKS), drawn.choice(_WELCOME)]
+        turns += [rng.choice(_THANKS), rng.choice(_WELCOME)]
     elif chance < 0.12 and subject is not None:
-        turns += [drawn.choice(_WHO), f"It is about {subject}."]
+        turns += [rng.choice(_WHO), f"It is about {subject}."]
     elif chance < 0.18 and (named := _NAMED.search(story)) is not None:
         kind, name = named.group(2), named.group(3)
-        turns += [f"What is the {kind}'s name?", drawn.choice([f"The {kind}'s name is {name}.", f"{name}."])]
+        turns += [f"What is the {kind}'s name?", rng.choice([f"The {kind}'s name is {name}.", f"{name}."])]
     return turns
 
 
-def _request(story: str, title: str | None, subject: str | None, drawn: random.Random) -> tuple[str, str]:
-    """What the user says, and what the assistant does: the story, or the rest of it."""
+def _request(story: str, title: str | None, subject: str | None, rng: random.Random) -> tuple[str, str]:
+    """Return the user's request and the assistant's response: the story, or its continuation."""
     first, _, rest = whole_sentences(story)
     nouns = [word for word, _ in Counter(_NOUN.findall(story)).most_common(8) if word not in _NO_NOUNS]
     ways: list[tuple[float, str]] = [(0.12, "any")]
@@ -191,26 +191,26 @@ def _request(story: str, title: str | None, subject: str | None, drawn: random.R
         ways.append((0.1, "goes on"))
     if "moral of the story" in story:
         ways.append((0.04, "moral"))
-    match drawn.choices([way for _, way in ways], [weight for weight, _ in ways])[0]:
+    match rng.choices([way for _, way in ways], [weight for weight, _ in ways])[0]:
         case "title":
-            return drawn.choice(_TITLED).format(it=title), story
+            return rng.choice(_TITLED).format(it=title), story
         case "about" if subject is not None:
-            return drawn.choice(_ABOUT).format(it=_less_or_more(subject, story, drawn)), story
+            return rng.choice(_ABOUT).format(it=_less_or_more(subject, story, rng)), story
         case "words":
-            few = drawn.sample(nouns[:6], 3 if len(nouns) < 4 or drawn.random() < 0.7 else 2)
-            drawn.shuffle(few)
-            return drawn.choice(_WITH_WORDS).format(it=f"{', '.join(few[:-1])} and {few[-1]}"), story
+            few = rng.sample(nouns[:6], 3 if len(nouns) < 4 or rng.random() < 0.7 else 2)
+            rng.shuffle(few)
+            return rng.choice(_WITH_WORDS).format(it=f"{', '.join(few[:-1])} and {few[-1]}"), story
         case "begins":
-            return drawn.choice(_BEGINS).format(it=first), story
+            return rng.choice(_BEGINS).format(it=first), story
         case "goes on":
-            return drawn.choice(_GOES_ON).format(it=story[: len(story) - len(rest)].strip()), rest
+            return rng.choice(_GOES_ON).format(it=story[: len(story) - len(rest)].strip()), rest
         case "moral":
-            return drawn.choice(_MORAL), story
-    return drawn.choice(_ANY), story
+            return rng.choice(_MORAL), story
+    return rng.choice(_ANY), story
 
 
 def _subject(story: str) -> str | None:
-    """Whom a story is about: `a little dog named Max`, `a furry duck`, `Lily and Ben`; None if no rule finds it."""
+    """Return the subject of a story, such as `a little dog named Max` or `Lily and Ben`; None if no rule matches."""
     opening = story[:300]
     if (named := _NAMED.search(opening)) is not None:
         article = named.group(1)
@@ -228,9 +228,9 @@ def _subject(story: str) -> str | None:
     return None
 
 
-def _less_or_more(subject: str, story: str, drawn: random.Random) -> str:
-    """The subject as found, or without its name or its adjectives, or with a thing of the story beside it."""
-    chance = drawn.random()
+def _less_or_more(subject: str, story: str, rng: random.Random) -> str:
+    """Vary the subject: unchanged, without its name, without its adjectives, or with an object of the story."""
+    chance = rng.random()
     if chance < 0.15:
         return subject.partition(" named ")[0]
     if chance < 0.3 and (found := re.fullmatch(r"(an?) (?:[a-z-]+,? (?:and )?)+([a-z-]+)( named .*)?", subject)):
@@ -240,12 +240,12 @@ def _less_or_more(subject: str, story: str, drawn: random.Random) -> str:
         known = {*subject.split(), *_NO_NOUNS}
         things = [thing for thing in _THING.findall(story) if known.isdisjoint(thing.split()[1:])]
         if things:
-            return f"{subject} and {drawn.choice(things)}"
+            return f"{subject} and {rng.choice(things)}"
     return subject
 
 
 def _clean(text: str) -> str | None:
-    """The story in whole sentences, one paragraph a line, cut where it is too long; None if it is not fit."""
+    """Return the story in whole sentences, one paragraph per line; None if it is unfit, too short or too long."""
     story = clean_lines(text)
     if len(story) > MAX_CHARACTERS:
         return None

@@ -1,7 +1,7 @@
-"""`kvasir train`: from a config file to a checkpoint directory that can be served.
+"""Training loop of `kvasir train`: from a config to a checkpoint directory that can be served.
 
-The loop saves as it goes and resumes where it was killed, with the losses an uninterrupted run has. Which batch a step
-sees and which rate it uses are functions of the step alone; the rest of its past is in the tensors that are saved.
+The loop saves periodically. A killed run resumes from its last save with the same losses as an uninterrupted run. The
+batch and the learning rate are functions of the step number alone, and the save holds all other state as tensors.
 """
 
 import contextlib
@@ -49,13 +49,13 @@ _HELD_OUT_TEXTS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
-    """Where and on what a run happens; none of it changes what is learned, but for the rounding of `precision`.
+    """Execution settings of a run: paths, device, precision. Only rounding differs between two settings.
 
-    run_directory: what resuming needs. checkpoint: where the finished model goes.
+    run_directory: the saved state and the log. checkpoint: the directory of the finished model.
     precision: "float32" or "bfloat16" (autocast: weights stay float32).
-    stop_after: end early, as an interruption would, once that many steps are done; None for never.
-    attention: the backend: "sdpa", or "eager" to see what the fused kernels are worth.
-    pace: watches the speed, and may change the number of steps while the learning rate is on its plateau.
+    stop_after: stop as if interrupted after this many steps; None for never.
+    attention: the backend: "sdpa", or "eager" to measure the gain of the fused kernels.
+    pace: measures the speed, and may change the number of steps while the learning rate is on its plateau.
     """
 
     run_directory: Path
@@ -69,14 +69,14 @@ class RunSettings:
 
 
 def default_precision(device: str) -> str:
-    """bfloat16 where the hardware multiplies it natively, float32 elsewhere."""
+    """Return "bfloat16" if the hardware multiplies it natively, else "float32"."""
     if device == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
     return "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
 
 
 def can_compile(device: str) -> bool:
-    """Whether torch.compile finds what it needs: Triton on a GPU, a C++ compiler on a CPU."""
+    """Return whether torch.compile can run: it needs Triton on a GPU and a C++ compiler on a CPU."""
     return device == "cuda" or any(shutil.which(name) for name in ("c++", "g++", "clang++"))
 
 
@@ -87,16 +87,16 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
     complete: Complete = complete_one_by_one,
 ) -> bool:
-    """Train, or go on training, and write the finished checkpoint. Returns whether the run came to its end.
+    """Start or resume training, and write the finished checkpoint. Returns whether the run finished.
 
-    `should_stop` is asked between steps; when it says yes the run is saved and can be resumed. `complete` makes the
-    samples of the model card.
+    `should_stop` is called between steps. If it returns True, the run is saved and can be resumed. `complete` generates
+    the samples of the model card.
 
     Raises:
-        CheckpointError: the checkpoint's directory is not ours to write.
+        CheckpointError: the checkpoint directory holds files that this run did not write.
         CorpusError: a corpus cannot be used.
-        StateError: the run directory holds another run, or a damaged one, or is in use.
-        ValueError: the loss is no longer a number; the last save is from before.
+        StateError: the run directory holds a different run or a damaged one, or is in use.
+        ValueError: the loss is not finite; the last save is still usable.
     """
     check_sources(config.sources)
     check_writable(settings.checkpoint, may_replace=(settings.run_directory / "state").exists())
@@ -108,8 +108,8 @@ def train(
 def _beginning(config: TrainConfig, settings: RunSettings) -> str:
     how = f"{settings.device} in {settings.precision}{', compiled' if settings.compile else ''}"
     return (
-        f"training {config.name} on {how}: saves itself in {settings.run_directory} every "
-        f"{config.checkpoint_minutes:g} min, writes {settings.checkpoint} at the end"
+        f"training {config.name} on {how}: saves to {settings.run_directory} every "
+        f"{config.checkpoint_minutes:g} min, then writes {settings.checkpoint}"
     )
 
 
@@ -130,7 +130,7 @@ def _train(
 
 
 class Trainer:
-    """One run's model, optimizers and place in the data."""
+    """Model, optimizers and current step of a run."""
 
     def __init__(self, config: TrainConfig, settings: RunSettings, corpus: Corpus) -> None:
         self.config = config
@@ -152,7 +152,7 @@ class Trainer:
         state = load_state(settings.run_directory, config, self._corpora)
         if state is not None:
             self.model.load_state_dict(state.model)
-            if state.step:  # before the first step there are none
+            if state.step:  # the optimizers have no state before the first step
                 self.optimizers.load_state_tensors(state.optimizer)
             self.step, self.seconds = state.step, state.seconds
         self._rows = AttentionMetadata.uncached((config.sequence_length,) * config.batch_size, settings.device)
@@ -172,7 +172,7 @@ class Trainer:
         return self.corpus.batches(self.corpus.chat)
 
     def _batch(self) -> Batch:
-        """What this step learns from."""
+        """Return the batch of the current step."""
         start = self.config.chat_start
         if self.config.chat_steps and self.step >= start:
             return self._chat.batch(self.step - start)
@@ -184,7 +184,10 @@ class Trainer:
         return PackedDocuments.of(batch, self.config.sequence_length)
 
     def _loss_of(self, inputs_T: Tensor, targets_T: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """The mean over the tokens that are learned; 0 where none is, as in the middle of a long question."""
+        """Return the mean loss over the target tokens.
+
+        The loss is 0 for a batch without targets, such as the middle of a long question.
+        """
         logits_TV = self.model(inputs_T, metadata, None)
         total = functional.cross_entropy(logits_TV, targets_T, ignore_index=UNTRAINED, reduction="sum")
         return total / (targets_T != UNTRAINED).sum().clamp(min=1)
@@ -194,10 +197,10 @@ class Trainer:
         return torch.autocast(self.settings.device, dtype=torch.bfloat16, enabled=enabled)
 
     def run(self, report: Callable[[str], None], should_stop: Callable[[], bool]) -> bool:
-        """Steps until the end or `stop_after`, saving as it goes. Returns whether the end was reached."""
+        """Train until the last step or `stop_after`, with periodic saves. Returns whether the last step was reached."""
         settings, pace = self.settings, self.settings.pace
         if not self.step:
-            self.save()  # from now on this directory is this run's
+            self.save()  # a later run with another config is then rejected
         else:
             report(f"resuming at step {self.step:,} of {self.config.steps:,}")
         saved_at = time.monotonic()
@@ -225,20 +228,20 @@ class Trainer:
         return min(self.config.steps, self.settings.stop_after or self.config.steps)
 
     def _follow(self, config: TrainConfig) -> None:
-        """Go on with a config of another length."""
+        """Continue with a config that may have a different number of steps."""
         self.config = self.optimizers.config = config
 
     def train_step(self) -> float:
-        """One optimizer step. Returns its loss, in nats a token.
+        """Run one optimizer step. Returns its loss, in nats per token.
 
         Raises:
-            ValueError: the loss is no longer a number.
+            ValueError: the loss or the gradient norm is not finite.
         """
         batch = self._batch().to(self.settings.device)
         if self.config.mask_documents:
-            torch._dynamo.mark_dynamic(batch.starts_N, 0)  # every batch has another number of documents
+            torch._dynamo.mark_dynamic(batch.starts_N, 0)  # the number of documents varies by batch
         if self.config.dropout:
-            # What is left out depends on the step alone. A seed of the generator has 64 bits.
+            # Dropout depends on the step alone, so that a resumed run repeats it. torch takes 64-bit seeds.
             torch.manual_seed((self.config.seed * 2**32 + self.step) % 2**63)
         with self._autocast():
             loss = self._loss(batch.inputs_T, batch.targets_T, self._metadata(batch))
@@ -246,13 +249,13 @@ class Trainer:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
         self.optimizers.step(self.step)
         value = float(loss.detach())
-        if not math.isfinite(value) or not math.isfinite(norm):  # such weights must not be saved
+        if not math.isfinite(value) or not math.isfinite(norm):  # the weights are unusable: do not save them
             raise ValueError(f"the loss became {value} at step {self.step}; lower matrix_lr and adam_lr")
         self.step += 1
         return value
 
     def held_out(self) -> dict[str, Any]:
-        """The loss on some of the held-out texts: nats a token of all, bits a byte by source."""
+        """Measure the loss on a sample of the held-out texts: nats per token overall, bits per byte by source."""
         self.model.eval()
         measured = {name: evaluate(self.model, self.tokenizer, texts) for name, texts in self._held_out.items()}
         self.model.train()
@@ -260,7 +263,7 @@ class Trainer:
         return {"held_out_loss": nats, "held_out_bits": {name: m.bits_per_byte for name, m in measured.items()}}
 
     def finished(self) -> FinishedRun:
-        """What the run leaves."""
+        """Return the finished run, for `finish`."""
         return FinishedRun(
             config=self.config,
             corpus=self.corpus,
@@ -272,7 +275,7 @@ class Trainer:
         )
 
     def save(self) -> None:
-        """Save what resuming needs."""
+        """Save the state from which the run can be resumed."""
         state = RunState(
             step=self.step,
             seconds=self.seconds,

@@ -1,4 +1,4 @@
-"""`kvasir bench`."""
+"""Command `kvasir bench`."""
 
 import importlib
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from loadtest.bench_arguments import read_arguments
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure. The arguments are read here first, so that a typo costs no import of torch."""
+    """Run the benchmark. Arguments are parsed before torch is imported, so that a typo fails without delay."""
     read_arguments(argv)
     code: int = importlib.import_module("loadtest.bench_engine").main(argv)
     return code

@@ -1,4 +1,4 @@
-"""`kvasir convert`."""
+"""Command `kvasir convert`."""
 
 import sys
 
@@ -12,13 +12,13 @@ from service.commands.program import program
 
 
 def main(settings: ConvertSettings) -> int:
-    """Convert, and say what was written. Exit codes: 0 done, 1 on a failure, 2 for unusable settings."""
+    """Convert a checkpoint and print a summary. Exit codes: 0 success, 1 failure, 2 invalid settings."""
     try:
         manifest = _convert(settings)
     except (CheckpointError, TokenizerError) as error:
         print(f"kvasir convert: {error}", file=sys.stderr)
         return 1
-    kind = "ours" if manifest.family is None else f"Hugging Face's, {manifest.family.model_type}"
+    kind = "native" if manifest.family is None else f"Hugging Face, {manifest.family.model_type}"
     size = f"{manifest.config.num_parameters:,} parameters, {manifest.num_weight_bytes / 2**20:,.1f} MB of weights"
     print(f"{settings.out}: {size}, format {kind}; serve it with `{program()} serve --checkpoint {settings.out}`")
     return 0
@@ -29,5 +29,5 @@ def _convert(settings: ConvertSettings) -> Manifest:
         return convert_nanogpt(settings.nanogpt, settings.tokenizer, settings.out)
     if settings.pickle is not None:
         return convert_pickles(settings.pickle, settings.out)
-    assert settings.export is not None  # the settings saw to it
+    assert settings.export is not None  # the settings require exactly one source
     return export_checkpoint(settings.export, settings.out)

@@ -1,4 +1,4 @@
-"""`kvasir eval`: what a checkpoint is worth, as a table and as files."""
+"""Command `kvasir eval`: measure the quality of a checkpoint, and report it as tables and files."""
 
 import json
 import math
@@ -38,10 +38,10 @@ _USUAL_CONTEXT = 2048
 
 
 def main(settings: EvalSettings) -> int:
-    """Run the command. Exit codes: 0 done, 1 failed, 2 not understood."""
+    """Run the command. Exit codes: 0 success, 1 failure, 2 invalid settings."""
     try:
         _check_outputs(settings)
-        _find_rounding(settings)
+        _find_quantization(settings)
         manifest = read_manifest(settings.checkpoint)
         length = _context_length(settings, manifest.config)
         splits = _read_splits(settings)
@@ -49,14 +49,20 @@ def main(settings: EvalSettings) -> int:
         tokenizer = manifest.verify()
         if settings.export_tasks is not None:
             tasks = export_tasks(settings.export_tasks, splits, pairs)
-            _say(_how_to_run(manifest, settings.export_tasks, tasks, length))
-        plain = _without_rounding(settings, manifest, tokenizer, splits, length)
+            _print_progress(_how_to_run(manifest, settings.export_tasks, tasks, length))
+        plain = _evaluate_unquantized(settings, manifest, tokenizer, splits, length)
         model = _load(settings, manifest)
         sampler = None
         if settings.samples:
             sampler = Sampler(model, tokenizer, manifest.directory, complete_batch, draws=settings.samples)
         evaluation = evaluate_checkpoint(
-            model, tokenizer, splits=splits, pairs=pairs, sampler=sampler, max_context_length=length, report=_say
+            model,
+            tokenizer,
+            splits=splits,
+            pairs=pairs,
+            sampler=sampler,
+            max_context_length=length,
+            report=_print_progress,
         )
         _print(manifest, evaluation, plain)
         if settings.out is not None:
@@ -64,12 +70,12 @@ def main(settings: EvalSettings) -> int:
             compared = {} if plain is None else {"without_rounding": plain.to_dict()["held_out"]}
             _write(settings.out, _json({**facts, **evaluation.to_dict(), **compared}, indent=2) + "\n")
         if settings.documents is not None:
-            _say("measuring each document as lm-evaluation-harness does")
+            _print_progress("computing the rolling log-likelihood of each document, as lm-evaluation-harness does")
             rows = _documents(evaluation, splits, model, tokenizer, length)
             _write(settings.documents, "".join(_json(row) + "\n" for row in rows))
     except SettingsError:
-        raise  # `service.cli` says it
-    except (ValueError, OSError, RuntimeError, MemoryError) as error:  # torch's have several lines
+        raise  # `service.cli` reports it
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:  # torch's messages have several lines
         said = next(iter(str(error).splitlines()), "out of memory")
         print(f"kvasir eval: {error_line(said)}", file=sys.stderr)
         return 1
@@ -77,44 +83,54 @@ def main(settings: EvalSettings) -> int:
 
 
 def _check_outputs(settings: EvalSettings) -> None:
-    """Refuse before anything is measured what leads to nothing, or cannot be written in the end."""
+    """Reject settings that select nothing to measure, or output paths that cannot be written, before measuring.
+
+    Raises:
+        SettingsError: nothing is selected, or a path is unusable.
+    """
     if settings.config is None and not settings.texts and settings.pairs is None and not settings.samples:
-        raise SettingsError("nothing to measure: give --config, --texts or --pairs, or --samples over 0")
+        raise SettingsError("nothing to measure: give --config, --texts or --pairs, or set --samples above 0")
     for name in ("out", "documents"):
         path: Path | None = getattr(settings, name)
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            what = "is a directory" if path.is_dir() else f"no directory {path.parent}"
-            raise SettingsError(f"--{name} {path}: {what}")
+            what = "is a directory" if path.is_dir() else f"there is no directory {path.parent}"
+            raise SettingsError(f"--{name} {path}: {what}; choose another path")
 
 
 def _context_length(settings: EvalSettings, config: ModelConfig) -> int:
-    """Tokens read at once. Raises SettingsError: more than the model has positions, or too few for the harness."""
+    """Return the context length in tokens.
+
+    Raises:
+        SettingsError: the length exceeds the model's positions, or is too short for the harness.
+    """
     wanted, available = settings.max_context_length, config.max_context_length
     if wanted == "auto":
         return min(available, _USUAL_CONTEXT)
     if not 3 <= wanted <= available:
-        raise SettingsError(f"--max-context-length {wanted}: must be 3 to {available}, the positions of the model")
+        raise SettingsError(
+            f"--max-context-length {wanted}: must be from 3 to {available}, the number of positions of the model"
+        )
     return wanted
 
 
 def _read_splits(settings: EvalSettings) -> dict[str, list[str]]:
-    """The texts to measure, by name: those a recipe holds out, and those given.
+    """Return the texts to measure, by name: the held-out texts of the recipe, and the texts of `--texts`.
 
     Raises:
-        SettingsError: two have one name, or there are none.
-        ValueError: a recipe or a file cannot be used.
+        SettingsError: two sources have the same name, or the recipe holds out no text.
+        ValueError: a recipe or a file is invalid.
     """
     sources = [source for source in _of_recipe(settings.config) if source.held_out or source.held_out_ids]
     for text in settings.texts:
         name, _, path = text.partition("=")
         if any(source.name == name for source in sources):
-            raise SettingsError(f"--texts {text}: the recipe has a source {name} too; choose another name")
+            raise SettingsError(f"--texts {text}: the recipe also has a source {name}; choose another name")
         sources.append(SourceConfig(name=name, path=Path(path), repeats=0, held_out=1.0, licence=""))
     check_sources(sources)
     splits = {source.name: read_source(source).held_out for source in sources}
     splits = {name: _evenly(texts, settings.max_documents) for name, texts in splits.items() if texts}
     if settings.config is not None and not splits:
-        raise SettingsError(f"--config {settings.config}: its sources hold nothing out; give --texts")
+        raise SettingsError(f"--config {settings.config}: its sources hold out no texts; give --texts")
     return splits
 
 
@@ -123,7 +139,7 @@ def _of_recipe(path: Path | None) -> tuple[SourceConfig, ...]:
 
 
 def _evenly(texts: list[str], most: int | None) -> list[str]:
-    """At most so many of the texts, the same distance apart."""
+    """Return at most `most` of the texts, evenly spaced."""
     if most is None or len(texts) <= most:
         return texts
     return [texts[number * len(texts) // most] for number in range(most)]
@@ -132,7 +148,7 @@ def _evenly(texts: list[str], most: int | None) -> list[str]:
 def _load(settings: EvalSettings, manifest: Manifest) -> Transformer:
     torch.set_num_threads(usable_cpus() if settings.threads == "auto" else settings.threads)
     device, dtype = find_device(settings.device), _DTYPES[settings.dtype]
-    eight_bits, held_as = _find_rounding(settings)
+    eight_bits, held_as = _find_quantization(settings)
     attention = ATTENTION_BACKENDS["sdpa"]
     model = load_model(manifest, device=device, dtype=dtype, attention=AsCached(attention, held_as))
     if settings.quantize != "none":
@@ -140,19 +156,23 @@ def _load(settings: EvalSettings, manifest: Manifest) -> Transformer:
     return model
 
 
-def _without_rounding(
+def _evaluate_unquantized(
     settings: EvalSettings, manifest: Manifest, tokenizer: Tokenizer, splits: Mapping[str, Sequence[str]], length: int
 ) -> Evaluation | None:
-    """The held-out texts by the same model as it was before the settings round it; None where they do not."""
+    """Measure the held-out texts with the unquantized model. Return None if the settings do not quantize."""
     if not splits or (settings.quantize, settings.kv_cache_dtype) == ("none", "auto"):
         return None
     model = _load(settings.model_copy(update={"quantize": "none", "kv_cache_dtype": "auto"}), manifest)
-    told = lambda line: _say(f"{line}, not rounded")  # noqa: E731
-    return evaluate_checkpoint(model, tokenizer, splits=splits, max_context_length=length, report=told)
+    report = lambda line: _print_progress(f"{line}, unquantized")  # noqa: E731
+    return evaluate_checkpoint(model, tokenizer, splits=splits, max_context_length=length, report=report)
 
 
-def _find_rounding(settings: EvalSettings) -> tuple[EightBits | None, torch.dtype]:
-    """What matrices, and keys and values, are rounded to. Raises SettingsError: there is no such rounding here."""
+def _find_quantization(settings: EvalSettings) -> tuple[EightBits | None, torch.dtype]:
+    """Return the quantization of the weights, and the dtype of the KV-cache.
+
+    Raises:
+        SettingsError: this device or dtype does not support the quantization.
+    """
     device, dtype = find_device(settings.device), _DTYPES[settings.dtype]
     return (
         find_eight_bits(settings.quantize, device, dtype),
@@ -161,12 +181,12 @@ def _find_rounding(settings: EvalSettings) -> tuple[EightBits | None, torch.dtyp
 
 
 def _print(manifest: Manifest, evaluation: Evaluation, plain: Evaluation | None) -> None:
-    """The tables, to stdout; beside the bits of a model that was rounded, how far they are from those of `plain`."""
-    console = Console(markup=False)  # names of splits and of pairs are somebody else's
+    """Print the tables to stdout. If `plain` is given, also print the change in bits per byte relative to `plain`."""
+    console = Console(markup=False)  # names of splits and pairs come from files and may contain markup
     title = f"{manifest.name}, {manifest.config.num_parameters:,} parameters"
     if evaluation.held_out:
         columns = ["held out", "documents", "tokens", "bits/byte", "nats/token", "top-1"]
-        table = _table(title, *columns, *([] if plain is None else ["bits/byte by rounding"]))
+        table = _table(title, *columns, *([] if plain is None else ["change in bits/byte by quantization"]))
         for name, held_out in evaluation.held_out.items():
             counts = f"{len(held_out.documents):,}", f"{held_out.num_tokens:,}"
             losses = f"{held_out.bits_per_byte:.4f}", f"{held_out.nats_per_token:.4f}"
@@ -202,7 +222,7 @@ def _table(title: str, first: str, *headings: str) -> Table:
 
 
 def _facts(manifest: Manifest) -> dict[str, Any]:
-    """Which checkpoint it was: every file's hash, and how it was trained, where its manifest says so."""
+    """Return the identity of the checkpoint: hashes of its files, and its training if the manifest has it."""
     files = {name: digest or file_digest(manifest.directory / name) for name, (_, digest) in manifest.files.items()}
     return {
         "name": manifest.name,
@@ -231,7 +251,7 @@ def _documents(
     tokenizer: Tokenizer,
     length: int,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each document, and for each pair: log-likelihoods in nats."""
+    """Yield a row for each document and each pair, with log-likelihoods in nats."""
     for name, held_out in evaluation.held_out.items():
         rolling = rolling_log_likelihoods(model, tokenizer, splits[name], max_length=length)
         for number, (ours, theirs) in enumerate(zip(held_out.documents, rolling, strict=True)):
@@ -241,16 +261,16 @@ def _documents(
 
 
 def _how_to_run(manifest: Manifest, directory: Path, tasks: Iterable[str], length: int) -> str:
-    """The command line of the harness."""
+    """Return instructions to run the exported tasks with lm-evaluation-harness."""
     model = f"model={manifest.name},base_url=http://127.0.0.1:8000/v1/completions,max_length={length}"
     return (
-        f"tasks in {directory}; with the checkpoint served on port 8000:\n"
+        f"tasks written to {directory}; to run them, serve the checkpoint on port 8000 and run:\n"
         f"lm_eval --model local-completions --model_args {model} --include_path {directory} --tasks {','.join(tasks)}"
     )
 
 
 def _json(value: Any, *, indent: int | None = None) -> str:
-    """As text. A number that JSON has not, of a model whose weights are broken, is null."""
+    """Return `value` as JSON. NaN and infinity, as from a model with damaged weights, become null."""
     return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
@@ -267,8 +287,8 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; choose another file") from error
-    _say(f"wrote {path}")
+    _print_progress(f"wrote {path}")
 
 
-def _say(text: str) -> None:
+def _print_progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`kvasir export-tokenizer`."""
+"""Command `kvasir export-tokenizer`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`kvasir generate`."""
+"""Command `kvasir generate`."""
 
 import secrets
 import sys
@@ -15,7 +15,7 @@ from service.settings import GenerateSettings, SettingsError, context_length
 
 
 def main(settings: GenerateSettings) -> int:
-    """Print the completion of `--prompt`."""
+    """Print the completion of `--prompt`. Exit codes: 0 success, 1 failure."""
     try:
         manifest = read_manifest(settings.checkpoint)
         tokenizer = manifest.verify()
@@ -28,8 +28,11 @@ def main(settings: GenerateSettings) -> int:
         submit = _submit(settings, tokenizer, defaults, context_length(settings, manifest.config))
         engine, facts = build_engine(settings, manifest)
     except SettingsError:
-        raise  # `service.cli` says it
-    except (ValueError, RuntimeError) as error:  # CheckpointError, TokenizerError, GenerationConfigError are the first
+        raise  # `service.cli` reports it
+    except (
+        ValueError,
+        RuntimeError,
+    ) as error:  # CheckpointError, TokenizerError and GenerationConfigError are ValueErrors
         print(f"kvasir generate: {error}", file=sys.stderr)
         return 1
     begun = time.monotonic()
@@ -45,10 +48,10 @@ def main(settings: GenerateSettings) -> int:
 
 
 def _submit(settings: GenerateSettings, tokenizer: Tokenizer, defaults: Defaults, max_context_length: int) -> Submit:
-    """The completion to compute. A flag wins over the checkpoint's default, which wins over the flag's own.
+    """Build the engine request. A given flag overrides the checkpoint's default, which overrides the flag's default.
 
     Raises:
-        SettingsError: prompt and completion are over the context.
+        SettingsError: prompt and completion exceed the context length.
     """
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     prompt_ids = (*begin, *tokenizer.encode(settings.prompt))
@@ -59,7 +62,7 @@ def _submit(settings: GenerateSettings, tokenizer: Tokenizer, defaults: Defaults
     if max_tokens > room:
         raise SettingsError(
             f"--max-tokens {max_tokens} and a prompt of {len(prompt_ids)} tokens "
-            f"are over the context of {max_context_length}"
+            f"exceed the context length of {max_context_length}; lower --max-tokens or shorten the prompt"
         )
     flags = ("temperature", "top_k", "top_p", "min_p")
     sampling = {name: getattr(settings, name) for name in flags} | {
@@ -84,10 +87,10 @@ def _submit(settings: GenerateSettings, tokenizer: Tokenizer, defaults: Defaults
 
 def _figures(finish: Finish, submit: Submit, seconds: float) -> str:
     rate = max(0, finish.num_completion_tokens - 1) / finish.decode_seconds if finish.decode_seconds > 0 else 0.0
-    # The most likely token needs no draw, so that a seed would promise something.
+    # Greedy sampling (temperature 0) does not use the seed, so the seed is not printed.
     seed = "" if submit.params.temperature == 0 else f", seed {submit.params.seed}"
     return (
         f"{finish.num_prompt_tokens} prompt tokens, {finish.num_completion_tokens} completion tokens "
         f"({finish.reason}){seed}, prefill {finish.prefill_seconds * 1000:.0f} ms, "
-        f"decode {rate:.0f} tokens/s, {seconds:.2f} s in all"
+        f"decode {rate:.0f} tokens/s, {seconds:.2f} s in total"
     )

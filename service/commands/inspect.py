@@ -1,4 +1,4 @@
-"""`kvasir inspect`: the facts of a checkpoint."""
+"""Command `kvasir inspect`: print config, memory, tokens, files and training of a checkpoint."""
 
 import dataclasses
 import sys
@@ -20,7 +20,7 @@ Rows = Iterator[tuple[str, object]]
 
 
 def main(settings: InspectSettings) -> int:
-    """Print the facts of a checkpoint."""
+    """Print config, memory, tokens, files and training of a checkpoint. Exit codes: 0 success, 1 failure."""
     try:
         manifest = read_manifest(settings.checkpoint)
         tokenizer = manifest.verify()
@@ -29,7 +29,7 @@ def main(settings: InspectSettings) -> int:
             "parameters": list(_parameter_rows(manifest.config)),
             "memory": list(_memory_rows(manifest.config)),
             "tokens": list(_token_rows(manifest, tokenizer)),
-            "files, all hashes correct" if manifest.family is None else "files, no hashes known": list(
+            "files, all hashes correct" if manifest.family is None else "files, not verified: no hashes known": list(
                 _file_rows(manifest)
             ),
             "training": list(_flat(manifest.training)),
@@ -45,14 +45,14 @@ def main(settings: InspectSettings) -> int:
 
 
 def _choices(config: ModelConfig) -> Rows:
-    """The config, but for mechanisms that this model has not, and what would act only with them."""
+    """Yield the config fields that affect this model."""
     for name, value in config.to_dict().items():
         if value is not None and value != [] and _acts(name, config):
             yield name, value
 
 
 def _acts(name: str, config: ModelConfig) -> bool:
-    """Whether the model depends on a field that belongs to one choice of another."""
+    """Return False for a field that has no effect because it belongs to another mechanism than the model uses."""
     match name:
         case "rope_theta":
             return config.position is PositionKind.ROTARY
@@ -80,20 +80,20 @@ def _memory_rows(config: ModelConfig) -> Rows:
         yield (
             dtype,
             f"weights {_size(config.num_parameters * size)}, KV-cache {kv_cache.text} = {kv_cache.value:,} bytes "
-            f"a token, {_size(kv_cache.value * config.max_context_length)} a full context",
+            f"per token, {_size(kv_cache.value * config.max_context_length)} per full context",
         )
 
 
 def _token_rows(manifest: Manifest, tokenizer: Tokenizer) -> Rows:
-    """What begins and ends a text, and how the checkpoint wants to be sampled."""
+    """Yield vocabulary, begin and end tokens, sampling defaults and chat template of the checkpoint."""
     wanted = read_generation_config(manifest.directory)
 
     def named(ids: Sequence[int]) -> str:
         return ", ".join(f"{token_id} {tokenizer.token_name(token_id)!r}" for token_id in ids) if ids else "none"
 
-    yield "vocabulary", f"{tokenizer.vocab_size:,}, {len(tokenizer.special_tokens)} of them special"
-    yield "begins a prompt", named([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id])
-    yield "ends a text", named(tokenizer.eos_token_ids)
+    yield "vocabulary", f"{tokenizer.vocab_size:,}, including {len(tokenizer.special_tokens)} special tokens"
+    yield "begin-of-text token", named([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id])
+    yield "end-of-text tokens", named(tokenizer.eos_token_ids)
     sampling = {
         field.name: value
         for field in dataclasses.fields(wanted)
@@ -101,16 +101,14 @@ def _token_rows(manifest: Manifest, tokenizer: Tokenizer) -> Rows:
         and (value := getattr(wanted, field.name)) is not None
     }
     defaults = ", ".join(f"{name} {value}" for name, value in sampling.items())
-    yield "generation defaults", defaults if defaults else "none of its own"
+    yield "generation defaults", defaults if defaults else "not set"
     if wanted.ignored:
         yield "ignored defaults", ", ".join(wanted.ignored)
     template = load_chat_template(manifest.directory)
-    told = (
-        "none of its own"
-        if template is None
-        else f"{len(template.source):,} characters, from {Path(template.origin).name}"
+    summary = (
+        "not set" if template is None else f"{len(template.source):,} characters, from {Path(template.origin).name}"
     )
-    yield "chat template", told
+    yield "chat template", summary
 
 
 def _file_rows(manifest: Manifest) -> Rows:
@@ -119,7 +117,7 @@ def _file_rows(manifest: Manifest) -> Rows:
 
 
 def _flat(values: Mapping[str, Any]) -> Rows:
-    """Nested values as rows of one level: each source of the training on a line of its own."""
+    """Yield nested values as rows of one level. A list of mappings, such as training sources, becomes one row each."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield name, _in_words(value)
@@ -132,12 +130,12 @@ def _flat(values: Mapping[str, Any]) -> Rows:
 def _in_words(values: Mapping[str, Any]) -> str:
     words = dict(values)
     begin = f"{words.pop('name')}: " if "name" in words else ""
-    told = {name.replace("_", " "): _short(value) for name, value in words.items() if value not in ("", None)}
-    return begin + ", ".join(f"{name} {value}" for name, value in told.items())
+    texts = {name.replace("_", " "): _short(value) for name, value in words.items() if value not in ("", None)}
+    return begin + ", ".join(f"{name} {value}" for name, value in texts.items())
 
 
 def _short(value: object) -> str:
-    """A hash by its beginning, a number that is not whole by four digits, or by all before the point."""
+    """Format a value briefly: the first 16 characters of a hash, or a float with at least 4 significant digits."""
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 10_000 else f"{value:.0f}"
     text = str(value)
@@ -145,5 +143,5 @@ def _short(value: object) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    """In MB, or in kB where that would be next to nothing."""
+    """Format a size in MB, or in kB below 1 MB."""
     return f"{num_bytes / 2**20:,.1f} MB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} kB"

@@ -1,4 +1,4 @@
-"""`kvasir inspect params`."""
+"""Command `kvasir inspect params`: print parameter counts by closed formula and by tensor."""
 
 import sys
 from collections.abc import Iterator
@@ -22,17 +22,17 @@ _MEANINGS = {
     "d": "width",
     "h": "query heads",
     "g": "key/value heads",
-    "d_k": "numbers of a query or key",
-    "d_v": "numbers of a value",
+    "d_k": "dimension of a query or key",
+    "d_v": "dimension of a value",
     "m": "width of the MLP",
-    "b": "buckets of distances",
-    "r": "farthest distance told from others",
+    "b": "number of distance buckets",
+    "r": "largest distinct distance",
 }
 _DTYPES = {"float32": 4, "bfloat16": 2}
 
 
 def main(settings: InspectParamsSettings) -> int:
-    """Print the table. Exit code 1 if a formula and the tensors disagree: a bug, or a config of a later version."""
+    """Print the tables. Exit code 1 if a formula and the tensors disagree: a bug, or a config of a later version."""
     try:
         manifest = read_manifest(settings.checkpoint)
     except CheckpointError as error:
@@ -44,7 +44,7 @@ def main(settings: InspectParamsSettings) -> int:
         print(*lines, "", sep="\n")
     wrong = [row for row in rows if not row.agrees]
     for row in wrong:
-        differs = f"{row.formula.text} says {row.by_formula:,}, the tensors {row.num_counted:,}"
+        differs = f"formula {row.formula.text} gives {row.by_formula:,}, but the tensors have {row.num_counted:,}"
         print(f"kvasir inspect params: {row.group} {row.name}: {differs}", file=sys.stderr)
     return 1 if wrong or sum(row.num_counted for row in rows) != config.num_parameters else 0
 
@@ -63,14 +63,14 @@ def _table(rows: list[PartCount], config: ModelConfig) -> Iterator[str]:
     yield f"{'parameters':<28}{head}"
     group = ""
     for row in rows:
-        # A part without parameters has a reason in the place of its formula.
+        # A part without parameters has a note with the reason instead of a formula.
         formula = row.formula.text if row.note == "" else ""
         cells = f"{row.formula.value:>13,}  {row.num_places:>6}  {row.by_formula:>14,}  {row.num_counted:>14,}"
         share = f"{row.num_counted / config.num_parameters:6.1%}"
         check = "equal" if row.agrees else "DIFFERS"
-        told = f"{check}  {row.note}".rstrip()
+        result = f"{check}  {row.note}".rstrip()
         title = "" if row.group == group else row.group
-        yield f"  {title:<9}  {row.name:<17}{'':<0}  {formula:<{widest}}  {cells}  {share}  {told}"
+        yield f"  {title:<9}  {row.name:<17}{'':<0}  {formula:<{widest}}  {cells}  {share}  {result}"
         group = row.group
     formulas, counted = sum(row.by_formula for row in rows), sum(row.num_counted for row in rows)
     equal = "equal" if formulas == counted == config.num_parameters else "DIFFERS"
@@ -92,9 +92,9 @@ def _kv_cache(config: ModelConfig) -> Iterator[str]:
         check = "equal" if formula.value == counted else "DIFFERS"
         context = counted * config.max_context_length / 2**20
         yield (
-            f"  {dtype:<8}  {formula.text} = {formula.value:,} bytes a token, counted {counted:,}: {check}; "
+            f"  {dtype:<8}  {formula.text} = {formula.value:,} bytes per token, counted {counted:,}: {check}; "
             f"{context:,.1f} MB for a context of {config.max_context_length:,}"
         )
     multi_head = 2 * config.num_layers * config.num_heads * config.head_dim * _DTYPES["float32"]
     if (kept := config.kv_bytes_per_token(_DTYPES["float32"])) < multi_head:
-        yield f"  {kept / multi_head:.1%} of what multi-head attention with {config.num_heads} heads would keep"
+        yield f"  {kept / multi_head:.1%} of what multi-head attention with {config.num_heads} heads would store"

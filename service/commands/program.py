@@ -1,4 +1,4 @@
-"""How to call us again, in commands that are printed to be copied."""
+"""Name of the `kvasir` program, for command lines that are printed to be copied."""
 
 import shutil
 import sys
@@ -6,6 +6,6 @@ from pathlib import Path
 
 
 def program() -> str:
-    """`kvasir` where the shell finds that one, else the path by which this process was called."""
+    """Return `kvasir` if the shell finds this program under that name, else the path this process was called by."""
     called = sys.argv[0]
     return called if Path(called).name == "kvasir" and shutil.which("kvasir") != called else "kvasir"

@@ -1,4 +1,4 @@
-"""`kvasir serve`."""
+"""Command `kvasir serve`."""
 
 import sys
 
@@ -13,7 +13,7 @@ from service.supervision import StartError
 
 
 def main(settings: ServeSettings) -> int:
-    """Serve until a signal or a failure. Exit codes: 0 after a drain, 1 on a failure, 2 for unusable settings."""
+    """Serve until a signal or a failure. Exit codes: 0 after a drain, 1 failure, 2 invalid settings."""
     try:
         logs.configure(settings.log_level)
         server = build_server(settings)

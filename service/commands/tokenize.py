@@ -1,4 +1,4 @@
-"""`kvasir tokenize`."""
+"""Command `kvasir tokenize`."""
 
 import sys
 
@@ -10,7 +10,7 @@ from service.logprobs import token_name
 
 
 def main(settings: TokenizeSettings) -> int:
-    """Tokenize `--text`, or standard input."""
+    """Print the tokens of `--text` or standard input. Exit codes: 0 success, 1 failure."""
     try:
         tokenizer = load_tokenizer(read_manifest(settings.checkpoint).directory)
     except (CheckpointError, TokenizerError) as error:
@@ -30,6 +30,6 @@ def main(settings: TokenizeSettings) -> int:
         name = token_name(tokenizer, token_id)
         print(f"{token_id:>8}  {name if name.startswith('bytes:') else repr(name)}")
     size, num_text = len(text.encode("utf-8", "surrogateescape")), len(token_ids) - len(begin)
-    told = f"{len(token_ids)} token{'' if len(token_ids) == 1 else 's'}{' (1 begins every prompt)' if begin else ''}"
-    print(f"{told}, {size} bytes, {size / max(1, num_text):.2f} bytes a token of text")
+    count = f"{len(token_ids)} token{'' if len(token_ids) == 1 else 's'}{' (1 is begin-of-text)' if begin else ''}"
+    print(f"{count}, {size} bytes, {size / max(1, num_text):.2f} bytes per token of text")
     return 0

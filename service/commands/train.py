@@ -1,4 +1,4 @@
-"""`kvasir train`: a text of one's own, or a recipe and its corpora, become a checkpoint."""
+"""Command `kvasir train`: train a checkpoint from the user's own texts, or from a recipe and its corpora."""
 
 import dataclasses
 import errno
@@ -31,13 +31,13 @@ from service.settings import SettingsError
 
 _INTERRUPTED = 130
 _MINUTES = 10.0
-_PROMPT = "Once upon a time"  # where a recipe has none of its own
+_PROMPT = "Once upon a time"  # used if a recipe has no sample prompts
 
 
 class _Interruption:
-    """The first SIGINT or SIGTERM asks for a stop after the step at hand; the second ends the process.
+    """Handler of SIGINT and SIGTERM: the first signal stops after the current step, the second ends the process.
 
-    Before there is a step to wait for, when nothing would be lost, the first ends it too.
+    Before the first step, the first signal already ends the process, because there is no progress to save.
     """
 
     def __init__(self) -> None:
@@ -47,13 +47,13 @@ class _Interruption:
             signal.signal(number, self._ask)
 
     def is_asked(self) -> bool:
-        """Asked before each step."""
+        """Return True if the run should stop. The training loop calls this before each step."""
         self._steps = True
         return self._asked
 
     @property
     def came(self) -> bool:
-        """Whether there was one."""
+        """True if a signal has arrived."""
         return self._asked
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
@@ -61,11 +61,11 @@ class _Interruption:
         signal.signal(number, signal.SIG_DFL)
         if not self._steps:
             raise KeyboardInterrupt
-        print("\nstopping after this step; once more stops at once", file=sys.stderr, flush=True)
+        print("\nstopping after this step; interrupt again to stop now", file=sys.stderr, flush=True)
 
 
 def main(settings: TrainSettings) -> int:
-    """Run the command. Exit codes: 0 done, 1 failed, 2 for unusable settings, 130 interrupted and saved."""
+    """Run the command. Exit codes: 0 success, 1 failure, 2 invalid settings, 130 interrupted."""
     began = time.monotonic() - _seconds_since_start()
     interruption = _Interruption()
     run_directory = Path("runs")
@@ -79,34 +79,37 @@ def main(settings: TrainSettings) -> int:
             keep_freed_memory()
             done = train(config, run, _report, interruption.is_asked, complete_batch)
             if done:
-                _tell(run, config.sample_prompts)
+                _print_next_commands(run, config.sample_prompts)
         else:
             name = _name(settings.out)
             run = _run_settings(settings, name)
             run_directory = run.run_directory
             _check_apart(run.checkpoint, run_directory)
             keep_freed_memory()
-            wish = _wish(settings, name, began)
+            wish = _build_wish(settings, name, began)
             done = train_own_text(wish, run, _report, interruption.is_asked, complete_batch)
             if done:
-                _tell(run, load_train_config(run.run_directory / RECIPE_FILE).sample_prompts)
+                _print_next_commands(run, load_train_config(run.run_directory / RECIPE_FILE).sample_prompts)
     except KeyboardInterrupt:
-        print("\nkvasir train: stopped; the same command goes on", file=sys.stderr)
+        print("\nkvasir train: stopped; run the same command again to continue", file=sys.stderr)
         return _INTERRUPTED
     except (ValueError, OSError, SafetensorError) as error:
         said = _disk_full(run_directory) if _is_disk_full(error) else str(error)
         print(f"kvasir train: {error_line(said)}", file=sys.stderr)
         return 2 if isinstance(error, SettingsError) else 1
-    except (RuntimeError, MemoryError) as error:  # torch's, whose message has several lines; a MemoryError has none
+    except (RuntimeError, MemoryError) as error:  # torch's messages have several lines; a MemoryError has no message
         said = next(iter(str(error).splitlines()), "out of memory")
-        print(f"kvasir train: {error_line(said)}; if it is memory, lower batch_size or the sizes", file=sys.stderr)
+        print(
+            f"kvasir train: {error_line(said)}; if memory ran out, lower batch_size or the model's sizes",
+            file=sys.stderr,
+        )
         return 1
     if not done:
-        print(f"saved in {run_directory}; the same command goes on from here")
+        print(f"saved in {run_directory}; run the same command again to continue")
     return _INTERRUPTED if interruption.came and not done else 0
 
 
-def _wish(settings: TrainSettings, name: str, began: float) -> Wish:
+def _build_wish(settings: TrainSettings, name: str, began: float) -> Wish:
     return Wish(
         name=name,
         corpora=settings.corpus,
@@ -116,41 +119,44 @@ def _wish(settings: TrainSettings, name: str, began: float) -> Wish:
     )
 
 
-def _tell(run: RunSettings, prompts: Sequence[str]) -> None:
-    """How to talk to the finished model, in commands that can be copied."""
+def _print_next_commands(run: RunSettings, prompts: Sequence[str]) -> None:
+    """Print commands that serve the finished model and send it a request."""
     kvasir, checkpoint = program(), shlex.quote(str(run.checkpoint))
     prompt = prompts[0] if prompts else _PROMPT
     body = shlex.quote(json.dumps({"prompt": prompt, "max_tokens": 100}, ensure_ascii=False))
     header = "-H 'Content-Type: application/json'"
     print(f"""
-To serve it, and to ask it from another terminal:
+To serve the model, and to send it a request from another terminal:
 
   {kvasir} serve --checkpoint {checkpoint}
   curl -s http://127.0.0.1:8000/v1/completions {header} -d {body}
 
-Or here and now:
+To generate text without a server:
 
   {kvasir} generate --checkpoint {checkpoint} --prompt {shlex.quote(prompt)}
 """)
 
 
 def _is_disk_full(error: Exception) -> bool:
-    """The safetensors library tells it in words only."""
+    """Return True if the disk is full. The safetensors library reports this only in the text of its error."""
     return (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left on device" in str(error)
 
 
 def _disk_full(run_directory: Path) -> str:
-    shutil.rmtree(run_directory / "state.partial", ignore_errors=True)  # of no use, and it holds some of the space
-    return f"{run_directory}: the disk is full; the last save is whole: free some space, and the same command goes on"
+    shutil.rmtree(run_directory / "state.partial", ignore_errors=True)  # an incomplete save is useless and takes space
+    return (
+        f"{run_directory}: the disk is full; the last save is intact; free some space, then run the same "
+        "command to continue"
+    )
 
 
 def _name(out: Path) -> str:
-    """What the run and its model are called: as the directory, as far as a name may have its letters."""
+    """Return the name of the run and its model: the output directory's name, with invalid characters replaced."""
     return re.sub(r"[^\w.-]", "-", out.resolve().name).lstrip(".")[:MAX_NAME_CHARACTERS] or "own-text"
 
 
 def _config(settings: TrainSettings, path: Path) -> TrainConfig:
-    """The recipe, with what the flags replace."""
+    """Return the recipe, with the values that flags override."""
     config = load_train_config(path)
     if settings.steps is not None:
         config = _with_steps(config, settings.steps)
@@ -158,7 +164,7 @@ def _config(settings: TrainSettings, path: Path) -> TrainConfig:
 
 
 def _with_steps(config: TrainConfig, steps: int) -> TrainConfig:
-    """Another length, with warm-up, decay and conversations in proportion."""
+    """Return the recipe with another number of steps, and with its warm-up, decay and chat steps adapted."""
     return dataclasses.replace(
         config,
         steps=steps,
@@ -169,36 +175,43 @@ def _with_steps(config: TrainConfig, steps: int) -> TrainConfig:
 
 
 def _check_apart(out: Path, run_directory: Path) -> None:
-    """Raises SettingsError: the run would save itself into its own result, or its result into what it saves.
+    """Check that the output directory and the files of the run directory do not overlap.
 
-    A subdirectory of its own in the run directory is neither.
+    The output may be a subdirectory of the run directory, if the run saves no file there.
+
+    Raises:
+        SettingsError: the directories overlap.
     """
     finished, run = out.resolve(), run_directory.resolve()
     if finished == run:
-        raise SettingsError(f"--out {out} is where the run saves itself; choose another")
+        raise SettingsError(f"--out {out} is the run directory; choose another directory")
     if finished in run.parents:
-        raise SettingsError(f"--out {out} holds {run_directory}, where the run saves itself; choose another")
+        raise SettingsError(f"--out {out} contains the run directory {run_directory}; choose another directory")
     if any(run / name in (finished, *finished.parents) for name in RUN_FILES):
-        raise SettingsError(f"--out {out} is among the files the run saves itself in; choose another")
+        raise SettingsError(f"--out {out} is used by the run for its saved state; choose another directory")
 
 
 def _check_memory(config: TrainConfig, device: str) -> None:
-    """Raises ValueError if what training needs in any case is not there, rather than be killed half-way.
+    """Check that the minimum memory for training is free, so that the process is not killed during training.
 
-    A parameter has a weight, a gradient and a momentum in float32, a token of a batch its logits and their gradient.
+    Each parameter needs a weight, a gradient and a momentum in float32. Each token of a step needs its logits and their
+    gradient.
+
+    Raises:
+        ValueError: less memory is free.
     """
     needed = 12 * config.model.num_parameters + 8 * config.tokens_per_step * config.vocab_size
     if needed > (free := free_bytes(device)):
         raise ValueError(
             f"{config.model.num_parameters:,} parameters and {config.tokens_per_step:,} tokens a step need at least "
-            f"{needed // 2**20:,} MiB, and {free // 2**20:,} are free: lower batch_size or the sizes of the model"
+            f"{needed // 2**20:,} MiB, but {free // 2**20:,} MiB are free; lower batch_size or the sizes of the model"
         )
 
 
 def _run_settings(settings: TrainSettings, name: str) -> RunSettings:
     has_cuda = torch.cuda.is_available()
     if settings.device == "cuda" and not has_cuda:
-        raise SettingsError("--device cuda: no CUDA device can be used here")
+        raise SettingsError("--device cuda: no CUDA device is available; check the driver, or give --device cpu")
     device = "cuda" if has_cuda and settings.device != "cpu" else "cpu"
     torch.set_num_threads(usable_cpus() if settings.threads == "auto" else settings.threads)
     return RunSettings(
@@ -217,7 +230,7 @@ def _report(text: str) -> None:
 
 
 def _seconds_since_start() -> float:
-    """How long this process has been there, which is mostly the import of torch; 0 where the kernel does not tell."""
+    """Return the age of this process, mostly spent importing torch. Return 0 if the system has no /proc."""
     try:
         started = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK")
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)

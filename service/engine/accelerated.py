@@ -1,8 +1,7 @@
-"""What an engine takes of a GPU: attention over the paged cache, memory for it, recorded steps, matrices in eight bits
-where they were asked for.
+"""GPU features of the engine: paged attention, KV-cache size, CUDA graphs, fused kernels, int8 and fp8 quantization.
 
-Each is tried when the engine is built, and what does not hold on this card is left out with a warning: the engine then
-computes the same, slower.
+Each feature is tried when the engine is built. A feature that fails or computes wrong numbers on this GPU is disabled
+with a warning: the engine then computes the same, slower.
 """
 
 import logging
@@ -29,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attending:
-    """A backend for a model, its name in words, and whether decode steps that take it can be recorded."""
+    """Attention backend of a model, its name for logs, and `recordable`: CUDA graphs can capture its decode steps."""
 
     backend: AttentionBackend
     name: str
@@ -37,14 +36,14 @@ class Attending:
 
 
 def attention_for(wanted: str, place: Place) -> Attending:
-    """Return the backend of an --attention setting.
+    """Return the attention backend of an --attention setting.
 
-    auto is native on a CPU with vector instructions that the native kernels know (their scalar level is slower than
-    oneDNN), paged on a GPU where the model's layers fit it, else sdpa.
+    auto is native on a CPU whose vector instructions the native kernels support. Their scalar code is slower than
+    oneDNN. auto is paged on a GPU if the model's layers support paged attention, else sdpa.
 
     Raises:
-        ValueError: paged was asked for, and the model's layers do not fit it; native, and the device is no CPU.
-        RuntimeError: no way of attention holds on this device.
+        ValueError: paged with a model that does not support it, or native on a device other than a CPU.
+        RuntimeError: no implementation of paged attention works on this device.
     """
     fitting = fits(place.config)
     if wanted == "auto":
@@ -53,63 +52,64 @@ def attention_for(wanted: str, place: Place) -> Attending:
         else:
             wanted = "paged" if fitting else "sdpa"
     if wanted == "native" and place.device.type != "cpu":
-        raise ValueError("--attention native: only on the CPU; leave it out, or give --device cpu")
+        raise ValueError("--attention native works only on a CPU; omit it, or choose --device cpu")
     if wanted != "paged":
         return Attending(backend=ATTENTION_BACKENDS[wanted], name=wanted, recordable=False)
     if not fitting:
-        raise ValueError("--attention paged: not for a model with biases in its scores; give --attention sdpa")
+        raise ValueError("--attention paged does not support this model's attention layers; choose --attention sdpa")
     chosen: Chosen = choose(place)
     for reason in chosen.left_out:
         level = logging.WARNING if place.device.type == "cuda" else logging.INFO
-        logger.log(level, "attention: left out %s", reason)
+        logger.log(level, "attention kernel disabled: %s", reason)
     return Attending(backend=chosen.backend, name=str(chosen), recordable=True)
 
 
 def eight_bits_for(quantize: str, device: torch.device, dtype: torch.dtype) -> EightBits | None:
-    """How a --quantize setting makes matrices on a GPU, tried there; None on a CPU, and where nothing was asked for.
+    """Return the GPU quantization of a --quantize setting after a trial; None on a CPU, and for `none`.
 
     Raises:
-        ValueError: the device has no such products.
+        ValueError: the device does not support such matrix products.
     """
     if quantize == "none":
         return None
     if device.type == "cpu":
         if quantize == "fp8":
-            raise ValueError("--quantize fp8: only on a GPU; give --quantize int8, or leave it out")
+            raise ValueError("--quantize fp8 works only on a GPU; choose --quantize int8, or omit it")
         return None
     chosen = choose_eight_bits(quantize, device, dtype)
     if chosen.left_out is not None:
-        logger.warning("left out kernels for matrices in eight bits: %s", chosen.left_out)
+        logger.warning("Triton kernels for quantized matrices disabled: %s", chosen.left_out)
     logger.info("%s", chosen)
     return chosen
 
 
 def fuse_for_gpu(model: Transformer) -> None:
-    """On a GPU, fewer kernels between matrix products, each kind if it holds there."""
+    """Fuse the kernels between a model's matrix products on a GPU. A fusion that fails its trial is skipped."""
     if model.token_embedding.weight.device.type == "cuda":
         for reason in fuse(model):
-            logger.warning("left out %s", reason)
+            logger.warning("kernel fusion disabled: %s", reason)
 
 
 def capture_for(device: torch.device) -> Capture | None:
-    """What records decode steps on this device; None where they are computed one by one."""
+    """Return the capture of decode steps for this device; None for a device without CUDA graphs."""
     return CudaCapture() if device.type == "cuda" else None
 
 
 def pieces_for(device: torch.device) -> Pieces | None:
-    """What records steps with prompts on this device, in pieces; None where they are computed kernel by kernel."""
+    """Return the piecewise capture of prefill steps for this device; None for a device without CUDA graphs."""
     return CudaPieces() if device.type == "cuda" else None
 
 
 def cache_bytes(model: Transformer, largest: LargestStep, share: float, *, records: bool) -> int | None:
-    """What the KV-cache may take of a GPU's memory, of which we use at most this share; None on a CPU, where half of
-    what is free is the rule.
+    """Return the bytes of GPU memory available to the KV-cache; None on a CPU, whose memory is not profiled here.
 
     Args:
-        records: steps will be recorded.
+        largest: the largest step, which is profiled.
+        share: fraction of the GPU's memory that this process may use in all.
+        records: CUDA graphs of steps will be captured and need memory too.
 
     Raises:
-        torch.OutOfMemoryError: the device does not hold the largest step.
+        torch.OutOfMemoryError: the largest step does not fit the device.
     """
     device = model.token_embedding.weight.device
     if device.type != "cuda":
@@ -119,32 +119,36 @@ def cache_bytes(model: Transformer, largest: LargestStep, share: float, *, recor
     if records and capture is not None and pieces is not None:
         try:
             taken = recorded_bytes(model, largest, capture=capture, pieces=pieces, free_bytes=free_device_bytes)
-        except Exception as error:  # the driver, the allocator or a kernel of somebody else's may raise anything
-            logger.warning("what recorded steps take of the memory is not known: %s", error)
+        except Exception as error:  # the driver, the allocator or a third-party kernel may raise anything
+            logger.warning("memory of CUDA graphs is unknown and not reserved: %s", error)
         else:
             memory = replace(memory, recordings=taken)
-    logger.info("the largest step tried: %s", memory)
+    logger.info("memory profile of the largest step: %s", memory)
     return memory.for_cache(share)
 
 
 def recorded_runner(
     model: Transformer, config: EngineConfig, vocab_size: int, capture: Capture, pieces: Pieces | None = None
 ) -> ModelRunner:
-    """A runner whose decode steps are recorded, and the others in pieces; the plain one, with a warning, where that
-    fails.
+    """Return a runner with CUDA graphs: whole for decode steps, piecewise for steps with prefills.
+
+    A capture that fails is skipped with a warning; such steps then run without CUDA graphs.
 
     Args:
-        pieces: what records the others; None: what the device has.
+        capture: captures decode steps.
+        pieces: captures steps with prefills; None for the default of the device.
     """
     runner = ModelRunner(model, num_blocks=config.num_blocks, block_size=config.block_size, vocab_size=vocab_size)
     most = model.config.max_context_length
     length = most if config.max_context_length is None else min(most, config.max_context_length)
     try:
         shapes = runner.record(capture, max_rows=config.max_num_running, max_context_length=length)
-    except Exception as error:  # the driver, the allocator or a kernel of somebody else's may raise anything
-        logger.warning("decode steps are not recorded: %s", error)
+    except Exception as error:  # the driver, the allocator or a third-party kernel may raise anything
+        logger.warning("CUDA graphs of decode steps disabled: %s", error)
     else:
-        logger.info("decode steps of up to %d sequences are recorded, in %d shapes", shapes[0].rows, len(shapes))
+        logger.info(
+            "CUDA graphs captured for decode steps of up to %d sequences (%d shapes)", shapes[0].rows, len(shapes)
+        )
     pieces = pieces or pieces_for(model.token_embedding.weight.device)
     if pieces is not None:
         _record_prompts(model, pieces, config.max_batched_tokens)
@@ -154,7 +158,7 @@ def recorded_runner(
 def _record_prompts(model: Transformer, pieces: Pieces, max_rows: int) -> None:
     try:
         rows = record_prompts(model, pieces, max_rows)
-    except Exception as error:  # see above
-        logger.warning("steps with prompts are not recorded: %s", error)
+    except Exception as error:  # the driver, the allocator or a third-party kernel may raise anything
+        logger.warning("CUDA graphs of prefill steps disabled: %s", error)
     else:
-        logger.info("steps with prompts of up to %d tokens are recorded, in %d sizes", rows[0], len(rows))
+        logger.info("CUDA graphs captured for prefill steps of up to %d tokens (%d sizes)", rows[0], len(rows))

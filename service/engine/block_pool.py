@@ -1,9 +1,9 @@
-"""Who owns which KV block. Pure Python bookkeeping; the tensors are `model.kv_cache`'s.
+"""KV block allocator with reference counts and a prefix-cache index. Pure Python; `model.kv_cache` holds the tensors.
 
-A block is free (reference count 0) or owned by as many sequences as its count says. A block that was filled can be
-found by the hash of all tokens up to its end, and stays findable while free, until it is handed out again: that is the
-prefix cache, and the free list, oldest first, is its eviction order. Two blocks with equal content are not merged,
-because block tables only ever grow at their end.
+A block with reference count 0 is free; otherwise the count is the number of sequences that use the block. The hash of
+all tokens up to the end of a full block finds the block. A free block stays findable until it is allocated again: that
+is the prefix cache. The free list, least recently freed first, is its eviction order. Two blocks with equal content
+are not merged, because block tables are append-only.
 """
 
 import hashlib
@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 
 
 def root_hash(salt: str, namespace: str = "") -> bytes:
-    """Return the parent hash of a sequence's first block: 16 bytes, or none without a salt and a namespace.
+    """Return the parent hash of a sequence's first block: 16 bytes, or empty without a salt and a namespace.
 
-    BLAKE2b's personalization keeps it apart from `block_hash`: no salt has the hash of another prompt's tokens. A
-    namespace holds no NUL, which ends it here: no salt has the hash of another namespace.
+    BLAKE2b's personalization separates these hashes from `block_hash`: no salt can imitate the tokens of a prompt. A
+    NUL ends the namespace, which contains no NUL itself: no salt can imitate another namespace.
     """
     if not salt and not namespace:
         return b""
@@ -24,18 +24,18 @@ def root_hash(salt: str, namespace: str = "") -> bytes:
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """16 bytes that stand for a full block and everything before it: BLAKE2b of the parent's hash and the ids.
+    """Return the 16-byte BLAKE2b hash of a full block and its prefix: of the parent's hash and the block's token ids.
 
-    Cryptographic, because whoever could make two prefixes collide would be answered from another's context.
+    The hash is cryptographic because a client that can make two prefixes collide could read another client's context.
     """
     return hashlib.blake2b(parent + array("I", token_ids).tobytes(), digest_size=16).digest()
 
 
 class BlockPool:
-    """`num_blocks` blocks, named 0 to num_blocks - 1.
+    """Pool of blocks with the ids 0 to num_blocks - 1.
 
     Raises:
-        ValueError: the pool would be empty.
+        ValueError: `num_blocks` is not positive.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -43,19 +43,19 @@ class BlockPool:
             raise ValueError(f"num_blocks must be positive, not {num_blocks}")
         self.num_blocks = num_blocks
         self._reference_counts = [0] * num_blocks
-        self._free = OrderedDict.fromkeys(range(num_blocks))  # first out at the front
+        self._free = OrderedDict.fromkeys(range(num_blocks))  # the next block to allocate comes first
         self._block_of_hash: dict[bytes, int] = {}
         self._hash_of_block: dict[int, bytes] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody owns, findable ones included."""
+        """Number of blocks with reference count 0, cached blocks included."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks, each owned once, least recently freed first; None if there are not as many.
+        """Allocate `count` blocks, least recently freed first; return None if too few are free.
 
-        What their former owners left in them is no longer found.
+        Their reference counts become 1, and the prefix cache no longer finds their previous content.
         """
         if count > len(self._free):
             return None
@@ -67,7 +67,7 @@ class BlockPool:
         return blocks
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest known run of these chained hashes, from the first on. Owns nothing yet."""
+        """Return the blocks of the longest cached prefix of these chained hashes. Reference counts stay unchanged."""
         blocks = []
         for wanted in hashes:
             block = self._block_of_hash.get(wanted)
@@ -77,21 +77,21 @@ class BlockPool:
         return blocks
 
     def num_free_among(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks are free: acquiring them takes as many from what can be allocated."""
+        """Return the number of free blocks among these: acquiring them takes this many from the free list."""
         return sum(self._reference_counts[block] == 0 for block in blocks)
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """Own these blocks once more."""
+        """Increment the reference counts of these blocks."""
         for block in blocks:
             if self._reference_counts[block] == 0:
                 del self._free[block]
             self._reference_counts[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Own a sequence's blocks once less.
+        """Decrement the reference counts of a sequence's blocks.
 
-        Later blocks become evictable before earlier ones: a prefix is of use without its end, not without its head.
-        What cannot be found is evicted before all that can.
+        Later blocks are evicted before earlier ones, because a prefix is useless without its beginning. Blocks without
+        a hash are evicted before all cached blocks.
         """
         for block in reversed(blocks):
             assert self._reference_counts[block] > 0, f"block {block} is freed twice"
@@ -102,37 +102,39 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def register(self, block: int, content: bytes) -> None:
-        """Make a full block findable by its hash, unless an equal one is already."""
-        assert self._reference_counts[block] > 0, f"block {block} is registered without an owner"
+        """Make a full block findable by its hash, unless a block with this hash is cached already."""
+        assert self._reference_counts[block] > 0, f"block {block} is registered with reference count 0"
         if content not in self._block_of_hash and block not in self._hash_of_block:
             self._block_of_hash[content] = block
             self._hash_of_block[block] = content
 
     def forget(self) -> None:
-        """Find nothing any more: what the blocks hold is in doubt."""
+        """Clear the prefix cache, for when the content of the blocks is in doubt."""
         self._block_of_hash.clear()
         self._hash_of_block.clear()
 
     def discard(self, blocks: Iterable[int]) -> None:
-        """No longer find these blocks by a hash; their owners keep them."""
+        """Remove these blocks from the prefix cache. Reference counts stay unchanged."""
         for block in blocks:
             known = self._hash_of_block.pop(block, None)
             if known is not None:
                 del self._block_of_hash[known]
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Every block is owned by exactly the given block tables, or free, and the two hash maps mirror each other.
+        """Check reference counts against the block tables of all sequences, and the two hash maps against each other.
 
         Raises:
-            AssertionError: a block leaked, is owned twice in one table, or is found under a wrong hash.
+            AssertionError: a block leaked, occurs twice in one table, or is cached under a wrong hash.
         """
         owners = Counter[int]()
         for table in tables:
-            assert len(set(table)) == len(table), f"a block stands twice in the table {table}"
+            assert len(set(table)) == len(table), f"a block occurs twice in the table {table}"
             owners.update(table)
         for block, count in enumerate(self._reference_counts):
-            assert count == owners[block], f"block {block}: {count} references, {owners[block]} owners"
-            assert (count == 0) == (block in self._free), f"block {block}: {count} references, free list disagrees"
+            assert count == owners[block], f"block {block}: reference count {count}, but in {owners[block]} tables"
+            assert (count == 0) == (block in self._free), (
+                f"block {block}: reference count {count} contradicts the free list"
+            )
         assert len(self._free) + len(owners) == self.num_blocks
         mirrored = {content: block for block, content in self._hash_of_block.items()}
-        assert mirrored == self._block_of_hash, "the hash maps disagree"
+        assert mirrored == self._block_of_hash, "the hash maps differ"

@@ -1,4 +1,4 @@
-"""How much the engine holds and how much it does in a step: one frozen value."""
+"""Configuration of the engine: sizes and budgets of one step."""
 
 import math
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """Sizes and budgets.
+    """Sizes and budgets of an engine.
 
-    block_size: KV slots a block (tokens).
-    num_blocks: blocks in the pool; with `block_size` it bounds the tokens all sequences hold together.
-    max_num_running: sequences that compute in one step.
-    max_batched_tokens: tokens computed in one step, decodes first, the rest on prompt chunks.
-    enable_prefix_cache: share the blocks of equal prefixes.
-    kv_cache_dtype: of the keys and values in the pool; auto for the model's.
-    max_context_length: tokens at which every sequence ends; None for as many as the model has positions.
-    max_draft_tokens: of a sequence in a step, see `prompt_lookup`; 0 for no drafts.
-    prompt_slowdown: see `prompt_pace`; infinite for prompts as long as the budget allows.
-    target_itl_seconds: see `running_limit`; infinite for as many sequences as `max_num_running` allows.
+    block_size: tokens per KV block.
+    num_blocks: KV blocks in the pool. All running sequences together hold at most num_blocks * block_size tokens.
+    max_num_running: maximum number of running sequences.
+    max_batched_tokens: maximum number of tokens computed in one step. Decodes come first, then prefill chunks.
+    enable_prefix_cache: share the KV blocks of equal prefixes.
+    kv_cache_dtype: dtype of keys and values in the pool; auto: the dtype of the model.
+    max_context_length: maximum length of a sequence, prompt included; None: the number of the model's positions.
+    max_draft_tokens: maximum draft tokens of a sequence in one step, see `prompt_lookup`; 0: no speculative decoding.
+    prompt_slowdown: maximum slowdown of a decode step by one prompt, see `prompt_pace`; infinite: no limit.
+    target_itl_seconds: target inter-token latency, see `running_limit`; infinite: no target.
 
     Raises:
         ValueError: a size is not positive, or the budget cannot serve every running sequence.

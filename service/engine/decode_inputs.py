@@ -1,8 +1,8 @@
-"""The inputs of steps that only decode, moved on from one step to the next where the same sequences go on.
+"""Inputs of decode steps, updated in place while the same sequences continue from step to step.
 
-Such a step is the last one a position further: other ids, and here and there one block more. To build its tensors anew
-takes several times as long; and between two passes of a model, which leave nothing else in the processor's caches, each
-operation of PyTorch takes ten times what it does in a loop.
+Such a step differs from the previous step only in token ids, positions and a few new blocks. Building its tensors anew
+takes several times as long as an update. A forward pass evicts everything else from the CPU's caches, so a PyTorch
+operation after it takes ten times as long as in a tight loop.
 
 Legend: T packed tokens, B sequences, N blocks of the longest table.
 """
@@ -22,14 +22,14 @@ from service.engine.sequence import Sequence
 
 @dataclass(slots=True)
 class _Kept:
-    """What decoded in the step before.
+    """Inputs and sequences of the previous decode step.
 
     Attributes:
-        inputs: that step's. The arrays lie over its tensors, without the rows of padding.
-        sequences: in the order of their rows.
-        tables: each one's list of blocks: another list is another life, after a preemption.
-        contexts: tokens of each, once that step is computed.
-        are_bound: whether some draw may have to avoid some token.
+        inputs: inputs of the previous step. The arrays below are views of its tensors, without the rows of padding.
+        sequences: sequences in the order of their rows.
+        tables: block table of each sequence. A different list object means that the sequence was preempted since.
+        contexts: number of tokens of each sequence once the previous step is computed.
+        has_constraints: some sequence may have forbidden tokens in this or a later step.
     """
 
     inputs: ModelInputs
@@ -37,7 +37,7 @@ class _Kept:
     tables: list[list[int]]
     contexts: list[int]
     min_rows: int
-    are_bound: bool
+    has_constraints: bool
     ids_T: NDArray[np.int64]
     positions_T: NDArray[np.int64]
     slots_T: NDArray[np.int64]
@@ -46,9 +46,9 @@ class _Kept:
 
 
 class DecodeInputs:
-    """Gives what `build_inputs` gives, for any plan, from what is kept of the step before where that is possible.
+    """Cached equivalent of `build_inputs`: reuses the tensors of the previous decode step if possible.
 
-    What it gives is valid until the next step, which writes over its tensors.
+    The returned inputs are valid until the next call of `build`, which may overwrite their tensors.
     """
 
     def __init__(self, scheduler: Scheduler, *, block_size: int, scratch_block: int) -> None:
@@ -57,7 +57,7 @@ class DecodeInputs:
         self._kept: _Kept | None = None
 
     def build(self, plan: StepPlan, *, min_rows: int, masks: Masks | None = None) -> ModelInputs:
-        """See `build_inputs`."""
+        """Return the same inputs as `build_inputs`."""
         kept, chunks = self._kept, plan.chunks
         if kept is not None and plan.is_decode and kept.min_rows == min_rows and self._goes_on(kept, chunks):
             return self._moved_on(kept, plan.after_rows, masks)
@@ -73,7 +73,7 @@ class DecodeInputs:
         return inputs
 
     def _goes_on(self, kept: _Kept, chunks: tuple[Chunk, ...]) -> bool:
-        """Whether these are the same sequences a token later, in tables no wider."""
+        """Return True if these are the same sequences, one token later, whose block tables need no more columns."""
         return (
             [chunk.start for chunk in chunks] == kept.contexts
             and [chunk.sequence for chunk in chunks] == kept.sequences
@@ -108,7 +108,7 @@ class DecodeInputs:
             all_greedy=before.all_greedy,
             wants_logprobs=before.wants_logprobs,
             positions=positions,
-            forbidden=forbidden_ids(self._scheduler, sequences) if kept.are_bound else (),
+            forbidden=forbidden_ids(self._scheduler, sequences) if kept.has_constraints else (),
             rules=before.rules,
             prompt_rows=(),
             masks=masks,
@@ -129,8 +129,8 @@ def _keep(inputs: ModelInputs, chunks: tuple[Chunk, ...], min_rows: int) -> _Kep
         tables=[sequence.block_table for sequence in sequences],
         contexts=list(inputs.positions),
         min_rows=min_rows,
-        # Once enough tokens have come for a sequence to end, nothing is forbidden any more but by rules.
-        are_bound=any(s.rules is not None or s.num_completion_tokens < s.params.min_tokens for s in sequences),
+        # After min_tokens, only rules forbid tokens.
+        has_constraints=any(s.rules is not None or s.num_completion_tokens < s.params.min_tokens for s in sequences),
         ids_T=inputs.token_ids_T.numpy()[:count],
         positions_T=metadata.positions_T.numpy()[:count],
         slots_T=metadata.slot_mapping_T.numpy()[:count],

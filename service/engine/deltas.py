@@ -1,4 +1,4 @@
-"""What is told of a sequence at its end."""
+"""Final messages of a sequence: its last `TokenDelta` and its `Finish`."""
 
 from service.engine.sequence import Sequence
 from service.messages import Finish, TokenDelta, TokenLogprob
@@ -12,7 +12,7 @@ def ending(
     prompt_logprobs: list[TokenLogprob] | None = None,
     embedding: bytes | None = None,
 ) -> TokenDelta:
-    """An ending without a token."""
+    """Return the final `TokenDelta` of a sequence, without a token."""
     return TokenDelta(
         uid=sequence.uid,
         attempt=sequence.attempt,
@@ -27,7 +27,7 @@ def ending(
 
 
 def finish_of(sequence: Sequence, error: str | None = None) -> Finish:
-    """The facts of a sequence that has ended."""
+    """Return the finish reason, token counts and timings of a finished sequence."""
     assert sequence.finish_reason is not None
     scheduled, first, last = (
         sequence.first_scheduled_seconds,
@@ -49,8 +49,8 @@ def finish_of(sequence: Sequence, error: str | None = None) -> Finish:
 
 
 def no_token(sequence: Sequence) -> str:
-    """Why a request that leaves no token to draw is at fault."""
+    """Return the error message for a request whose rules forbid every next token."""
     return (
-        f"no token may follow the {sequence.num_completion_tokens} of this completion: allowed_token_ids, bad_words, "
-        "min_tokens and the grammar forbid them all; allow more tokens, or let it end earlier"
+        f"no token may follow the {sequence.num_completion_tokens} tokens of this completion: allowed_token_ids, "
+        "bad_words, min_tokens and the grammar together forbid every token; allow more tokens, or lower min_tokens"
     )

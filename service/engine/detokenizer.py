@@ -1,8 +1,8 @@
-"""Ids to text that is safe to show, and stop strings.
+"""Incremental detokenization with stop strings.
 
-Text is held back while it could be the beginning of a stop string, so that nobody ever sees a character of one. Of
-several stop strings the one that is complete first counts, and of those that end together the longest. A stop token's
-text is shown only where a stop string would be.
+Text that may be the beginning of a stop string is held back, so that no part of a stop string is streamed. The first
+stop string to be complete ends the text. Of several stop strings that end at the same character, the longest wins. The
+text of a stop token or a stop string is returned only with `include_stop_str_in_output`.
 """
 
 import msgspec
@@ -13,14 +13,14 @@ from model.tokenizer.stream import StreamDecoder
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """Text that may be shown now, and the stop string that ended the text, if one did."""
+    """Text that is safe to stream, and the stop string that ended the text, or None."""
 
     text: str
     stop: str | None
 
 
 class Detokenizer:
-    """The text of one sequence. Push its tokens as they come, then flush once."""
+    """Detokenizer of one sequence: push each sampled token, then flush once."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._decoder = StreamDecoder(tokenizer)
@@ -32,7 +32,7 @@ class Detokenizer:
         self._held = ""
 
     def push(self, token_id: int) -> TextDelta:
-        """One more token. A stop string that is complete before `min_tokens` is text like any other."""
+        """Return the text that a token makes safe to stream. Stop strings are ignored before `min_tokens`."""
         self._num_tokens += 1
         text = "" if token_id in self._hidden_ids else self._decoder.push_one(token_id)
         if not self._stops or self._num_tokens < self._min_tokens:
@@ -49,7 +49,7 @@ class Detokenizer:
         return TextDelta(shown, None)
 
     def flush(self) -> TextDelta:
-        """What was held back; the end of the text may complete a stop string as any token may."""
+        """Return the held text at the end of the sequence. The decoder's last characters may complete a stop string."""
         self._held += self._decoder.flush()
         found = _first_complete(self._held, self._stops)
         if found is None:
@@ -62,7 +62,7 @@ class Detokenizer:
 
 
 def _first_complete(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
-    """Where the stop string that ends first begins, and which it is."""
+    """Return the start and the text of the stop string that is complete first; None without a match."""
     found = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
     if not found:
         return None
@@ -71,7 +71,7 @@ def _first_complete(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None
 
 
 def _num_that_may_begin(text: str, stops: tuple[str, ...]) -> int:
-    """Length of the longest end of `text` that a stop string begins with."""
+    """Return the length of the longest suffix of `text` that is a prefix of a stop string."""
     longest = min(len(text), max(map(len, stops)) - 1)
     for length in range(longest, 0, -1):
         end = text[-length:]

@@ -1,10 +1,10 @@
-"""Whose next tokens a step guesses, and how many: those whose chance to be right is worth their price.
+"""Draft lengths for speculative decoding: draft a token if its acceptance probability exceeds its cost.
 
-A drafted token is one row more in a step. Of n sequences that draw one token each in t(n) seconds, a row that adds b
-seconds and brings a token with the chance p makes more tokens a second if (n + p) / (t + b) > n / t: if p > n b / t.
-With few sequences that is little, for most of a step does not depend on its rows; with many it is most of 1. Chances
-and seconds are estimates, and sequences that end together all wait for the one that guesses worst: what would just pay
-is left alone.
+A draft token adds one row to a step. Let n sequences sample one token each in t seconds, and let the row add b seconds
+and one token with probability p. Throughput rises if (n + p) / (t + b) > n / t, that is, if p > n * b / t. With few
+sequences this threshold is low, because most of a step's time does not depend on its rows. With many sequences it
+approaches 1. Probabilities and seconds are estimates, and all sequences of a batch wait for rejected drafts: a safety
+margin skips drafts that would barely pay.
 """
 
 from service.engine.block_pool import BlockPool
@@ -13,14 +13,14 @@ from service.engine.plan import StepPlan
 from service.engine.sequence import Sequence
 from service.engine.step_cost import StepCost
 
-# How many times its price a draft must be worth.
+# Safety margin: minimum ratio of the acceptance probability to the cost.
 _MARGIN = 1.5
-# Of what a step has left beside the tokens of all that run: the rest is for prompts.
+# Divisor: drafts get a quarter of the token budget that decodes leave, prefills the rest.
 _SHARE = 4
 
 
 class Drafting:
-    """Decides the drafts of each step. It alone gives a sequence a block for its draft."""
+    """Chooses the draft of each sequence in a step, and allocates KV blocks for drafts."""
 
     def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
         self._config = config
@@ -31,7 +31,7 @@ class Drafting:
         self._price = 0.0
 
     def begin(self, num_running: int) -> None:
-        """A step of so many sequences is going to be planned."""
+        """Set the draft budget and the cost threshold for a step of `num_running` sequences."""
         if not self._config.max_draft_tokens:
             return
         self._num_running = num_running
@@ -39,7 +39,7 @@ class Drafting:
         self._price = _MARGIN * self._cost.of_one_more(num_running)
 
     def draft(self, sequence: Sequence) -> tuple[int, ...]:
-        """What may follow a sequence, within its blocks and one that nobody will miss."""
+        """Return the draft of a sequence. At most one KV block is added, and only if the pool has blocks to spare."""
         if sequence.lookup is None or sequence.num_completion_tokens < sequence.params.min_tokens:
             return ()
         length, size = len(sequence.token_ids), self._config.block_size
@@ -52,7 +52,7 @@ class Drafting:
         return draft
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """A planned step took so long. Steps that computed prompts say nothing of drafts."""
+        """Record the duration of a step. Steps with prefills are ignored: they would distort the cost of a row."""
         if not self._config.max_draft_tokens:
             return
         if plan.chunks and all(chunk.draws and chunk.num_tokens == 1 + len(chunk.draft) for chunk in plan.chunks):

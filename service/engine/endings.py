@@ -1,4 +1,4 @@
-"""When a token ends its sequence, and which tokens may not come next."""
+"""Stop conditions of sequences, and the tokens forbidden next."""
 
 from collections.abc import Sequence as Ordered
 
@@ -8,19 +8,17 @@ from service.messages import FinishReason
 
 
 class Endings:
-    """What drawn tokens mean for a sequence: its growth, and its end by the model's own ends of a text or a request's.
-
-    The scheduler alone lets it change one.
+    """Appends sampled tokens to sequences and checks stop conditions. Only the scheduler calls it.
 
     Args:
-        eos_token_ids: what ends a text, any of them.
+        eos_token_ids: end-of-sequence tokens of the model.
     """
 
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
         self._eos_token_ids = eos_token_ids
 
     def forbidden(self, sequence: Sequence) -> tuple[int, ...]:
-        """What the next draw must avoid: what would end the sequence before `min_tokens`, or complete a bad word."""
+        """Return the tokens forbidden next: stop tokens before `min_tokens`, and tokens that complete a bad word."""
         params = sequence.params
         words = () if sequence.rules is None else sequence.rules.forbidden
         if sequence.num_completion_tokens >= params.min_tokens:
@@ -29,22 +27,25 @@ class Endings:
         return (*ends, *words)
 
     def take(self, chunk: Chunk, token_ids: Ordered[int | None], now: float) -> bool:
-        """Add what was drawn for a sequence, up to where its draft was wrong. Returns whether it ends, knowing why.
+        """Append the sampled tokens of a chunk up to its first rejected draft token. Return True if the sequence ends.
 
-        token_ids: drawn at `now`, after the sequence and after each token of the draft; None where none may come next.
+        An ended sequence has its `finish_reason` set.
+
+        token_ids: tokens sampled after the sequence and after each draft token; None if no token may follow.
+        now: time of sampling, in seconds.
         """
         sequence = chunk.sequence
-        ends = self._take(sequence, token_ids[0], now)
+        ends = self._append(sequence, token_ids[0], now)
         if not chunk.draft:
             return ends
         for guessed, before, token_id in zip(chunk.draft, token_ids, token_ids[1:], strict=False):
             if ends or guessed != before:
                 break
             sequence.num_computed_tokens += 1
-            ends = self._take(sequence, token_id, now)
+            ends = self._append(sequence, token_id, now)
         return ends
 
-    def _take(self, sequence: Sequence, token_id: int | None, now: float) -> bool:
+    def _append(self, sequence: Sequence, token_id: int | None, now: float) -> bool:
         if token_id is None:
             sequence.finish_reason = FinishReason.REFUSED
             return True
@@ -57,7 +58,7 @@ class Endings:
         return self.ends(sequence)
 
     def ends(self, sequence: Sequence) -> bool:
-        """Whether its last token ends a sequence; it then knows why, and by which stop token, if by one."""
+        """Return True if the last token ends the sequence, and set its finish reason and stop token."""
         params, token_id, length = sequence.params, sequence.token_ids[-1], len(sequence.token_ids)
         reason, stop_token_id = None, None
         if length - sequence.num_prompt_tokens > params.min_tokens:

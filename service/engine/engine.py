@@ -1,6 +1,6 @@
-"""The composition root: decide, execute, commit, and text for whoever waits.
+"""Composition root of the engine: schedule, execute, commit, detokenize.
 
-Single-threaded: whoever calls `step` calls everything else too.
+Single-threaded: the thread that calls `step` must make all other calls too.
 """
 
 import time
@@ -28,7 +28,7 @@ from service.messages import NON_FINITE, FinishReason, StepStats, Submit, TokenD
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step has for those who wait, and for the metrics."""
+    """Result of one step: events for the clients, and statistics for the metrics."""
 
     events: list[TokenDelta]
     stats: StepStats
@@ -36,7 +36,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """What is told of a sequence: its text, its prompt's scores until they are told, and what is pooled of it."""
+    """Output state of a sequence: detokenizer, prompt logprobs not yet reported, and the pool of its embedding."""
 
     sequence: Sequence
     detokenizer: Detokenizer
@@ -45,16 +45,16 @@ class _Text:
 
 
 class Engine:
-    """Sequences in, text out.
+    """Inference engine of one model: takes submissions and produces text step by step.
 
     Args:
-        model: what is served.
-        tokenizer: its tokenizer.
+        model: the served model.
+        tokenizer: the model's tokenizer.
         config: sizes and budgets.
-        runner: computes the steps; a `ModelRunner` of the model where none is given.
-        looks_ahead: launch steps before the last one's tokens are read, see `service.engine.lookahead`; None: where the
-            host is free while the runner computes.
-        clock: seconds, by which sequences and steps are timed; `time.monotonic` but in tests.
+        runner: computes the steps; None for a `ModelRunner` of the model.
+        looks_ahead: launch a step before the previous step's tokens are read, see `service.engine.lookahead`; None: if
+            the runner is asynchronous.
+        clock: time in seconds for sequences and steps; tests replace `time.monotonic`.
     """
 
     def __init__(
@@ -87,27 +87,30 @@ class Engine:
             looks_ahead = runner.is_asynchronous
         self._steps = Steps(runner, self._scheduler, config, looks_ahead=looks_ahead)
         self._grammars = Grammars(tokenizer)
-        self._texts: dict[str, _Text] = {}  # of every sequence whose ending has not been told
-        self._refusals: list[TokenDelta] = []
+        self._texts: dict[str, _Text] = {}  # by uid, until the sequence's ending is reported
+        self._rejections: list[TokenDelta] = []
         self._num_submitted = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do anything."""
-        return self._scheduler.has_work or bool(self._refusals) or bool(self._grammars.num_held)
+        """True if `step` has something to compute, report or wait for."""
+        return self._scheduler.has_work or bool(self._rejections) or bool(self._grammars.num_held)
 
     @property
     def max_num_running(self) -> int:
-        """Limit on running sequences: the configured one, or less to keep the inter-token target."""
+        """Limit on running sequences: the configured limit, or less to keep the target inter-token latency."""
         return self._scheduler.max_num_running
 
     def warm_up(self, max_tokens: int | None = None) -> None:
-        """Compute a step as long as any, or of `max_tokens` where that will do, and a draw, for nobody.
+        """Compute a dummy prompt of the maximum step size and sample two tokens from it.
 
-        What is made at first use (a CUDA context, kernels, memory pools, packed matrices) is made now and not at the
-        first request's expense, and a device that cannot hold such a step says so now.
+        This creates everything that is created at first use: CUDA context, kernels, memory pools, packed matrices. The
+        first request does not wait for it, and a device that runs out of memory fails before it serves.
+
+        Args:
+            max_tokens: maximum length of the dummy prompt; None for no other limit than the step size.
         """
-        assert not self.has_work, "sequences are waiting"
+        assert not self.has_work, "warm-up needs an idle engine"
         self._grammars.warm_up()
         capacity = self._config.num_blocks * self._config.block_size
         longest = max(1, min(self._config.max_batched_tokens, self._max_context_length - 2, capacity - 2))
@@ -128,9 +131,9 @@ class Engine:
         self._scheduler.forget_prefixes()
 
     def submit(self, submit: Submit) -> None:
-        """Take on a completion. One that can't be computed gets its ending, with the reason, from the next step.
+        """Accept a submission. If it cannot be computed, the next step ends it with an error.
 
-        A newer attempt takes the place of an older one; an older one is passed over.
+        A newer attempt of the same uid replaces an older one. An attempt that is not newer is ignored.
         """
         known = self._scheduler.get(submit.uid)
         if known is not None:
@@ -138,10 +141,10 @@ class Engine:
                 return
             self.cancel(submit.uid)
         if not self._grammars.hold(submit):
-            self._take_on(submit)
+            self._enqueue(submit)
 
-    def _take_on(self, submit: Submit) -> None:
-        """Let a submission wait for its turn, its grammar compiled."""
+    def _enqueue(self, submit: Submit) -> None:
+        """Add a submission, whose grammar is compiled, to the waiting sequences."""
         self._num_submitted += 1
         sequence = Sequence.from_submit(
             submit,
@@ -156,14 +159,14 @@ class Engine:
         except ValueError as error:
             self._grammars.forget(submit.uid)
             sequence.finish_reason = FinishReason.ERROR
-            self._refusals.append(ending(sequence, finish=finish_of(sequence, str(error))))
+            self._rejections.append(ending(sequence, finish=finish_of(sequence, str(error))))
             return
         wanted = submit.params.prompt_logprobs
         first = TokenLogprob(token_id=submit.prompt_token_ids[0], logprob=None, rank=None, top=())
         text = _Text(sequence, Detokenizer(self._tokenizer, submit.params), None if wanted is None else [first])
         self._texts[submit.uid] = text
         for token_id in submit.prior_token_ids:
-            # Whoever has these tokens has their text as well: it is a function of them.
+            # The client already has the text of the prior tokens: only the detokenizer's state is needed.
             if (stop := text.detokenizer.push(token_id).stop) is not None:
                 self._scheduler.end(sequence, FinishReason.STOP, stop)
                 break
@@ -171,19 +174,23 @@ class Engine:
             self._scheduler.end(sequence, FinishReason.STOP)
 
     def cancel(self, uid: str) -> None:
-        """Forget a sequence: its blocks are free now, and it has no further events. Unknown uids are passed over."""
+        """Cancel a sequence: its blocks are freed, and no further events follow. Unknown uids are ignored."""
         self._grammars.forget(uid)
         if self._scheduler.cancel(uid):
             del self._texts[uid]
 
     def step(self, *, before: Callable[[list[str]], None] | None = None) -> StepResult:
-        """Compute one step of everything that is running. `before` is told whose, and that ahead of anything.
+        """Compute one step and return its events.
 
-        A step that was launched ahead is the next one; whose it is has been told of the step before it.
+        If a step has been launched ahead, this call finishes that step.
+
+        Args:
+            before: called with the uids of the step's sequences before the step is computed. Not called for a step
+                launched ahead, whose sequences are among those of the previous step.
         """
         began = time.perf_counter()
-        for submit in self._grammars.take_compiled(may_wait=not (self._scheduler.has_work or self._refusals)):
-            self._take_on(submit)
+        for submit in self._grammars.take_compiled(may_wait=not (self._scheduler.has_work or self._rejections)):
+            self._enqueue(submit)
         if not self._steps.is_under_way:
             plan = self._scheduler.schedule()
             if before is not None:
@@ -191,62 +198,70 @@ class Engine:
             self._steps.begin(plan, self._grammars.masks(plan))
         plan, outputs, failed = self._steps.finish()
         for sequence in failed:
-            self._refusals.append(ending(sequence, finish=finish_of(sequence, NON_FINITE)))
+            self._rejections.append(ending(sequence, finish=finish_of(sequence, NON_FINITE)))
             del self._texts[sequence.uid]
             self._grammars.forget(sequence.uid)
         self._scheduler.commit(plan, outputs.token_ids)
         for sequence in self._grammars.advance(plan, outputs.token_ids):
             self._scheduler.finish(sequence, FinishReason.STOP)
-        events = self._tell(plan, outputs)
+        events = self._events(plan, outputs)
         return StepResult(events, self._stats(plan, events, len(failed), time.perf_counter() - began))
 
     def attention_weights(self, token_ids: tuple[int, ...], *, layer: int, heads: tuple[int, ...]) -> bytes:
-        """What a text's tokens attend to, see `service.messages.Looked`. Sequences and their cache are not touched.
+        """Return the attention weights of a text, as in `service.messages.Looked`.
+
+        The computation does not touch sequences or the KV-cache.
 
         Raises:
-            ValueError: there is no such layer, or the tokens are none, too many, or not of the vocabulary.
+            ValueError: the layer does not exist, or the token ids are empty, too long or outside the vocabulary.
         """
         return self._runner.attention_weights(token_ids, layer=layer, heads=heads)
 
     def abort_all(self, error: str) -> list[TokenDelta]:
-        """End everything with an error, free everything. For when a step failed.
+        """End all sequences with an error and free their blocks, after a step has failed.
 
-        What had ended in that step is among it: nobody has been told.
+        This includes sequences that ended in the failed step, because their endings have not been reported.
         """
-        events = list(self._refusals)
+        events = list(self._rejections)
         for text in self._texts.values():
             self._scheduler.finish(text.sequence, FinishReason.ERROR)
             events.append(ending(text.sequence, finish=finish_of(text.sequence, error)))
         self._scheduler.forget_prefixes()
         for uid in self._grammars.uids:
             self._grammars.forget(uid)
-        self._refusals.clear()
+        self._rejections.clear()
         self._texts.clear()
         return events
 
     def check_integrity(self) -> None:
-        """Nothing leaked, nothing owned twice.
+        """Check that no block leaked and that all tables of sequences agree.
 
         Raises:
-            AssertionError: a bug of ours.
+            AssertionError: the engine's state is inconsistent.
         """
         self._scheduler.check_integrity()
         assert self._texts.keys() == {sequence.uid for sequence in self._scheduler.sequences()}
         assert self._grammars.uids <= self._texts.keys()
 
     def _check_ids(self, submit: Submit) -> None:
-        """One id that no embedding has would end everybody's step."""
+        """Check that all token ids of a submission are in the vocabulary.
+
+        An id without an embedding would fail the step of all sequences.
+
+        Raises:
+            ValueError: a token id is outside the vocabulary.
+        """
         params, size = submit.params, self._tokenizer.vocab_size
-        told = (token_id for token_id, _ in params.logit_bias)
+        biased = (token_id for token_id, _ in params.logit_bias)
         words = (token_id for word in params.bad_word_ids for token_id in word)
-        rules = (*params.allowed_token_ids, *told, *words)
+        rules = (*params.allowed_token_ids, *biased, *words)
         for ids in (submit.prompt_token_ids, submit.prior_token_ids, params.stop_token_ids, rules):
             if ids and not 0 <= min(ids) <= max(ids) < size:
-                raise ValueError(f"token ids from {min(ids)} to {max(ids)}; the vocabulary's are 0 to {size - 1}")
+                raise ValueError(f"token ids range from {min(ids)} to {max(ids)}; the vocabulary has 0 to {size - 1}")
 
-    def _tell(self, plan: StepPlan, outputs: StepOutputs) -> list[TokenDelta]:
-        """The events of a step that has been committed."""
-        events = list(self._refusals)
+    def _events(self, plan: StepPlan, outputs: StepOutputs) -> list[TokenDelta]:
+        """Return the events of a committed step."""
+        events = list(self._rejections)
         for sequence in plan.ended:
             text = self._texts[sequence.uid].detokenizer.flush().text
             events.append(ending(sequence, text=text, finish=finish_of(sequence)))
@@ -259,36 +274,38 @@ class Engine:
                 self._texts[chunk.sequence.uid].pool.add(chunk, sum_E)
         for chunk, rows in zip(plan.chunks, plan.drawn_rows, strict=True):
             if rows:
-                events.append(self._told_tokens(chunk, rows, outputs))
-            elif chunk.sequence.finish_reason is not None:  # only a prompt to be computed
-                told, finish = self._texts[chunk.sequence.uid], finish_of(chunk.sequence)
-                embedding = None if chunk.sequence.pooling is None else told.pool.embedding()
-                scores = told.prompt_logprobs
+                events.append(self._token_event(chunk, rows, outputs))
+            elif chunk.sequence.finish_reason is not None:  # prefill only: the sequence ends without a sampled token
+                output, finish = self._texts[chunk.sequence.uid], finish_of(chunk.sequence)
+                embedding = None if chunk.sequence.pooling is None else output.pool.embedding()
+                scores = output.prompt_logprobs
                 events.append(ending(chunk.sequence, prompt_logprobs=scores, embedding=embedding, finish=finish))
-        # Last, so that `abort_all` finds whoever is owed an ending when something above failed.
-        self._refusals.clear()
+        # Last: if anything above fails, `abort_all` still finds the sequences without a reported ending.
+        self._rejections.clear()
         for event in events:
             if event.finish is not None:
                 self._texts.pop(event.uid, None)
                 self._grammars.forget(event.uid)
         return events
 
-    def _told_tokens(self, chunk: Chunk, rows: tuple[int, ...], outputs: StepOutputs) -> TokenDelta:
-        """The event of what a sequence drew: a token, and those of its draft that were right. Ends the sequence where a
-        stop string does, and takes back what came after."""
+    def _token_event(self, chunk: Chunk, rows: tuple[int, ...], outputs: StepOutputs) -> TokenDelta:
+        """Return the event with the tokens that a step added to a sequence: the sampled and the accepted draft tokens.
+
+        A stop string ends the sequence, and the tokens after it are removed.
+        """
         sequence = chunk.sequence
         num_known = chunk.num_known_tokens
-        told = sequence.token_ids[num_known:]
-        if not told:
+        new_ids = sequence.token_ids[num_known:]
+        if not new_ids:
             reason = self._grammars.complaint(sequence.uid) or no_token(sequence)
             return ending(sequence, finish=finish_of(sequence, reason))
         text = self._texts[sequence.uid]
         shown, stop = "", None
-        for number, token_id in enumerate(told, 1):
+        for number, token_id in enumerate(new_ids, 1):
             pushed = text.detokenizer.push(token_id)
             shown, stop = shown + pushed.text, pushed.stop
             if stop is not None:
-                del told[number:], sequence.token_ids[num_known + number :]
+                del new_ids[number:], sequence.token_ids[num_known + number :]
                 break
         if stop is None and sequence.finish_reason is not None:
             flushed = text.detokenizer.flush()
@@ -301,13 +318,13 @@ class Engine:
             prompt_logprobs = tuple(text.prompt_logprobs)
         logprobs: tuple[TokenLogprob, ...] | None = None
         if outputs.logprobs:
-            entries = (outputs.logprobs[row] for row in rows[: len(told)])
+            entries = (outputs.logprobs[row] for row in rows[: len(new_ids)])
             logprobs = tuple(entry for entry in entries if entry is not None) or None
         return TokenDelta(
             uid=sequence.uid,
             attempt=sequence.attempt,
             index=index,
-            token_ids=tuple(told),
+            token_ids=tuple(new_ids),
             text=shown,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,

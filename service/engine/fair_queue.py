@@ -1,12 +1,12 @@
-"""Who waits, and whose turn it is: among owners the one that was served least, among its sequences the first by rank.
+"""Fair waiting queue: the tenant with the fewest served tokens comes first, and its sequences are sorted by rank.
 
-Served are tokens: each that is computed for an owner, prompt or completion, is counted for it. An owner that comes to
-the queue counts as served no less than the least served of those that wait there already, so that nobody saves up
-service while it asks for none. (Virtual token counters: Sheng et al. 2024, "Fairness in Serving Large Language Models",
-OSDI, arXiv 2401.00588.) So the tokens of two owners who both keep waiting differ by what a batch of sequences comes to,
-and no more, however many of them one sends. A priority moves a sequence among its owner's, and no further.
+Every token computed for a waiting tenant, of a prompt or a completion, is charged to the tenant. A tenant that joins
+the queue starts at no less than the lowest counter of the waiting tenants, so that idle time earns no credit. (Virtual
+token counters: Sheng et al. 2024, "Fairness in Serving Large Language Models", OSDI, arXiv 2401.00588.) The served
+tokens of two tenants that both keep waiting differ by at most the tokens of a batch, however many requests they send. A
+priority reorders the sequences of one tenant only.
 
-Nothing is remembered when nobody waits: what everybody gets at once need not be shared.
+The counters are reset when the queue is empty, because there is no contention.
 """
 
 from bisect import bisect_left, insort
@@ -14,79 +14,79 @@ from collections.abc import Iterator
 
 from service.engine.sequence import Sequence, by_rank
 
-# Owners that are remembered while others wait.
+# Maximum number of tenants with a counter. Beyond it, counters of tenants that do not wait are dropped.
 _MAX_OWNERS = 4096
 
 
 class FairQueue:
-    """The waiting sequences. Deterministic: a function of what was added, removed and charged, in that order."""
+    """Waiting sequences. The order is a deterministic function of the calls of `add`, `remove` and `charge`."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, list[Sequence]] = {}  # by rank
-        self._num_served: dict[str, int] = {}  # tokens, of every owner that waits and some that do not
+        self._queues: dict[str, list[Sequence]] = {}  # by tenant, each sorted by rank
+        self._num_served: dict[str, int] = {}  # tokens by tenant: all waiting tenants, and some others
         self._length = 0
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All of them, owner by owner."""
-        for line in self._lines.values():
-            yield from line
+        """Iterate over the waiting sequences, tenant by tenant."""
+        for queue in self._queues.values():
+            yield from queue
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait."""
+        """Add a waiting sequence."""
         owner = sequence.owner
-        if owner not in self._lines:
+        if owner not in self._queues:
             self._join(owner)
-        insort(self._lines[owner], sequence, key=by_rank)
+        insort(self._queues[owner], sequence, key=by_rank)
         self._length += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """It waits no longer. It must be here."""
-        line = self._lines[sequence.owner]
-        place = bisect_left(line, sequence.rank, key=by_rank)
-        assert line[place] is sequence
-        del line[place]
+        """Remove a sequence, which must be in the queue."""
+        queue = self._queues[sequence.owner]
+        index = bisect_left(queue, sequence.rank, key=by_rank)
+        assert queue[index] is sequence
+        del queue[index]
         self._length -= 1
-        if not line:
-            del self._lines[sequence.owner]
+        if not queue:
+            del self._queues[sequence.owner]
 
     def first(self) -> Sequence:
-        """Whose turn it is. There must be somebody."""
-        served, lines = self._num_served, self._lines
-        owner = min(lines, key=lambda name: (served[name], lines[name][0].rank))
-        return lines[owner][0]
+        """Return the sequence to admit next. The queue must not be empty."""
+        served, queues = self._num_served, self._queues
+        owner = min(queues, key=lambda name: (served[name], queues[name][0].rank))
+        return queues[owner][0]
 
     def expired(self, now: float) -> list[Sequence]:
-        """Those whose deadline passed before they began."""
+        """Return the sequences that have never run and whose deadline has passed."""
         late = (s for s in self if s.deadline_seconds is not None and s.deadline_seconds < now)
         return [sequence for sequence in late if sequence.first_scheduled_seconds is None]
 
     def charge(self, owner: str, num_tokens: int) -> None:
-        """So many tokens are computed for this owner."""
+        """Charge computed tokens to a tenant. A tenant without a counter is ignored."""
         if owner in self._num_served:
             self._num_served[owner] += num_tokens
 
     def check_integrity(self) -> None:
-        """Everybody stands in the line of its owner, by rank, and nobody's line is empty.
+        """Check that each sequence is in its tenant's queue, sorted by rank, and that no tenant's queue is empty.
 
         Raises:
-            AssertionError: a bug of ours.
+            AssertionError: the queue's state is inconsistent.
         """
-        assert self._length == sum(map(len, self._lines.values()))
-        assert self._lines.keys() <= self._num_served.keys()
-        for owner, line in self._lines.items():
-            assert line, f"{owner} has an empty line"
-            assert all(sequence.owner == owner for sequence in line)
-            assert line == sorted(line, key=by_rank), "sequences do not stand by rank"
+        assert self._length == sum(map(len, self._queues.values()))
+        assert self._queues.keys() <= self._num_served.keys()
+        for owner, queue in self._queues.items():
+            assert queue, f"{owner} has an empty queue"
+            assert all(sequence.owner == owner for sequence in queue)
+            assert queue == sorted(queue, key=by_rank), "waiting sequences are not sorted by rank"
 
     def _join(self, owner: str) -> None:
-        """An owner that did not wait begins to."""
-        if not self._lines:
+        """Add a tenant that had no waiting sequence."""
+        if not self._queues:
             self._num_served.clear()
         elif len(self._num_served) >= _MAX_OWNERS:
-            self._num_served = {name: self._num_served[name] for name in self._lines}
-        least = min((self._num_served[name] for name in self._lines), default=0)
+            self._num_served = {name: self._num_served[name] for name in self._queues}
+        least = min((self._num_served[name] for name in self._queues), default=0)
         self._num_served[owner] = max(least, self._num_served.get(owner, 0))
-        self._lines[owner] = []
+        self._queues[owner] = []

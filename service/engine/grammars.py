@@ -1,8 +1,8 @@
-"""Sequences that follow a grammar: it is compiled in a thread, and its masks are computed while the model computes.
+"""Grammar-constrained decoding: grammars are compiled, and token masks computed, in background threads.
 
-A submission whose grammar is not compiled yet is held, and no other waits for it. What a grammar allows next depends on
-a sequence's own tokens alone, so that batches, chunks, preemption and replay change nothing: a matcher is fed the
-tokens that are there, and then each one that is drawn.
+A submission is held until its grammar is compiled, without delaying other submissions. The allowed tokens depend only
+on the sequence's own tokens, so batching, chunking, preemption and replay do not change the output. A matcher consumes
+the prior tokens of its sequence, then each sampled token.
 """
 
 from collections import OrderedDict
@@ -21,55 +21,55 @@ from service.engine.plan import StepPlan
 from service.engine.sequence import Sequence
 from service.messages import FinishReason, Submit
 
-# Compiled grammars that are kept, least recently asked for first out: megabytes each.
+# Maximum number of cached grammars, megabytes each. The least recently used grammar is evicted.
 _MAX_COMPILED = 64
-# How long a step without other work waits for a compilation before new commands are looked for.
+# Maximum wait of an idle step for a compilation: the engine loop must read new commands in between.
 _PATIENCE_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """The tokens that may be drawn in some rows of a step: bool RV once they are known; a row may allow none."""
+    """Token masks of the grammar-constrained rows of a step, still being computed. A row may allow no token."""
 
     rows: tuple[int, ...]
     _computing: Future[NDArray[np.bool_]]
 
     def allowed(self) -> NDArray[np.bool_]:
-        """RV; waits for it."""
+        """Wait for the masks and return them: bool RV, one row for each entry of `rows`."""
         return self._computing.result()
 
 
 class Grammars:
-    """Owner of the matchers of all sequences that have one."""
+    """Compiler and cache of grammars, with the matcher of each grammar-constrained sequence."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._eos_token_ids = list(tokenizer.eos_token_ids)
-        self._mark_ids = sorted({*tokenizer.special_tokens.values()}.difference(tokenizer.eos_token_ids))
-        self._vocabulary: LLTokenizer | None = None  # the compiling thread's, made at first use
+        self._special_ids = sorted({*tokenizer.special_tokens.values()}.difference(tokenizer.eos_token_ids))
+        self._vocabulary: LLTokenizer | None = None  # used by the compiling thread alone, made at first use
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._held: dict[str, Submit] = {}
-        self._asked: dict[str, Future[LLMatcher]] = {}  # uid -> its grammar, until it begins
+        self._futures: dict[str, Future[LLMatcher]] = {}  # uid to its grammar, until `begin`
         self._matchers: dict[str, LLMatcher] = {}
         self._compiling_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self._masks_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
 
     @property
     def num_held(self) -> int:
-        """Submissions that wait for their grammar."""
+        """Number of submissions that wait for their grammar."""
         return len(self._held)
 
     @property
     def uids(self) -> set[str]:
-        """The sequences that have a matcher."""
+        """Uids of the sequences with a matcher."""
         return set(self._matchers)
 
     def warm_up(self) -> None:
-        """Make what is made once: of a large vocabulary it takes a second in which no other thread of Python runs."""
+        """Prepare the vocabulary once. For a large vocabulary this holds the GIL for about a second."""
         self._compiling_thread.submit(self._make_vocabulary).result()
 
     def hold(self, submit: Submit) -> bool:
-        """Whether a submission has to wait for its grammar; `take_compiled` gives it back."""
+        """Hold a submission and return True if its grammar is not compiled. `take_compiled` returns it later."""
         if submit.grammar is None:
             return False
         held = self._held.get(submit.uid)
@@ -82,29 +82,29 @@ class Grammars:
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(submit.grammar)
-        self._asked[submit.uid] = future
-        # Behind another that waits for the same: they begin in the order in which they came.
-        if future.done() and all(self._asked[uid] is not future for uid in self._held):
+        self._futures[submit.uid] = future
+        # A submission also waits behind held submissions with the same grammar, to keep the order of arrival.
+        if future.done() and all(self._futures[uid] is not future for uid in self._held):
             return False
         self._held[submit.uid] = submit
         return True
 
     def take_compiled(self, *, may_wait: bool) -> list[Submit]:
-        """The held submissions that may begin. Waits a moment for one if there is nothing else to do."""
+        """Remove and return the held submissions whose grammar is compiled. `may_wait`: wait up to 10 ms for one."""
         if not self._held:
             return []
         if may_wait:
-            wait([self._asked[uid] for uid in self._held], _PATIENCE_SECONDS, return_when=FIRST_COMPLETED)
-        compiled = {future for uid in self._held if (future := self._asked[uid]).done()}
-        return [self._held.pop(uid) for uid in list(self._held) if self._asked[uid] in compiled]
+            wait([self._futures[uid] for uid in self._held], _PATIENCE_SECONDS, return_when=FIRST_COMPLETED)
+        compiled = {future for uid in self._held if (future := self._futures[uid]).done()}
+        return [self._held.pop(uid) for uid in list(self._held) if self._futures[uid] in compiled]
 
     def begin(self, submit: Submit) -> bool:
-        """Give a sequence its matcher. Returns whether its document is complete with the tokens it has already.
+        """Create the matcher of a sequence. Return True if its prior tokens already complete the grammar.
 
         Raises:
-            GrammarError: the grammar cannot be compiled, or its tokens do not follow it.
+            GrammarError: the grammar cannot be compiled, or the prior tokens violate it.
         """
-        future = self._asked.pop(submit.uid, None)
+        future = self._futures.pop(submit.uid, None)
         if future is None:
             return False
         matcher = future.result().deep_copy()
@@ -114,17 +114,17 @@ class Grammars:
         return bool(submit.prior_token_ids) and matcher.is_stopped()
 
     def forget(self, uid: str) -> None:
-        """A sequence has ended, or nobody waits for it any more. Unknown uids are passed over."""
-        for known in (self._held, self._asked, self._matchers):
+        """Drop all state of an ended or cancelled sequence. Unknown uids are ignored."""
+        for known in (self._held, self._futures, self._matchers):
             known.pop(uid, None)
 
     def complaint(self, uid: str) -> str | None:
-        """Why a sequence's grammar cannot be followed any further; None where it can."""
+        """Return the error of a sequence's matcher, such as an exceeded limit; None without an error."""
         matcher = self._matchers.get(uid)
         return str(GrammarError(matcher.get_error())) if matcher is not None and matcher.is_error() else None
 
     def masks(self, plan: StepPlan) -> Masks | None:
-        """Begin to compute the masks of a step, in a thread; None if nobody needs one."""
+        """Start computing the masks of a step in a background thread; None if no row needs a mask."""
         if not self._matchers:
             return None
         draws = (chunk.sequence for chunk in plan.chunks if chunk.draws)
@@ -135,19 +135,19 @@ class Grammars:
         return Masks(tuple(row for row, _ in asked), self._masks_thread.submit(self._allowed, work))
 
     def advance(self, plan: StepPlan, token_ids: Ordered[int | None]) -> Iterator[Sequence]:
-        """Take up what a committed step drew: a token for each chunk that draws. Gives those that are now complete."""
-        drawn = iter(token_ids)
+        """Feed the sampled tokens of a step to the matchers. Yield the sequences whose grammar is now complete."""
+        sampled = iter(token_ids)
         for chunk in plan.chunks if self._matchers else ():
-            token_id, sequence = next(drawn) if chunk.draws else None, chunk.sequence
+            token_id, sequence = next(sampled) if chunk.draws else None, chunk.sequence
             matcher = self._matchers.get(sequence.uid)
             if token_id is None or matcher is None or sequence.finish_reason is FinishReason.STOP:
                 continue
-            # Over a limit in this token: the next draw has none to choose from, and its sequence ends with the reason.
+            # If this token exceeds a matcher limit, the next mask is empty, and the sequence ends with the error.
             if matcher.consume_token(token_id) and (matcher.is_stopped() or self._can_only_end(sequence, matcher)):
                 yield sequence
 
     def _can_only_end(self, sequence: Sequence, matcher: LLMatcher) -> bool:
-        """Whether nothing but the end of text may follow, and it cannot be drawn."""
+        """Return True if only the end of text may follow, and the end of text cannot be sampled."""
         params = sequence.params
         can_draw_end = self._eos_token_ids and not params.ignore_eos
         if (can_draw_end and sequence.num_completion_tokens >= params.min_tokens) or not matcher.is_accepting():
@@ -155,16 +155,19 @@ class Grammars:
         return not self._allowed([(matcher, True)]).any()
 
     def _allowed(self, work: Ordered[tuple[LLMatcher, bool]]) -> NDArray[np.bool_]:
-        """RV: what each matcher allows: text, and the ends of text where they are not left out."""
+        """Return the mask of each matcher: bool RV.
+
+        work: matchers, each with True if end-of-sequence tokens must be excluded.
+        """
         allowed_RV = np.zeros((len(work), self._tokenizer.vocab_size), dtype=np.bool_)
-        for row, (matcher, goes_on) in enumerate(work):
+        for row, (matcher, excludes_eos) in enumerate(work):
             packed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
             if matcher.is_error():
                 continue
             allowed_RV[row] = np.unpackbits(packed, count=allowed_RV.shape[1], bitorder="little")
-            if goes_on:
+            if excludes_eos:
                 allowed_RV[row, self._eos_token_ids] = False
-        allowed_RV[:, self._mark_ids] = False  # Lark's notation has names for them
+        allowed_RV[:, self._special_ids] = False  # Lark grammars can name special tokens
         return allowed_RV
 
     def _compile(self, grammar: str) -> LLMatcher:

@@ -1,12 +1,11 @@
-"""Decode steps that are recorded once and replayed: one launch instead of hundreds (CUDA graphs).
+"""CUDA graphs of decode steps: captured once, replayed with one launch instead of hundreds.
 
-A recording reads and writes tensors that stay where they are. So there is one for each of a few shapes (buckets); a
-step takes the smallest that holds it, is copied into the static inputs and padded with rows that nobody reads. How a
-step is recorded is injected: `CudaCapture` on a GPU; `call_again` calls the same function at each replay, so that the
-same code runs, and is tested, on a CPU.
+A graph reads and writes tensors at fixed addresses, so one graph is captured for each of a few shapes (buckets). A step
+uses the smallest bucket that holds it: its inputs are copied to the static inputs, and unused rows are padding. The
+capture is injected. `CudaCapture` captures on a GPU. `call_again` calls the function at each replay, so that the same
+code runs and is tested on a CPU.
 
-Only the layers are recorded, from token ids to hidden states. Logits, which a step may want of other rows, masks and
-draws follow as in any other step.
+Only the layers are captured, from token ids to hidden states. Logits, masks and sampling run outside the graph.
 
 Legend: T rows, one token of a sequence each; N blocks of a table; E hidden size; P slots a block.
 """
@@ -22,32 +21,32 @@ from model.attention.metadata import AttentionMetadata
 from service.engine.inputs import ModelInputs
 from service.engine.plan import MIN_ROWS
 
-# Beyond it a step is long enough that launching its kernels one by one costs little.
+# Maximum rows of a graph. In a larger step the launch overhead of single kernels is small.
 MAX_ROWS = 512
-# How much narrower the tables of each next recording are, and how many widths there are at most.
+# Ratio between consecutive widths of block tables, and the maximum number of widths.
 _NARROWER, _MAX_WIDTHS = 4, 3
 _MIN_WIDTH = 32
-# Runs before a recording: kernels are compiled and libraries make their workspaces, which a recording must not.
+# Runs before a capture: they compile kernels and allocate library workspaces, which a capture must not do.
 _WARM_UPS = 2
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Bucket:
-    """A shape that is recorded: rows, and blocks of each row's table."""
+    """Shape of a captured step: number of rows, and blocks in each row's block table."""
 
     rows: int
     width: int
 
     @property
     def num_numbers(self) -> int:
-        """Ids, positions, slots, and tables."""
+        """Number of input integers: ids, positions, slots and block tables."""
         return self.rows * (3 + self.width)
 
 
 def buckets(max_rows: int, max_width: int) -> tuple[Bucket, ...]:
-    """Those to record, the biggest first: rows in powers of two from `MIN_ROWS`, tables ever narrower by four.
+    """Return the shapes to capture: rows in powers of two from `MIN_ROWS`, table widths in steps of a factor of four.
 
-    The biggest first, because later recordings use the memory that it took.
+    The largest comes first, because later captures reuse its memory.
     """
     rows = [MIN_ROWS]
     while rows[-1] < min(max_rows, MAX_ROWS):
@@ -59,20 +58,20 @@ def buckets(max_rows: int, max_width: int) -> tuple[Bucket, ...]:
 
 
 def smallest(candidates: Sequence[Bucket], rows: int, width: int) -> Bucket | None:
-    """The one with the fewest rows, then the narrowest, that holds a step; None where none does."""
+    """Return the bucket that fits a step with the fewest rows, then the narrowest tables; None if no bucket fits."""
     return min((b for b in candidates if b.rows >= rows and b.width >= width), default=None)
 
 
 class Capture(Protocol):
-    """Records a computation without arguments whose results stand in tensors of its own."""
+    """Captures a computation without arguments as a replayable function."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """What replays it, and gives the tensor that then holds the result."""
+        """Return a function that replays the computation and returns the tensor with the result."""
         ...
 
 
 def call_again(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A `Capture` for any device: each replay calls the function, and its result is copied to where the first was."""
+    """Replay by calling the function again: a `Capture` for any device. The result is copied to a fixed tensor."""
     result = compute()
 
     def replay() -> Tensor:
@@ -82,9 +81,9 @@ def call_again(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 class CudaCapture:
-    """A `Capture` of CUDA graphs, which share one pool of memory: only one of them is ever running.
+    """CUDA graph capture. All graphs share one memory pool, because only one graph runs at a time.
 
-    Everything, the runs before a recording too, happens on one stream of its own: cuBLAS keeps a workspace for each.
+    Captures and the runs before them use one separate stream, because cuBLAS keeps a workspace for each stream.
     """
 
     def __init__(self) -> None:
@@ -92,14 +91,14 @@ class CudaCapture:
         self._pool: Any = None
 
     def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """See `Capture`."""
+        """Capture a computation as a CUDA graph, see `Capture`."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):
                 compute()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of this process (grammars, masks) never touch the device, and may go on.
+        # thread_local: other threads (grammars, masks) never use the device and may run during the capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = compute()
         self._pool = graph.pool()
@@ -112,10 +111,9 @@ class CudaCapture:
 
 
 class StaticInputs:
-    """A step's integers, where recordings find them: one tensor on the device, filled by one copy.
+    """Static input tensor of all CUDA graphs: the integers of a step, filled by one copy to the device.
 
-    On a GPU the copy is made of pinned memory, without waiting: `fill` waits for the copy before it, and not for what
-    computes.
+    On a GPU the copy from pinned memory is asynchronous. `fill` waits only for the previous copy, not for kernels.
     """
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
@@ -125,11 +123,11 @@ class StaticInputs:
         self._copied = torch.cuda.Event() if on_gpu else None
 
     def views(self, bucket: Bucket) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """On the device: ids, positions and slots, T each, and tables TN."""
+        """Return device views of a bucket: ids T, positions T, slots T and block tables TN."""
         return _views(self._device, bucket)
 
     def fill(self, bucket: Bucket, inputs: ModelInputs, scratch_slot: int, scratch_block: int) -> None:
-        """Put a step of decodes that fits the bucket in the place of what was there."""
+        """Copy the inputs of a decode step to the device, padded to the bucket."""
         if self._copied is not None:
             self._copied.synchronize()
         metadata = inputs.metadata
@@ -160,18 +158,19 @@ def _views(numbers: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 class DecodeGraphs:
-    """Recordings of decode steps.
+    """CUDA graphs of decode steps, one for each bucket.
 
     Args:
-        hidden: the layers: ids T and what attention must know, to hidden states TE. It attends by a backend that reads
-            positions, slots and tables alone, such as `model.attention.paged.PagedAttention`.
-        capture: how a recording is made.
-        shapes: what to record, the biggest first.
-        scratch_block: the block that rows of padding read and write, of `block_size` slots.
-        device: where all tensors are.
+        hidden: computes the layers: token ids T and attention metadata to hidden states TE. Its attention backend must
+            read only positions, slots and block tables, such as `model.attention.paged.PagedAttention`.
+        capture: captures a computation.
+        shapes: shapes to capture, the largest first.
+        scratch_block: KV block that padding rows read and write.
+        block_size: tokens per KV block.
+        device: device of all tensors.
 
     Raises:
-        RuntimeError: a replay gives other numbers than the step that was recorded.
+        RuntimeError: a replay differs from the captured step.
     """
 
     def __init__(
@@ -188,15 +187,15 @@ class DecodeGraphs:
         self._inputs = StaticInputs(max(shapes, key=lambda bucket: bucket.num_numbers), device)
         self._replays: dict[Bucket, Callable[[], Tensor]] = {}
         for bucket in shapes:
-            self._replays[bucket] = self._recorded(hidden, capture, bucket)
+            self._replays[bucket] = self._captured(hidden, capture, bucket)
 
-    def _recorded(
+    def _captured(
         self, hidden: Callable[[Tensor, AttentionMetadata], Tensor], capture: Capture, bucket: Bucket
     ) -> Callable[[], Tensor]:
-        """A recording, compared with what it recorded.
+        """Capture a bucket, and compare a replay with a direct computation.
 
-        The rows of that trial are the first two tokens of one text in the scratch block: no other block is touched,
-        and what several rows write to one slot is the same.
+        The rows of this trial are the first two tokens of one text in the scratch block. So no other block is written,
+        and all rows that write to the same slot write the same values.
         """
         ids_T, positions_T, slots_T, tables_TN = self._inputs.views(bucket)
         positions_T.copy_(torch.arange(bucket.rows) % min(2, self._block_size))
@@ -207,18 +206,18 @@ class DecodeGraphs:
         replay = capture(compute)
         expected = compute().float()
         if not torch.allclose(replay().float(), expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
-            raise RuntimeError(f"a replayed step of {bucket.rows} rows differs from the step that was recorded")
+            raise RuntimeError(f"a replayed step of {bucket.rows} rows differs from the captured step")
         return replay
 
     @property
     def shapes(self) -> tuple[Bucket, ...]:
-        """What has been recorded."""
+        """Captured shapes."""
         return tuple(self._replays)
 
     def hidden(self, inputs: ModelInputs, drawn_B: Tensor | None = None) -> Tensor | None:
-        """Hidden states TE of a step's rows, valid until the next; None for a step that no recording holds.
+        """Return the hidden states TE of a step by replay, valid until the next call; None if no captured shape fits.
 
-        drawn_B: on the device, the first token ids, where the host does not know them.
+        drawn_B: the first token ids, on the device, if the host does not know them yet.
         """
         metadata = inputs.metadata
         if not metadata.is_decode or metadata.block_tables_BN is None:
@@ -235,9 +234,9 @@ class DecodeGraphs:
 def _step(
     hidden: Callable[[Tensor, AttentionMetadata], Tensor], inputs: StaticInputs, bucket: Bucket
 ) -> Callable[[], Tensor]:
-    """The computation that is recorded for a bucket."""
+    """Return the computation to capture for a bucket."""
     ids_T, positions_T, slots_T, tables_TN = inputs.views(bucket)
-    # Lengths of contexts are not known when a step is recorded: decoding takes them from the positions.
+    # Context lengths are unknown at capture: the attention kernel derives them from the positions.
     metadata = AttentionMetadata(
         query_lengths=(1,) * bucket.rows,
         context_lengths=(1,) * bucket.rows,

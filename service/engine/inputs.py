@@ -1,6 +1,6 @@
-"""A plan's integers become the tensors of one forward pass. Pure functions.
+"""Conversion of a `StepPlan` to the tensors of one forward pass. Pure functions.
 
-Most steps only decode, and are the last one moved on by a position: `service.engine.decode_inputs` keeps their tensors.
+`service.engine.decode_inputs` reuses the tensors of consecutive decode steps instead.
 
 Legend: T packed tokens, B sequences, N blocks of the longest table, R rows whose logits are wanted.
 """
@@ -25,8 +25,7 @@ from service.engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """A chunk whose prompt is scored: rows `first_row` onward are the logits of prompt positions that have a successor
-    in the prompt, `targets` are those successors."""
+    """Logit rows for the prompt logprobs of a chunk, from `first_row` on, with one target token for each row."""
 
     uid: str
     first_row: int
@@ -35,13 +34,18 @@ class PromptRows:
 
 
 class ModelInputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One forward pass. Its first `len(params)` logit rows are to be drawn from, in the order of `drawn_rows`.
+    """Inputs of one forward pass. A token is sampled from each of the first `len(params)` logit rows.
 
-    `forbidden` and `rules` are empty where nobody has any. `rules` are the sequences' own, as they stand until the step
-    is committed. `masks` may still be being computed. `all_greedy` and `wants_logprobs` are what `params` say.
-
-    `after_rows`: where it is not empty, the first token ids are those that were drawn in these rows of the step before,
-    which the device knows and the host does not; `token_ids_T` has 0 there.
+    Attributes:
+        token_ids_T: packed token ids; 0 for the tokens of `after_rows`.
+        params: sampling parameters of the sampled rows, in the order of `StepPlan.drawn_rows`.
+        all_greedy: all `params` are greedy.
+        wants_logprobs: some of `params` request logprobs.
+        forbidden: forbidden token ids of each sampled row; empty if no row has any.
+        rules: token rules of each sampled row, which the commit of the step will change; empty if no row has any.
+        masks: grammar masks, possibly still being computed.
+        after_rows: rows of the previous step whose sampled tokens are the first token ids. The device knows these
+            tokens before the host. Empty if the host knows all token ids.
     """
 
     token_ids_T: Tensor
@@ -67,11 +71,11 @@ def build_inputs(
     min_rows: int = MIN_ROWS,
     masks: Masks | None = None,
 ) -> ModelInputs:
-    """Tensors for a plan of at least one chunk. Padding, up to `min_rows`, writes to `scratch_block`, which no sequence
-    owns.
+    """Build the tensors of a plan with at least one chunk.
 
-    To the model each drafted token is a sequence of its own that computes one token, over the same blocks: a pass
-    writes all keys before any is read, and what computes one token is attended together, however many there are.
+    Rows of padding, up to `min_rows`, write to `scratch_block`, which belongs to no sequence. Each draft token is a
+    separate sequence of one token with the same block table. This is correct because a forward pass writes all keys
+    before it reads any, and fast because attention batches all sequences of one token.
     """
     chunks = plan.chunks
     num_padding = max(0, min_rows - plan.num_tokens)
@@ -91,7 +95,7 @@ def build_inputs(
         sequence_of_T = np.repeat(np.arange(len(lengths)), lengths)
         positions_T = np.concatenate([np.arange(c - n, c) for n, c in zip(lengths, contexts, strict=True)])
     slots_T = tables_BN[sequence_of_T, positions_T // block_size] * block_size + positions_T % block_size
-    draws = _draws(plan)
+    draws = _sampled_rows(plan)
     params = tuple([chunk.sequence.params for chunk, _ in draws])
     logit_rows, prompt_rows = _logit_rows(chunks)
     logit_rows += [0] * max(0, min_rows - len(logit_rows))
@@ -112,7 +116,7 @@ def build_inputs(
         wants_logprobs=any(param.logprobs is not None for param in params),
         positions=tuple(chunk.num_known_tokens + number for chunk, number in draws),
         forbidden=forbidden_ids(scheduler, [chunk.sequence for chunk, _ in draws]),
-        rules=rules if any(its is not None for its in rules) else (),
+        rules=rules if any(rule is not None for rule in rules) else (),
         prompt_rows=prompt_rows,
         masks=masks,
         pooled_rows=pooled_rows(chunks),
@@ -121,13 +125,13 @@ def build_inputs(
 
 
 def forbidden_ids(scheduler: Scheduler, sequences: list[Sequence]) -> tuple[tuple[int, ...], ...]:
-    """What each of these draws must avoid; empty where none has to avoid anything."""
+    """Return the forbidden token ids of each sequence; empty if no sequence has any."""
     forbidden = tuple([scheduler.forbidden_token_ids(sequence) for sequence in sequences])
     return forbidden if any(forbidden) else ()
 
 
 def _lengths(chunks: tuple[Chunk, ...]) -> tuple[list[int], list[int]]:
-    """Tokens that are computed, and those that are there then: of each chunk, and of each token of its draft."""
+    """Return the query lengths and context lengths of all chunks. Each draft token counts as a separate sequence."""
     lengths: list[int] = []
     contexts: list[int] = []
     for chunk in chunks:
@@ -141,7 +145,7 @@ def _lengths(chunks: tuple[Chunk, ...]) -> tuple[list[int], list[int]]:
 
 
 def _block_tables(chunks: tuple[Chunk, ...], contexts: list[int], size: int, scratch_block: int) -> NDArray[np.int64]:
-    """BN int64: the blocks each sequence reads, once for each token of its draft too, padded with the scratch block."""
+    """Return the block tables, BN int64, with one more row for each draft token, padded with the scratch block."""
     width = -(-max(contexts) // size)
     padding = [scratch_block] * width
     flat: list[int] = []
@@ -153,15 +157,15 @@ def _block_tables(chunks: tuple[Chunk, ...], contexts: list[int], size: int, scr
     return np.array(flat, dtype=np.int64).reshape(-1, width)
 
 
-def _draws(plan: StepPlan) -> list[tuple[Chunk, int]]:
-    """Whose token is drawn in each row, and how many drafted tokens stand before it."""
+def _sampled_rows(plan: StepPlan) -> list[tuple[Chunk, int]]:
+    """Return the chunk of each sampled row, and the number of draft tokens before the sampled token."""
     draws = [chunk for chunk in plan.chunks if chunk.draws]
     of_drafts = [(chunk, number) for chunk in draws for number in range(1, 1 + len(chunk.draft))]
     return [(chunk, 0) for chunk in draws] + of_drafts
 
 
 def _logit_rows(chunks: tuple[Chunk, ...]) -> tuple[list[int], tuple[PromptRows, ...]]:
-    """The packed tokens whose logits are wanted: drawing chunks' last, drafts', then those of scored prompts."""
+    """Return the packed tokens that need logits: last tokens, then draft tokens, then tokens of scored prompts."""
     last_rows: list[int] = []
     draft_rows: list[int] = []
     scored: list[tuple[Chunk, int]] = []
@@ -178,7 +182,7 @@ def _logit_rows(chunks: tuple[Chunk, ...]) -> tuple[list[int], tuple[PromptRows,
     prompt_rows: list[PromptRows] = []
     for chunk, start_row in scored:
         sequence = chunk.sequence
-        # Positions that are computed again, after a preemption, have been scored before.
+        # After a preemption, recomputed positions already have their logprobs.
         begin = max(chunk.start, sequence.num_scored_tokens)
         end = min(chunk.start + chunk.num_tokens, sequence.num_prompt_tokens - 1)
         if begin < end:

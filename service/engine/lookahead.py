@@ -1,13 +1,13 @@
-"""The step after one that is still being computed, decided before its tokens are known. Pure Python.
+"""Overlap scheduling: plan the next step before the tokens of the current step are known. Pure Python.
 
-A device that computes beside the host stands still while the host reads a step's tokens, commits and tells them,
-decides what is next and builds its tensors. Where every sequence only gets its next token, all that the next step needs
-of this one is the tokens, and these as numbers on the device. So it is decided, and launched, before they are read.
+A GPU idles while the host reads a step's tokens, commits and reports them, plans the next step and builds its tensors.
+A step of decodes needs only the sampled tokens of the previous step, and they are already on the device. So the step
+is planned and launched before the host reads these tokens.
 
-What the host then finds in them may end a sequence: its row of the step ahead was computed for nothing, and is passed
-over. The key and value of that row lie in a block that was the sequence's own when the step was launched, behind all
-that the prefix cache knows of; whoever gets the block next writes to it in a later step, and a device computes steps in
-their order. (Steps that are scheduled ahead: SGLang's and vLLM's overlap schedulers, both 2024.)
+The tokens may turn out to end a sequence. Its row in the step launched ahead is then wasted and ignored. The key and
+value of this row lie in a block that belonged to the sequence, after all positions that the prefix cache knows. The
+next owner of the block overwrites them in a later step, and a device computes steps in order. (Compare the overlap
+schedulers of SGLang and vLLM, both 2024.)
 """
 
 from service.engine.block_pool import BlockPool
@@ -16,16 +16,16 @@ from service.engine.sequence import SequenceStatus
 
 
 def goes_on(chunk: Chunk) -> bool:
-    """Whether its sequence gets another token after the one that is being drawn, for all that is known before."""
+    """Return True if the sequence may get another token after the token being sampled, as far as its length says."""
     sequence = chunk.sequence
     return sequence.status is SequenceStatus.RUNNING and chunk.num_known_tokens + 1 < sequence.max_length
 
 
 def plan_ahead(plan: StepPlan, pool: BlockPool, block_size: int, *, num_running: int) -> StepPlan | None:
-    """One token more of each sequence that goes on; None where nobody does, where they lack blocks, and where others
-    run beside those of `plan`.
+    """Plan a decode of each continuing sequence of `plan`, and allocate the blocks that these sequences need.
 
-    Every chunk of `plan` must draw, and none have a draft. A block that a sequence needs becomes its own.
+    Return None if no sequence continues, if blocks are short, or if sequences outside of `plan` are running.
+    Every chunk of `plan` must sample a token and have no draft.
     """
     if sum(chunk.sequence.status is SequenceStatus.RUNNING for chunk in plan.chunks) < num_running:
         return None

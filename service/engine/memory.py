@@ -1,4 +1,4 @@
-"""What of a GPU's memory the KV-cache may take: what is left after weights, the largest step, tried, and recordings.
+"""Memory profiling on a GPU: the KV-cache gets what weights, the largest step and CUDA graphs leave.
 
 Legend: T packed tokens, V vocabulary.
 """
@@ -17,10 +17,13 @@ from model.transformer import Transformer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceMemory:
-    """Bytes of a device after a step was tried.
+    """Memory of a device after the profiled step, in bytes.
 
-    total: of the device. free: that nobody holds. reserved: that our allocator holds. peak: what of it was in use at
-    the step's most, weights included. recordings: what recorded steps will take besides.
+    total: memory of the device.
+    free: memory that no process has allocated.
+    reserved: memory reserved by PyTorch's allocator.
+    peak: peak memory in use within `reserved` during the step, weights included, the trial's KV-cache excluded.
+    recordings: additional memory for CUDA graphs.
     """
 
     total: int
@@ -30,10 +33,9 @@ class DeviceMemory:
     recordings: int = 0
 
     def for_cache(self, share: float) -> int:
-        """What the cache may take, if all that we use is to stay under `share` of the device; 0 if nothing is left.
+        """Return the bytes for the KV-cache if at most `share` of the device is used in all; 0 if nothing is left.
 
-        What the allocator holds beyond `peak` is ours to take again. Other processes, and what the driver keeps for
-        us, are not asked to leave.
+        Memory reserved beyond `peak` is reusable. Memory of other processes and of the CUDA context counts as used.
         """
         others = self.total - self.free - self.reserved
         return max(0, int(self.total * share) - others - self.peak - self.recordings)
@@ -41,7 +43,13 @@ class DeviceMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LargestStep:
-    """How large a step may be: tokens in all, draws, tokens of one sequence; and the slots of a block."""
+    """Limits of one step, for memory profiling.
+
+    block_size: tokens per KV block.
+    num_tokens: maximum number of tokens in the step.
+    num_draws: maximum number of sampled tokens in the step.
+    max_context_length: maximum number of tokens of one sequence.
+    """
 
     block_size: int
     num_tokens: int
@@ -50,13 +58,13 @@ class LargestStep:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Prompts of so many tokens in all, each as long as one may be."""
+        """Lengths of prompts that sum to `num_tokens`, each as long as possible."""
         whole, rest = divmod(self.num_tokens, self.max_context_length)
         return (self.max_context_length,) * whole + ((rest,) if rest else ())
 
 
 def free_device_bytes() -> int:
-    """What of the CUDA device nobody holds, when all is done and our allocator has given back what it does not need."""
+    """Return the free bytes of the CUDA device, once pending work is done and unused memory is released."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -65,12 +73,12 @@ def free_device_bytes() -> int:
 
 @torch.inference_mode()
 def measure(model: Transformer, largest: LargestStep) -> DeviceMemory:
-    """Try a step on a CUDA device: whole prompts, each token of them scored, and draws from a nucleus.
+    """Measure the memory of the largest step on a CUDA device: full prompts, prompt logprobs and top-p sampling.
 
-    The cache of the trial is no part of what is measured.
+    The KV-cache of the trial is not counted.
 
     Raises:
-        torch.OutOfMemoryError: the device does not hold such a step.
+        torch.OutOfMemoryError: the step does not fit the device.
     """
     device = model.token_embedding.weight.device
     torch.cuda.synchronize()
@@ -85,7 +93,7 @@ def measure(model: Transformer, largest: LargestStep) -> DeviceMemory:
     )
     torch.cuda.reset_peak_memory_stats()
     positions_T = torch.cat([torch.arange(length) for length in lengths])
-    # All sequences in the same blocks: what they hold is of no interest.
+    # All sequences share the same blocks, because the content of the cache does not matter.
     metadata = AttentionMetadata(
         query_lengths=lengths,
         context_lengths=lengths,

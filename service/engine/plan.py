@@ -1,4 +1,4 @@
-"""What the scheduler decides: a frozen value that says what one step computes."""
+"""Frozen plan of one step: the scheduler's output."""
 
 from collections.abc import Iterable
 
@@ -6,17 +6,19 @@ import msgspec
 
 from service.engine.sequence import Sequence
 
-# A matrix product of one to three rows runs another kernel on the CPU, and rounds differently, than one of four and
-# more (measured with float32 and bfloat16, oneDNN and MKL): with rows that nobody reads as padding, a sequence's
-# numbers do not change when others join it or leave.
+# Matrix products of one to three rows use other CPU kernels, and round differently, than products of four or more rows
+# (measured with float32 and bfloat16, oneDNN and MKL). Padding to four rows makes the results batch-invariant.
 MIN_ROWS = 4
 
 
 class Chunk(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """Compute `num_tokens` of a sequence from position `start` on; draw its next token if `draws`.
+    """Part of a step: compute `num_tokens` tokens of a sequence from position `start` on.
 
-    `draft` are the last of these tokens: what may follow the sequence. After each of them a token is drawn, too.
-    A struct, since every sequence has one in every step: a dataclass takes five times as long to make.
+    A msgspec struct, because a step creates one per sequence, and a dataclass takes five times as long to create.
+
+    Attributes:
+        draws: sample the next token of the sequence.
+        draft: draft tokens, the last of the `num_tokens` tokens. A token is sampled after each draft token too.
     """
 
     sequence: Sequence
@@ -27,22 +29,26 @@ class Chunk(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @property
     def num_known_tokens(self) -> int:
-        """Tokens of the sequence once this is computed, before any is drawn."""
+        """Number of tokens of the sequence before this step's tokens are sampled, drafts excluded."""
         return self.start + self.num_tokens - len(self.draft)
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What one step computes, and what happened while it was decided.
+    """Plan of one step, with statistics of the scheduling.
 
     Attributes:
-        drawn_rows: which of the step's draws are each chunk's own; none where it does not draw. First come the draws
-            after the sequences' own tokens, in the order of the chunks, then those after drafts.
-        is_decode: every sequence computes one token, and draws the one after it: nothing is drafted, no prompt read.
-        ended: finished without computing: a deadline passed, or nothing was left to do.
-        after_rows: of a step ahead (`service.engine.lookahead`): which draw of the step before is each chunk's token,
-            and not known yet. Empty in any other.
-        num_cached_prompt_tokens: of sequences that begin.
-        num_prefix_queries: in tokens, as vLLM counts them.
+        chunks: the computation of each sequence.
+        drawn_rows: indices of each chunk's sampled tokens among all sampled tokens of the step; empty if the chunk
+            samples none. Tokens sampled after known tokens come first, in the order of the chunks. Tokens sampled after
+            draft tokens follow.
+        is_decode: every chunk computes one token and samples the next token, without drafts.
+        ended: sequences that end without computation: an expired deadline, or nothing left to compute.
+        after_rows: for each chunk of a step launched ahead (`service.engine.lookahead`), the index of its input token
+            among the tokens that the previous step samples. Empty in other steps.
+        num_cached_prompt_tokens: prompt tokens found in the prefix cache by sequences admitted for the first time.
+        num_prefix_queries: tokens looked up in the prefix cache, counted as in vLLM.
+        num_prefix_hits: tokens found in the prefix cache.
+        num_preemptions: sequences preempted while the step was planned.
     """
 
     chunks: tuple[Chunk, ...]
@@ -57,12 +63,12 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed."""
+        """Number of computed tokens."""
         return sum(chunk.num_tokens for chunk in self.chunks)
 
     @property
     def num_rows(self) -> int:
-        """Rows that the model is given: tokens, and padding."""
+        """Number of rows of the forward pass: tokens and padding."""
         return max(MIN_ROWS, self.num_tokens)
 
 
@@ -76,7 +82,7 @@ def step_plan(
     num_preemptions: int = 0,
     after_rows: tuple[int, ...] = (),
 ) -> StepPlan:
-    """A plan, with what follows from its chunks."""
+    """Create a plan, with `drawn_rows` and `is_decode` derived from its chunks."""
     chunks = tuple(chunks)
     return StepPlan(
         chunks=chunks,
@@ -92,7 +98,7 @@ def step_plan(
 
 
 def drawn_rows(chunks: Iterable[Chunk]) -> list[tuple[int, ...]]:
-    """See `StepPlan`."""
+    """Return the indices of each chunk's sampled tokens, see `StepPlan.drawn_rows`."""
     after = sum([chunk.draws for chunk in chunks])
     row = 0
     found: list[tuple[int, ...]] = []

@@ -1,7 +1,7 @@
-"""A text's hidden states, pooled into one vector: its embedding.
+"""Pooling of a text's hidden states into one vector: its embedding.
 
-Rows come chunk by chunk, as the scheduler plans the text; their sum is kept on the host. The mean of all tokens needs
-the hidden state of each, so that nothing of such a text is taken from the prefix cache, and a preemption begins again.
+Hidden states arrive chunk by chunk, and their sum is kept on the host. Mean pooling needs the hidden state of every
+token. So such a text takes no blocks from the prefix cache, and starts again after a preemption.
 
 Legend: E hidden size.
 """
@@ -17,7 +17,7 @@ from service.messages import Pooling
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """Packed tokens of a step whose hidden states, after the final norm, are to be added up for a sequence."""
+    """Packed tokens of a step whose hidden states, after the final norm, are summed for a sequence."""
 
     uid: str
     first_row: int
@@ -25,7 +25,7 @@ class PooledRows:
 
 
 def pooled_rows(chunks: tuple[Chunk, ...]) -> tuple[PooledRows, ...]:
-    """What of a step's packed tokens is pooled, sequence by sequence."""
+    """Return the packed tokens to pool for each sequence of a step."""
     rows: list[PooledRows] = []
     start_row = 0
     for chunk in chunks:
@@ -41,19 +41,19 @@ def pooled_rows(chunks: tuple[Chunk, ...]) -> tuple[PooledRows, ...]:
 
 @dataclass(slots=True)
 class Pool:
-    """The sum of what has been pooled of one sequence.
+    """Sum of the pooled hidden states of one sequence.
 
-    In float64, where sums of float32 are exact as long as these are within 2^19 of each other: chunks may be cut
-    anywhere, and the vector's bits are the same.
+    The sum is in float64, in which sums of float32 numbers within a factor of 2^19 of each other are exact. So the
+    embedding is bitwise identical however the prompt is divided into chunks.
     """
 
     sum_E: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
     def add(self, chunk: Chunk, sum_E: NDArray[np.float64]) -> None:
-        """Take up a chunk's rows. One that begins the text begins the sum."""
+        """Add the sum of a chunk. The first chunk of a text resets the sum."""
         self.sum_E = self.sum_E + sum_E if chunk.start and len(self.sum_E) else sum_E
 
     def embedding(self) -> bytes:
-        """The vector of length 1 in the direction of the sum, which is the mean's: native float32."""
+        """Return the embedding, normalized to length 1, as native float32. Sum and mean have the same direction."""
         length = max(float(np.linalg.norm(self.sum_E)), float(np.finfo(np.float32).tiny))
         return (self.sum_E / length).astype(np.float32).tobytes()

@@ -1,8 +1,8 @@
-"""Which blocks of a sequence have been computed before: chained hashes over full blocks.
+"""Prefix cache: lookup and registration of computed blocks by chained hashes over full blocks.
 
-The scheduler asks when it admits a sequence, and tells when a step is going to fill blocks: a pass writes all its keys
-and values before any is read, so that sequences admitted to the same step can share them already. It alone lets this
-change a sequence. What is findable, and for how long, is the block pool's.
+The scheduler looks up blocks when it admits a sequence. It registers blocks when it plans the step that fills them: a
+forward pass writes all keys and values before it reads any, so sequences admitted to the same step can share them. The
+block pool stores the hashes and evicts blocks.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from service.messages import Pooling
 
 
 class PrefixCache:
-    """Looks up and registers the full blocks of sequences."""
+    """Lookup and registration of the full blocks of sequences."""
 
     def __init__(self, pool: BlockPool, config: EngineConfig) -> None:
         self._pool = pool
@@ -22,21 +22,21 @@ class PrefixCache:
         self._enabled = config.enable_prefix_cache
 
     def find(self, sequence: Sequence) -> tuple[list[int], int]:
-        """The known leading blocks of a sequence, not yet owned, and the number of tokens that were looked up."""
+        """Return the cached leading blocks of a sequence, not yet acquired, and the number of tokens looked up."""
         if not self._enabled:
             return [], 0
-        # The last token is always computed: the next one is drawn from its logits.
+        # The last token is always computed: the next token is sampled from its logits.
         num_skippable = len(sequence.token_ids) - 1
         if sequence.params.prompt_logprobs is not None and sequence.num_scored_tokens < sequence.num_prompt_tokens - 1:
-            num_skippable = sequence.num_scored_tokens  # scoring the rest needs its logits
+            num_skippable = sequence.num_scored_tokens  # prompt logprobs need the logits of the other tokens
         if sequence.pooling is Pooling.MEAN:
-            num_skippable = 0  # each token's hidden state is wanted
+            num_skippable = 0  # mean pooling needs every hidden state
         num_full = num_skippable // self._block_size
         self._extend_hashes(sequence, num_full)
         return self._pool.find(sequence.block_hashes[:num_full]), len(sequence.token_ids)
 
     def register(self, sequence: Sequence, num_tokens: int) -> None:
-        """Make the blocks findable that are full once the first `num_tokens` are computed."""
+        """Register the blocks that are full once the first `num_tokens` tokens are computed."""
         num_full = num_tokens // self._block_size
         if num_full <= sequence.num_registered_blocks or not self._enabled:
             return
@@ -46,15 +46,15 @@ class PrefixCache:
         sequence.num_registered_blocks = num_full
 
     def discard(self, blocks: Iterable[int]) -> None:
-        """No longer find these blocks: a step has filled them with NaN or infinity."""
+        """Remove these blocks from the cache, because a step has filled them with NaN or infinity."""
         self._pool.discard(blocks)
 
     def forget(self) -> None:
-        """Find nothing any more: a step that failed has not filled what was registered for it."""
+        """Clear the cache, because a failed step has not filled the blocks registered for it."""
         self._pool.forget()
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
-        """Know the chained hashes of the first `num_blocks` blocks; tokens only ever grow, so they stay right."""
+        """Compute missing hashes of the first `num_blocks` blocks. Hashes stay valid: token ids are append-only."""
         size, hashes = self._block_size, sequence.block_hashes
         for index in range(len(hashes), num_blocks):
             parent = hashes[-1] if hashes else sequence.root_hash

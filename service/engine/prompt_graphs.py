@@ -1,13 +1,13 @@
-"""Steps with prompts, recorded in pieces: what is computed between two layers' attentions is one launch (CUDA graphs).
+"""Piecewise CUDA graphs of steps with prefills: one launch for everything between the attention of two layers.
 
-At 512 tokens a layer's matrices take a modern card less time than the host needs to launch its dozen kernels one by
-one. Attention over the cache depends on lengths, so it is computed as ever; all between is row by row, and is recorded
-for a few numbers of rows and padded. A model is recorded as it is: its attention is one that ends a piece, so that
-whatever a family computes lies in one. What lives from piece to piece (the residual, the rotation) stays where it was
-while recording, since pieces share memory and are replayed in the order in which they were recorded.
+At 512 tokens, a modern GPU computes a layer's matrix products faster than the host launches its dozen kernels.
+Attention over the KV-cache depends on lengths, so it runs outside the graphs. Everything else works row by row, so it
+is captured for a few numbers of rows, and steps are padded. During the capture, a stand-in for attention ends each
+piece, so that the model code of every family is captured unchanged. Tensors that live across pieces (residual, rotary
+embedding) keep their addresses, because pieces share memory and are replayed in the order of their capture.
 
-How pieces are recorded is injected: `CudaPieces` on a GPU; `uncut` computes them anew each time, so that the same code
-runs, and is tested, on a CPU.
+The capture is injected. `CudaPieces` captures on a GPU. `uncut` computes the pieces anew each time, so that the same
+code runs and is tested on a CPU.
 
 Legend: T packed tokens, E hidden size, H heads, D head dimension.
 """
@@ -25,43 +25,46 @@ from model.kv_cache import KVCache
 from model.transformer import Attention, Transformer
 
 Between = Callable[[AttentionForm], None]
-# Beyond it matrices take longer than their launches.
+# Maximum rows of a graph. In a larger step, matrix products take longer than kernel launches.
 MAX_ROWS = 2048
 _MIN_ROWS = 64
 _WARM_UPS = 2
-_TOLERANCE = 2e-2  # of the largest number, should a library take another kernel
+_TOLERANCE = 2e-2  # relative to the largest number: a library may choose another kernel during capture
 
 
 def prompt_rows(most: int) -> tuple[int, ...]:
-    """Numbers of rows to record, the biggest first: 64, 96, 128, 192 and so on, so that a third at most is padding."""
+    """Return the numbers of rows to capture, the largest first: 64, 96, 128, 192 and so on.
+
+    From 64 rows on, at most a third of a replay is padding.
+    """
     most = min(most, MAX_ROWS)
     sizes = {each << power for power in range(6) for each in (_MIN_ROWS, _MIN_ROWS * 3 // 2)}
     return tuple(sorted({size for size in sizes if size < most} | {most}, reverse=True))
 
 
 class Pieces(Protocol):
-    """Records a computation that calls what it is given between its pieces."""
+    """Captures a computation in pieces. The computation calls its argument between pieces."""
 
     def __call__(self, compute: Callable[[Between], Tensor]) -> Callable[[Between], Tensor]:
-        """What replays the pieces, calls what it is given between them, and gives the tensor that holds the result."""
+        """Return a function that replays the pieces, calls its argument between them, and returns the result."""
         ...
 
 
 def uncut(compute: Callable[[Between], Tensor]) -> Callable[[Between], Tensor]:
-    """`Pieces` for any device: computed once, as if to record, and again at each replay."""
+    """Replay by computing again: `Pieces` for any device. Computes once at capture, like `CudaPieces`."""
     compute(lambda form: None)
     return compute
 
 
 class CudaPieces:
-    """`Pieces` as CUDA graphs on one stream of its own, which share one pool of memory."""
+    """`Pieces` as CUDA graphs, captured on one separate stream, with a shared memory pool."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Callable[[Between], Tensor]) -> Callable[[Between], Tensor]:
-        """See `Pieces`."""
+        """Capture a computation as one CUDA graph for each piece, see `Pieces`."""
         graphs: list[torch.cuda.CUDAGraph] = []
         forms: list[AttentionForm] = []
 
@@ -83,7 +86,7 @@ class CudaPieces:
             try:
                 result = compute(cut)
             except BaseException:
-                with suppress(RuntimeError):  # it may have been the recording that failed
+                with suppress(RuntimeError):  # the capture itself may have failed
                     graphs[-1].capture_end()
                 raise
             graphs[-1].capture_end()
@@ -100,8 +103,10 @@ class CudaPieces:
 
 
 class _Crossing:
-    """In place of attention while pieces are recorded: queries, keys and values are put where attention finds them, and
-    what it will have made of them is taken from where it will put it. One set of tensors for all layers and sizes.
+    """Attention backend during capture: copies queries, keys and values to static tensors and ends a piece.
+
+    It returns a static tensor, which attention fills at replay before the next piece. All layers and sizes share one
+    set of static tensors.
     """
 
     def __init__(self) -> None:
@@ -118,7 +123,7 @@ class _Crossing:
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
-        """See `model.attention.interface.AttentionBackend`. The first call has the most rows."""
+        """End a piece, see `model.attention.interface.AttentionBackend`. The first call must have the most rows."""
         if self.tensors is None:
             q_held, k_held, v_held = (
                 torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_TKD, v_TKD)
@@ -132,10 +137,10 @@ class _Crossing:
 
 
 class PromptGraphs:
-    """A model's layers, recorded for some numbers of rows.
+    """Piecewise graphs of a model's layers for some numbers of rows.
 
     Raises:
-        ValueError: a recording computes something else than the model.
+        ValueError: a replay differs from the model.
     """
 
     def __init__(self, model: Transformer, pieces: Pieces, rows: tuple[int, ...]) -> None:
@@ -150,7 +155,7 @@ class PromptGraphs:
             self._check(count)
 
     def hidden(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor | None:
-        """`Transformer.hidden`, until the next call; None where no recording has so many rows."""
+        """Return the hidden states TE of a step, valid until the next call; None if the step has too many rows."""
         num_tokens = len(token_ids_T)
         count = min((count for count in self._replays if count >= num_tokens), default=None)
         if count is None:
@@ -167,7 +172,7 @@ class PromptGraphs:
         return self._replays[count](attend)[:num_tokens]
 
     def _whole(self, count: int) -> Callable[[Between], Tensor]:
-        """All layers over the first rows of the static inputs."""
+        """Return the computation of all layers over the first `count` rows of the static inputs."""
         positions_T = self._positions_T[:count]
         metadata = AttentionMetadata(query_lengths=(count,), context_lengths=(count,), positions_T=positions_T)
 
@@ -193,29 +198,30 @@ class PromptGraphs:
         found_TE = self.hidden(ids_T, metadata, None)
         assert found_TE is not None
         error = ((found_TE.float() - expected_TE).abs().max() / expected_TE.abs().max()).item()
-        if not error <= _TOLERANCE:  # nor is NaN
+        if not error <= _TOLERANCE:  # also true for NaN
             raise ValueError(f"{count} rows differ by {error:.1e} of the largest number")
 
 
 class RecordedTransformer(Transformer):
-    """A transformer whose steps over a cache are replayed where a recording holds them."""
+    """Transformer that replays piecewise graphs for steps over a KV-cache that fit a captured size."""
 
     prompt_graphs: PromptGraphs
 
     def hidden(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
-        """See `Transformer.hidden`."""
+        """Return the hidden states TE, by replay if possible, see `Transformer.hidden`."""
         found_TE = None if kv_cache is None else self.prompt_graphs.hidden(token_ids_T, metadata, kv_cache)
         return super().hidden(token_ids_T, metadata, kv_cache) if found_TE is None else found_TE
 
 
 @torch.inference_mode()
 def record_prompts(model: Transformer, pieces: Pieces, max_rows: int) -> tuple[int, ...]:
-    """Record a model's layers for steps of up to so many rows, which are replayed from then on. Returns the numbers.
+    """Capture a model's layers for steps of up to `max_rows` rows, and return the captured numbers of rows.
 
-    Steps that are recorded whole are recorded before.
+    From then on the model replays these graphs. Whole graphs of decode steps must be captured before.
 
     Raises:
-        ValueError: see `PromptGraphs`; RuntimeError: the device does not record it.
+        ValueError: a replay differs from the model.
+        RuntimeError: the device cannot capture the model.
     """
     rows = prompt_rows(max_rows)
     graphs = PromptGraphs(model, pieces, rows)

@@ -1,45 +1,51 @@
-"""Drafts of what may follow a sequence: what followed when its last tokens stood there before.
+"""Prompt-lookup drafts (n-gram speculative decoding): the tokens after the previous occurrence of the last n-gram.
 
-Summaries, edits and lists repeat their prompts and themselves, and a draft costs a look into a dictionary (Saxena 2023,
-github.com/apoorvumang/prompt-lookup-decoding). The model computes a draft's tokens in one pass and draws at each place
-as it would have drawn there anyway, a function of seed and position; drafted tokens that were drawn save their passes,
-and what was drawn in place of the first wrong one counts. So nothing but the number of passes changes, also where
-draws are random: speculative decoding (Leviathan et al. 2023, arXiv 2211.17192) whose draws are fixed beforehand.
-(Within float rounding, which depends on the shape of a batch, as everywhere in the engine.)
+Summaries, edits and lists repeat their prompts and themselves, and a draft costs one dictionary lookup (Saxena 2023,
+github.com/apoorvumang/prompt-lookup-decoding). The model computes all draft tokens in one forward pass. At each
+position it samples the token that it would sample without drafts, because sampling is a function of seed and position.
+Draft tokens equal to the sampled tokens are accepted and save forward passes. The token sampled instead of the first
+rejected draft token counts too. So drafts change the number of passes but not the output, even with random sampling:
+speculative decoding (Leviathan et al. 2023, arXiv 2211.17192) with predetermined random numbers. As everywhere in the
+engine, float rounding may depend on the shape of a batch.
 """
 
 from collections.abc import Sequence
 
-# Longer runs of tokens say more surely what comes next: they are asked first.
+# Lengths of n-grams, looked up in this order: longer n-grams predict better.
 _RUN_LENGTHS = (4, 2)
-# Of a longer sequence only so many of its last tokens are looked through.
+# Maximum number of last tokens indexed at once. Earlier tokens of a longer prompt are skipped.
 _WINDOW = 8192
-# How much of what is known of earlier guesses stays at each one: about the last ten count.
+# Decay of the acceptance statistics at each prediction: about the last ten predictions count.
 _MEMORY = 0.9
 
 
 class PromptLookup:
-    """The drafts of one sequence, as long as they are likely to pay.
+    """Draft source of one sequence, with drafts as long as they are likely to pay.
 
-    What a lookup would have said is compared with every token that is drawn, drafted or not: that takes no computing by
-    the model. So how often it is right is known where nothing is drafted, and no draft is made to find out.
+    Each sampled token is compared with the lookup's prediction, even if nothing was drafted. This costs no model
+    computation and measures the accuracy without trial drafts.
 
     Args:
-        max_tokens: of a draft.
+        max_tokens: maximum length of a draft.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._num_known = 0
         self._after: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in _RUN_LENGTHS)
-        # Of the last guesses from runs of each length, and one that was half right before the first.
+        # Recent predictions for each n-gram length. The prior is one prediction, half right.
         self._num_right = [0.5 for _ in _RUN_LENGTHS]
         self._num_guesses = [1.0 for _ in _RUN_LENGTHS]
 
     def draft(self, token_ids: Sequence[int], limit: int, price: float = 0.0) -> tuple[int, ...]:
-        """What may follow `token_ids`, at most `limit` tokens; often nothing. They only ever grow.
+        """Return a draft of at most `limit` tokens, often empty.
 
-        A token is drafted if the chance that it and all before it are right is more than `price`.
+        A token is drafted if the probability that the whole draft up to this token is accepted exceeds `price`.
+
+        Args:
+            token_ids: all tokens of the sequence. Between calls, tokens may only be appended.
+            limit: maximum number of tokens.
+            price: minimum acceptance probability of a draft token.
         """
         self._learn(token_ids)
         for kind, run_length in enumerate(_RUN_LENGTHS):
@@ -49,7 +55,7 @@ class PromptLookup:
         return ()
 
     def _worthwhile(self, kind: int, most: int, price: float) -> int:
-        """How many tokens to draft from a run of this kind."""
+        """Return the number of tokens worth drafting after an n-gram of this kind."""
         chance = self._num_right[kind] / self._num_guesses[kind]
         length, all_right = 0, chance
         while length < most and all_right > price:
@@ -57,9 +63,9 @@ class PromptLookup:
         return length
 
     def _learn(self, token_ids: Sequence[int]) -> None:
-        """Know where every run of tokens ended last, but for the one at the end: nothing has followed it yet."""
+        """Index new n-grams by the position after them, except the last n-gram, and update the statistics."""
         for place in range(max(self._num_known, len(token_ids) - _WINDOW, 1), len(token_ids)):
-            is_guessed = not self._num_known  # the prompt is another's text: how it repeats itself says little
+            is_guessed = not self._num_known  # the prompt is not model output: its repetitions predict little
             for kind, (run_length, after) in enumerate(zip(_RUN_LENGTHS, self._after, strict=True)):
                 if place < run_length:
                     continue
@@ -75,6 +81,6 @@ class PromptLookup:
 
 
 def _continued(token_ids: Sequence[int], place: int, length: int) -> tuple[int, ...]:
-    """The tokens from `place` on; what repeats itself at the end goes on doing so."""
+    """Return `length` tokens from `place` on. A repetition that reaches the end of the tokens continues."""
     period = len(token_ids) - place
     return tuple(token_ids[place + offset % period] for offset in range(length))

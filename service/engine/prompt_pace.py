@@ -1,8 +1,8 @@
-"""How many tokens of one prompt a step computes beside others' next ones: so many that these come not much later.
+"""Limit on the prefill tokens of one prompt in a step with decodes, to bound the slowdown of the decodes.
 
-Without a bound a long prompt takes whatever `max_batched_tokens` leaves, and everybody else's next token comes as late
-as that takes to compute. The bound is each prompt's, not the step's: one alone cannot hold up the others, and where
-many wait the whole budget is used, which is what computes most.
+Without a limit, a long prompt takes all that decodes leave of `max_batched_tokens`, and delays the next token of every
+running sequence. The limit applies to each prompt, not to the step. So a single prompt cannot delay the decodes much,
+but many waiting prompts still use the whole budget, which gives the highest throughput.
 """
 
 import math
@@ -10,23 +10,23 @@ import sys
 
 from service.engine.plan import StepPlan
 
-# A step takes as long as if it had so many rows more than it has: its fixed part.
+# Fixed time of a step, as a number of rows that would take as long.
 _FIXED_ROWS = 16
-# Fewer of a prompt's tokens take almost as long: each chunk reads the keys of all that came before it.
+# Minimum number of prefill tokens in a chunk. Smaller chunks take almost as long: each reads all previous keys.
 _LEAST_TOKENS = 8
-# How much of what is known stays at each step that says something.
+# Decay of the estimates at each observed step.
 _MEMORY = 0.8
-# A step that took so many times as long as expected says something of the machine.
+# Cap on an observed duration, as a multiple of the estimate: longer steps are stalls of the machine.
 _OUTLIER = 3.0
-# At least so much of a step's time is its prompts', whatever is known of the rest.
+# Minimum share of a step's time that is attributed to its prefills.
 _LEAST_SHARE = 0.25
 
 
 class PromptPace:
-    """Learns what rows and prompts' tokens take, and bounds the latter.
+    """Estimates the durations of decode rows and prefill tokens, and limits the prefill tokens of a prompt.
 
     Args:
-        slowdown: how many times as long as without it one prompt may make a step; infinite for any number.
+        slowdown: maximum slowdown of a decode step by one prompt, as a factor; infinite: no limit.
     """
 
     def __init__(self, slowdown: float) -> None:
@@ -34,13 +34,13 @@ class PromptPace:
         self.forget()
 
     def forget(self) -> None:
-        """What was learned was no steady state, as a first step is none."""
-        self._row_seconds = 0.0  # of a step that only decodes, for each of its rows and the fixed ones; 0: unknown
-        self._prompt_seconds = 0.0  # beside such rows, of late, and how many tokens were computed in them
-        self._prompt_tokens = 0.0
+        """Reset the estimates: warm-up steps and failed steps are not representative."""
+        self._row_seconds = 0.0  # per row of a decode step, fixed rows included; 0: unknown
+        self._prompt_seconds = 0.0  # recent time of prefill tokens, beside decodes
+        self._prompt_tokens = 0.0  # number of tokens computed in that time, with the same decay
 
     def most_tokens(self, num_decodes: int) -> int:
-        """Of one prompt, beside so many sequences that get their next token."""
+        """Return the maximum number of prefill tokens of one prompt in a step with `num_decodes` decodes."""
         if not (num_decodes and self._row_seconds) or math.isinf(self._slowdown):
             return sys.maxsize
         decode_seconds = self._row_seconds * (num_decodes + _FIXED_ROWS)
@@ -49,11 +49,11 @@ class PromptPace:
 
     @property
     def _token_seconds(self) -> float:
-        """Of a prompt's token beside others' next ones. As a row of these, until it is known."""
+        """Estimated seconds per prefill token; until one is observed, the seconds of a decode row."""
         return self._prompt_seconds / self._prompt_tokens if self._prompt_tokens else self._row_seconds
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """A planned step took so long."""
+        """Record the duration of a step."""
         if not plan.chunks or math.isinf(self._slowdown):
             return
         if plan.is_decode:
@@ -64,7 +64,7 @@ class PromptPace:
         rows = [chunk.num_tokens for chunk in plan.chunks if chunk.draws and chunk.num_tokens == 1 + len(chunk.draft)]
         num_tokens = plan.num_tokens - sum(rows)
         if not (num_tokens and self._row_seconds):
-            return  # drafts alone; or nobody has decoded, so that nothing says what of it is the prompt's
+            return  # no prefill; or no decode step seen yet, so the prefill's share of the time is unknown
         beside = self._row_seconds * (sum(rows) + _FIXED_ROWS)
         own = max(seconds - beside, _LEAST_SHARE * seconds)
         own = min(own, _OUTLIER * self._token_seconds * num_tokens)

@@ -1,7 +1,8 @@
-"""What recorded steps take of a GPU's memory, found out before the cache is sized: two of each kind are recorded.
+"""Memory estimate of CUDA graphs, made before the KV-cache is sized: two graphs of each kind are captured on trial.
 
-The biggest comes first and brings the pool of memory that all of its kind share, and the libraries' workspaces. What
-each one more takes is the driver's, for as many kernels as any other has, and is told by the second.
+The first and largest graph allocates the memory pool that all graphs of its kind share, and library workspaces. Each
+further graph takes driver memory for its kernels, whose number is the same in each graph. The second capture measures
+this memory.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ _TRIED = 2
 
 
 class _Metered:
-    """Records as `record` does, and notes what is free before and after each recording."""
+    """Wrapper of a capture that measures the memory taken by each capture."""
 
     def __init__(self, record: Callable[[Any], Any], free_bytes: Callable[[], int]) -> None:
         self._record = record
@@ -33,7 +34,7 @@ class _Metered:
         return replay
 
     def all_of(self, count: int, whole: int) -> int:
-        """What `count` of them take, by those that were made, which took the `whole` with what they share."""
+        """Return the bytes of `count` graphs. `whole`: bytes of the graphs captured so far, shared memory included."""
         return max(0, whole) + max(0, self.taken[-1]) * (count - len(self.taken))
 
 
@@ -41,13 +42,18 @@ class _Metered:
 def recorded_bytes(
     model: Transformer, largest: LargestStep, *, capture: Capture, pieces: Pieces, free_bytes: Callable[[], int]
 ) -> int:
-    """What all recordings of `model` will take, decode steps and those with prompts. None of those tried is kept.
+    """Return the bytes that all CUDA graphs of a model will take. The graphs captured on trial are discarded.
 
     Args:
-        free_bytes: of the device, that nobody holds.
+        model: the model.
+        largest: limits of a step, which determine the shapes to capture.
+        capture: captures decode steps.
+        pieces: captures steps with prefills.
+        free_bytes: returns the free bytes of the device.
 
     Raises:
-        RuntimeError, ValueError: the device does not record them.
+        RuntimeError: the device cannot capture a step, or a replay of a decode step differs from it.
+        ValueError: a replay of a prefill step differs from the model.
     """
     return _decodes(model, largest, capture, free_bytes) + _prompts(model, largest, pieces, free_bytes)
 

@@ -1,4 +1,4 @@
-"""One forward pass and one sample. Owns the model and the KV tensors."""
+"""Model runner: forward passes and sampling, with the model and the KV-cache tensors."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -25,15 +25,15 @@ from service.messages import TokenLogprob
 
 
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What one forward pass gave: a token for each row of `ModelInputs.params`, and log-probabilities where asked.
+    """Outputs of one step: a sampled token for each row of `ModelInputs.params`, and the requested logprobs.
 
-    token_ids: None for a sequence whose request leaves no token that may come next.
-    logprobs: one entry a token; None for a sequence that asked for none, and where there is no token. Empty where
-        nobody asked.
-    prompt_logprobs: uid -> the scored successors of this chunk.
-    pooled: uid -> the sum of the hidden states that `ModelInputs.pooled_rows` names, E float64.
-    non_finite: the step's packed tokens whose hidden state, logits or pooled sum are NaN or infinite. What was sampled
-        or scored of them means nothing.
+    token_ids: sampled tokens; None for a row whose request allows no next token.
+    logprobs: one entry per row; None for a row without requested logprobs or without a token. Empty if no row of the
+        step requests logprobs.
+    prompt_logprobs: uid to the logprobs of the prompt tokens scored in this step.
+    pooled: uid to the sum of the hidden states selected by `ModelInputs.pooled_rows`, E float64.
+    non_finite: indices of packed tokens whose hidden state, logits or pooled sum are NaN or infinite. Tokens and
+        logprobs of these rows are invalid.
     """
 
     token_ids: Sequence[int | None]
@@ -44,51 +44,55 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Launched(Protocol):
-    """A step that a device computes, or will."""
+    """Step launched on a device, possibly still being computed."""
 
     def read(self) -> StepOutputs:
-        """Wait for it: the tokens it drew, and nothing else."""
+        """Wait for the step and return its outputs: sampled tokens and non-finite rows only."""
         ...
 
 
 class Runner(Protocol):
-    """What the engine needs of whoever computes: the model's runner, or a fake in tests."""
+    """Interface of the engine to the computation: `ModelRunner`, or a fake in tests."""
 
     @property
     def min_rows(self) -> int:
-        """Rows to which a smaller step is padded, since a row's bits would be others in fewer."""
+        """Minimum number of rows of a step. Smaller steps are padded, because fewer rows would round differently."""
         ...
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether the host is free while a launched step is computed."""
+        """True if the host is free while a launched step is computed."""
         ...
 
     def run(self, inputs: ModelInputs) -> StepOutputs:
-        """Compute a step."""
+        """Compute a step and wait for its outputs."""
         ...
 
     def launch(self, inputs: ModelInputs) -> Launched:
-        """Begin a step of draws without rules, masks and scores, behind all that was launched before it. The inputs may
-        be written over when this returns; their `after_rows` are of the step that was launched last."""
+        """Launch a step after all steps launched before. The step must not need rules, masks or logprobs.
+
+        The caller may overwrite the inputs once this returns. `after_rows` refers to the step launched last.
+        """
         ...
 
     def attention_weights(self, token_ids: Sequence[int], *, layer: int, heads: Sequence[int]) -> bytes:
-        """What these tokens attend to, see `service.messages.Looked`."""
+        """Return the attention weights of a text, as in `service.messages.Looked`."""
         ...
 
 
 class ModelRunner:
-    """Runs a transformer over a paged cache of `num_blocks` blocks, and one more that padding writes to.
+    """Runs a transformer over a paged KV-cache of `num_blocks` blocks, plus one scratch block for padding.
 
-    Where the model's attention is native and the kernels are loaded, they compute all of it, see
+    With native attention and loaded native kernels, these kernels compute the whole model, see
     `model.native_transformer`.
 
-    Only the first `vocab_size` ids can be drawn: embeddings are often padded beyond the tokenizer's vocabulary, and
-    an id without text must not come out.
-
     Args:
-        held_as: the cache's dtype; None for the model's.
+        model: the model.
+        num_blocks: number of KV blocks for sequences.
+        block_size: tokens per KV block.
+        vocab_size: only token ids below it are sampled. Embeddings are often padded beyond the tokenizer's vocabulary,
+            and the ids of the padding have no text.
+        held_as: dtype of the KV-cache; None for the dtype of the model.
     """
 
     def __init__(
@@ -104,7 +108,7 @@ class ModelRunner:
         self._vocab_size = vocab_size
         weight = model.token_embedding.weight
         self._device = weight.device
-        self._is_elsewhere = weight.device.type != "cpu"
+        self._is_on_device = weight.device.type != "cpu"
         self._cache = KVCache(
             model.config,
             num_blocks=num_blocks + 1,
@@ -114,14 +118,14 @@ class ModelRunner:
             held_as=held_as,
         )
         self._graphs: DecodeGraphs | None = None
-        self._drawn_B: Tensor | None = None  # by the step that was launched last, where it was computed
+        self._sampled_B: Tensor | None = None  # sampled by the step launched last, on its device
 
     @torch.inference_mode()
     def record(self, capture: Capture, *, max_rows: int, max_context_length: int) -> tuple[Bucket, ...]:
-        """Record steps of decodes, before the first step; those of up to so many rows are replayed from then on.
+        """Capture decode steps of up to `max_rows` rows as CUDA graphs and return the captured shapes.
 
-        The model must attend by a backend that reads positions, slots and tables alone, see `DecodeGraphs`. Returns
-        what was recorded.
+        Must be called before the first step. The attention backend must read only positions, slots and block tables,
+        see `DecodeGraphs`.
         """
         self._graphs = DecodeGraphs(
             lambda token_ids_T, metadata: self._model.hidden(token_ids_T, metadata, self._cache),
@@ -134,29 +138,29 @@ class ModelRunner:
         return self._graphs.shapes
 
     def run(self, inputs: ModelInputs) -> StepOutputs:
-        """Compute a step: the ids go to the host in one copy."""
+        """Compute a step. All sampled ids are copied to the host at once."""
         if isinstance(self._model, NativeTransformer):
-            return self._run(inputs)  # nothing here has gradients, and to say so costs as much as to draw
+            return self._run(inputs)  # no gradients here, and entering inference_mode costs as much as sampling
         with torch.inference_mode():
             return self._run(inputs)
 
     def launch(self, inputs: ModelInputs) -> Launched:
-        """See `Runner`."""
+        """Launch a step, see `Runner.launch`."""
         with torch.inference_mode():
             x_TE, logits_RV = self._compute(inputs)
-            self._drawn_B = sample_on_device(logits_RV[: len(inputs.params)], inputs.params, inputs.positions)
-            return _Draws(self._drawn_B, _sums(x_TE, logits_RV, inputs.metadata.logit_rows_R))
+            self._sampled_B = sample_on_device(logits_RV[: len(inputs.params)], inputs.params, inputs.positions)
+            return _LaunchedStep(self._sampled_B, _sums(x_TE, logits_RV, inputs.metadata.logit_rows_R))
 
     def _compute(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """The step's hidden states TE, and the logits RV that are wanted of them."""
-        drawn_B = self._drawn_before(inputs.after_rows) if inputs.after_rows else None
-        x_TE = None if self._graphs is None else self._graphs.hidden(inputs, drawn_B)
+        """Return the hidden states TE of a step, and the requested logits RV."""
+        sampled_B = self._previous_tokens(inputs.after_rows) if inputs.after_rows else None
+        x_TE = None if self._graphs is None else self._graphs.hidden(inputs, sampled_B)
         if x_TE is None:
             token_ids_T, metadata = inputs.token_ids_T, inputs.metadata
-            if self._is_elsewhere:
+            if self._is_on_device:
                 token_ids_T, metadata = token_ids_T.to(self._device, non_blocking=True), metadata.to(self._device)
-            if drawn_B is not None:
-                token_ids_T = torch.cat((drawn_B, token_ids_T[len(drawn_B) :]))
+            if sampled_B is not None:
+                token_ids_T = torch.cat((sampled_B, token_ids_T[len(sampled_B) :]))
             x_TE = self._model.hidden(token_ids_T, metadata, self._cache)
         rows_R = inputs.metadata.logit_rows_R
         x_RE = x_TE if rows_R is None else x_TE[rows_R.to(self._device, non_blocking=True)]
@@ -165,12 +169,12 @@ class ModelRunner:
             logits_RV = logits_RV[:, : self._vocab_size]
         return x_TE, logits_RV
 
-    def _drawn_before(self, rows: tuple[int, ...]) -> Tensor:
-        """What the step that was launched last drew in these rows."""
-        assert self._drawn_B is not None
-        if rows == tuple(range(len(self._drawn_B))):
-            return self._drawn_B
-        return self._drawn_B[torch.tensor(rows).to(self._device, non_blocking=True)]
+    def _previous_tokens(self, rows: tuple[int, ...]) -> Tensor:
+        """Return the tokens that the step launched last sampled in these rows."""
+        assert self._sampled_B is not None
+        if rows == tuple(range(len(self._sampled_B))):
+            return self._sampled_B
+        return self._sampled_B[torch.tensor(rows).to(self._device, non_blocking=True)]
 
     def _run(self, inputs: ModelInputs) -> StepOutputs:
         decoded = self._decode(inputs)
@@ -180,16 +184,16 @@ class ModelRunner:
             non_finite = _non_finite(_sums(x_TE, logits_RV, inputs.metadata.logit_rows_R).cpu())
         else:
             likely, logits_RV = decoded
-            x_TE = logits_RV[:, :0]  # nothing is pooled of sequences that decode
+            x_TE = logits_RV[:, :0]  # an empty tensor: decode steps pool no hidden states
             non_finite = {row for row, token_id in enumerate(likely) if token_id < 0} if min(likely) < 0 else set()
-        token_ids = _draw(logits_RV, inputs, likely) if inputs.params else []
+        token_ids = _sample(logits_RV, inputs, likely) if inputs.params else []
         pooled = self._pool(x_TE, inputs.pooled_rows) if inputs.pooled_rows else {}
         for rows in inputs.pooled_rows:
             if not np.isfinite(pooled[rows.uid]).all():
                 non_finite.add(rows.first_row)
         return StepOutputs(
             token_ids=token_ids,
-            logprobs=_drawn_logprobs(logits_RV, token_ids, inputs.params) if inputs.wants_logprobs else [],
+            logprobs=_sampled_logprobs(logits_RV, token_ids, inputs.params) if inputs.wants_logprobs else [],
             prompt_logprobs={
                 rows.uid: _token_logprobs(
                     logits_RV[rows.first_row : rows.first_row + len(rows.targets)], rows.targets, rows.num_top
@@ -201,7 +205,7 @@ class ModelRunner:
         )
 
     def _decode(self, inputs: ModelInputs) -> Decoded | None:
-        """The step in one call of our own kernels, where they can."""
+        """Compute a decode step in one call of the native kernels; None if they do not support the step."""
         model = self._model
         if not isinstance(model, NativeTransformer) or inputs.metadata.logit_rows_R is not None:
             return None
@@ -209,25 +213,25 @@ class ModelRunner:
 
     @property
     def min_rows(self) -> int:
-        """See `Runner`. To our own kernels a row's bits are the same alone."""
+        """Minimum number of rows, see `Runner.min_rows`. It is 1 for the native kernels, which are batch-invariant."""
         return 1 if isinstance(self._model, NativeTransformer) else MIN_ROWS
 
     @property
     def is_asynchronous(self) -> bool:
-        """See `Runner`."""
+        """True on a GPU, see `Runner.is_asynchronous`."""
         return self._device.type == "cuda"
 
     def _pool(self, x_TE: Tensor, pooled_rows: Sequence[PooledRows]) -> dict[str, NDArray[np.float64]]:
-        """Sums of hidden states after the final norm, see `Pool`; they go to the host in one copy."""
+        """Return the sums of hidden states after the final norm, by uid. They are copied to the host at once."""
         chunks = (x_TE[rows.first_row : rows.first_row + rows.num_rows] for rows in pooled_rows)
         sums_BE = torch.stack([self._model.final_norm(chunk_XE).double().sum(dim=0) for chunk_XE in chunks])
         return dict(zip((rows.uid for rows in pooled_rows), sums_BE.cpu().numpy(), strict=True))
 
     def attention_weights(self, token_ids: Sequence[int], *, layer: int, heads: Sequence[int]) -> bytes:
-        """What these tokens attend to: lower triangles of the `heads`, float32. Touches no cache.
+        """Return the attention weights of a text: the lower triangle of each head, float32. The KV-cache is not used.
 
         Raises:
-            ValueError: see `weights_of_layer`.
+            ValueError: the layer or the token ids are invalid, see `weights_of_layer`.
         """
         held_as = self._cache.held_as
         weights_HTT = weights_of_layer(self._model, token_ids, layer=layer, held_as=held_as)[list(heads)]
@@ -235,18 +239,18 @@ class ModelRunner:
         return weights_HTT[:, rows, columns].numpy().tobytes()
 
 
-class _Draws:
-    """Sampled ids and `_sums` on their way to the host: nothing waits for the copies until they are read."""
+class _LaunchedStep:
+    """Sampled ids and `_sums` that are copied to the host asynchronously until `read` waits for the copies."""
 
-    def __init__(self, drawn_B: Tensor, sums_T: Tensor) -> None:
-        self._ids_B, self._sums_T, self._copied = drawn_B, sums_T, None
-        if drawn_B.is_cuda:
-            self._ids_B, self._sums_T = _pinned(drawn_B), _pinned(sums_T)
+    def __init__(self, sampled_B: Tensor, sums_T: Tensor) -> None:
+        self._ids_B, self._sums_T, self._copied = sampled_B, sums_T, None
+        if sampled_B.is_cuda:
+            self._ids_B, self._sums_T = _pinned(sampled_B), _pinned(sums_T)
             self._copied = torch.cuda.Event()
             self._copied.record()
 
     def read(self) -> StepOutputs:
-        """See `Launched`."""
+        """Wait for the copies and return the outputs, see `Launched.read`."""
         if self._copied is not None:
             self._copied.synchronize()
         non_finite = frozenset(_non_finite(self._sums_T))
@@ -254,16 +258,16 @@ class _Draws:
 
 
 def _pinned(x: Tensor) -> Tensor:
-    """A copy in the host's memory, which the device makes later."""
+    """Return pinned host memory to which the device copies `x` asynchronously."""
     copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     return copy.copy_(x, non_blocking=True)
 
 
 def _sums(x_TE: Tensor, logits_RV: Tensor, rows_R: Tensor | None) -> Tensor:
-    """The sum of each packed token's hidden state and logits, T: finite where all of these numbers are.
+    """Return the sum of the hidden state and logits of each packed token, T, to detect NaN and infinity.
 
-    A sum costs one pass where they are, and the host waits for nothing. A hidden state of finite numbers whose sum
-    overflows (over 1e34 each) is one that no norm can take either.
+    A sum is one pass on the device, and the host does not wait for it. Finite hidden states whose sum overflows (over
+    1e34 each) would overflow a norm too.
     """
     sums_T = x_TE.sum(dim=1, dtype=torch.float32)
     of_logits_R = logits_RV.sum(dim=1, dtype=torch.float32)
@@ -271,14 +275,14 @@ def _sums(x_TE: Tensor, logits_RV: Tensor, rows_R: Tensor | None) -> Tensor:
 
 
 def _non_finite(sums_T: Tensor) -> set[int]:
-    """The packed tokens whose sum, on the host, is NaN or infinite."""
+    """Return the indices of packed tokens whose sum is NaN or infinite. The sums are on the host."""
     return set(np.flatnonzero(~np.isfinite(sums_T.numpy())).tolist())
 
 
-def _draw(logits_RV: Tensor, inputs: ModelInputs, likely: list[int] | None) -> Sequence[int | None]:
-    """A token for each of the first rows that are drawn from; None where the request leaves none.
+def _sample(logits_RV: Tensor, inputs: ModelInputs, likely: list[int] | None) -> Sequence[int | None]:
+    """Sample a token for each row of `inputs.params`; None for a row without an allowed token.
 
-    likely: each row's most likely token, where that is known.
+    likely: the most likely token of each row, or None if unknown.
     """
     count = len(inputs.params)
     logits_BV = logits_RV if len(logits_RV) == count else logits_RV[:count]
@@ -290,16 +294,16 @@ def _draw(logits_RV: Tensor, inputs: ModelInputs, likely: list[int] | None) -> S
         logits_BV = only_allowed(logits_BV, rows, allowed_RV)
         without_token = [row for row, some in zip(rows, allowed_RV.any(dim=1).tolist(), strict=True) if not some]
     ids = sample(logits_BV, inputs.params, inputs.positions, forbidden=inputs.forbidden, rules=inputs.rules)
-    drawn = [None if token_id == NO_TOKEN else token_id for token_id in ids]
+    sampled = [None if token_id == NO_TOKEN else token_id for token_id in ids]
     for row in without_token:
-        drawn[row] = None
-    return drawn
+        sampled[row] = None
+    return sampled
 
 
-def _drawn_logprobs(
+def _sampled_logprobs(
     logits_RV: Tensor, token_ids: Sequence[int | None], params: Sequence[SamplingParams]
 ) -> list[TokenLogprob | None]:
-    """Log-probabilities of the drawn tokens whose sequences asked for them."""
+    """Return the logprobs of the sampled tokens whose requests ask for logprobs."""
     asked = {row: token_ids[row] for row, param in enumerate(params) if param.logprobs is not None}
     entries: list[TokenLogprob | None] = [None] * len(params)
     known = {row: token_id for row, token_id in asked.items() if token_id is not None}

@@ -1,9 +1,9 @@
-"""Limit on running sequences that keeps the mean time between an answer's tokens at a target.
+"""Limit on running sequences that keeps the mean inter-token latency (ITL) at a target.
 
-A step takes about as long as a line over its sequences says: a fixed part and a part of each. The seconds of recent
-steps give the line, the target gives the number of sequences. The limit corrects itself: where the fixed part is
-another than assumed here, steps at the limit are too long or too short, and the limit moves on until they are right.
-Prompts count with the steps that compute them, because clients wait for these steps, too.
+The model of a step's duration is linear: a fixed part, plus a part for each sequence. The durations of recent steps
+determine the line, and the target determines the number of sequences. The limit corrects itself: if the assumed fixed
+part is wrong, steps at the limit miss the target, and the limit moves until they meet the target. Steps with prefills
+count too, because clients wait for these steps.
 """
 
 import math
@@ -11,15 +11,15 @@ import sys
 
 from service.engine.plan import StepPlan
 
-# Fixed part of a step, in sequences that would take as long.
+# Fixed time of a step, as a number of sequences that would take as long.
 _FIXED_SEQUENCES = 16
-# Weight that earlier steps keep at each step: about the last 100 count.
+# Decay of the estimates at each step: about the last 100 steps count.
 _MEMORY = 0.99
-# Longest step that counts in full, in predicted steps: a longer one says something of the machine.
+# Cap on an observed duration, as a multiple of the prediction: longer steps are stalls of the machine.
 _OUTLIER = 3.0
-# Share of the target that the mean is held at: the mean of a single answer differs from it by chance.
+# Share of the target at which the mean is held, because the mean of a single response varies by chance.
 _AIM = 0.9
-# The limit stays while the estimate is at most this far outside of it, in sequences: it must not flap.
+# Maximum deviation of the estimate, in sequences, without a change of the limit: prevents flapping.
 _HYSTERESIS = 0.5
 
 
@@ -27,8 +27,8 @@ class RunningLimit:
     """Largest number of running sequences whose steps keep the target.
 
     Args:
-        target_seconds: longest mean time between two tokens of an answer; infinite for no target.
-        max_num_running: upper bound of the limit, and the limit until a step with decodes was observed.
+        target_seconds: maximum mean time between two tokens of a response; infinite for no target.
+        max_num_running: upper bound of the limit, and its value until a step with decodes is observed.
     """
 
     def __init__(self, target_seconds: float, max_num_running: int) -> None:
@@ -39,11 +39,11 @@ class RunningLimit:
     def forget(self) -> None:
         """Reset the estimate: warm-up steps and failed steps are not representative."""
         self.num_sequences = self._max_num_running
-        self._seconds = 0.0  # of recent steps, each weighted by its decodes
-        self._units = 0.0  # of the same steps: sequences and fixed part, each weighted by the tokens decoded
+        self._seconds = 0.0  # durations of recent steps, each weighted by its number of decodes
+        self._units = 0.0  # sequences and fixed part of the same steps, each weighted by its decoded tokens
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Record that the tokens of a step came `seconds` after those of the step before. Follows their commit."""
+        """Record the `seconds` between the commits of a step and the previous step. Call after the commit."""
         if math.isinf(self._aim_seconds):
             return
         decodes = [

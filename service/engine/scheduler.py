@@ -1,16 +1,16 @@
-"""Who computes how much in the next step. Pure Python: integers in, integers out.
+"""Scheduler: chooses the sequences and tokens that the next step computes. Pure Python on integers.
 
-There are no phases. A sequence has `num_computed_tokens` and must catch up with its tokens; a step has one budget of
-`max_batched_tokens`, which serves sequences that are one token behind first (decode) and spends the rest on longer
-arrears (prompts), oldest first, of each no more than `prompt_pace` allows. Continuous batching, chunked prefill, prefix
-hits and going on after a preemption or a crash are all this one rule. (The idea is vLLM's; Kwon et al. 2023, Agrawal et
-al. 2023, arXiv 2308.16369.)
+There are no separate prefill and decode phases. Each sequence has `num_computed_tokens`, which must catch up with its
+number of tokens. A step has one budget of `max_batched_tokens`. Sequences that lack one token (decodes) are served
+first. The rest of the budget goes to longer prefills in rank order, limited per sequence by `prompt_pace`. This rule
+covers continuous batching, chunked prefill, prefix-cache hits, and resumption after a preemption or a crash. (vLLM:
+Kwon et al. 2023, arXiv 2309.06180. Sarathi: Agrawal et al. 2023, arXiv 2308.16369.)
 
-Why nothing starves: of those that run, what ranks first (by arrival, but for priorities: `service.engine.sequence`) is
-served first and may take blocks from whatever ranks later, and every sequence that is let in fits the pool alone. So
-the first always goes on, ends, and the next is first; and new arrivals rank later and later. Nobody is thrown out for
-a place among those that run: who gets the next one says `service.engine.fair_queue`, by turns among owners, by rank
-among the sequences of each. `service.engine.running_limit` says how many run at once.
+Running sequences do not starve. The sequence of lowest rank (`service.engine.sequence`) is served first and may preempt
+sequences of higher rank, and every admitted sequence fits the pool alone. So the first sequence always makes progress
+and ends, and newer arrivals rank later. A waiting sequence never preempts a running one. `service.engine.fair_queue`
+chooses the next sequence to admit: fair among tenants, by rank within a tenant. `service.engine.running_limit` sets
+the number of running sequences.
 """
 
 import time
@@ -32,12 +32,13 @@ from service.messages import FinishReason
 
 
 class Scheduler:
-    """Owner of all sequences and of the block pool.
+    """Scheduler of all sequences, with the block pool.
 
     Args:
-        max_context_length: positions of the model; a sequence ends there.
-        eos_token_ids: what ends a text, any of them.
-        clock: seconds; `time.monotonic` but in tests.
+        config: sizes and budgets.
+        max_context_length: maximum number of tokens of a sequence, prompt included.
+        eos_token_ids: end-of-sequence tokens of the model.
+        clock: time in seconds; tests replace `time.monotonic`.
     """
 
     def __init__(
@@ -67,12 +68,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that own no blocks yet, or no more."""
+        """Number of waiting sequences: not yet admitted, or preempted."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Sequences that own blocks."""
+        """Number of running sequences, which own blocks."""
         return len(self._running)
 
     @property
@@ -82,44 +83,44 @@ class Scheduler:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks nobody owns."""
+        """Number of free blocks, cached blocks included."""
         return self._pool.num_free
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """True if a step has something to compute or to end."""
         return bool(self._waiting or self._running or self._ended)
 
     def sequences(self) -> list[Sequence]:
-        """All unfinished sequences."""
+        """Return all unfinished sequences."""
         return list(self._sequences.values())
 
     def get(self, uid: str) -> Sequence | None:
-        """The unfinished sequence of that uid."""
+        """Return the unfinished sequence of a uid, or None."""
         return self._sequences.get(uid)
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait for its turn.
+        """Add a sequence to the waiting queue.
 
         Raises:
-            ValueError: it could never be computed: empty, longer than the context, larger than the pool, or known.
+            ValueError: the prompt is empty, the sequence exceeds the context or the pool, or its uid is in use.
         """
         length, limit = len(sequence.token_ids), self._max_context_length
         if sequence.uid in self._sequences:
-            raise ValueError(f"sequence {sequence.uid} is already here")
+            raise ValueError(f"the uid {sequence.uid} is in use by another sequence")
         if not 1 <= sequence.num_prompt_tokens <= limit or length > limit:
-            raise ValueError(f"a prompt of {length} tokens; the context holds 1 to {limit}")
+            raise ValueError(f"the prompt has {length} tokens; the context holds 1 to {limit}")
         capacity = self._config.num_blocks * self._config.block_size
         if sequence.max_length > capacity:
-            raise ValueError(f"up to {sequence.max_length} tokens; the KV-cache holds {capacity}")
+            raise ValueError(f"the sequence may reach {sequence.max_length} tokens; the KV-cache holds {capacity}")
         self._sequences[sequence.uid] = sequence
         self._waiting.add(sequence)
         self._num_with_deadline += sequence.deadline_seconds is not None
         if sequence.num_prior_tokens and self._endings.ends(sequence):
-            self._ended.append(sequence)  # only its ending was lost
+            self._ended.append(sequence)  # the previous attempt had sampled all tokens, and only its ending was lost
 
     def cancel(self, uid: str) -> bool:
-        """Forget a sequence; its blocks are free at once. Returns whether it was here."""
+        """Remove a sequence and free its blocks. Return False if the uid is unknown."""
         sequence = self._sequences.get(uid)
         if sequence is None:
             return False
@@ -127,7 +128,7 @@ class Scheduler:
         return True
 
     def schedule(self) -> StepPlan:
-        """Decide the next step. `commit` must follow, with the tokens drawn."""
+        """Plan the next step. A `commit` with the sampled tokens must follow."""
         self._num_preemptions = 0
         self._scheduled_seconds = self._clock()
         ended = self._take_ended()
@@ -135,7 +136,7 @@ class Scheduler:
         self._drafting.begin(len(self._running))
         chunks: list[Chunk] = []
         behind: list[Sequence] = []
-        # Copies: whoever is served may preempt from the end of the list.
+        # A copy, because reserving blocks may preempt sequences at the end of the list.
         for sequence in tuple(self._running):
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
@@ -178,8 +179,10 @@ class Scheduler:
         )
 
     def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """Decide the step after one that is being computed; None where more is to be decided than its sequences' next
-        tokens. `commit` must follow of both, of the later one without the sequences that end in the first."""
+        """Plan the step after a step that is still being computed; None if it cannot be only the next decode.
+
+        A `commit` of both steps must follow. The second commit must omit sequences that end in the first step.
+        """
         self._end_expired()
         may_admit = self._waiting and sum(map(goes_on, plan.chunks)) < self._limit.num_sequences
         if self._ended or may_admit:
@@ -190,66 +193,69 @@ class Scheduler:
         return ahead
 
     def commit(self, plan: StepPlan, token_ids: Iterable[int | None]) -> list[Sequence]:
-        """Take up what a step computed: the drawn tokens, as `StepPlan.drawn_rows` say whose.
+        """Append the sampled tokens of a step to their sequences and return the sequences that ended.
 
-        None is drawn where no token may come next. Returns the sequences that ended, their blocks already free.
+        The blocks of ended sequences are free.
+
+        Args:
+            token_ids: sampled tokens, assigned to chunks by `StepPlan.drawn_rows`; None if no token may follow.
         """
-        drawn = list(token_ids)
+        sampled = list(token_ids)
         now = self._clock()
         self._drafting.observe(plan, now - self._scheduled_seconds)
         self._pace.observe(plan, now - self._scheduled_seconds)
         finished: list[Sequence] = []
         for chunk, rows in zip(plan.chunks, plan.drawn_rows, strict=True):
             sequence = chunk.sequence
-            if plan.after_rows:  # its tokens were not known when it was planned
+            if plan.after_rows:  # the token ids, and so the block hashes, were unknown when the step was planned
                 self._prefix_cache.register(sequence, chunk.num_known_tokens)
             sequence.num_computed_tokens += chunk.num_tokens - len(chunk.draft)
             if sequence.num_scored_tokens < sequence.num_prompt_tokens - 1:
                 scored = min(sequence.num_computed_tokens, sequence.num_prompt_tokens - 1)
                 sequence.num_scored_tokens = max(sequence.num_scored_tokens, scored)
             if rows:
-                ends = self._endings.take(chunk, [drawn[row] for row in rows], now)
+                ends = self._endings.take(chunk, [sampled[row] for row in rows], now)
             else:
                 ends = not sequence.num_remaining_tokens
                 if ends:
                     sequence.finish_reason = FinishReason.LENGTH
-                    sequence.first_token_seconds = now  # the prompt's end, which no token follows
+                    sequence.first_token_seconds = now  # end of prefill: no token is sampled
             if ends:
                 self._retire(sequence)
                 finished.append(sequence)
         self._limit.observe(plan, now - self._committed_seconds)
         self._committed_seconds = now
-        self._scheduled_seconds = now  # of a step ahead, which takes its time from here on
+        self._scheduled_seconds = now  # a step launched ahead counts from here
         return finished
 
     def end_non_finite(self, plan: StepPlan, starts: Mapping[str, int]) -> list[Sequence]:
-        """End the sequences of a computed step whose numbers are NaN or infinite; `commit` follows without them.
+        """End the sequences whose numbers in a computed step are NaN or infinite. `commit` must follow without them.
 
-        Keys and values that the step wrote for them are not found again. A sequence that was to share these blocks in
-        the same step is preempted: attention may have spread NaN to all positions of the prompt, shared ones included.
+        The blocks that the step wrote for them leave the prefix cache. Another sequence that shares these blocks is
+        preempted, because attention may have spread NaN to all positions of the prompt.
 
         Args:
-            starts: uid -> the first position that the step computed.
+            starts: uid to the first position that the step computed.
         """
         ended: list[Sequence] = []
         for chunk in plan.chunks:
             sequence = chunk.sequence
             if sequence.uid not in starts or sequence.status is not SequenceStatus.RUNNING:
-                continue  # a step launched ahead still has sequences that have ended; a preempted one is computed again
+                continue  # ended since the step was launched ahead, or preempted and computed again later
             spoiled = set(sequence.block_table[starts[sequence.uid] // self._config.block_size :])
             self._prefix_cache.discard(spoiled)
             self.finish(sequence, FinishReason.ERROR)
             ended.append(sequence)
             for other in [running for running in self._running if not spoiled.isdisjoint(running.block_table)]:
-                first = next(place for place, block in enumerate(other.block_table) if block in spoiled)
+                first = next(index for index, block in enumerate(other.block_table) if block in spoiled)
                 self._prefix_cache.discard(other.block_table[first:])
                 self._preempt(other)
         return ended
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
-        """End a sequence for a reason that is not in its ids: a stop string, or a failure.
+        """End a sequence for a reason outside its token ids: a stop string, a failure or a cancellation.
 
-        One that `commit` has ended already keeps no other reason than this one: its text ended first.
+        The reason replaces a reason that `commit` has set, because a stop string ends before the last token.
         """
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
@@ -258,7 +264,10 @@ class Scheduler:
             self._ended = [ended for ended in self._ended if ended is not sequence]
 
     def end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
-        """Let the next step end a sequence without computing it. Its ending stays, but a stop comes before a length."""
+        """Let the next step end a sequence without computing it.
+
+        An earlier reason is kept, except that STOP replaces LENGTH.
+        """
         if sequence.finish_reason is None:
             self._ended.append(sequence)
         elif sequence.finish_reason is not FinishReason.LENGTH or reason is not FinishReason.STOP:
@@ -266,33 +275,36 @@ class Scheduler:
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
 
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache, and what steps took. Must follow one that failed between `schedule` and `commit`."""
+        """Clear the prefix cache and the estimates of step durations.
+
+        Must follow a step that failed between `schedule` and `commit`.
+        """
         self._prefix_cache.forget()
         self._pace.forget()
         self._limit.forget()
 
     def forbidden_token_ids(self, sequence: Sequence) -> tuple[int, ...]:
-        """What the next draw must avoid, see `Endings.forbidden`."""
+        """Return the tokens that must not be sampled next, see `Endings.forbidden`."""
         return self._endings.forbidden(sequence)
 
     def check_integrity(self) -> None:
-        """Every sequence is in one place, and every block is owned by who has it in its table, or free.
+        """Check that each sequence is in exactly one queue, and that block tables match the reference counts.
 
         Raises:
-            AssertionError: a bug of ours.
+            AssertionError: the scheduler's state is inconsistent.
         """
         assert all(s.status is SequenceStatus.RUNNING for s in self._running)
         assert all(s.status is SequenceStatus.WAITING and not s.block_table for s in self._waiting)
         assert len(self._running) <= self._config.max_num_running
-        assert self._running == sorted(self._running, key=by_rank), "sequences do not stand by rank"
+        assert self._running == sorted(self._running, key=by_rank), "running sequences are not sorted by rank"
         self._waiting.check_integrity()
         placed = [*self._running, *self._waiting]
-        assert sorted(s.uid for s in placed) == sorted(self._sequences), "a sequence is lost or stands twice"
+        assert sorted(s.uid for s in placed) == sorted(self._sequences), "a sequence is lost or queued twice"
         assert sum(s.deadline_seconds is not None for s in placed) == self._num_with_deadline
         self._pool.check_integrity([sequence.block_table for sequence in self._running])
 
     def _take_ended(self) -> tuple[Sequence, ...]:
-        """Retire what ends without computing."""
+        """Retire and return the sequences that end without computation."""
         self._end_expired()
         ended, self._ended = tuple(self._ended), []
         for sequence in ended:
@@ -300,13 +312,16 @@ class Scheduler:
         return ended
 
     def _end_expired(self) -> None:
-        """What has not begun by its deadline ends."""
+        """End the waiting sequences that have never run and whose deadline has passed."""
         if self._num_with_deadline:
             for sequence in self._waiting.expired(self._clock()):
                 self.end(sequence, FinishReason.ABORT)
 
     def _plan(self, sequence: Sequence, num_tokens: int, draft: tuple[int, ...] = ()) -> Chunk:
-        """Have this step compute the next tokens of a sequence. What is planned is not preempted any more."""
+        """Plan the next `num_tokens` tokens of a sequence, then its draft.
+
+        The blocks become findable at once, so a planned sequence must not be preempted later in the same step.
+        """
         start = sequence.num_computed_tokens
         end = start + num_tokens
         if end // self._config.block_size > sequence.num_registered_blocks:
@@ -316,9 +331,9 @@ class Scheduler:
         return Chunk(sequence, start, num_tokens + len(draft), draws, draft)
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Grow a block table to hold `num_tokens`, at the expense of sequences that rank later if need be.
+        """Allocate blocks for the first `num_tokens` tokens. Preempt sequences of higher rank if blocks are short.
 
-        A sequence that finds none keeps what it has and sits this step out: what ranks earlier goes on.
+        Return False if blocks are still short. The sequence then keeps its blocks and skips this step.
         """
         missing = -(-num_tokens // self._config.block_size) - len(sequence.block_table)
         if missing <= 0:
@@ -334,7 +349,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue, without blocks; its tokens stay and will be computed again."""
+        """Move a sequence back to the waiting queue and free its blocks. Its tokens are recomputed later."""
         self._running.remove(sequence)
         self._pool.free(sequence.block_table)
         sequence.block_table = []
@@ -345,15 +360,15 @@ class Scheduler:
         self._num_preemptions += 1
 
     def _admit(self) -> tuple[Sequence, int] | None:
-        """Give the first waiting sequence blocks for all its tokens, known prefixes shared; None if they are short.
+        """Admit the first waiting sequence with blocks for all its tokens; None if blocks are short.
 
-        Returns it with the number of tokens looked up in the prefix cache.
+        Cached blocks are shared. Return the sequence and the number of tokens looked up in the prefix cache.
         """
         sequence = self._waiting.first()
         size = self._config.block_size
         known, num_queried = self._prefix_cache.find(sequence)
         needed = -(-len(sequence.token_ids) // size) - len(known)
-        # One spare block for each that runs: to let a prompt in and throw it out again soon is work for nothing.
+        # Keep one spare block per running sequence, so that the admitted sequence is not preempted soon after.
         if self._pool.num_free - self._pool.num_free_among(known) < needed + len(self._running):
             return None
         self._pool.acquire(known)
@@ -370,7 +385,7 @@ class Scheduler:
         return sequence, num_queried
 
     def _retire(self, sequence: Sequence) -> None:
-        """Out of every list, without blocks."""
+        """Remove a sequence from its queue and free its blocks."""
         if sequence.status is SequenceStatus.RUNNING:
             self._running.remove(sequence)
             self._pool.free(sequence.block_table)

@@ -1,10 +1,10 @@
-"""One request inside the engine: its ids, its place in the computation, its blocks and its time stamps.
+"""State of one request inside the engine: token ids, progress, KV blocks and timestamps.
 
-A plain record. Only the scheduler changes it; everybody else reads.
+A plain record. Only the scheduler and its helpers change a sequence.
 
-Who goes first is decided by rank, lowest first, and a rank never changes: a level of priority is worth
-`AGEING_SECONDS` of waiting, so that a sequence of priority p ranks as one of priority 0 that came p * AGEING_SECONDS
-later. So whoever waits is passed only by what comes within a bounded time, however much comes.
+Sequences are served by rank, lowest first. A rank never changes. One priority level equals `AGEING_SECONDS` of waiting:
+a sequence of priority p ranks like a sequence of priority 0 that arrived p * AGEING_SECONDS later. So only requests
+that arrive within a bounded time can overtake a waiting sequence.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ AGEING_SECONDS = 10.0
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is in its life."""
+    """Life-cycle state of a sequence."""
 
     WAITING = auto()  # owns no blocks: not yet admitted, or preempted
     RUNNING = auto()  # owns the blocks of its table
@@ -32,19 +32,19 @@ class Sequence:
     """Prompt and completion ids, of which the first `num_computed_tokens` have their keys and values in the cache.
 
     Attributes:
-        max_length: tokens at which it ends, prompt included: by `max_tokens` or by the model's context.
-        token_ids: prompt, prior tokens (from an earlier attempt), then what this attempt drew.
-        block_table: pool blocks in order; block i holds positions i * block_size onward.
-        block_hashes: chained hashes of the leading full blocks, as far as they have been needed.
-        num_registered_blocks: leading blocks that the prefix cache knows of.
-        num_scored_tokens: leading prompt tokens whose successor has been scored, for `prompt_logprobs`.
-        rank: what is lower is served first and preempted last; no two are equal.
-        rules: what its request says of single tokens, as far as it has come; None for nothing.
-        root_hash: what its first block's hash is chained to.
-        pooling: its embedding is wanted, and nothing drawn.
-        owner: whose it is, see `service.engine.fair_queue`.
-        lookup: drafts what may follow; None where nothing is drafted.
-        *_seconds: `time.monotonic()`; None for what has not happened.
+        max_length: number of tokens at which the sequence ends, prompt included: by `max_tokens` or the context length.
+        token_ids: prompt, prior tokens (sampled by an earlier attempt), then tokens sampled by this attempt.
+        block_table: ids of KV blocks in order. Block i holds the positions from i * block_size on.
+        block_hashes: chained hashes of the leading full blocks, computed on demand.
+        num_registered_blocks: number of leading blocks registered in the prefix cache.
+        num_scored_tokens: number of leading prompt tokens whose successor has its logprob, for `prompt_logprobs`.
+        rank: the lowest rank is served first and preempted last. Ranks are unique.
+        rules: logit bias, penalties, allowed tokens and bad words of the request, with their state; None without rules.
+        root_hash: parent hash of the first block.
+        pooling: pooling of the requested embedding, for which no token is sampled; None for a completion.
+        owner: tenant of the request, see `service.engine.fair_queue`.
+        lookup: source of draft tokens; None without speculative decoding.
+        *_seconds: timestamps of `time.monotonic()`; None for events that have not happened.
     """
 
     uid: str
@@ -78,22 +78,27 @@ class Sequence:
 
     @property
     def num_completion_tokens(self) -> int:
-        """Tokens after the prompt, prior ones included."""
+        """Number of tokens after the prompt, prior tokens included."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_remaining_tokens(self) -> int:
-        """Tokens that must be computed before the next one can be drawn."""
+        """Number of tokens to compute before the next token can be sampled."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @classmethod
     def from_submit(
         cls, submit: Submit, *, arrival_number: int, max_context_length: int, max_draft_tokens: int = 0
     ) -> "Sequence":
-        """A new sequence, with the tokens of an earlier attempt where there are any.
+        """Create a sequence from a submission, with the prior tokens of an earlier attempt.
 
-        `arrival_number`: the order of submission, for those of one rank. Nothing is drafted where what may be drawn
-        depends on what has been: where there are rules, or a grammar.
+        Sequences with rules or a grammar get no drafts, because their allowed tokens depend on the tokens before.
+
+        Args:
+            submit: the submission.
+            arrival_number: order of submission, which makes ranks unique.
+            max_context_length: maximum number of tokens of the sequence, prompt included.
+            max_draft_tokens: maximum length of a draft; 0 for no speculative decoding.
         """
         rules = TokenRules.of(submit.params, submit.prompt_token_ids, submit.prior_token_ids)
         drafts = max_draft_tokens > 0 and rules is None and submit.grammar is None and submit.pooling is None
@@ -117,5 +122,5 @@ class Sequence:
 
 
 def by_rank(sequence: Sequence) -> tuple[float, int]:
-    """A key to sort by."""
+    """Return the rank of a sequence, as a sort key."""
     return sequence.rank

@@ -1,31 +1,31 @@
-"""What one row more costs a step, measured while it is served."""
+"""Marginal cost of one more row in a step, measured while serving."""
 
-# A step takes as long as if it had so many rows more than it has, until it is known better.
+# Prior of the fixed time of a step, as a number of rows that would take as long.
 _USUAL_ROWS = 16
-# Weight of that belief against the spread of rows seen, in steps times rows squared.
+# Weight of the prior against the observed spread of row counts, in steps times rows squared.
 _DOUBT = 64
-# How much of what is known of earlier steps stays at each one: about the last thousand count.
+# Decay of the sums at each step: about the last 1,000 steps count.
 _MEMORY = 0.999
-# A step that took so many times as long as others says something of the machine, not of its rows.
+# Cap on an observed duration, as a multiple of the mean: longer steps are stalls of the machine.
 _OUTLIER = 3.0
 _LEAST, _MOST = 0.05, 1.0
 
 
 class StepCost:
-    """The seconds of a step are a straight line over its rows, fitted to the last steps by least squares.
+    """Linear model of a step's duration over its rows, fitted to recent steps by least squares.
 
-    Where all of them had as many rows, nothing says how steep it is: a usual line then counts more than they do.
+    If all recent steps have the same number of rows, the slope is undetermined. The slope of the prior then dominates.
     """
 
     def __init__(self) -> None:
-        self._num_steps = 0.0  # weights, as all the sums
+        self._num_steps = 0.0  # sum of weights, with the same decay as the other sums
         self._rows = 0.0
         self._seconds = 0.0
         self._rows_squared = 0.0
         self._rows_seconds = 0.0
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """A step of so many rows, each a sequence's next token, took so long."""
+        """Record the duration of a step of `num_rows` rows without prefills."""
         if self._seconds:
             seconds = min(seconds, _OUTLIER * self._seconds / self._num_steps)
         self._num_steps = self._num_steps * _MEMORY + 1
@@ -35,11 +35,10 @@ class StepCost:
         self._rows_seconds = self._rows_seconds * _MEMORY + num_rows * seconds
 
     def of_one_more(self, num_rows: int) -> float:
-        """Seconds that one row adds to a step of `num_rows`, as a share of what a row of it takes on average.
+        """Return the marginal cost of a row in a step of `num_rows` rows, relative to the average cost of its rows.
 
-        A row more pays for itself if it is worth more than this share of a row that is there: only then it makes the
-        tokens of a second more. Near 0 where a step takes as long however many rows it has, near 1 where rows are all
-        that takes time.
+        One more row raises throughput if its expected tokens exceed this share. The share approaches 0 if the duration
+        hardly depends on the number of rows, and 1 if it is proportional to the number of rows.
         """
         if not self._seconds:
             return num_rows / (num_rows + _USUAL_ROWS)

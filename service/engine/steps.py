@@ -1,7 +1,8 @@
-"""How steps are computed: one after the other, or the next one launched before the last one's tokens are read.
+"""Execution of steps: one after the other, or the next step launched before the previous step's tokens are read.
 
-`service.engine.lookahead` says when and why. A step is launched where drawing its tokens needs nothing of the host: no
-mask, no rule over drawn tokens, no scores, no draft. (A nucleus of many tokens is found by asking the device how many.)
+`service.engine.lookahead` describes the reason and the conditions. A step is launched ahead only if sampling needs
+nothing of the host: no grammar mask, token rules, logprobs or drafts. (Nor top-p sampling without a small top-k, where
+the host asks the device for the number of candidates.)
 """
 
 from dataclasses import dataclass
@@ -23,17 +24,20 @@ _NO_OUTPUTS = StepOutputs(token_ids=[], logprobs=[], prompt_logprobs={})
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A step, and what it gives: computed already, or still to be read."""
+    """Step with its outputs, computed already or still on the device."""
 
     plan: StepPlan
     outputs: StepOutputs | Launched
 
 
 class Steps:
-    """Computes steps that the scheduler has decided, and has it decide those that are launched ahead.
+    """Executor of planned steps. It asks the scheduler for the plans of steps launched ahead.
 
     Args:
-        looks_ahead: launch a step before the last one's tokens are read, wherever that can be.
+        runner: computes the steps.
+        scheduler: plans the steps launched ahead.
+        config: sizes of the KV-cache.
+        looks_ahead: launch a step before the previous step's tokens are read, if possible.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler, config: EngineConfig, *, looks_ahead: bool) -> None:
@@ -45,11 +49,11 @@ class Steps:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a step has begun, and some sequence of it still waits for its token."""
-        return self._begun is not None and bool(_live_rows(self._begun.plan))
+        """True if a step has begun and some sequence of it is still running."""
+        return self._begun is not None and bool(_running_rows(self._begun.plan))
 
     def begin(self, plan: StepPlan, masks: Masks | None) -> None:
-        """Compute a step, or launch it. One that was launched ahead, and that nobody waits for, is forgotten."""
+        """Compute or launch a step. A step launched ahead whose sequences have all ended is dropped."""
         self._begun = _Begun(plan, _NO_OUTPUTS)
         if plan.chunks:
             inputs = self._inputs.build(plan, min_rows=self._runner.min_rows, masks=masks)
@@ -57,11 +61,10 @@ class Steps:
             self._begun = _Begun(plan, self._runner.launch(inputs) if launches else self._runner.run(inputs))
 
     def finish(self) -> tuple[StepPlan, StepOutputs, list[Sequence]]:
-        """The outputs of the step that has begun, after the one behind it has been launched, where that can be.
+        """Finish the step that has begun, after launching the next step if possible.
 
-        Returns its plan, its outputs, and the sequences that end here since their numbers are NaN or infinite. Plan and
-        outputs are without these, and without sequences that have ended since the step was launched. The scheduler
-        must `commit` the plan next.
+        Return the plan, its outputs, and the sequences ended because their numbers are NaN or infinite. The plan and
+        the outputs omit these sequences, and sequences that ended since the launch. A `commit` of the plan must follow.
         """
         begun, self._begun = self._begun, None
         assert begun is not None
@@ -77,14 +80,16 @@ class Steps:
         if outputs.non_finite:
             starts, chunks = sound_chunks(plan, outputs.non_finite)
             failed = self._scheduler.end_non_finite(plan, starts)
-        return *_of_the_living(plan, outputs, chunks), failed
+        return *_without_ended(plan, outputs, chunks), failed
 
 
 def sound_chunks(plan: StepPlan, non_finite: frozenset[int]) -> tuple[dict[str, int], tuple[Chunk, ...]]:
-    """What packed tokens that are not finite mean for a step.
+    """Separate a step's sequences with non-finite numbers, and cut drafts before their first non-finite token.
 
-    Returns where each sequence begins of which a token is among them (uid -> position), and the chunks with their
-    drafts cut before the first such token: a drafted token is not the sequence's until it is sampled.
+    A non-finite draft token only shortens the draft, because a draft token joins the sequence only when it is sampled.
+
+    Returns:
+        The start position of each chunk with a non-finite known token, by uid, and the chunks with drafts cut.
     """
     starts: dict[str, int] = {}
     chunks: list[Chunk] = []
@@ -103,7 +108,7 @@ def sound_chunks(plan: StepPlan, non_finite: frozenset[int]) -> tuple[dict[str, 
 
 
 def _needs_no_host(plan: StepPlan, inputs: ModelInputs) -> bool:
-    """Whether all sequences draw, and all draws, these and those after them, can be made on the device alone."""
+    """Return True if all sequences sample a token, and the device can sample this and later tokens without the host."""
     return (
         all(chunk.draws and chunk.sequence.lookup is None for chunk in plan.chunks)
         and not (inputs.rules or inputs.forbidden or inputs.prompt_rows or inputs.wants_logprobs)
@@ -112,27 +117,27 @@ def _needs_no_host(plan: StepPlan, inputs: ModelInputs) -> bool:
     )
 
 
-def _live_rows(plan: StepPlan) -> list[int]:
+def _running_rows(plan: StepPlan) -> list[int]:
     return [row for row, chunk in enumerate(plan.chunks) if chunk.sequence.status is SequenceStatus.RUNNING]
 
 
-def _of_the_living(plan: StepPlan, outputs: StepOutputs, chunks: tuple[Chunk, ...]) -> tuple[StepPlan, StepOutputs]:
-    """A computed step without the sequences that do not run any more.
+def _without_ended(plan: StepPlan, outputs: StepOutputs, chunks: tuple[Chunk, ...]) -> tuple[StepPlan, StepOutputs]:
+    """Return a computed step without the sequences that are no longer running.
 
-    chunks: those of the plan, some with a shorter draft.
+    chunks: the chunks of the plan, possibly with shorter drafts.
     """
-    living = _live_rows(plan)
-    if len(living) == len(plan.chunks) and chunks is plan.chunks:
+    running = _running_rows(plan)
+    if len(running) == len(plan.chunks) and chunks is plan.chunks:
         return plan, outputs
-    chunks = tuple([chunks[place] for place in living])
-    rows = [plan.drawn_rows[place][: 1 + len(chunk.draft)] for place, chunk in zip(living, chunks, strict=True)]
+    chunks = tuple([chunks[place] for place in running])
+    rows = [plan.drawn_rows[place][: 1 + len(chunk.draft)] for place, chunk in zip(running, chunks, strict=True)]
     order = [each[0] for each in rows if each] + [row for each in rows for row in each[1:]]
     uids = {chunk.sequence.uid for chunk in chunks}
     return msgspec.structs.replace(
         plan,
         chunks=chunks,
         drawn_rows=drawn_rows(chunks),
-        after_rows=tuple([plan.after_rows[place] for place in living]) if plan.after_rows else (),
+        after_rows=tuple([plan.after_rows[place] for place in running]) if plan.after_rows else (),
     ), StepOutputs(
         token_ids=[outputs.token_ids[row] for row in order],
         logprobs=[outputs.logprobs[row] for row in order] if outputs.logprobs else [],

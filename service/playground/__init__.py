@@ -1,4 +1,4 @@
-"""The page people open first: `index.html`, one static file that needs nothing but this service.
+"""Web playground: `index.html`, one static file without dependencies.
 
-It talks to the public routes (`/v1/completions`, `/v1/models`, `/tokenize`, `/ready`, `/version`) as any client does.
+The page uses only public routes, such as `/v1/completions`, `/v1/chat/completions`, `/tokenize` and `/ready`.
 """

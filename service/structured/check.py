@@ -1,10 +1,11 @@
-"""The child process that compiles a stranger's grammar: `main`. Imports no torch.
+"""Child process that compiles untrusted grammars under resource limits. Imports no torch.
 
-The library bounds most of what a grammar can cost, not all: a `multipleOf` of a million compiles for over 10 s, in one
-call that no thread can stop. So the API process hands each grammar to a child that the operating system bounds: memory
-by RLIMIT_AS, processor time by a timer whose signal ends the process. What passes here compiles in the worker too.
+llguidance limits most of the cost of a grammar, but not all of it. A `multipleOf` of a million compiles for over 10 s,
+in one call that no thread can interrupt. The API process therefore sends each grammar to this child process. The
+operating system limits the child: RLIMIT_AS limits its memory, and a timer's signal ends it when its CPU time is spent.
+A grammar that compiles here also compiles in the worker.
 
-A schema that cannot be used is searched for the innermost part that cannot be used alone.
+If a schema is rejected, the error names the innermost part of the schema that alone causes the same error.
 """
 
 import json
@@ -22,20 +23,20 @@ from model.parent_death import end_with_parent
 from service.structured.lark import lark_grammar
 from service.structured.schemas import NAMED, at, prepared
 
-# Masks that are computed on trial. Most of what a regular expression costs is paid at its first.
+# Token masks computed as a trial. The first mask has most of the cost of a regular expression.
 _NUM_TRIALS = 16
-# Parts of a schema that are compiled one by one to find the one that is wrong.
+# Limit of the schema parts compiled one by one to find the invalid part.
 _MAX_PARTS = 1000
-# Where schemas stand in a schema that can be wrong alone: by a key, in a list.
+# Keywords with one schema as their value, and keywords with a list of schemas.
 _ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 
 
 def grammar_of(kind: str, content: Any, *, lenient: bool) -> str:
-    """The library's form of what was asked for. `kind` is one of `formats.Kind`.
+    """Return llguidance's form of the requested format. `kind` is a value of `formats.Kind`.
 
     Raises:
-        GrammarError: it is no grammar.
+        GrammarError: `content` is not a valid grammar.
     """
     if kind == "json":
         return json_grammar(content, lenient=lenient)
@@ -47,10 +48,10 @@ def grammar_of(kind: str, content: Any, *, lenient: bool) -> str:
 
 
 def check(vocabulary: LLTokenizer, kind: str, content: Any, *, lenient: bool = False) -> str:
-    """The grammar, as the worker is given it.
+    """Compile the requested format as a trial, and return the grammar for the worker.
 
     Raises:
-        GrammarError: it cannot be used; says where.
+        GrammarError: the format cannot be enforced; the message says where.
     """
     if kind == "json":
         content = prepared(content, lenient=lenient)
@@ -65,7 +66,11 @@ def check(vocabulary: LLTokenizer, kind: str, content: Any, *, lenient: bool = F
 
 
 def _try_out(vocabulary: LLTokenizer, grammar: str) -> None:
-    """Compute some masks: a grammar whose masks are over a limit is refused here and not in the middle of a text."""
+    """Sample a few tokens, so that a grammar with masks over a limit is rejected before a completion starts.
+
+    Raises:
+        GrammarError: the grammar does not compile, or one of its masks exceeds a limit.
+    """
     rng, matcher, token_ids = random.Random(0), compile_grammar(vocabulary, grammar), list[int]()
     for _ in range(_NUM_TRIALS):
         if matcher.is_stopped():
@@ -80,12 +85,12 @@ def _try_out(vocabulary: LLTokenizer, grammar: str) -> None:
         return
     message = matcher.get_error()
     if message.startswith("NoExtension") and not _can_go_on(grammar, vocabulary.decode_bytes(token_ids)):
-        message = "no text can ever be complete: a rule or a $ref leads only back to itself, most likely"
+        message = "no text can ever be complete; check for a rule or a $ref that refers only to itself"
     raise GrammarError(message)
 
 
 def _can_go_on(grammar: str, text: bytes) -> bool:
-    """Whether a grammar lets anything follow a text, were there a token for every byte."""
+    """Return True if some byte may follow `text` in the grammar, whether or not the vocabulary has a token for it."""
     matcher = compile_grammar(Vocabulary([bytes([byte]) for byte in range(256)], [], []).for_masks(), grammar)
     matcher.consume_tokens(list(text))
     matcher.compute_bitmask()
@@ -93,7 +98,10 @@ def _can_go_on(grammar: str, text: bytes) -> bool:
 
 
 def _place_of(vocabulary: LLTokenizer, schema: Mapping[str, Any], complaint: str, *, lenient: bool) -> str:
-    """The innermost part of a schema that alone gives the same complaint: "properties.age". Empty for all of it."""
+    """Return the path of the innermost part of a schema that alone causes the same error, as in "properties.age".
+
+    The path is empty if only the whole schema causes the error.
+    """
     shared = {key: schema[key] for key in ("$schema", "$defs", "definitions") if key in schema}
     place, num_tried = "", 0
 
@@ -117,7 +125,7 @@ def _place_of(vocabulary: LLTokenizer, schema: Mapping[str, Any], complaint: str
 
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The schemas right within a schema, and how one gets there."""
+    """Yield the direct subschemas of a schema, each with its path."""
     for key, value in schema.items():
         if key in _ONE and isinstance(value, dict):
             yield key, value
@@ -128,13 +136,14 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def main() -> None:
-    """Check for the parent: JSON lines in, JSON lines out, until the parent closes the pipe or a limit ends it.
+    """Check grammars for the parent process: read requests as JSON lines, and write responses as JSON lines.
 
-    The first line is `{"tokens", "mark_ids", "eos_token_ids", "memory_bytes", "cpu_seconds"}` (a token's bytes as
-    Latin-1) and is answered when the vocabulary is made; each further line is `{"kind", "content", "lenient"}`. An
-    answer is `{"grammar"}` or `{"error"}`.
+    The process ends when the parent closes the pipe, or when a limit ends it. The first line is `{"tokens",
+    "mark_ids", "eos_token_ids", "memory_bytes", "cpu_seconds"}`, with each token's bytes decoded as Latin-1. Its
+    response is sent once the vocabulary is built. Each further line is `{"kind", "content", "lenient"}`. A response is
+    `{"grammar"}` or `{"error"}`.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the parent, which then closes the pipe
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles these signals and then closes the pipe
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
     order = json.loads(sys.stdin.readline())
@@ -153,5 +162,5 @@ def main() -> None:
         order = json.loads(line)
         try:
             answer = {"grammar": check(vocabulary, order["kind"], order["content"], lenient=order["lenient"])}
-        except ValueError as error:  # GrammarError, and text that is no Unicode
+        except ValueError as error:  # GrammarError, or text that is not valid Unicode
             answer = {"error": str(GrammarError(str(error)))}

@@ -1,7 +1,7 @@
-"""Whether what a request asks for can be followed, as a child process says (`check`); what it said is remembered.
+"""Check of the requested output format by a child process (`check`), with a cache of the results.
 
-A grammar costs a millisecond, one that is written to cost more the processor time it may (`Limits`). Who waits for a
-crowd of those is told to come back.
+A typical grammar costs about 1 ms of CPU time. A hostile grammar can cost as much as `Limits` allows. Requests that
+wait too long behind other grammars are rejected with a Retry-After.
 """
 
 import hashlib
@@ -27,20 +27,22 @@ _MAX_REMEMBERED = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Of one grammar: processor seconds; and the address space of the process."""
+    """Resource limits: CPU seconds per grammar, and bytes of address space of the child process."""
 
     cpu_seconds: float = 2.0
     memory_bytes: int = 2**30
 
 
 class GrammarChecker:
-    """Makes grammars of what requests ask for, one at a time, in a child process and a thread that waits for it.
+    """Compiler of requested output formats to grammars, one at a time, in a child process.
+
+    A thread waits for the child process, so that the event loop is not blocked.
 
     Args:
-        max_waiting: requests that may wait for their turn.
-        wait_seconds: how long each may.
-        observe: told of each request: the kind of form, "accepted" or "refused", and the seconds that it took to
-            compile; None where it was remembered.
+        max_waiting: maximum number of requests that wait for the child process.
+        wait_seconds: maximum time that a request waits.
+        observe: called for each request with the kind of format, "accepted" or "refused", and the seconds that it
+            took to compile. The seconds are None if the result was cached.
     """
 
     def __init__(
@@ -62,12 +64,12 @@ class GrammarChecker:
         self._answers: OrderedDict[bytes, dict[str, str]] = OrderedDict()
 
     async def grammar(self, wanted: Wanted | None) -> str | None:
-        """What a completion has to follow, for `Submit.grammar`; None for any text.
+        """Return the grammar for `Submit.grammar`, or None if the request has no constraint.
 
         Raises:
-            InvalidRequest: it cannot be followed; says where.
-            Overloaded: too many wait for their turn, or this one did for too long.
-            EngineFailed: the child cannot be started.
+            InvalidRequest: the format cannot be enforced; the message says where.
+            Overloaded: too many requests wait for the child process, or this request waited too long.
+            EngineFailed: the child process cannot be started.
         """
         if wanted is None:
             return None
@@ -88,19 +90,19 @@ class GrammarChecker:
         return answer["grammar"]
 
     async def attach(self, wanted: Wanted | None, choices: Iterable[Choice]) -> None:
-        """Have the completions of a request follow what it asks for. Raises: see `grammar`."""
+        """Attach the requested grammar to every completion of a request. Raises the errors of `grammar`."""
         if (grammar := await self.grammar(wanted)) is not None:
             for choice in choices:
                 choice.grammar_param = None if wanted is None else wanted.param
                 choice.submit = msgspec.structs.replace(choice.submit, grammar=grammar)
 
     def close(self) -> None:
-        """End thread and process."""
+        """End the thread and the child process."""
         self._turns.close()
         self._process.close()
 
     def _ask(self, order: dict[str, object]) -> tuple[dict[str, str], float]:
-        """The child's answer, and the seconds it took."""
+        """Return the child's response and the seconds that it took."""
         if not self._process.is_running:
             self._start()
         start = time.monotonic()
@@ -109,7 +111,7 @@ class GrammarChecker:
         except ProcessEnded:
             cpu_seconds, mib = self._limits.cpu_seconds, self._limits.memory_bytes // 2**20
             answer = {
-                "error": f"it takes over {cpu_seconds:g} s of processor time or {mib} MiB to compile; simplify it"
+                "error": f"compiling it takes over {cpu_seconds:g} s of CPU time or {mib} MiB of memory; simplify it"
             }
         return answer, time.monotonic() - start
 
@@ -126,4 +128,4 @@ class GrammarChecker:
                 }
             )
         except ProcessEnded:
-            raise EngineFailed("grammars cannot be compiled on this server", retry=False) from None
+            raise EngineFailed("the grammar compiler of this server cannot be started", retry=False) from None

@@ -1,4 +1,4 @@
-"""The wire contract of structured output: OpenAI's `response_format`, and `structured_outputs` as vLLM has it."""
+"""Request fields of structured output: OpenAI's `response_format` and vLLM's `structured_outputs`."""
 
 import json
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ MAX_SCHEMA_CHARACTERS = 256_000
 MAX_REGEX_CHARACTERS = 16_000
 MAX_GRAMMAR_CHARACTERS = 64_000
 MAX_WORDS = 1024
-# A schema is JSON of any shape, so that its properties may be named as they like.
+# Any JSON object: a schema has no fixed set of keys to validate here.
 Schema = Annotated[dict[str, Any], Field(description=f"a JSON Schema of up to {MAX_SCHEMA_CHARACTERS} characters")]
 Regex = Annotated[str, Field(min_length=1, max_length=MAX_REGEX_CHARACTERS)]
 Grammar = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
@@ -25,7 +25,7 @@ Words = Annotated[list[Word], Field(min_length=1, max_length=MAX_WORDS, fail_fas
 
 
 class Kind(StrEnum):
-    """The languages in which a completion can be described."""
+    """Languages in which a client can constrain a completion."""
 
     JSON = "json"
     REGEX = "regex"
@@ -35,9 +35,9 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a completion has to follow, and where in the request it stands.
+    """Constraint that a completion must follow, and the request field (`param`) that set it.
 
-    `lenient`: keywords of a schema that cannot be enforced are passed over.
+    If `lenient`, schema keywords that cannot be enforced are ignored.
     """
 
     kind: Kind
@@ -47,16 +47,16 @@ class Wanted:
 
 
 class JsonSchemaFormat(RequestModel):
-    """`response_format.json_schema`. `name` and `description` are for people; the model is not told them."""
+    """Field `response_format.json_schema`. The model sees neither `name` nor `description`."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     schema_: Annotated[Schema, Field(alias="schema")]
-    strict: Annotated[bool, Field(description="false passes over keywords that cannot be enforced")] | None = True
+    strict: Annotated[bool, Field(description="if false, keywords that cannot be enforced are ignored")] | None = True
     description: str | None = None
 
 
 class ResponseFormat(RequestModel):
-    """`response_format`: any text, any JSON object, or JSON by a schema."""
+    """Field `response_format`: any text, any JSON object, or JSON that follows a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -68,14 +68,14 @@ class ResponseFormat(RequestModel):
             yield "response_format.json_schema.", self.json_schema
 
     def wanted(self) -> Wanted | None:
-        """What is to be followed; None for any text.
+        """Return the constraint, or None for any text.
 
         Raises:
-            InvalidRequest: a schema is missing, too long, or there is one that nothing asks for.
+            InvalidRequest: the schema is missing or too long, or is given for a type other than `json_schema`.
         """
         if (self.json_schema is None) is (self.type == "json_schema"):
-            told = "needs json_schema" if self.json_schema is None else "takes no json_schema"
-            raise InvalidRequest(f"response_format: type {self.type} {told}", param="response_format.json_schema")
+            problem = "needs json_schema" if self.json_schema is None else "takes no json_schema"
+            raise InvalidRequest(f"response_format: type {self.type} {problem}", param="response_format.json_schema")
         if self.type == "text":
             return None
         if self.json_schema is None:
@@ -86,9 +86,11 @@ class ResponseFormat(RequestModel):
 
 
 class StructuredOutputs(RequestModel):
-    """`structured_outputs`: exactly one of its fields. `grammar` is Lark's notation or GBNF."""
+    """Field `structured_outputs`: exactly one of its subfields. `grammar` is in Lark syntax or GBNF."""
 
-    json_: Annotated[Schema | str | None, Field(alias="json", description="a JSON Schema, or its text")] = None
+    json_: Annotated[
+        Schema | str | None, Field(alias="json", description="a JSON Schema, as an object or as a string of JSON")
+    ] = None
     regex: Regex | None = None
     choice: Words | None = None
     grammar: Grammar | None = None
@@ -98,10 +100,10 @@ class StructuredOutputs(RequestModel):
         yield "structured_outputs.", self
 
     def wanted(self) -> Wanted:
-        """What is to be followed.
+        """Return the constraint.
 
         Raises:
-            InvalidRequest: there is none, or several, or a schema that is too long or not JSON.
+            InvalidRequest: no subfield or several are set, or the schema is too long or not a JSON object.
         """
         fields: dict[Kind, Any] = {
             Kind.JSON: self.json_,
@@ -111,9 +113,9 @@ class StructuredOutputs(RequestModel):
         }
         given = [(kind, content) for kind, content in fields.items() if content is not None]
         if len(given) != 1:
-            told = ", ".join(kind for kind, _ in given) or "none"
+            names = ", ".join(kind for kind, _ in given) or "none"
             raise InvalidRequest(
-                f"structured_outputs takes exactly one of json, regex, choice and grammar, not {told}",
+                f"structured_outputs takes exactly one of json, regex, choice and grammar, not {names}",
                 param="structured_outputs",
             )
         ((kind, content),) = given
@@ -122,10 +124,10 @@ class StructuredOutputs(RequestModel):
 
 
 def wanted_output(response_format: ResponseFormat | None, structured: StructuredOutputs | None) -> Wanted | None:
-    """What a completion has to follow; None for any text.
+    """Return the constraint that a request sets, or None for any text.
 
     Raises:
-        InvalidRequest: two things, or see `wanted` of either.
+        InvalidRequest: both fields set a constraint, or one of them is invalid (see `wanted`).
     """
     wanted = None if response_format is None else response_format.wanted()
     if structured is None:
@@ -136,10 +138,10 @@ def wanted_output(response_format: ResponseFormat | None, structured: Structured
 
 
 def _checked(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:
-    """A schema that is not too long.
+    """Return the schema as a dict.
 
     Raises:
-        InvalidRequest: it is, or it is no JSON object.
+        InvalidRequest: the schema is too long or not a JSON object.
     """
     text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
     if len(text) > MAX_SCHEMA_CHARACTERS:
@@ -149,9 +151,9 @@ def _checked(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:
     if isinstance(schema, dict):
         return schema
     try:
-        parsed = from_json(text)  # unlike json.loads it ends at a depth, as that of the body did
+        parsed = from_json(text)  # unlike json.loads, it limits the nesting depth, as the parser of the body does
     except ValueError as error:
         raise InvalidRequest(f"{param} is not valid JSON: {error}", param=param) from None
     if not isinstance(parsed, dict):
-        raise InvalidRequest(f"{param} must be a JSON object, as text or as it is", param=param)
+        raise InvalidRequest(f"{param} must be a JSON object, or a string that contains one", param=param)
     return parsed

@@ -1,4 +1,4 @@
-"""A client's grammar, in Lark's notation or GBNF, made ready for the library; what is not about text is refused."""
+"""Preparation of a client's Lark or GBNF grammar for llguidance. Rules about tokens or sampling are rejected."""
 
 import json
 import re
@@ -9,22 +9,22 @@ from llguidance import LLMatcher
 from model.grammar import LIMITS, GrammarError, json_grammar
 from service.structured.schemas import prepared
 
-# What of Lark's notation may hold anything (texts, regular expressions, comments), and what is looked for outside them.
+# Strings, regular expressions and comments of Lark are matched first and skipped, because they may contain any text.
+# Outside them, the named groups match a schema, a temperature setting and a token reference.
 _PARTS = re.compile(
     r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(?:#|//)[^\n]*'
     r"|(?P<schema>%json\s*)|(?P<setting>\btemperature\s*=)|(?P<token><[^<>\s]+>)",
     re.DOTALL,
 )
-_NO_VOCABULARY = (
-    "no tokenizer - can't validate "  # the library's words of tokens by name or number, where it knows none
-)
+# llguidance's warning for a token reference, when it validates a grammar without a tokenizer.
+_NO_VOCABULARY = "no tokenizer - can't validate "
 
 
 def lark_grammar(content: str) -> str:
-    """The library's form of a grammar. The schemas in it (`%json {…}`) mean what they mean elsewhere.
+    """Return llguidance's form of a grammar. Schemas in it (`%json {…}`) are prepared as in `response_format`.
 
     Raises:
-        GrammarError: it is no grammar, or speaks of tokens; says where.
+        GrammarError: the grammar is invalid or refers to tokens; the message says where.
     """
     try:
         text = llguidance.grammar_from("grammar", content)
@@ -33,22 +33,22 @@ def lark_grammar(content: str) -> str:
         raise GrammarError(_placed(reason, content)) from None
     ready, token = _ready(text)
     grammar = LLMatcher.grammar_from_lark(ready)
-    is_error, told = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=LIMITS)
-    if not is_error and any(line.startswith(_NO_VOCABULARY) for line in told):
+    is_error, warnings = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=LIMITS)
+    if not is_error and any(line.startswith(_NO_VOCABULARY) for line in warnings):
         place = f"line {_line(content, content.find(token))}: {token} " if token in content else ""
-        raise GrammarError(f"{place}stands for tokens and control marks; a grammar speaks of text")
+        raise GrammarError(f"{place}refers to a token; a grammar may only describe text")
     return grammar
 
 
 def _ready(text: str) -> tuple[str, str]:
-    """Lark's notation with its schemas made ready, and the first `<…>` that stands for tokens, if there is one."""
+    """Return the Lark grammar with its schemas prepared, and its first token reference `<…>`, or an empty string."""
     pieces, start, token = [], 0, ""
     while found := _PARTS.search(text, start):
         pieces.append(text[start : found.end()])
         start = found.end()
         if found["setting"]:
             raise GrammarError(
-                f"line {_line(text, found.start())}: temperature is the request's, a rule cannot have one"
+                f"line {_line(text, found.start())}: a rule cannot set temperature; set it in the request"
             )
         if found["token"]:
             token = token or found["token"]
@@ -56,7 +56,7 @@ def _ready(text: str) -> tuple[str, str]:
             try:
                 schema, start = json.JSONDecoder().raw_decode(text, start)
             except json.JSONDecodeError:
-                continue  # the library says what is wrong with it
+                continue  # llguidance reports the error
             pieces.append(_ready_schema(schema, f"line {_line(text, found.start())}"))
     return "".join([*pieces, text[start:]]), token
 
@@ -76,9 +76,9 @@ def _line(text: str, position: int) -> int:
 
 
 def _placed(reason: str, grammar: str) -> str:
-    """A complaint of GBNF with its line first, as those of Lark have it."""
+    """Return an error about a GBNF grammar with its line number first, as errors about Lark grammars have it."""
     if found := re.fullmatch(r"(.*) at line (\d+), '(.*)' \^ '(.*)'", reason, re.DOTALL):
-        what, number, before, after = found.groups()  # the last two in Rust's notation, where \\n is a line end
+        what, number, before, after = found.groups()  # `before` and `after` are escaped as in Rust: \\n is a line end
         beside = f"before {after}" if after else f"after {before}"
         return f"line {number}: {what} {beside.replace(chr(92) + 'n', ' ').strip()}"
     if found := re.fullmatch(r"Rule '(?P<rule>[\w-]+)' not found", reason):

@@ -1,6 +1,7 @@
-"""A schema made ready for the library: what it would get wrong is refused with its place, or narrowed to what is right.
+"""Preparation of a JSON Schema for llguidance.
 
-Everything but data (`const`, `enum`) is read as schemas, unknown keywords too: a `$ref` may point anywhere.
+Parts that llguidance would enforce wrongly are rejected with their path, or narrowed to values that it enforces.
+Every value except data (`const`, `enum`) is treated as a schema, even under unknown keywords: a `$ref` may point there.
 """
 
 import math
@@ -9,31 +10,31 @@ from typing import Any
 
 from model.grammar import GrammarError
 
-# The library computes with doubles, as most readers of JSON do: RFC 8259, section 6, names the integers all agree on.
+# llguidance computes with doubles, as most JSON parsers do. RFC 8259, section 6: parsers agree on integers up to this.
 LARGEST_INTEGER = 2**53 - 1
 _LONGEST_PLACE = 100
 _LONGEST_NUMBER = 30
-# Where schemas stand in a schema: by names of their own. Elsewhere they stand by a key, or in a list.
+# Keywords that map names to schemas. Other keywords have a schema or a list of schemas as their value.
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _DATA = ("const", "enum")
-_NOTES = ("default", "examples")  # data that nothing has to follow
-# An inclusive bound narrows to the largest integer, an exclusive one to the one beyond.
+_NOTES = ("default", "examples")  # annotations, which constrain nothing
+# An inclusive bound is narrowed to the largest exact integer, and an exclusive bound to that integer plus one.
 _LOWER = {"minimum": -LARGEST_INTEGER, "exclusiveMinimum": -LARGEST_INTEGER - 1}
 _UPPER = {"maximum": LARGEST_INTEGER, "exclusiveMaximum": LARGEST_INTEGER + 1}
-_WRITABLE = frozenset("\b\t\n\f\r")  # the control characters that JSON has a letter for; see `model.grammar`
+_WRITABLE = frozenset("\b\t\n\f\r")  # control characters with a short JSON escape such as \n; see `model.grammar`
 
 
 def prepared(schema: Mapping[str, Any], *, lenient: bool) -> dict[str, Any]:
-    """The schema as the library is given it.
+    """Return the schema in the form that llguidance receives.
 
     Raises:
-        GrammarError: it cannot be followed; says where.
+        GrammarError: the schema cannot be enforced; the message says where.
     """
     return _prepared(schema, "", lenient=lenient)
 
 
 def at(place: str, complaint: str) -> GrammarError:
-    """A complaint with the place that it is about, shortened from its front."""
+    """Return an error that names a path in the schema. A long path is shortened from its front."""
     place = place.lstrip(".")
     if len(place) > _LONGEST_PLACE:
         place = "…" + place[-_LONGEST_PLACE:]
@@ -42,7 +43,7 @@ def at(place: str, complaint: str) -> GrammarError:
 
 def _prepared(schema: Mapping[str, Any], place: str, *, lenient: bool) -> dict[str, Any]:
     if "x-guidance" in schema:
-        raise at(place, "x-guidance is not taken: the form of a document is the server's")
+        raise at(place, "x-guidance is not supported; remove it")
     if not lenient:
         _check_count(schema, place)
     ready: dict[str, Any] = {}
@@ -76,7 +77,7 @@ def _is_number(value: object) -> bool:
 
 
 def _prepared_number(key: str, value: float, place: str) -> float:
-    """A keyword's number. A bound that lies further out than integers are exact is moved in to where they are."""
+    """Return the number of a keyword. A bound beyond the exact integers is narrowed to the largest exact integer."""
     if math.isfinite(value) and value < _LOWER.get(key, value):
         return _LOWER[key]
     if math.isfinite(value) and value > _UPPER.get(key, value):
@@ -86,22 +87,26 @@ def _prepared_number(key: str, value: float, place: str) -> float:
 
 
 def _check_data(value: object, place: str) -> None:
-    """Raises: GrammarError: a number or a text that would come out as another one, or not at all."""
+    """Check that llguidance reproduces a number or a string exactly.
+
+    Raises:
+        GrammarError: the value would be changed, or cannot be generated.
+    """
     if _is_number(value):
         assert isinstance(value, int | float)
         written = str(value)
         if len(written) > _LONGEST_NUMBER:
             written = f"{written[:_LONGEST_NUMBER]}…"
         if isinstance(value, float) and not math.isfinite(value):
-            raise at(place, f"{written} is not a number of JSON")
+            raise at(place, f"{written} is not a JSON number")
         if abs(value) > LARGEST_INTEGER:
-            raise at(place, f"{written} is beyond ±(2^53 - 1), where numbers of JSON are no longer exact")
+            raise at(place, f"{written} is beyond ±(2^53 - 1), where JSON numbers are no longer exact")
     elif isinstance(value, str) and any(not (c >= " " or c in _WRITABLE) or c == "\x7f" for c in value):
-        raise at(place, "a control character that is written as \\u cannot be part of a document")
+        raise at(place, "a control character that needs a \\u escape cannot be generated; remove it")
 
 
 def _leaves(value: object, place: str) -> Iterator[tuple[str, object]]:
-    """What is neither list nor object in data, and where."""
+    """Yield the scalars in data, each with its path."""
     if isinstance(value, dict):
         for name, part in value.items():
             yield from _leaves(part, f"{place}.{name}")
@@ -113,10 +118,12 @@ def _leaves(value: object, place: str) -> Iterator[tuple[str, object]]:
 
 
 def _check_count(schema: Mapping[str, Any], place: str) -> None:
-    """Keys that have no name in the schema may repeat, so that two of them may be one.
+    """Check that `minProperties` can be enforced.
+
+    The grammar lets a key that the schema does not name occur twice, so two such keys may be the same key.
 
     Raises:
-        GrammarError: `minProperties` asks for two or more of them.
+        GrammarError: `minProperties` needs two or more keys that the schema does not name.
     """
     least, required = schema.get("minProperties"), schema.get("required")
     has_free_keys = schema.get("additionalProperties") is not False or bool(schema.get("patternProperties"))
@@ -127,6 +134,6 @@ def _check_count(schema: Mapping[str, Any], place: str) -> None:
     if least > named + 1:
         raise at(
             place,
-            f"minProperties: {least} with {named} required cannot be enforced: keys without a name of their own "
-            f"may repeat; name them in required, or ask for {named + 1} at most",
+            f"minProperties: {least} with {named} required cannot be enforced, because keys that are not named in the "
+            f"schema may repeat; list more keys in required, or set minProperties to {named + 1} at most",
         )

@@ -81,7 +81,7 @@ def test_only_who_has_a_key_comes_in(service: Service, client: openai.OpenAI) ->
 
 def test_a_key_is_told_nowhere(service: Service, client: openai.OpenAI) -> None:
     client.models.list()
-    wait_until(lambda: "GET /v1/models: by the key of bob" in service.log.read_text(), what="the log line")
+    wait_until(lambda: "GET /v1/models: API key bob" in service.log.read_text(), what="the log line")
     told = service.log.read_text() + service.printed.read_text()
     told += " ".join(word for each in service.children for word in each.cmdline())
     assert "sk-" not in told

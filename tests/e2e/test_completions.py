@@ -264,7 +264,7 @@ def test_what_a_request_says_of_single_tokens_acts(service: Service, oracle: Ora
         assert drawn == oracle.text(PROMPT, seed=3, **fields, **meant)
     assert len(expected) == 7, "each of them acts"
     walled = service.post(prompt=PROMPT, stream=True, allowed_token_ids=[97], bad_words=["aa"])
-    assert "no token may follow the 1 of" in json.loads(walled.text.split("data: ")[-1])["error"]["message"]
+    assert "no token may follow the 1 tokens of" in json.loads(walled.text.split("data: ")[-1])["error"]["message"]
 
 
 def test_the_best_of_many_are_told(service: Service) -> None:

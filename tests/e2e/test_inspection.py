@@ -42,8 +42,8 @@ def test_tells_the_models_own_weights(service: Service, tiny_checkpoint: Path) -
 
 def test_refuses_and_goes_on(service: Service) -> None:
     for fields, said in (
-        ({"prompt": "z" * 129, "layer": 0}, "at most 128 tokens"),
-        ({"prompt": "z" * 1_900_000, "layer": 0}, "at most 128 tokens"),
+        ({"prompt": "z" * 129, "layer": 0}, "at most 128"),
+        ({"prompt": "z" * 1_900_000, "layer": 0}, "at most 128"),
         ({"prompt": "a", "layer": -1}, "layer must be"),
         ({"prompt": "a", "layer": 0, "head": "x"}, "head must be"),
     ):

@@ -233,7 +233,7 @@ def test_weights_that_are_not_finite_do_not_start(copied_checkpoint: Path) -> No
     ("flags", "said"),
     [
         (("--kv-cache-memory", "1"), "--kv-cache-memory 1.0MiB holds 4096 tokens, less than the context of 8192"),
-        (("--device", "cpu", "--quantize", "fp8"), "--quantize fp8: only on a GPU; give --quantize int8"),
+        (("--device", "cpu", "--quantize", "fp8"), "--quantize fp8 works only on a GPU; choose --quantize int8"),
     ],
 )
 def test_a_setting_that_the_worker_cannot_use_is_one_line_and_no_start(

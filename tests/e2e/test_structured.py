@@ -81,7 +81,7 @@ def test_the_documented_use_of_openais_parse_works(service: Service) -> None:
     names: dict[str, Any] = {"__name__": "example"}
     exec(compile(example, str(PAGE), "exec"), names)
     assert isinstance(names["pet"], names["Pet"])
-    assert names["answer"].choices[0].finish_reason == "stop"
+    assert names["completion"].choices[0].finish_reason == "stop"
 
 
 def test_a_text_without_an_end_ends_in_an_error_of_openais_parse(service: Service) -> None:

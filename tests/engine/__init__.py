@@ -1,1 +1,1 @@
-"""Tests of `service.engine`: bookkeeping as state machines, text against naive twins, tokens against `generate`."""
+"""Tests of `service.engine`: state machines, naive text processing, and parity with `generate`."""

@@ -1,6 +1,7 @@
-"""A runner without a model: it keeps token ids where keys and values would be, and reads them back through the tables.
+"""Fake runner without a model. It stores token ids in place of keys and values, and reads them through block tables.
 
-A wrong slot, a wrong table or a stale block changes the history it sees, and so the token it draws.
+A wrong slot, a wrong table or a stale block changes the history that the runner reads, and so the token that it
+samples.
 """
 
 import dataclasses
@@ -24,14 +25,17 @@ from service.messages import Submit, TokenLogprob
 
 VOCAB_SIZE = 257
 EOS = 256
-# The longest any sequence of `make_engine` gets.
+# The maximum length of a sequence in `make_engine`.
 CONTEXT = 24
 _TOKENIZER = train_bpe([], 257)
 _MODEL: Any = SimpleNamespace(config=SimpleNamespace(max_context_length=CONTEXT))
 
 
 def next_token(history: Sequence[int], seed: int, forbidden: Sequence[int]) -> int:
-    """A token that depends on every earlier token, the seed and what is forbidden. Of seed 3 it is 0 or 1 if it may."""
+    """Return a token that depends on all earlier tokens, the seed and the forbidden tokens.
+
+    With seed 3 the token is 0 or 1, if allowed.
+    """
     number = zlib.crc32(repr((list(history), seed)).encode())
     if seed == 3:
         number %= 2
@@ -41,11 +45,11 @@ def next_token(history: Sequence[int], seed: int, forbidden: Sequence[int]) -> i
 
 
 class FakeRunner:
-    """See the module. `fail_at` raises in that step. `clock` is what its steps have taken: of `step_seconds`, and
-    `row_seconds` for each of their rows.
+    """Fake runner; see the module docstring.
 
-    What is launched is computed as late as can be: when it is read, or when a later step is. `order` has the numbers of
-    steps as they were launched, and negative as they were read; 0 for a step that was run.
+    `fail_at` is the step that raises. `clock` is the simulated time: `step_seconds` per step, and `row_seconds`
+    per row. A launched step is computed as late as possible: when it or a later step is read. `order` records step
+    numbers: positive for a launch, negative for a read, 0 for a step that ran synchronously.
     """
 
     min_rows = MIN_ROWS
@@ -60,7 +64,7 @@ class FakeRunner:
         self.fail_at = fail_at
         self.order: list[int] = []
         self._queue: deque[FakeLaunched] = deque()
-        self._drawn: list[int] = []  # by the step before
+        self._drawn: list[int] = []  # by the previous step
 
     def clock(self) -> float:
         return self._seconds
@@ -84,7 +88,7 @@ class FakeRunner:
         return self._compute(inputs)
 
     def compute_queue(self, up_to: int | None = None) -> None:
-        """Compute what was launched, in that order."""
+        """Compute the launched steps in launch order."""
         while self._queue and (up_to is None or self._queue[0].number <= up_to):
             launched = self._queue.popleft()
             try:
@@ -136,7 +140,7 @@ class FakeRunner:
 
 @dataclasses.dataclass
 class FakeLaunched:
-    """A step in the queue of a `FakeRunner`."""
+    """A launched step in the queue of a `FakeRunner`."""
 
     runner: FakeRunner
     number: int
@@ -159,7 +163,7 @@ def _copy(inputs: ModelInputs) -> ModelInputs:
 
 
 def expected_tokens(submit: Submit, max_context_length: int) -> list[int]:
-    """What a sequence must come to, computed alone."""
+    """Return the tokens of a sequence that is computed alone."""
     params, history = submit.params, list(submit.prompt_token_ids)
     ends = set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, EOS}
     drawn: list[int] = []
@@ -187,7 +191,7 @@ def make_submit(
     namespace: str = "",
     **params: object,
 ) -> Submit:
-    """A submission with what a test does not care about filled in."""
+    """Make a submission with defaults for all irrelevant fields."""
     return Submit(
         uid=uid,
         attempt=attempt,
@@ -203,9 +207,9 @@ def make_submit(
 
 
 def make_engine(**changes: Any) -> tuple[Engine, FakeRunner]:
-    """A small engine over a fake runner, with `EngineConfig` values changed at will.
+    """Make a small engine over a fake runner, with `EngineConfig` overrides.
 
-    `fakes_time`: it goes by the runner's clock. `looks_ahead`: see `Engine`.
+    `fakes_time`: the engine reads the runner's clock. `looks_ahead`: see `Engine`.
     """
     values = {"block_size": 2, "num_blocks": 14, "max_num_running": 4, "max_batched_tokens": 7, **changes}
     runner = FakeRunner(values["num_blocks"], values["block_size"], values.pop("fail_at", None))

@@ -1,4 +1,4 @@
-"""A tiny model that follows grammars: submissions driven to their ends, and what came of them."""
+"""Runs of grammar-constrained submissions on a tiny model."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ TOKENIZER = tiny_tokenizer()
 
 @cache
 def model() -> Transformer:
-    """Weights drawn wide, so that its distributions are far from uniform."""
+    """Return a model whose weights have a wide spread, so that its distributions are far from uniform."""
     tiny = Transformer(tiny_config(TOKENIZER.vocab_size, max_context_length=1024), ATTENTION_BACKENDS["sdpa"])
     generator = torch.Generator().manual_seed(0)
     for tensor in tiny.state_dict().values():
@@ -46,18 +46,18 @@ class Outcome:
 
 
 def ask(uid: str, grammar: str | None, *, prompt: Sequence[int] = (72, 105), **params: Any) -> Submit:
-    """A submission that follows a grammar; `prior` and `attempt` as in `make_submit`."""
+    """Make a submission with a grammar; `prior` and `attempt` as in `make_submit`."""
     return msgspec.structs.replace(make_submit(uid, prompt, **{"max_tokens": 400, **params}), grammar=grammar)
 
 
 def make_engine(**config: Any) -> Engine:
-    """An engine with room for everybody, unless told otherwise."""
+    """Make an engine with a slot for every submission, unless overridden."""
     values = {"num_blocks": 2000, "max_num_running": 64, "max_batched_tokens": 256, **config}
     return Engine(model(), TOKENIZER, EngineConfig(**values))
 
 
 def drive(engine: Engine, submits: Iterable[Submit], stats: list[StepStats] | None = None) -> dict[str, Outcome]:
-    """Submit all, step until nothing is left."""
+    """Submit everything, and step until no work is left."""
     outcomes: dict[str, Outcome] = {}
     for submit in submits:
         outcomes[submit.uid] = Outcome()
@@ -77,9 +77,9 @@ def drive(engine: Engine, submits: Iterable[Submit], stats: list[StepStats] | No
 
 
 def schemas(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Schemas of every kind of part, as different as chance makes them.
+    """Return random schemas with all kinds of parts.
 
-    Their documents are bounded: a model of random weights would go on with a number's digits to the end.
+    Their documents are bounded, since a model of random weights would never end a number.
     """
     rng = random.Random(seed)
     return [_object(rng, depth=2) for _ in range(count)]

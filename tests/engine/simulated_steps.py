@@ -1,4 +1,4 @@
-"""Scheduler on a simulated machine: steps take as long as a line over their sequences and prompt tokens says."""
+"""Scheduler on a simulated machine: a step's time is linear in its sequences and prompt tokens."""
 
 import math
 import random
@@ -14,7 +14,7 @@ MEAN_TOKENS = 60
 
 @dataclass(eq=False)
 class Answer:
-    """A sequence, and when its tokens came."""
+    """A sequence, and the times of its tokens."""
 
     sequence: Sequence
     arrival_seconds: float
@@ -36,7 +36,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Step:
-    """Answers that got a token in a step, and those of them that got their first or their last."""
+    """A step: the sequences that got a token, and those that got their first or last token."""
 
     seconds: float
     served: list[Answer]
@@ -46,9 +46,9 @@ class Step:
 
 @dataclass
 class SimulatedSteps:
-    """A scheduler, the time of its steps, and what became of the answers.
+    """A scheduler, its step times, and its sequences.
 
-    noise: spread of the logarithm of a step's time.
+    noise: standard deviation of the logarithm of a step's time.
     """
 
     fixed: float = 0.016
@@ -75,7 +75,7 @@ class SimulatedSteps:
         self.num_arrived = 0
 
     def arrive(self, at_seconds: float | None = None) -> Answer:
-        """A prompt of 64 tokens, and an answer of about `MEAN_TOKENS`."""
+        """Submit a prompt of 64 tokens, with a completion of about `MEAN_TOKENS`."""
         self.num_arrived += 1
         num_tokens = 2 + int(self.draw.lognormvariate(math.log(MEAN_TOKENS * 0.83), 0.6))
         submit = make_submit(f"s{self.num_arrived}", [7] * 64, max_tokens=num_tokens, ignore_eos=True)
@@ -104,7 +104,7 @@ class SimulatedSteps:
         return Step(seconds, served, began, over)
 
     def run_full(self, num_steps: int) -> float:
-        """Compute steps while eight more always wait. Returns tokens per second; `ended` holds these steps' answers."""
+        """Run steps while eight more sequences always wait. Returns tokens per second, and fills `ended`."""
         began, num_tokens, self.ended = self.now, 0, []
         for _ in range(num_steps):
             while self.scheduler.num_waiting < 8:
@@ -113,5 +113,5 @@ class SimulatedSteps:
         return num_tokens / (self.now - began)
 
     def share_within(self, seconds: float) -> float:
-        """Share of the ended answers whose mean time between tokens was within `seconds`."""
+        """Return the share of ended sequences whose mean time between tokens was within `seconds`."""
         return sum(answer.tpot_seconds <= seconds for answer in self.ended) / len(self.ended)

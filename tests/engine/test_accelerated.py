@@ -1,4 +1,4 @@
-"""What an engine takes of a GPU, as far as a CPU can tell: arithmetic, choices, and what is left out."""
+"""Engine settings for a GPU, tested on a CPU: memory arithmetic, choices, and disabled features."""
 
 import logging
 from collections.abc import Callable
@@ -43,7 +43,7 @@ CUDA = replace(CPU, device=torch.device("cuda"))
 
 def test_the_cache_takes_what_the_largest_step_and_others_leave_of_the_share() -> None:
     memory = DeviceMemory(total=100 * GIB, free=60 * GIB, reserved=30 * GIB, peak=25 * GIB)
-    # 10 GiB are others'; what the allocator holds beyond the peak is ours to take again.
+    # 10 GiB belong to other processes. The allocator's memory beyond its peak can be used again.
     assert memory.for_cache(0.9) == 55 * GIB
     assert memory.for_cache(1.0) == 65 * GIB
     assert replace(memory, peak=40 * GIB).for_cache(0.9) == 40 * GIB
@@ -80,17 +80,17 @@ def test_auto_is_paged_where_a_gpu_and_the_model_allow_it(monkeypatch: pytest.Mo
         assert (attending.name, attending.recordable) == ("sdpa", False)
     assert isinstance(attention_for("eager", CUDA).backend, EagerAttention)
     assert isinstance(attention_for("auto", CPU).backend, NativeAttention)
-    with pytest.raises(ValueError, match="--attention native: only on the CPU; leave it out, or give --device cpu"):
+    with pytest.raises(ValueError, match="--attention native works only on a CPU; omit it, or choose --device cpu"):
         attention_for("native", CUDA)
     assert len(asked) == 1
-    with pytest.raises(ValueError, match=r"--attention paged: not for a model with biases .*give --attention sdpa"):
+    with pytest.raises(ValueError, match=r"--attention paged does not support .*choose --attention sdpa"):
         attention_for("paged", replace(CPU, config=VARIANTS["alibi"]))
 
 
 def test_what_is_left_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "service.engine.accelerated")
     assert isinstance(attention_for("paged", CPU).backend, PagedAttention)
-    assert "attention: left out varlen: needs a CUDA device" in caplog.text
+    assert "attention kernel disabled: varlen: needs a CUDA device" in caplog.text
 
 
 @pytest.mark.parametrize("left_out", [None, "triton is not installed"])
@@ -102,12 +102,12 @@ def test_how_matrices_in_eight_bits_are_multiplied_is_told(
     monkeypatch.setattr(accelerated, "choose_eight_bits", lambda *given: chosen)
     assert eight_bits_for("int8", CUDA.device, torch.bfloat16) is chosen
     warned = [(r.levelname, r.getMessage()) for r in caplog.records if r.levelname == "WARNING"]
-    expected = [("WARNING", f"left out kernels for matrices in eight bits: {left_out}")]
+    expected = [("WARNING", f"Triton kernels for quantized matrices disabled: {left_out}")]
     assert warned == ([] if left_out is None else expected)
     assert "int8 matrices by torch._int_mm" in caplog.text
     for quantize, device in (("none", CUDA.device), ("int8", CPU.device)):
         assert eight_bits_for(quantize, device, torch.bfloat16) is None
-    with pytest.raises(ValueError, match="--quantize fp8: only on a GPU; give --quantize int8, or leave it out"):
+    with pytest.raises(ValueError, match="--quantize fp8 works only on a GPU; choose --quantize int8, or omit it"):
         eight_bits_for("fp8", CPU.device, torch.bfloat16)
 
 
@@ -121,14 +121,14 @@ def test_a_recording_that_fails_leaves_the_plain_runner(caplog: pytest.LogCaptur
     config = EngineConfig(block_size=4, num_blocks=20, max_num_running=4, max_batched_tokens=16)
     runner = recorded_runner(model, config, 257, capture)
     assert runner._graphs is None
-    assert "decode steps are not recorded: operation not permitted when stream is capturing" in caplog.text
+    assert "CUDA graphs of decode steps disabled: operation not permitted when stream is capturing" in caplog.text
 
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_the_service_records_where_it_is_told_to(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, graphs: bool
 ) -> None:
-    """With the CPU's stand-in for graphs; the engine then answers as any other does."""
+    """Uses a CPU stand-in for CUDA graphs; the engine then gives the same completions."""
     caplog.set_level(logging.INFO, "service.engine.accelerated")
     monkeypatch.setattr(engine_builder, "capture_for", lambda device: call_again)
     answers = []
@@ -149,14 +149,14 @@ def test_the_service_records_where_it_is_told_to(
         answers.append(tokens)
     assert answers[0] == answers[1]
     assert len(answers[0]) == 12
-    assert ("decode steps of up to 4 sequences are recorded, in 1 shapes" in caplog.text) == graphs
+    assert ("CUDA graphs captured for decode steps of up to 4 sequences (1 shapes)" in caplog.text) == graphs
 
 
 @pytest.mark.parametrize("lookahead", [True, False])
 def test_the_service_launches_ahead_where_it_is_told_to(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, lookahead: bool
 ) -> None:
-    """On a CPU that is taken for a device that computes beside the host."""
+    """A CPU stands for a device that computes asynchronously."""
     launched: list[tuple[int, ...]] = []
     launch = ModelRunner.launch
 
@@ -182,7 +182,7 @@ def test_on_a_cpu_nothing_is_launched_ahead() -> None:
 
 
 def test_a_gpus_share_bounds_the_cache(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without half being kept: the largest step has been counted already. 256 bytes a token, contexts of 256."""
+    """The largest step is already counted, so no half is kept free. 256 bytes per token, contexts of 256."""
     shares: list[float] = []
 
     def usable(model: object, largest: LargestStep, share: float, *, records: bool) -> int:
@@ -199,5 +199,5 @@ def test_a_gpus_share_bounds_the_cache(tiny_checkpoint: Path, monkeypatch: pytes
         assert facts.num_blocks == contexts * 16
     assert shares == [0.9, 0.5]
     too_small = settings.model_copy(update={"gpu_memory_share": 0.05})
-    with pytest.raises(ValueError, match="serve --max-context-length 128"):
+    with pytest.raises(ValueError, match="set --max-context-length 128"):
         build_engine(too_small, read_manifest(tiny_checkpoint))

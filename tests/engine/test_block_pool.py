@@ -1,4 +1,4 @@
-"""The block pool as a state machine: nothing leaks, nothing is owned by a stranger, eviction takes the oldest."""
+"""State machine test of the block pool: no leaks, no wrong owners, and the oldest blocks are evicted first."""
 
 import pytest
 from hypothesis import settings
@@ -11,13 +11,13 @@ NUM_BLOCKS = 7
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Block tables come and go, share blocks by content, and are freed whole."""
+    """Block tables are created and freed, and share blocks by content."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS)
         self.tables: list[list[int]] = []
-        self.contents: dict[int, bytes] = {}  # what each block was last filled with
+        self.contents: dict[int, bytes] = {}  # last content of each block
 
     @rule(count=st.integers(0, NUM_BLOCKS + 1))
     def allocate(self, count: int) -> None:
@@ -150,7 +150,7 @@ def test_refuses_an_empty_pool() -> None:
 
 
 def test_no_salt_stands_for_anybodys_tokens() -> None:
-    """Whose salt were the bytes of another's first block would otherwise be answered from that one's context."""
+    """A salt equal to the bytes of another request's first block must not give access to its cached context."""
     first = block_hash(b"", [97, 98])
     assert root_hash("a\0\0\0b\0\0\0") != first
     assert root_hash("") == b""
@@ -158,7 +158,7 @@ def test_no_salt_stands_for_anybodys_tokens() -> None:
 
 
 def test_salts_do_not_reach_into_another_namespace() -> None:
-    """A client chooses its salt, and may choose another key's name or what it would be joined to."""
+    """A client chooses its salt, including another key's name or text that would be joined to it."""
     pairs = [
         ("", ""),
         ("", "bob"),

@@ -1,4 +1,4 @@
-"""Answers over a float16 cache of a float32 model: the same bits alone and in a crowd, and near those over its own."""
+"""Completions with a float16 cache of a float32 model: batch-invariant, and close to those with a float32 cache."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ HALF, CROWDED_HALF = (dataclasses.replace(config, kv_cache_dtype="float16") for 
 @pytest.mark.parametrize("level", BUILDABLE)
 @pytest.mark.parametrize(("variant", "kind"), [("rotary-gqa", "plain"), ("rotary-gqa", "int8"), ("gpt2", "plain")])
 def test_an_answer_has_the_same_bits_alone_and_in_a_crowd(level: str, variant: str, kind: str) -> None:
-    """By chunks, behind a prefix that was found, preempted and resumed, and with tokens that were guessed."""
+    """Covers chunks, prefix-cache hits, preemption, and speculative tokens."""
     submits = submissions(12)
     guessing = dataclasses.replace(CROWDED_HALF, max_draft_tokens=3)
     model = native_model(variant, loaded(level), kind=kind)
@@ -32,7 +32,7 @@ def test_an_answer_has_the_same_bits_alone_and_in_a_crowd(level: str, variant: s
 
 @pytest.mark.parametrize("variant", ["rotary-gqa", "average", "relative-bias-window", "disentangled"])
 def test_pytorchs_way_serves_alike(variant: str) -> None:
-    """Log-probabilities are those over a float32 cache but for the rounding, which does change them."""
+    """Logprobs differ from those with a float32 cache, but only by rounding."""
     submits = submissions(6)
     crowd, _ = drive(Engine(build(VARIANTS[variant]), TOKENIZER, CROWDED_HALF), submits)
     firsts = {}

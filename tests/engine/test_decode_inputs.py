@@ -1,4 +1,4 @@
-"""Inputs that are moved on from step to step are those that would be built anew, whatever happens in between."""
+"""Incrementally updated step inputs equal inputs built from scratch."""
 
 import random
 from typing import Any
@@ -18,7 +18,7 @@ _TENSORS = ("positions_T", "logit_rows_R", "slot_mapping_T", "block_tables_BN")
 
 
 class Compared(DecodeInputs):
-    """Builds each step's inputs both ways, and counts those that were moved on."""
+    """Builds each step's inputs both ways, and counts incremental updates."""
 
     num_moved = num_steps = 0
 
@@ -34,7 +34,7 @@ class Compared(DecodeInputs):
 
 
 def plain(inputs: ModelInputs) -> dict[str, Any]:
-    """All there is of a step's inputs, tensors as lists."""
+    """Return all inputs of a step, with tensors as lists."""
     named = {name: getattr(inputs, name) for name in inputs.__struct_fields__}
     metadata: AttentionMetadata = named.pop("metadata")
     named |= {"query_lengths": metadata.query_lengths, "context_lengths": metadata.context_lengths}
@@ -67,7 +67,7 @@ def random_submit(uid: str, rng: random.Random) -> Any:
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("min_rows", [1, MIN_ROWS])
 def test_any_steps_have_the_inputs_that_would_be_built_anew(min_rows: int, drafts: int, looks_ahead: bool) -> None:
-    """Sequences arrive, are cancelled and submitted again, in a pool that is too small for them."""
+    """Sequences arrive, are cancelled and resubmitted, in a pool that is too small."""
     num_preemptions = 0
     for seed in range(12):
         rng = random.Random(seed)
@@ -85,7 +85,7 @@ def test_any_steps_have_the_inputs_that_would_be_built_anew(min_rows: int, draft
             if rng.random() < 0.2:
                 engine.submit(msgspec.structs.replace(submit, attempt=1))
             if rng.random() < 0.1:
-                runner.min_rows = 5 - runner.min_rows  # kernels of our own take over: a step is not padded any more
+                runner.min_rows = 5 - runner.min_rows  # native kernels take over: steps are no longer padded
         while engine.has_work:
             num_preemptions += engine.step().stats.num_preemptions
         engine.check_integrity()
@@ -94,7 +94,7 @@ def test_any_steps_have_the_inputs_that_would_be_built_anew(min_rows: int, draft
 
 
 def test_a_sequence_alone_is_built_anew_where_its_table_grows() -> None:
-    """And where it begins: of 20 steps that decode, in blocks of 5, all others are moved on."""
+    """Of 20 decode steps with blocks of 5, inputs are rebuilt only at the start and where the block table grows."""
     engine, runner = make_engine(block_size=5)
     engine.submit(make_submit("a", [1, 2, 3], max_tokens=20, ignore_eos=True))
     while engine.has_work:

@@ -1,4 +1,4 @@
-"""Streaming text with stop strings equals cutting the whole text, however it is cut into tokens."""
+"""Streamed text with stop strings equals the whole text cut at the stop string, for any tokenization."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ ALPHABET = "abc ä€😀"
 
 
 def stream(ids: list[int], params: SamplingParams) -> tuple[str, str | None, int]:
-    """Text shown, the stop string, and how many tokens it took."""
+    """Return the shown text, the stop string, and the number of tokens read."""
     detokenizer = Detokenizer(TOKENIZER, params)
     shown = ""
     for number, token_id in enumerate(ids, start=1):
@@ -25,7 +25,7 @@ def stream(ids: list[int], params: SamplingParams) -> tuple[str, str | None, int
 
 
 def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Read character by character until a stop string ends; of those that end there the longest."""
+    """Read character by character until a stop string ends; return the longest stop string that ends there."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -50,7 +50,7 @@ def test_equals_cutting_the_whole_text(text: str, stops: list[str], include: boo
 @settings(max_examples=200, deadline=None)
 @given(texts, stop_lists)
 def test_shown_text_is_final_at_every_step(text: str, stops: list[str]) -> None:
-    """Nothing is ever shown that the final text does not begin with."""
+    """Shown text is always a prefix of the final text."""
     final, _ = naive(text, stops, include=False)
     detokenizer = Detokenizer(TOKENIZER, SamplingParams(max_tokens=100, stop=tuple(stops)))
     shown = ""
@@ -72,7 +72,7 @@ def test_stop_strings_before_min_tokens_are_text(text: str, stops: list[str], mi
         assert num_tokens >= min_tokens
     free, rest = ids[: max(0, min_tokens - 1)], ids[max(0, min_tokens - 1) :]
     head = stream(free, SamplingParams(max_tokens=100))[0]
-    if TOKENIZER.decode(free) + TOKENIZER.decode(rest) == text:  # the border cuts no character
+    if TOKENIZER.decode(free) + TOKENIZER.decode(rest) == text:  # the boundary splits no character
         assert shown == head + naive(TOKENIZER.decode(rest), stops, include=False)[0]
 
 

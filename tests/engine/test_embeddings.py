@@ -1,4 +1,4 @@
-"""The engine's embeddings are those of one uncached pass: in any batch, in chunks, preempted, behind a known prefix."""
+"""Embeddings equal those of one uncached pass: batched, in chunks, preempted, and with prefix-cache hits."""
 
 import random
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def asked(uid: str, token_ids: Sequence[int], pooling: Pooling) -> Submit:
 
 @torch.inference_mode()
 def computed(model: Transformer, token_ids: Sequence[int], pooling: Pooling) -> NDArray[np.float32]:
-    """The slow, obvious twin."""
+    """Reference implementation: one uncached pass."""
     hidden_TE = model.hidden(torch.tensor(token_ids), AttentionMetadata.uncached((len(token_ids),)), None)
     normed_TE = model.final_norm(hidden_TE)
     pooled_E = normed_TE.mean(0) if pooling is Pooling.MEAN else normed_TE[-1]
@@ -37,7 +37,7 @@ def computed(model: Transformer, token_ids: Sequence[int], pooling: Pooling) -> 
 
 
 def told(run: Run, uid: str) -> NDArray[np.float32]:
-    """The one event of a text: its end, with its vector."""
+    """Return the only event of a text: its end, with its vector."""
     (delta,) = run.deltas[uid]
     assert (delta.token_ids, delta.text, delta.logprobs) == ((), "", None)
     assert delta.finish is not None
@@ -116,7 +116,7 @@ def test_the_poolings_differ() -> None:
 
 
 def test_a_failed_step_leaves_nothing_of_a_sum_behind() -> None:
-    """Tried again after an abort under the same name, a text begins anew."""
+    """A retry after an abort, with the same name, starts from an empty sum."""
     run = Run("gpt2", max_batched_tokens=16)
     token_ids = list(range(40))
     run.engine.submit(asked("text", token_ids, Pooling.MEAN))

@@ -1,4 +1,4 @@
-"""Several marks may end a text, or none: checkpoints of other people have two or three."""
+"""Checkpoints may have several end-of-text tokens, or none."""
 
 import pytest
 
@@ -13,7 +13,7 @@ CONFIG = EngineConfig(block_size=2, num_blocks=16, max_num_running=2, max_batche
 
 
 def run(scheduler: Scheduler, sequence: Sequence, drawn: list[int]) -> None:
-    """Commit these tokens one by one; the last one ends the sequence."""
+    """Commit the tokens one by one; the last token ends the sequence."""
     scheduler.add(sequence)
     for index, token_id in enumerate(drawn):
         finished = scheduler.commit(scheduler.schedule(), [token_id])

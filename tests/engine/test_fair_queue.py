@@ -1,4 +1,4 @@
-"""Owners take turns by what they were served, whatever each of them sends."""
+"""Tenants are served in turn by the service they received, independent of the number of their requests."""
 
 from collections import Counter
 
@@ -20,7 +20,7 @@ def make_sequence(number: int, owner: str, *, priority: int = 0) -> Sequence:
 
 
 def take(queue: FairQueue, *, num_tokens: int = 10) -> str:
-    """The next one is served."""
+    """Take and serve the next sequence."""
     sequence = queue.first()
     queue.remove(sequence)
     queue.charge(sequence.owner, num_tokens)
@@ -117,7 +117,7 @@ def owned(submit: Submit, owner: str) -> Submit:
 
 
 def run(engine: Engine) -> list[str]:
-    """Step to the end. Returns who ended, in order."""
+    """Step to the end. Returns the names in the order in which they ended."""
     ended = []
     while engine.has_work:
         ended += [event.uid for event in engine.step().events if event.finish is not None]
@@ -126,7 +126,7 @@ def run(engine: Engine) -> list[str]:
 
 
 def flooded() -> list[str]:
-    """Who ends in what order where one owner has sent twenty sequences before another sends three."""
+    """Return the order of endings if one tenant sends twenty sequences before another tenant sends three."""
     engine, _ = make_engine(max_num_running=2)
     for number in range(20):
         engine.submit(owned(make_submit(f"flood-{number}", [1, 2, 3], max_tokens=4, ignore_eos=True), "flood"))

@@ -1,4 +1,4 @@
-"""Grammars in the engine: who follows one does, who does not is left alone, and nothing that happens matters."""
+"""Grammars in the engine: constrained sequences match their grammar, and other sequences are unaffected."""
 
 import json
 import re
@@ -67,7 +67,7 @@ def test_preemption_changes_nothing() -> None:
 
 @pytest.mark.parametrize("grammar", [JSON, CHOICE, SUMS])
 def test_replay_after_any_token_gives_the_same_document(grammar: str) -> None:
-    """A worker that died: another one goes on from the tokens that are there, all of them included."""
+    """After a worker crash, another worker resumes from any prefix of the tokens, including all of them."""
     whole = drive(make_engine(), [ask("s", grammar, seed=5)])["s"]
     engine = make_engine()
     for length in range(1, len(whole.token_ids) + 1):
@@ -92,7 +92,7 @@ def test_a_document_of_exactly_max_tokens_is_complete_and_a_longer_one_is_not() 
 
 
 def test_an_end_is_drawn_only_where_the_grammar_allows_one() -> None:
-    """`[0-9]{3,}` may end after three digits, and then has to be ended by the model or by its length."""
+    """`[0-9]{3,}` may end after three digits; then the model or the length limit ends it."""
     open_end = LLMatcher.grammar_from_regex("[0-9]{3,}")
     likely = ((EOS, 100.0),)
     outcomes = drive(
@@ -111,7 +111,7 @@ def test_an_end_is_drawn_only_where_the_grammar_allows_one() -> None:
 
 
 def test_stop_strings_and_min_tokens() -> None:
-    """A stop string ends a document where it stands. A complete one ends, whatever `min_tokens` says."""
+    """A stop string cuts a document. A complete document ends, regardless of `min_tokens`."""
     outcomes = drive(
         make_engine(), [ask("stop", JSON, seed=1, stop=('"age"',)), ask("short", CHOICE, min_tokens=50, max_tokens=60)]
     )
@@ -133,7 +133,7 @@ def test_what_grammar_and_request_forbid_together_is_the_requests_fault() -> Non
 
 
 def test_logprobs_are_the_models_own() -> None:
-    """Of the unmasked distribution: a token that the grammar forced may be unlikely, and others stand above it."""
+    """Logprobs are those of the unmasked distribution: a forced token may be unlikely, below other tokens."""
     outcome = drive(make_engine(), [ask("s", CHOICE, logprobs=3)])["s"]
     (first, *_) = [entry for delta in outcome.deltas for entry in delta.logprobs or ()]
     assert first.token_id == outcome.token_ids[0]
@@ -144,7 +144,7 @@ def test_logprobs_are_the_models_own() -> None:
 
 
 def test_control_marks_are_never_drawn_whatever_a_grammar_says() -> None:
-    """A grammar that names them is refused before it comes here; this is the second lock."""
+    """A grammar that names special tokens is rejected earlier; this is a second safeguard."""
     end = TOKENIZER.vocab_size - 1
     pairs = [bytes([first, first]) for first in range(end - 257)]
     tokenizer = ByteLevelTokenizer(

@@ -1,4 +1,4 @@
-"""Decode steps that are recorded and replayed: shapes, padding, and the same tokens as without, on a CPU."""
+"""CUDA graph capture and replay of decode steps, on a CPU: shapes, padding, and unchanged tokens."""
 
 import random
 from collections.abc import Callable
@@ -69,7 +69,7 @@ def step(ids: list[int], positions: list[int], slots: list[int], tables: list[li
 
 def test_static_inputs_hold_the_step_and_padding_that_touches_the_scratch_block_alone() -> None:
     static = StaticInputs(Bucket(4, 5), CPU)
-    for bucket in (Bucket(4, 5), Bucket(4, 3)):  # what a wider step left does not show in a narrower one
+    for bucket in (Bucket(4, 5), Bucket(4, 3)):  # values left by a wider step must not affect a narrower step
         static.fill(bucket, step([7, 8], [5, 2], [21, 33], [[2, 5], [8, 9]]), scratch_slot=40, scratch_block=10)
         ids, positions, slots, tables = static.views(bucket)
         assert ids.tolist() == [7, 8, 0, 0]
@@ -80,7 +80,7 @@ def test_static_inputs_hold_the_step_and_padding_that_touches_the_scratch_block_
 
 
 class Recorder:
-    """A `Capture` that counts, and checks that a computation's inputs stay where they were."""
+    """A `Capture` that counts, and checks that the inputs of a computation keep their addresses."""
 
     def __init__(self) -> None:
         self.recorded: list[torch.Size] = []
@@ -113,7 +113,7 @@ def test_recordings_are_made_once_of_padding_and_replayed_for_steps_that_fit() -
     graphs = DecodeGraphs(hidden, capture=recorder, shapes=buckets(8, 128), scratch_block=9, block_size=4, device=CPU)
     assert [shape[0] for shape in recorder.recorded] == [8, 8, 4, 4]
     assert graphs.shapes == (Bucket(8, 128), Bucket(8, 32), Bucket(4, 128), Bucket(4, 32))
-    assert recorder.replays == [0, 1, 2, 3]  # each was compared with what it recorded
+    assert recorder.replays == [0, 1, 2, 3]  # each replay was compared with its capture
     recorder.replays.clear()
     places = set(seen)
     found = graphs.hidden(step([5], [3], [15], [[3]]))
@@ -135,7 +135,7 @@ def test_a_replay_that_gives_other_numbers_is_refused() -> None:
     def capture(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         return lambda: compute() + 1.0
 
-    with pytest.raises(RuntimeError, match="a replayed step of 4 rows differs from the step that was recorded"):
+    with pytest.raises(RuntimeError, match="a replayed step of 4 rows differs from the captured step"):
         DecodeGraphs(
             lambda ids_T, metadata: torch.ones(len(ids_T), 3),
             capture=capture, shapes=[Bucket(4, 2)], scratch_block=1, block_size=4, device=CPU,
@@ -171,9 +171,9 @@ def answers(engine: Engine, submits: list[Submit], every: int) -> dict[str, list
 
 @pytest.mark.parametrize("variant", ["rotary-gqa", "gpt2", "window-one-layer", "alibi"])
 def test_tokens_are_those_of_the_slow_twin(variant: str) -> None:
-    """Steps of up to 8 rows are replayed, larger ones and prompts are not; a pool too small preempts in between.
+    """Steps of up to 8 rows are replayed; larger steps and prompts are not. The small pool causes preemptions.
 
-    Layers with a bias go to a backend that wants lengths of contexts, so that nothing may be recorded of them.
+    Layers with a bias use a backend that needs context lengths, so their steps cannot be captured.
     """
     recorder = Recorder()
     submits = submissions(18, seed=3, max_prompt=24)
@@ -183,12 +183,12 @@ def test_tokens_are_those_of_the_slow_twin(variant: str) -> None:
         found = [token_id for delta in told[submit.uid] for token_id in delta.token_ids]
         expected = generate(build(VARIANTS[variant]), submit.prompt_token_ids, submit.params, eos_token_ids=(EOS,))
         assert found == expected
-    # 16 blocks of 4 hold a context of 64: one width, and recordings of 8 and of 4 rows.
+    # 16 blocks of 4 hold a context of 64: one width, and graphs for 8 and 4 rows.
     assert set(recorder.replays) == (set() if variant == "alibi" else {0, 1})
 
 
 def test_what_a_step_wants_beside_tokens_is_the_same() -> None:
-    """Log-probabilities of tokens and prompts, penalties, drafts and embeddings, replayed and not."""
+    """Compare logprobs of tokens and prompts, penalties, drafts and embeddings, with and without replay."""
     rng = random.Random(2)
     texts = [[rng.randrange(EOS) for _ in range(rng.randint(1, 12))] for _ in range(5)]
     repeating = [1, 2, 3, 4] * 4
@@ -202,7 +202,7 @@ def test_what_a_step_wants_beside_tokens_is_the_same() -> None:
     with_graphs = answers(engine("rotary-gqa", recorder, max_draft_tokens=3), submits, every=1)
     without = answers(engine("rotary-gqa", None, max_draft_tokens=3), submits, every=1)
     assert len(recorder.replays) > 20
-    for uid, deltas in without.items():  # how many tokens a draft brings at once depends on how long steps take
+    for uid, deltas in without.items():  # the length of a draft depends on step times
         found = with_graphs[uid]
         assert joined(found, "token_ids") == joined(deltas, "token_ids")
         assert "".join(delta.text for delta in found) == "".join(delta.text for delta in deltas)

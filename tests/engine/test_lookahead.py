@@ -1,6 +1,6 @@
-"""When the next step is launched before the last one's tokens are read, and what becomes of it.
+"""Asynchronous scheduling: launching the next step before the tokens of the last step are read.
 
-The fake runner computes what was launched as late as it can: see `tests.engine.fakes`.
+The fake runner computes a launched step as late as possible: see `tests.engine.fakes`.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ def ahead(**config: Any) -> tuple[Engine, FakeRunner]:
 
 
 def drive(engine: Engine) -> list[TokenDelta]:
-    """All events until nothing is left to do."""
+    """Return all events until no work is left."""
     events: list[TokenDelta] = []
     while engine.has_work:
         events += engine.step().events
@@ -36,12 +36,12 @@ def tokens_of(uid: str, events: list[TokenDelta]) -> list[int]:
 
 
 def unending(uid: str, prompt: list[int], **params: Any) -> Submit:
-    """One that ends at `max_tokens` alone."""
+    """A submission that ends only at `max_tokens`."""
     return make_submit(uid, prompt, ignore_eos=True, **params)
 
 
 def stopping(uid: str, prompt: list[int], *, at: int) -> Submit:
-    """One whose `at`th token ends it."""
+    """A submission whose token number `at` is a stop token."""
     free = unending(uid, prompt, max_tokens=CONTEXT)
     drawn = expected_tokens(free, CONTEXT)
     assert drawn[at - 1] not in drawn[: at - 1]
@@ -50,7 +50,7 @@ def stopping(uid: str, prompt: list[int], *, at: int) -> Submit:
 
 
 def test_the_next_step_is_launched_before_the_last_one_is_read() -> None:
-    """And none behind the one in which all reach their `max_tokens`."""
+    """No step is launched after the step in which all sequences reach `max_tokens`."""
     engine, runner = ahead()
     submits = [unending("a", [1, 2], max_tokens=4), unending("b", [3], max_tokens=4)]
     for submit in submits:
@@ -80,7 +80,7 @@ def test_of_those_that_reach_their_length_no_row_is_launched() -> None:
 
 
 def test_the_row_of_a_sequence_that_ended_is_passed_over() -> None:
-    """Its stop token was not known when the step behind it was launched. Its blocks come back, and others get them."""
+    """The stop token was unknown when the next step was launched. The blocks of the sequence are freed and reused."""
     engine, runner = ahead()
     stops, goes_on = stopping("stops", [5, 6], at=3), unending("goes on", [7], max_tokens=12)
     engine.submit(stops)
@@ -88,7 +88,15 @@ def test_the_row_of_a_sequence_that_ended_is_passed_over() -> None:
     events: list[TokenDelta] = []
     while not any(event.finish for event in events):
         events += engine.step().events
-    assert runner.order == [1, 2, -1, 3, -2, 4, -3]  # the fourth has a row of the one that ended at the third
+    assert runner.order == [
+        1,
+        2,
+        -1,
+        3,
+        -2,
+        4,
+        -3,
+    ]  # the fourth step has a row of the sequence that ended in the third step
     assert engine.step().stats.batch_size == 1
     later = unending("later", [8, 9, 10, 11], max_tokens=12)
     engine.submit(later)
@@ -111,12 +119,12 @@ def test_a_stop_string_ends_it_too() -> None:
     assert tokens_of("s", events) == tokens[: at + 1]
     assert events[-1].finish is not None
     assert events[-1].finish.stop_reason == chr(tokens[at])
-    assert runner.num_launched == at + 2  # one for nothing
+    assert runner.num_launched == at + 2  # one row is wasted
 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_cancelled_between_its_launch_and_its_reading(again: bool) -> None:
-    """Nothing is told of it; a newer attempt of the same name gets nothing of the older one's."""
+    """A cancelled sequence gets no event, and a newer attempt of the same name gets no event of the older attempt."""
     engine, runner = ahead()
     other, cancelled = unending("a", [1, 2], max_tokens=9), unending("b", [3], max_tokens=9)
     for submit in (other, cancelled):
@@ -164,7 +172,7 @@ def test_who_fails_is_told_once_and_what_was_launched_is_forgotten() -> None:
 
 
 def test_an_arrival_waits_for_what_was_launched_and_no_longer() -> None:
-    """A running step is in flight when it comes; the one after it computes its prompt."""
+    """A step is in flight when the prompt arrives; the next step computes it."""
     engine, runner = ahead()
     engine.submit(unending("a", [1, 2], max_tokens=12))
     engine.step()
@@ -176,7 +184,7 @@ def test_an_arrival_waits_for_what_was_launched_and_no_longer() -> None:
 
 
 def test_while_every_place_is_taken_those_who_wait_hold_nothing_up() -> None:
-    """Until a place is known to come free: its next owner begins in that very step."""
+    """The next sequence starts in the very step in which a slot is known to become free."""
     engine, runner = ahead(max_num_running=2, fakes_time=True)
     engine.submit(unending("a", [1], max_tokens=6))
     engine.submit(unending("b", [2], max_tokens=12))
@@ -188,7 +196,7 @@ def test_while_every_place_is_taken_those_who_wait_hold_nothing_up() -> None:
 
 
 def test_what_is_computed_ahead_counts_as_service() -> None:
-    """Owner x runs two sequences and owner y one, whose prompt is long: in a dozen steps x has been served more."""
+    """Tenant x runs two sequences, tenant y one with a long prompt: after a dozen steps, x has been served more."""
     engine, runner = ahead(max_num_running=3, num_blocks=40, max_batched_tokens=20)
     for owner, uid, length, max_tokens in (
         ("x", "x1", 1, 13),
@@ -208,7 +216,7 @@ def test_what_is_computed_ahead_counts_as_service() -> None:
 def test_nothing_is_planned_ahead_where_blocks_are_short_or_another_sits_the_step_out(
     num_blocks: int, num_running: int, is_planned: bool
 ) -> None:
-    """A sequence whose block is full, in a pool of one block or two."""
+    """A sequence has a full block, in a pool of one or two blocks."""
     pool = BlockPool(num_blocks)
     submit = unending("a", [1, 2], max_tokens=8)
     sequence = Sequence.from_submit(submit, arrival_number=1, max_context_length=CONTEXT)
@@ -220,7 +228,7 @@ def test_nothing_is_planned_ahead_where_blocks_are_short_or_another_sits_the_ste
 
 
 def test_a_deadline_is_kept_while_steps_are_launched_ahead() -> None:
-    """It passes in the fifth step, which is seen when the sixth has been launched."""
+    """The deadline passes in the fifth step. This is noticed when the sixth step has been launched."""
     engine, runner = ahead(max_num_running=1, fakes_time=True)
     engine.submit(unending("a", [1], max_tokens=20))
     engine.submit(make_submit("late", [2], deadline=4.5))
@@ -232,7 +240,7 @@ def test_a_deadline_is_kept_while_steps_are_launched_ahead() -> None:
 
 
 def test_blocks_that_must_be_taken_from_others_are_not_taken_ahead() -> None:
-    """Two sequences of 16 tokens in ten blocks of two: the later one is preempted, and both come out right."""
+    """Two sequences of 16 tokens in ten blocks of two: the later one is preempted, and both results are correct."""
     engine, runner = ahead(num_blocks=10, enable_prefix_cache=False)
     submits = [unending("a", [1, 2], max_tokens=14), unending("b", [3, 4], max_tokens=14)]
     for submit in submits:
@@ -251,7 +259,7 @@ def test_blocks_that_must_be_taken_from_others_are_not_taken_ahead() -> None:
 
 @pytest.mark.parametrize("looks_ahead", [False, True])
 def test_the_prefix_cache_knows_all_that_was_computed(looks_ahead: bool) -> None:
-    """A text of 2 and 9 more, whose last is not computed: five blocks of two, which its continuation finds."""
+    """The text has 2 + 9 tokens, and the last one is not computed: its continuation finds five blocks of two tokens."""
     engine, _ = make_engine(looks_ahead=looks_ahead)
     first = unending("first", [1, 2], max_tokens=9)
     engine.submit(first)
@@ -281,7 +289,7 @@ NEEDS_THE_HOST: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", NEEDS_THE_HOST)
 def test_what_the_host_must_know_first_is_never_launched(name: str) -> None:
-    """Nor is anybody beside it, until it has ended."""
+    """No sequence that runs beside it is launched ahead either, until it ends."""
     engine, runner = ahead()
     engine.submit(unending("a", [1, 2], max_tokens=16))
     engine.submit(make_submit("b", [3, 4], **{"max_tokens": 8, "ignore_eos": True, **NEEDS_THE_HOST[name]}))
@@ -317,11 +325,11 @@ def test_nor_are_embeddings_scores_drafts_and_prompts_that_are_not_whole_yet() -
     chunked, runner = ahead(max_num_running=2)
     chunked.submit(unending("c", list(range(20)), max_tokens=3))
     drive(chunked)
-    assert runner.order == [0, 0, 1, 2, -1, 3, -2, -3]  # 7, 7, and 6 with which it draws
+    assert runner.order == [0, 0, 1, 2, -1, 3, -2, -3]  # chunks of 7, 7 and 6 tokens; the last one samples
 
 
 def test_a_step_ahead_is_timed_from_the_end_of_the_one_before() -> None:
-    """By which prompts get their pace: a step of four rows takes one second, launched early or not."""
+    """These times set the prompt chunk size. A step of four rows takes one second, launched ahead or not."""
     for looks_ahead in (False, True):
         engine, _ = make_engine(looks_ahead=looks_ahead, fakes_time=True, prompt_slowdown=2.0)
         engine.submit(unending("a", [1], max_tokens=9))

@@ -1,4 +1,4 @@
-"""Steps launched ahead or not, answers are the same: by a model, whatever requests ask for and whenever they come."""
+"""Completions are equal with and without asynchronous scheduling, for all kinds of requests."""
 
 import random
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ GRAMMAR = LLMatcher.grammar_from_lark('start: ("a" | "b" | "c"){1,9} "."')
 
 
 class Counting(ModelRunner):
-    """Counts the steps that were launched, and those of them whose tokens the host did not know."""
+    """Counts launched steps, and those whose input tokens were unknown to the host."""
 
     num_launched = num_ahead = num_run = 0
 
@@ -52,7 +52,7 @@ def engine(looks_ahead: bool, *, records: bool = False, **config: Any) -> tuple[
 
 
 def requests(seed: int, *, plain: float) -> list[Submit]:
-    """Mixed lengths and ends, many with one beginning; a share of them asks for nothing that the host must know."""
+    """Mixed lengths and stop conditions, many with a shared prefix; some need no result on the host."""
     rng = random.Random(seed)
     beginning = [rng.randrange(EOS) for _ in range(18)]
     made = []
@@ -91,9 +91,9 @@ def requests(seed: int, *, plain: float) -> list[Submit]:
 
 
 def answers(engine: Engine, submits: Sequence[Submit], seed: int) -> tuple[dict[str, list[Any]], int]:
-    """What each is told, piece by piece, and how many were preempted.
+    """Return the events of each request, and the number of preemptions.
 
-    They come in the middle of others; some are cancelled after so many tokens.
+    Requests arrive while other requests run; some are cancelled after a number of tokens.
     """
     rng = random.Random(seed)
     cancelled = {submit.uid: rng.randint(1, 8) for submit in submits if rng.random() < 0.2}
@@ -115,7 +115,7 @@ def answers(engine: Engine, submits: Sequence[Submit], seed: int) -> tuple[dict[
 
 
 def piece(event: TokenDelta) -> Any:
-    """All of an event but its times, and what depends on who was there first; log-probabilities to four digits."""
+    """Return an event without times and arrival-dependent fields; logprobs are rounded to four digits."""
     finish = event.finish
     end = None if finish is None else (finish.reason, finish.stop_reason, finish.error, finish.num_completion_tokens)
     scores = [

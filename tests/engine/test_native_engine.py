@@ -1,4 +1,4 @@
-"""With native kernels an answer is batch-invariant: the same bits alone and in a batch."""
+"""With native kernels, completions are batch-invariant: bitwise identical alone and in a batch."""
 
 import dataclasses
 import random
@@ -25,11 +25,11 @@ from tests.model.kernel_libraries import BUILDABLE, library_of
 
 TOKENIZER = train_bpe([], 300)
 CONFIG = EngineConfig(block_size=4, num_blocks=200, max_num_running=16, max_batched_tokens=64)
-# Prompts in chunks, a pool that holds a few sequences, prefixes found again.
+# Prompts in chunks, a pool that holds few sequences, prefix-cache hits.
 CROWDED = dataclasses.replace(CONFIG, num_blocks=40, max_batched_tokens=16)
 ROOM = 64
 BEST, OTHERS = list(BUILDABLE)[:1], list(BUILDABLE)[1:]
-# oneDNN packs bfloat16 only on CPUs that have instructions for it.
+# oneDNN packs bfloat16 only on CPUs with bfloat16 instructions.
 PACKED = "packed" if can_pack("cpu", torch.bfloat16) else "plain"
 KINDS = [(torch.float32, "plain"), (torch.bfloat16, PACKED), (torch.bfloat16, "int8")]
 CASES = [(level, *kind) for level in BEST for kind in KINDS] + [(level, *KINDS[1]) for level in OTHERS]
@@ -55,7 +55,7 @@ def loaded(level: str) -> Kernels:
 
 
 def submissions(count: int) -> list[Submit]:
-    """Greedy and seeded, of mixed lengths; some begin alike."""
+    """Greedy and seeded submissions of mixed lengths; some share a prefix."""
     rng = random.Random(count)
     common = [rng.randrange(256) for _ in range(9)]
     made = []
@@ -67,7 +67,7 @@ def submissions(count: int) -> list[Submit]:
 
 
 def drive(engine: Engine, submits: list[Submit]) -> tuple[dict[str, list[TokenDelta]], list[StepStats]]:
-    """What each was told, one arriving at every step."""
+    """Return the events of each submission; one submission arrives per step."""
     waiting = list(submits)
     told: dict[str, list[TokenDelta]] = {}
     stats = []
@@ -82,7 +82,7 @@ def drive(engine: Engine, submits: list[Submit]) -> tuple[dict[str, list[TokenDe
 
 
 def counting(rows: list[int], hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same, which notes how many rows it is given."""
+    """Return the same function, which also records its numbers of rows."""
 
     def counted(model: Any, token_ids_T: Tensor, *rest: Any, **options: Any) -> Tensor:
         rows.append(len(token_ids_T))
@@ -92,7 +92,7 @@ def counting(rows: list[int], hidden: Callable[..., Tensor]) -> Callable[..., Te
 
 
 def answer(deltas: list[TokenDelta]) -> tuple[list[int], list[TokenLogprob], str]:
-    """Ids, log-probabilities to the last bit, text."""
+    """Return ids, exact logprobs and text."""
     logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
     return [i for delta in deltas for i in delta.token_ids], logprobs, "".join(delta.text for delta in deltas)
 
@@ -113,7 +113,7 @@ def test_an_answer_has_the_same_bits_alone_and_in_a_crowd(level: str, dtype: tor
 @pytest.mark.parametrize("level", BEST)
 @pytest.mark.parametrize("variant", ["gpt2", "rotary-gqa"])
 def test_a_look_does_not_hinder_the_steps_after_it(level: str, variant: str) -> None:
-    """Of more tokens than any step so far: its buffers, made where nothing has gradients, are those of all."""
+    """attention_weights() has more tokens than any step so far, and allocates the buffers that later steps share."""
     kernels = Kernels()
     kernels.loaded = library_of(level)
     answers = []
@@ -131,7 +131,7 @@ def test_a_look_does_not_hinder_the_steps_after_it(level: str, variant: str) -> 
 
 @pytest.mark.parametrize("level", BEST)
 def test_one_stream_is_not_padded(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Native kernels give a row its bits alone; PyTorch's GEMM kernels round other in small batches, hence padding."""
+    """Native kernels are batch-invariant. PyTorch's GEMM kernels round differently in small batches, so it pads."""
     rows: list[int] = []
     monkeypatch.setattr(NativeTransformer, "hidden", counting(rows, NativeTransformer.hidden))
     monkeypatch.setattr(NativeTransformer, "decode", counting(rows, NativeTransformer.decode))

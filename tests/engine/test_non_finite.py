@@ -1,6 +1,6 @@
-"""A sequence whose numbers turn to NaN or infinity ends with an error, and its neighbours' bits stay what they were.
+"""A sequence with NaN or infinite values ends with an error, and other sequences stay bitwise identical.
 
-One row of the embedding is NaN, infinite, or so large that its sums overflow: only prompts with this token go wrong.
+One row of the embedding is NaN, infinite, or so large that its sums overflow. Only prompts with this token fail.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from tests.model.configs import VARIANTS, build
 from tests.model.kernel_libraries import BUILDABLE, library_of
 
 TOKENIZER = train_bpe([], 300)
-POISON = 0  # padding rows of a step have this token: theirs are not finite either
+POISON = 0  # the padding rows of a step have this token, and are not finite either
 BLOCK = 4
 CONFIG: dict[str, Any] = {"block_size": BLOCK, "num_blocks": 60, "max_num_running": 8, "max_batched_tokens": 24}
 BEST = list(BUILDABLE)[:1]
@@ -83,7 +83,7 @@ def use(model: Transformer, attention: Any) -> None:
 
 
 class Answers:
-    """Submissions that arrive one a step, and all events of each."""
+    """Submissions that arrive one per step, and the events of each."""
 
     def __init__(self, model: Transformer, *, looks_ahead: bool = False, **config: Any) -> None:
         self.engine = Engine(model, TOKENIZER, EngineConfig(**{**CONFIG, **config}), looks_ahead=looks_ahead)
@@ -107,7 +107,7 @@ class Answers:
         return self
 
     def told(self, uid: str) -> list[object]:
-        """All but times: to the last bit."""
+        """Return all fields except times, with exact values."""
         found: list[object] = []
         for event in self.events[uid]:
             found += [*event.token_ids, event.text, *(event.logprobs or ()), event.embedding]
@@ -125,7 +125,7 @@ class Answers:
 
 
 def good(count: int, seed: int) -> list[Submit]:
-    """Greedy and seeded completions, texts to embed, prompts to score."""
+    """Greedy and seeded completions, texts to embed, and prompts to score."""
     rng = random.Random(seed)
     made = []
     for number in range(count):
@@ -145,7 +145,7 @@ def good(count: int, seed: int) -> list[Submit]:
 
 
 def with_token(submits: Ordered[Submit], token_id: int, place: Callable[[int], int]) -> list[Submit]:
-    """The same requests under other names, with a token put where `place` says of the prompt's length."""
+    """The same requests with other names, and with a token inserted at `place(prompt length)`."""
     made = []
     for submit in submits:
         ids = list(submit.prompt_token_ids)
@@ -156,7 +156,7 @@ def with_token(submits: Ordered[Submit], token_id: int, place: Callable[[int], i
 
 
 def forced(uid: str) -> Submit:
-    """Samples the token itself: its first token is finite, the second is not."""
+    """A submission that samples the bad token itself: its first token is finite, its second is not."""
     return make_submit(uid, [5, 6, 7], max_tokens=9, allowed_token_ids=(POISON,), temperature=0.0, logprobs=1)
 
 
@@ -165,7 +165,7 @@ def forced(uid: str) -> Submit:
 def test_natively_an_answer_has_the_same_bits_with_and_without_such_neighbours(
     level: str, numbers: str, value: float
 ) -> None:
-    """In random batches, in chunks, with blocks that are used again."""
+    """Covers random batches, chunks and reused blocks."""
     rng = random.Random(2)
     healthy, ill = good(10, seed=1), with_token(good(6, seed=2), POISON, lambda length: rng.randint(0, length))
     mixed = [*healthy, *ill, forced("forced")]
@@ -185,7 +185,7 @@ def test_natively_an_answer_has_the_same_bits_with_and_without_such_neighbours(
 def test_neighbours_have_the_bits_that_they_have_beside_others_of_the_same_lengths(
     backend: str, numbers: str, value: float
 ) -> None:
-    """PyTorch's products round by the shape of a step, so its steps have the same shapes with and without the token."""
+    """PyTorch's results depend on the shape of a step, so steps have the same shapes with and without the token."""
     healthy = good(10, seed=1)
     once = [dataclasses.replace(submit.params, max_tokens=min(1, submit.params.max_tokens)) for submit in healthy]
     short = [msgspec.structs.replace(submit, params=params) for submit, params in zip(good(10, 2), once, strict=True)]
@@ -205,10 +205,10 @@ def test_neighbours_have_the_bits_that_they_have_beside_others_of_the_same_lengt
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager", "paged"])
 def test_a_neighbour_that_was_to_share_blocks_of_the_same_step_is_computed_again(backend: str) -> None:
-    """0 * NaN is NaN: of a prompt in one step, PyTorch's attention also spoils positions before the token.
+    """PyTorch's attention also spoils earlier positions of the same prompt, since 0 * NaN is NaN.
 
-    The neighbour's own block of that step is not found again either: a later request begins with the same tokens. Of
-    three layers, the first spoils outputs, the second keys and values of shared blocks, the third the neighbour's.
+    The neighbour's own block of this step is not reused by a later request with the same prefix. Of three layers,
+    the first spoils outputs, the second the shared keys and values, the third the neighbour's.
     """
     common, rest = list(range(20, 20 + 3 * BLOCK)), list(range(40, 41 + BLOCK))
     params: dict[str, Any] = {"temperature": 0.0, "logprobs": 1, "ignore_eos": True}
@@ -244,7 +244,7 @@ def test_blocks_of_a_step_that_was_not_finite_are_not_found_again(backend: str) 
 
 
 def test_steps_that_are_recorded_and_launched_ahead() -> None:
-    """The step behind one that is not finite has been launched with the sequence before that is known."""
+    """The next step is launched with the bad sequence before its values are known to be non-finite."""
     answers = []
     healthy = [
         make_submit(f"g{number}", [20 + number, 30], max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -267,7 +267,7 @@ def test_steps_that_are_recorded_and_launched_ahead() -> None:
 
 
 def test_a_draft_is_cut_before_what_is_not_finite() -> None:
-    """A drafted token is not the sequence's until it is sampled: the next step computes it again, and finds out."""
+    """A drafted token is committed only when sampled: the next step computes it again and detects the failure."""
     first, second = (
         Sequence.from_submit(make_submit(uid, [1, 2, 3, 4, 5]), arrival_number=1, max_context_length=64) for uid in "ab"
     )
@@ -286,7 +286,7 @@ def sound(plan: StepPlan, rows: frozenset[int]) -> tuple[dict[str, int], list[tu
 
 @pytest.mark.parametrize("level", BEST)
 def test_a_decode_step_sees_a_hidden_state_that_no_norm_can_take(level: str) -> None:
-    """The norm makes zeros of it, and the logits are finite."""
+    """The norm turns the hidden state into zeros, and the logits are finite."""
     answers = Answers(poisoned("native", "float32", HUGE)).drive([forced("b")])
     answers.check_failed("b")
     assert [event.token_ids for event in answers.events["b"]] == [(POISON,), ()]
@@ -294,7 +294,7 @@ def test_a_decode_step_sees_a_hidden_state_that_no_norm_can_take(level: str) -> 
 
 @pytest.mark.parametrize("level", BEST)
 def test_rounding_to_eight_bits_does_not_hide_what_overflows_in_a_layer(level: str) -> None:
-    """Among the hidden values of an MLP, infinity times 0 is NaN; the residual stream before it is finite."""
+    """Inside an MLP, infinity times 0 is NaN; the residual stream before it is finite."""
     model = poisoned("sdpa", "float32", 0.0)
     block: Any = model.layers[0]
     weight = block.mlp.gate_up.weight

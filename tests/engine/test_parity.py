@@ -1,6 +1,6 @@
-"""Any batch, any chunking, preempted or found in the cache: the engine's tokens are those of `model/generate.py`.
+"""The engine's tokens equal those of `model/generate.py`: batched, in chunks, preempted, with prefix-cache hits.
 
-float32, token for token, greedy and seeded. Each test also asserts that what it is about really happened.
+float32, token for token, greedy and seeded. Each test also asserts that its condition occurred.
 """
 
 import random
@@ -28,7 +28,7 @@ MODELS["eager"] = build(VARIANTS["rotary-gqa"], "eager")
 
 
 class Run:
-    """Submissions driven to their ends, arriving at the given steps."""
+    """Run submissions to their ends; they arrive at the given steps."""
 
     def __init__(self, name: str, **config: int | bool) -> None:
         values = {"block_size": 4, "num_blocks": 200, "max_num_running": 16, "max_batched_tokens": 64, **config}
@@ -69,7 +69,7 @@ class Run:
 
 
 def submissions(count: int, seed: int, *, max_prompt: int = 40) -> list[Submit]:
-    """Mixed lengths, greedy and seeded, with every filter in use."""
+    """Mixed lengths, greedy and seeded, with all sampling filters."""
     rng = random.Random(seed)
     made = []
     for number in range(count):
@@ -240,7 +240,7 @@ def test_logprobs_are_those_of_an_uncached_pass() -> None:
 
 
 def test_a_prompt_is_scored_once_however_often_it_is_computed() -> None:
-    """Preempted while its prompt is computed in chunks: what it has been told stays, and nothing comes twice."""
+    """The prompt is preempted between chunks: reported logprobs stay, and none is repeated."""
     run = Run("gpt2", num_blocks=11, max_batched_tokens=4, max_num_running=4)
     prompt = list(range(20))
     crowd = [make_submit(str(i), [i + 1] * 3, max_tokens=16, ignore_eos=True, seed=i) for i in range(2)]
@@ -262,14 +262,15 @@ def test_samples_of_one_prompt_share_it() -> None:
     run = Run("rotary-gqa", max_batched_tokens=128)
     run.drive(submits)
     run.check(submits)
-    # One computes the whole prompt in the first step, the others what is beyond their last full block.
+    # The first request computes the whole prompt in the first step; the others, what follows their last full
+    # block.
     assert run.stats[0].batch_size == 8
     assert run.stats[0].num_prompt_tokens == 30 + 7 * 2
 
 
 @pytest.mark.parametrize("budget", [16, 64])
 def test_scoring_a_prompt_without_generating(budget: int) -> None:
-    """max_tokens 0, also in chunks, and never from the prefix cache, whose logits are gone."""
+    """max_tokens is 0, also in chunks. The prefix cache cannot be used, since it holds no logits."""
     prompt = list(range(40))
     run = Run("rotary-gqa", max_batched_tokens=budget)
     for uid in ("a", "b"):
@@ -284,7 +285,7 @@ def test_scoring_a_prompt_without_generating(budget: int) -> None:
 
 
 def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
-    """Log-probabilities alone and in a crowd agree far below what sampling notices: see `plan.MIN_ROWS`."""
+    """Logprobs alone and in a batch agree far below the precision that affects sampling: see `plan.MIN_ROWS`."""
     submits = submissions(10, seed=12, max_prompt=12)
     params = {"max_tokens": 12, "logprobs": 2, "ignore_eos": True}
     submits = [make_submit(s.uid, s.prompt_token_ids, seed=s.params.seed, **params) for s in submits]
@@ -301,7 +302,7 @@ def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
 
 
 def test_ids_beyond_the_tokenizer_are_never_drawn() -> None:
-    """Embeddings padded beyond the vocabulary."""
+    """The embedding matrix is padded beyond the vocabulary."""
     small = train_bpe([], 257)
     engine = Engine(MODELS["gpt2"], small, EngineConfig(num_blocks=40))
     for seed in range(8):

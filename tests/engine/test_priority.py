@@ -1,4 +1,4 @@
-"""Who goes first: lower priority numbers, but nobody for ever."""
+"""Priorities: lower numbers run first, without starvation."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tests.engine.fakes import CONTEXT, expected_tokens, make_engine, make_submi
 
 
 def run(engine: Engine) -> list[str]:
-    """Step to the end. Returns who ended, in order."""
+    """Step to the end. Returns the names in the order in which they ended."""
     ended = []
     while engine.has_work:
         result = engine.step()
@@ -20,7 +20,7 @@ def run(engine: Engine) -> list[str]:
 
 
 def order(*submits: Any, **config: Any) -> list[str]:
-    """Who ends first where one at a time can run."""
+    """Return the order of endings with one slot."""
     engine, _ = make_engine(max_num_running=1, **config)
     for submit in submits:
         engine.submit(submit)
@@ -50,7 +50,7 @@ def test_a_level_is_worth_so_much_waiting_and_no_more() -> None:
 
 @pytest.mark.parametrize("priority", [0, 3])
 def test_what_keeps_coming_does_not_pass_one_that_waits_for_ever(priority: int) -> None:
-    """Every step brings an urgent request, a second later than the last; each takes the only place for four steps."""
+    """Each step brings an urgent request, a second after the last; each takes the only slot for four steps."""
     engine, _ = make_engine(max_num_running=1)
     engine.submit(make("patient", 0.0, priority))
     ended: list[str] = []
@@ -59,7 +59,7 @@ def test_what_keeps_coming_does_not_pass_one_that_waits_for_ever(priority: int) 
         ended += [event.uid for event in engine.step().events if event.finish is not None]
         if "patient" in ended:
             break
-    # Those pass that came within the time that its priority is worth, and not one more.
+    # Only requests that arrive within the time that the priority is worth overtake.
     assert ended == [*(f"urgent-{second}" for second in range(1, int(priority * AGEING_SECONDS))), "patient"]
 
 

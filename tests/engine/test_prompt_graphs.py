@@ -1,4 +1,4 @@
-"""Steps with prompts that are recorded in pieces: sizes, padding, and the same answers as without, on a CPU."""
+"""Piecewise CUDA graphs of steps with prompts, on a CPU: sizes, padding, and unchanged completions."""
 
 import itertools
 import logging
@@ -40,7 +40,7 @@ def paged(variant: str) -> Transformer:
 
 
 def counted(calls: list[int]) -> Callable[[Callable[[Between], Tensor]], Callable[[Between], Tensor]]:
-    """`uncut`, and how many rows each replay had."""
+    """Wrap `uncut`, and record the rows of each replay."""
 
     def pieces(compute: Callable[[Between], Tensor]) -> Callable[[Between], Tensor]:
         replay = uncut(compute)
@@ -73,7 +73,7 @@ def test_a_recorded_engine_gives_the_tokens_of_the_slow_twin(
     calls: list[int] = []
     model = paged(variant)
     runner = recorded_runner(model, CONFIG, TOKENIZER.vocab_size, call_again, counted(calls))
-    assert "steps with prompts of up to 40 tokens are recorded, in 6 sizes" in caplog.text
+    assert "CUDA graphs captured for prefill steps of up to 40 tokens (6 sizes)" in caplog.text
     assert type(model) is RecordedTransformer
     calls.clear()
     engine = Engine(model, TOKENIZER, CONFIG, runner=runner)
@@ -110,7 +110,7 @@ def test_padding_changes_no_number_and_larger_steps_are_computed_as_ever() -> No
 
 
 class FakeGraph:
-    """A CUDA graph by name: what is done with it is written down."""
+    """A CUDA graph with a name, which logs its calls."""
 
     def __init__(self, told: list[str]) -> None:
         self.told, self.name = told, f"graph {sum(line.startswith('begin') for line in told)}"
@@ -127,7 +127,7 @@ class FakeGraph:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is done with the graphs of a card that is not there."""
+    """Return the log of calls to graphs, with a fake device."""
     lines: list[str] = []
     monkeypatch.setattr(torch, "cuda", MagicMock(CUDAGraph=lambda: FakeGraph(lines)))
     return lines
@@ -170,10 +170,10 @@ def failing(compute: Callable[[Between], Tensor]) -> Callable[[Between], Tensor]
 
 
 def forgetful(compute: Callable[[Between], Tensor]) -> Callable[[Between], Tensor]:
-    """Never attends."""
+    """A backend that never attends."""
 
     def nothing(form: AttentionForm) -> None:
-        """Leaves what the last step put there."""
+        """Leaves the output buffer unchanged."""
 
     compute(nothing)
     return lambda between: compute(nothing)
@@ -191,7 +191,7 @@ def test_what_fails_or_differs_leaves_the_model_as_it_was(
     before = [layer.attention.backend for layer in model.layers]
     runner = recorded_runner(model, CONFIG, TOKENIZER.vocab_size, call_again, pieces)
     assert runner._graphs is not None
-    (message,) = [record.getMessage() for record in caplog.records if "with prompts" in record.getMessage()]
-    assert re.match(f"steps with prompts are not recorded: {reason}", message)
+    (message,) = [record.getMessage() for record in caplog.records if "prefill steps" in record.getMessage()]
+    assert re.match(f"CUDA graphs of prefill steps disabled: {reason}", message)
     assert type(model) is Transformer
     assert [layer.attention.backend for layer in model.layers] == before

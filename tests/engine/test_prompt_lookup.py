@@ -1,4 +1,4 @@
-"""Drafts change how many steps a text takes, and nothing of the text."""
+"""Prompt-lookup drafts change the number of steps, and never the text."""
 
 import itertools
 import random
@@ -43,7 +43,7 @@ def test_tokens_that_come_later_are_known() -> None:
 
 
 def drafted_after(lookup: PromptLookup, ids: list[int], *told: int, price: float) -> int:
-    """How many tokens are drafted after these, each told as it comes."""
+    """Return the number of drafted tokens after each token."""
     length = len(lookup.draft(ids, 99, price))
     for token_id in told:
         ids.append(token_id)
@@ -52,9 +52,9 @@ def drafted_after(lookup: PromptLookup, ids: list[int], *told: int, price: float
 
 
 def test_drafts_grow_with_right_guesses_and_shrink_with_wrong_ones() -> None:
-    """Of guesses, not of drafts: what was not drafted is judged as well."""
+    """The estimate counts guesses, including tokens that were not drafted."""
     lookup, ids = PromptLookup(16), [1, 2] * 4
-    assert drafted_after(lookup, ids, price=0.6) == 0  # nothing is known yet: 1 in 2
+    assert drafted_after(lookup, ids, price=0.6) == 0  # no data yet: 1 in 2
     assert drafted_after(lookup, ids, price=0.3) == 1
     assert drafted_after(lookup, ids, 1, price=0.6) == 1  # (0.5 * 0.9 + 1) / (0.9 + 1) = 0.76
     assert drafted_after(lookup, ids, *[2, 1] * 10, price=0.6) == 16
@@ -63,7 +63,7 @@ def test_drafts_grow_with_right_guesses_and_shrink_with_wrong_ones() -> None:
 
 
 def test_a_higher_price_leaves_less_of_a_draft() -> None:
-    """Each further token needs all before it to be right."""
+    """A drafted token needs all drafted tokens before it to be right."""
     lengths = [drafted_after(PromptLookup(16), [1, 2] * 4, 1, price=price) for price in (0.0, 0.1, 0.3, 0.6, 0.8)]
     assert lengths == [16, 8, 4, 1, 0]
 
@@ -74,8 +74,8 @@ def test_how_a_prompt_repeats_itself_says_nothing_of_its_completion() -> None:
 
 
 def test_what_costs_as_much_as_it_brings_is_hardly_drafted() -> None:
-    """Where a step's rows are all that takes time, a guess that may be wrong is not worth a row."""
-    # Seed 3 draws from two tokens: what follows two of them has often been there before.
+    """If step time is proportional to rows, an uncertain guess is not worth a row."""
+    # Seed 3 samples from two tokens: any pair of them has often occurred before.
     submits = [make_submit(str(number), [number], max_tokens=18, seed=3, ignore_eos=True) for number in range(60)]
     num_drafted = []
     for row_seconds in (0.0, 1.0):
@@ -107,7 +107,7 @@ def test_drafted_tokens_are_rows_like_all_others() -> None:
 
 
 def repetitive(count: int, seed: int) -> list[Submit]:
-    """Prompts that repeat themselves, and draws that mostly do."""
+    """Prompts with repetitions, and samples that mostly repeat."""
     rng = random.Random(seed)
     made = []
     for number in range(count):
@@ -167,7 +167,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps() -> None:
 
 
 def test_nothing_comes_after_a_stop_string_within_a_draft() -> None:
-    """The ids told are those whose text is told, and the reason is the stop string."""
+    """The reported ids are those of the reported text, and the finish reason is the stop string."""
     plain = Run("gpt2")
     free = make_submit("a", POEM, max_tokens=24, temperature=0.0, ignore_eos=True)
     plain.drive([free])

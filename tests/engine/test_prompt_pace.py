@@ -1,4 +1,4 @@
-"""How many of a prompt's tokens come beside others' next ones, on a clock that is turned by hand."""
+"""Chunk sizes of prompts beside decodes, with a manual clock."""
 
 import math
 import sys
@@ -11,13 +11,13 @@ from service.engine.scheduler import Scheduler
 from service.engine.sequence import Sequence
 from tests.engine.fakes import EOS, make_submit
 
-# What a step takes on this machine, in seconds.
+# Step times of this machine, in seconds.
 FIXED, PER_ROW, PER_PROMPT_TOKEN = 0.016, 0.001, 0.0004
 
 
 @dataclass
 class Machine:
-    """A scheduler, and the steps it plans: for each, how many tokens every sequence computes, by its name."""
+    """A scheduler and its planned steps: the number of tokens per sequence, by name."""
 
     slowdown: float
     budget: int = 512
@@ -37,7 +37,7 @@ class Machine:
         self.scheduler.add(Sequence.from_submit(submit, arrival_number=self.num_arrived, max_context_length=4000))
 
     def step(self) -> float:
-        """Returns how long it took."""
+        """Run a step; return its duration."""
         plan = self.scheduler.schedule()
         rows = sum(chunk.num_tokens == 1 for chunk in plan.chunks)
         took = FIXED + PER_ROW * rows + PER_PROMPT_TOKEN * (plan.num_tokens - rows)
@@ -47,7 +47,7 @@ class Machine:
         return took
 
     def decode(self, num_sequences: int) -> float:
-        """So many get their next tokens. Returns what such a step takes."""
+        """Decode `num_sequences` sequences; return the duration of such a step."""
         for number in range(num_sequences):
             self.arrive(f"d{number}", 4)
         return [self.step() for _ in range(30)][-1]
@@ -113,7 +113,7 @@ def test_one_step_that_took_long_changes_little() -> None:
         usual = each.steps[-1]["long"]
         if each is machine:
             plan = each.scheduler.schedule()
-            each.now += 100.0  # the machine did something else
+            each.now += 100.0  # the machine was busy
             each.scheduler.commit(plan, [7 for chunk in plan.chunks if chunk.draws])
         each.step()
         assert usual / 2 <= each.steps[-1]["long"] <= usual

@@ -1,4 +1,4 @@
-"""What recordings take of a device's memory, told by two of each kind: on a CPU, by a device that only counts."""
+"""Memory estimate of CUDA graphs, extrapolated from two graphs of each kind, with a fake device on a CPU."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ LARGEST = LargestStep(block_size=4, num_tokens=200, num_draws=9, max_context_len
 
 
 class Device:
-    """Of its memory the first recording of a kind takes `first`, each later one `later`."""
+    """A device on which the first graph of a kind takes `first` bytes, and each later one `later` bytes."""
 
     def __init__(self, *, first: int, later: int) -> None:
         self.free = 10_000_000
@@ -36,12 +36,12 @@ class Device:
         self._kinds.add(kind)
 
     def capture(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """A `Capture`."""
+        """A fake `Capture`."""
         self._take("decode")
         return call_again(compute)
 
     def pieces(self, compute: Callable[[Between], Tensor]) -> Callable[[Between], Tensor]:
-        """`Pieces`."""
+        """A fake `Pieces`."""
         self._take("prompt")
         return uncut(compute)
 
@@ -79,7 +79,7 @@ def test_a_model_is_left_as_it_was() -> None:
 
 @pytest.mark.parametrize("records", [True, False])
 def test_the_cache_leaves_room_for_them(monkeypatch: pytest.MonkeyPatch, records: bool) -> None:
-    """A model that says it is on a GPU."""
+    """Uses a model that claims to be on a GPU."""
     tried: Any = SimpleNamespace(token_embedding=SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda"))))
     memory = DeviceMemory(total=1000, free=900, reserved=100, peak=100)
     monkeypatch.setattr(accelerated, "measure", lambda *given: memory)
@@ -101,4 +101,4 @@ def test_a_device_that_records_nothing_is_no_reason_not_to_start(
         monkeypatch.setattr(accelerated, name, lambda device: call_again)
     monkeypatch.setattr(accelerated, "recorded_bytes", fail)
     assert cache_bytes(tried, LARGEST, 1.0, records=True) == 7
-    assert "what recorded steps take of the memory is not known: operation not permitted" in caplog.text
+    assert "memory of CUDA graphs is unknown and not reserved: operation not permitted" in caplog.text

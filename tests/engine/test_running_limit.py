@@ -1,4 +1,4 @@
-"""The inter-token target: how many sequences run at once, in virtual time."""
+"""Inter-token latency target: the limit on running sequences, in virtual time."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from tests.engine.fakes import make_submit
 from tests.engine.simulated_steps import SimulatedSteps
 
 TARGET = 0.05
-# Fixed part, and that of a sequence and of a prompt's token: about as assumed, none, nearly all; and a slow machine.
+# Fixed cost, cost per sequence and cost per prompt token: about as assumed, zero, dominant; and a slow machine.
 MACHINES = {
     "usual": (0.016, 0.001, 0.0002),
     "proportional": (0.0, 0.002, 0.0005),
@@ -34,7 +34,7 @@ def test_it_settles_where_answers_keep_the_target_and_throughput_is_near_the_bes
     rate = limited.run_full(1200)
     assert limited.share_within(TARGET) >= 0.97
     best = 0.0
-    for max_num_running in (2, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56):  # the best limit, had it been known
+    for max_num_running in (2, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56):  # the best limit, if it had been known
         fixed = machine(name, target_seconds=math.inf, max_num_running=max_num_running)
         fixed.run_full(150)
         fixed_rate = fixed.run_full(300)
@@ -133,7 +133,7 @@ def test_what_was_learned_is_forgotten_after_a_failure() -> None:
 
 
 def test_tokens_of_a_draft_count_each() -> None:
-    """Steps that bring three tokens to each sequence may take three times as long."""
+    """A step that brings three tokens per sequence may take three times as long."""
     limits = []
     for num_drafted, seconds in ((0, 0.03), (2, 0.09)):
         limit = RunningLimit(TARGET, 64)

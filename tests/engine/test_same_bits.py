@@ -1,6 +1,6 @@
-"""The same request, the same bits, whoever else is in the batch: by our own kernels, text, ids and log-probabilities.
+"""Batch invariance with native kernels: text, ids and logprobs do not depend on the other requests of a batch.
 
-Nothing here is compared within a tolerance.
+All comparisons are exact.
 """
 
 import random
@@ -28,7 +28,7 @@ NUM_REQUESTS = 200
 
 
 class Answers:
-    """What requests were answered, and what it took."""
+    """The responses of requests, and statistics of the run."""
 
     def __init__(self, model: Transformer, **config: int | bool) -> None:
         values = {"block_size": 4, "num_blocks": 2000, "max_num_running": 64, "max_batched_tokens": 512, **config}
@@ -63,7 +63,7 @@ def model_of(level: str, numbers: str) -> Transformer:
 
 
 def requests() -> list[Submit]:
-    """Mixed lengths, greedy and seeded; many share a beginning."""
+    """Greedy and seeded requests of mixed lengths; many share a prefix."""
     rng = random.Random(7)
     beginnings = [[rng.randrange(EOS) for _ in range(20)] for _ in range(4)]
     made = []
@@ -87,7 +87,7 @@ def requests() -> list[Submit]:
 @pytest.mark.parametrize("numbers", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("level", list(BUILDABLE)[:1])
 def test_alone_and_under_load(level: str, numbers: str) -> None:
-    """Alone: one after the other, nothing shared. Under load: 64 at once, in chunks, prefixes shared; or preempted."""
+    """Alone: sequential, without sharing. Under load: 64 at once, in chunks, with shared prefixes, or preempted."""
     asked = requests()
     alone = Answers(model_of(level, numbers), enable_prefix_cache=False)
     for submit in asked:

@@ -1,4 +1,4 @@
-"""The samples of one prompt: it is computed once, and scored once, before any of them is told."""
+"""Several samples of one prompt: the prompt is computed and scored once, before any sample is reported."""
 
 import random
 
@@ -10,7 +10,7 @@ from tests.engine.fakes import CONTEXT, expected_tokens, make_engine, make_submi
 
 
 def samples(name: str, prompt: list[int], count: int, *, is_scored: bool, **changes: object) -> list[Submit]:
-    """As a request submits them: the first one scores the prompt for all."""
+    """Return the samples as a request submits them: the first sample scores the prompt for all."""
     return [
         make_submit(
             f"{name}.{number}",
@@ -25,7 +25,7 @@ def samples(name: str, prompt: list[int], count: int, *, is_scored: bool, **chan
 
 
 def run(engine: Engine, submits: list[Submit]) -> tuple[dict[str, list[int]], int]:
-    """All tokens drawn, and how many of the prompts were computed. Scores must come no later than a sample's token."""
+    """Return all tokens and the number of computed prompt tokens. Scores must precede the tokens of samples."""
     scored = {submit.uid.split(".")[0]: submit.params.prompt_logprobs is None for submit in submits[::-1]}
     drawn: dict[str, list[int]] = {submit.uid: [] for submit in submits}
     prompts = {submit.uid: list(submit.prompt_token_ids) for submit in submits}
@@ -34,7 +34,7 @@ def run(engine: Engine, submits: list[Submit]) -> tuple[dict[str, list[int]], in
         result = engine.step()
         engine.check_integrity()
         num_prompt_tokens += result.stats.num_prompt_tokens
-        for event in result.events:  # one message: its reader takes all of it before anybody is told
+        for event in result.events:  # one message: its reader handles all of it before any client is notified
             drawn[event.uid] += event.token_ids
             if event.prompt_logprobs is not None:
                 assert [entry.token_id for entry in event.prompt_logprobs] == prompts[event.uid]
@@ -46,7 +46,7 @@ def run(engine: Engine, submits: list[Submit]) -> tuple[dict[str, list[int]], in
 @pytest.mark.parametrize("is_scored", [False, True])
 @pytest.mark.parametrize("budget", [60, 7])
 def test_a_prompt_is_computed_once(budget: int, is_scored: bool) -> None:
-    """In one step or in chunks. Beyond the first, each computes the block in which its last token stands."""
+    """In one step or in chunks. Each further sample computes only the block of the last prompt token."""
     engine, _ = make_engine(num_blocks=40, max_num_running=6, max_batched_tokens=budget)
     submits = samples("a", list(range(16)), 6, is_scored=is_scored, max_tokens=3)
     for submit in submits:
@@ -58,7 +58,7 @@ def test_a_prompt_is_computed_once(budget: int, is_scored: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_no_sample_overtakes_the_one_that_scores_its_prompt(seed: int) -> None:
-    """Though the others find in the cache what it has to compute again; in chunks, and with too few blocks."""
+    """Other samples could use cached blocks that the first must compute again; in chunks, with too few blocks."""
     rng = random.Random(seed)
     engine, _ = make_engine(
         num_blocks=rng.choice([14, 20, 60]), max_num_running=rng.randint(2, 7), max_batched_tokens=rng.randint(7, 20)

@@ -1,4 +1,4 @@
-"""The scheduler's rules one by one, over a runner that stores token ids in place of keys and values."""
+"""Rules of the scheduler, with a runner that stores token ids in place of keys and values."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_decodes_are_served_before_prompts() -> None:
     engine.submit(make_submit("long", range(12), ignore_eos=True))
     for _ in range(3):
         engine.step()
-    # 4 of the 5 tokens a step are the long prompt's, the first is the running sequence's.
+    # 4 of the 5 tokens of a step belong to the long prompt, the first to the running sequence.
     assert [sorted(batch) for batch in runner.batches[1:4]] == [[1, 4]] * 3
 
 
@@ -56,7 +56,7 @@ def test_equal_prefixes_are_computed_once() -> None:
     first = run_all(engine)
     engine.submit(make_submit("again", prompt, max_tokens=2, ignore_eos=True))
     result = engine.step()
-    assert runner.batches[-1][0] == 2  # 10 tokens: four full blocks are known, the last token is always computed
+    assert runner.batches[-1][0] == 2  # 10 tokens: four full blocks are cached, the last token is always computed
     assert (result.stats.num_prefix_queries, result.stats.num_prefix_hits) == (10, 8)
     assert result.stats.num_cached_prompt_tokens == 8
     tokens = [*result.events[0].token_ids, *run_all(engine)["again"]]
@@ -64,14 +64,14 @@ def test_equal_prefixes_are_computed_once() -> None:
 
 
 def test_equal_prompts_of_one_step_share_their_blocks() -> None:
-    """As the samples of one request do: the second reads in the same pass what the first writes."""
+    """The second sample of a request reads blocks that the first writes in the same forward pass."""
     engine, runner = make_engine(max_batched_tokens=30)
     submits = [make_submit(str(seed), range(10), max_tokens=3, seed=seed, ignore_eos=True) for seed in range(3)]
     for submit in submits:
         engine.submit(submit)
     result = engine.step()
     assert runner.batches[0][:3] == (10, 2, 2)
-    assert result.stats.num_free_blocks == 14 - 5 - 2  # four blocks are shared, the fifth is everybody's own
+    assert result.stats.num_free_blocks == 14 - 5 - 2  # four blocks are shared, the fifth is private
     drawn = {event.uid: list(event.token_ids) for event in result.events}
     rest = run_all(engine)
     assert all(drawn[s.uid] + rest[s.uid] == expected_tokens(s, CONTEXT) for s in submits)
@@ -128,12 +128,12 @@ def test_deadlines_apply_to_the_wait_and_not_to_what_has_begun() -> None:
 @pytest.mark.parametrize(
     ("submit", "message"),
     [
-        (make_submit("a", []), "a prompt of 0 tokens"),
-        (make_submit("a", [1] * 25), "a prompt of 25 tokens; the context holds 1 to 24"),
-        (make_submit("a", [1] * 10, max_tokens=14), "up to 24 tokens; the KV-cache holds 20"),
-        (make_submit("a", [1, 257]), "token ids from 1 to 257; the vocabulary's are 0 to 256"),
-        (make_submit("a", [1], prior=[-1]), "token ids from -1 to -1; the vocabulary's are 0 to 256"),
-        (make_submit("a", [1], stop_token_ids=(999,)), "token ids from 999 to 999; the vocabulary's are 0 to 256"),
+        (make_submit("a", []), "the prompt has 0 tokens"),
+        (make_submit("a", [1] * 25), "the prompt has 25 tokens; the context holds 1 to 24"),
+        (make_submit("a", [1] * 10, max_tokens=14), "the sequence may reach 24 tokens; the KV-cache holds 20"),
+        (make_submit("a", [1, 257]), "token ids range from 1 to 257; the vocabulary has 0 to 256"),
+        (make_submit("a", [1], prior=[-1]), "token ids range from -1 to -1; the vocabulary has 0 to 256"),
+        (make_submit("a", [1], stop_token_ids=(999,)), "token ids range from 999 to 999; the vocabulary has 0 to 256"),
     ],
 )
 def test_what_can_never_be_computed_ends_with_the_reason(submit: Submit, message: str) -> None:
@@ -176,7 +176,7 @@ def test_a_failing_step_ends_everyone_and_the_engine_goes_on() -> None:
 
 
 def test_an_ending_of_a_failing_step_is_told() -> None:
-    """Deadline passed, nothing left to do, refused: each ended in the step that then failed."""
+    """Endings by deadline, by completion and by rejection are all reported, although the step then failed."""
     engine, _ = make_engine(fail_at=1)
     engine.submit(make_submit("late", [1, 2], deadline=0.0))
     engine.submit(make_submit("done", [1, 2], prior=[EOS]))
@@ -216,7 +216,7 @@ def test_phases_are_timed() -> None:
     while finish is None:
         for event in engine.step().events:
             finish = event.finish
-    assert finish.queue_seconds > 0  # it arrived at 0 on a clock that began with the machine
+    assert finish.queue_seconds > 0  # it arrived at time 0 of a clock that starts at boot
     assert finish.prefill_seconds > 0
     assert finish.decode_seconds > 0
     assert (finish.num_prompt_tokens, finish.num_completion_tokens) == (10, 3)

@@ -1,7 +1,7 @@
-"""The engine's bookkeeping as a state machine.
+"""State machine test of the engine's bookkeeping.
 
-It drives the whole engine over a runner that stores token ids in place of keys and values, so that every sequence's
-tokens show whether it ever read another's block.
+The runner stores token ids in place of keys and values, so the tokens of a sequence show whether it ever read a block
+of another sequence.
 """
 
 import math
@@ -18,7 +18,7 @@ from tests.engine.fakes import CONTEXT, EOS, expected_tokens, make_engine, make_
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Requests arrive, are cancelled and resubmitted while steps go on."""
+    """Requests arrive, are cancelled and resubmitted between steps."""
 
     max_draft_tokens = 0
     looks_ahead = False
@@ -26,7 +26,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        # How much is drafted depends on how long steps take: hypothesis needs it to be the same each time.
+        # The length of drafts depends on step times, which Hypothesis needs to be reproducible.
         self.engine, self.runner = make_engine(
             max_draft_tokens=self.max_draft_tokens,
             looks_ahead=self.looks_ahead,
@@ -41,7 +41,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(
         prompt=st.one_of(
             st.lists(st.integers(0, 255), min_size=1, max_size=CONTEXT),
-            # Common beginnings, for the prefix cache.
+            # Shared prefixes, for the prefix cache.
             st.tuples(st.integers(0, 12), st.integers(0, 3)).map(lambda pair: [7] * pair[0] + [pair[1]]),
         ),
         max_tokens=st.integers(0, 20),
@@ -72,18 +72,18 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def resubmit(self, data: st.DataObject) -> None:
-        """As after a crash: the tokens so far, in a newer attempt."""
+        """Resubmit as after a crash, with the tokens so far, in a newer attempt."""
         uid = data.draw(st.sampled_from(sorted(self.live)))
         old = self.live[uid]
         self.live[uid] = msgspec.structs.replace(old, attempt=old.attempt + 1, prior_token_ids=tuple(self.drawn[uid]))
         self.engine.submit(self.live[uid])
-        self.engine.submit(old)  # late, and to be ignored
+        self.engine.submit(old)  # late, and ignored
         self.waited[uid] = 0
 
     @precondition(lambda self: self.live)
     @rule()
     def fail(self) -> None:
-        """The runner raises: everybody gets an ending, once."""
+        """The runner raises: every sequence gets exactly one ending."""
         self.runner.fail_at = len(self.runner.batches) + 1
         try:
             result = self.engine.step()
@@ -96,7 +96,7 @@ class EngineMachine(RuleBasedStateMachine):
                 assert event.finish is not None
                 if event.finish.error == "it broke":
                     assert event.finish.reason is FinishReason.ERROR
-        else:  # nothing was to be computed
+        else:  # there was nothing to compute
             self._take(result)
         self.runner.fail_at = None
 
@@ -109,12 +109,12 @@ class EngineMachine(RuleBasedStateMachine):
         self._take(result)
         for uid in self.live:
             self.waited[uid] += 1
-            # No starvation: everyone ahead needs at most a context of single-token steps.
+            # No starvation: each sequence ahead needs at most one context of single-token steps.
             assert self.waited[uid] < 40 * (1 + self.count)
 
     def _take(self, result: StepResult) -> None:
         for event in result.events:
-            submit = self.live[event.uid]  # KeyError: an event after the end, or of a stranger
+            submit = self.live[event.uid]  # KeyError: an event after the end, or of an unknown sequence
             assert event.attempt == submit.attempt
             assert event.index == len(self.drawn[event.uid])
             self.drawn[event.uid] += event.token_ids
@@ -147,19 +147,19 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 class DraftingMachine(EngineMachine):
-    """The same where what may follow is guessed."""
+    """The same machine with speculative decoding."""
 
     max_draft_tokens = 4
 
 
 class LookaheadMachine(EngineMachine):
-    """The same where steps are launched before the last one's tokens are read."""
+    """The same machine with asynchronous scheduling."""
 
     looks_ahead = True
 
 
 class TargetMachine(EngineMachine):
-    """The same where an inter-token target lets one to four sequences run."""
+    """The same machine with an inter-token target that lets one to four sequences run."""
 
     target_itl_seconds = 1.15
 
@@ -177,7 +177,7 @@ class TargetMachine(EngineMachine):
 
 
 class TargetLookaheadMachine(TargetMachine):
-    """Both."""
+    """Both of the above."""
 
     looks_ahead = True
 

@@ -1,4 +1,4 @@
-"""What a row costs, from how long steps of so many rows took."""
+"""Estimate of the cost of a row from the times of steps with different numbers of rows."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""A thousand documents over fifty schemas: every one ends by itself, and is what its schema says."""
+"""A thousand documents over fifty schemas: each ends by itself and is valid."""
 
 import json
 
@@ -12,7 +12,7 @@ _NUM_SCHEMAS, _NUM_DOCUMENTS = 50, 20
 
 
 def test_a_thousand_documents_are_valid() -> None:
-    """Written by a model of random weights, which rambles: nothing but the masks makes them so."""
+    """The model has random weights, so only the grammar masks make the documents valid."""
     wanted = schemas(_NUM_SCHEMAS)
     submits = [
         ask(f"{number}-{sample}", json_grammar(schema), seed=sample, max_tokens=900)

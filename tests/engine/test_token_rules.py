@@ -1,4 +1,4 @@
-"""Penalties, biases and forbidden tokens in the engine: in any batch, in chunks, preempted or resumed, they act."""
+"""Penalties, biases and forbidden tokens in the engine: batched, in chunks, preempted and resumed."""
 
 import random
 from typing import Any
@@ -42,7 +42,7 @@ def submissions(count: int, seed: int) -> list[Submit]:
 @pytest.mark.parametrize(
     ("config", "every"),
     [
-        ({"max_batched_tokens": 17}, 1),  # prompts in chunks, joining one by one
+        ({"max_batched_tokens": 17}, 1),  # prompts in chunks, arriving one by one
         ({"num_blocks": 24, "enable_prefix_cache": False}, 0),  # preempted
     ],
 )
@@ -73,7 +73,7 @@ def test_resumed_after_a_crash_they_go_on_with_what_came_before() -> None:
 
 
 def test_a_request_that_forbids_every_token_ends_with_the_reason_and_the_others_go_on() -> None:
-    """Token 5 may come, but not twice in a row: after one there is nothing."""
+    """Token 5 is allowed, but not twice in a row: after the first one, no token is allowed."""
     walled = make_submit(
         "walled", [1, 2], max_tokens=9, allowed_token_ids=(5,), bad_word_ids=((5, 5),), logprobs=1, ignore_eos=True
     )
@@ -85,7 +85,7 @@ def test_a_request_that_forbids_every_token_ends_with_the_reason_and_the_others_
     finish = run.deltas["walled"][-1].finish
     assert finish is not None
     assert finish.reason is FinishReason.REFUSED
-    assert "no token may follow the 1 of this completion" in (finish.error or "")
+    assert "no token may follow the 1 tokens of this completion" in (finish.error or "")
     assert finish.num_completion_tokens == 1
     assert sum(stats.num_completion_tokens for stats in run.stats) == 1 + 9
 
@@ -98,5 +98,5 @@ def test_ids_without_a_logit_end_their_request_alone(rules: dict[str, Any]) -> N
     run.drive([make_submit("wrong", [1], **rules), make_submit("right", [1], max_tokens=2, ignore_eos=True)])
     finish = run.deltas["wrong"][-1].finish
     assert finish is not None
-    assert "the vocabulary's are 0 to 299" in (finish.error or "")
+    assert "the vocabulary has 0 to 299" in (finish.error or "")
     assert len(run.token_ids("right")) == 2

@@ -62,7 +62,7 @@ def test_a_model_no_family_computes_is_said_to_be_one(tmp_path: Path, capsys: py
     path = write_checkpoint(tmp_path / "ckpt.pt", arguments, random_state(arguments))
     convert_nanogpt(path, meta(tmp_path / "meta.pkl"), tmp_path / "ours")
     assert main(["convert", "--export", str(tmp_path / "ours"), "--out", str(tmp_path / "theirs")]) == 1
-    assert capsys.readouterr().err.startswith("kvasir convert: none of gpt2, llama, mistral")
+    assert capsys.readouterr().err.startswith("kvasir convert: no family (gpt2, llama, mistral")
     assert not (tmp_path / "theirs").exists()
 
 
@@ -106,8 +106,8 @@ def _rewrite_index(directory: Path, name: str) -> None:
 
 
 TROUBLES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "code": (lambda d: torch.save({"x": Evil(d / "it-ran")}, d / "old" / PICKLE), "asks for code to be run"),
-    "cut": (lambda d: (d / "old" / PICKLE).write_bytes(b"PK123"), "bin: not a whole file of torch.save"),
+    "code": (lambda d: torch.save({"x": Evil(d / "it-ran")}, d / "old" / PICKLE), "would run code"),
+    "cut": (lambda d: (d / "old" / PICKLE).write_bytes(b"PK123"), "bin: not a complete file of torch.save"),
     "nothing": (lambda d: (d / "old" / PICKLE).unlink(), f"neither {PICKLE} nor {PICKLE}.index.json"),
     "path trick": (lambda d: _rewrite_index(d / "old", "../x.bin"), "'../x.bin' is not a plain file name"),
     "shard missing": (lambda d: _rewrite_index(d / "old", "x.bin"), "x.bin: No such file"),

@@ -142,7 +142,7 @@ def test_code_in_a_pickle_never_runs(tmp_path: Path, where: str) -> None:
     state = random_state(ARGUMENTS)
     path = write_checkpoint(tmp_path / "ckpt.pt", ARGUMENTS, state, **({} if in_meta else {where: {"x": evil}}))
     characters = meta(tmp_path / "meta.pkl", **({"stoi": evil} if in_meta else {}))
-    with pytest.raises(CheckpointError, match="code to be run, which is never done") as caught:
+    with pytest.raises(CheckpointError, match="would run code when read, which is not allowed") as caught:
         convert_nanogpt(path, characters, tmp_path / "out")
     assert not mark.exists()
     assert "\n" not in str(caught.value)
@@ -152,18 +152,21 @@ def test_code_in_a_pickle_never_runs(tmp_path: Path, where: str) -> None:
 
 TROUBLES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no such file": (lambda d: (d / "ckpt.pt").unlink(), "ckpt.pt: No such file"),
-    "cut": (lambda d: (d / "ckpt.pt").write_bytes((d / "ckpt.pt").read_bytes()[:3000]), "not a whole file of torch.s"),
+    "cut": (
+        lambda d: (d / "ckpt.pt").write_bytes((d / "ckpt.pt").read_bytes()[:3000]),
+        "not a complete file of torch.s",
+    ),
     "no model": (lambda d: torch.save({"x": 1}, d / "ckpt.pt"), "no model and model_args"),
-    "a tensor alone": (lambda d: torch.save(torch.ones(1), d / "ckpt.pt"), "a dictionary expected"),
-    "unknown argument": (lambda d: _write(d, {"flash": True}), "ckpt.pt: flash=True: not a key known here"),
+    "a tensor alone": (lambda d: torch.save(torch.ones(1), d / "ckpt.pt"), "expected a dictionary"),
+    "unknown argument": (lambda d: _write(d, {"flash": True}), "ckpt.pt: flash=True: unknown key"),
     "uneven heads": (lambda d: _write(d, {"n_head": 5}), "n_head|num_attention_heads=5: the width of 32"),
     "another width": (
         lambda d: _write(d, {"n_embd": 64}),
-        r"wte.weight is torch.float32 of shape \(300, 32\), model_arg",
+        r"wte.weight is torch.float32 of shape \(300, 32\), but model_arg",
     ),
     "fewer positions": (
         lambda d: _write(d, {"block_size": 32}),
-        r"wpe.weight .*model_args ask for floats of \(32, 32\)",
+        r"wpe.weight .*model_args require floats of shape \(32, 32\)",
     ),
     "more layers": (lambda d: _write(d, {"n_layer": 3}), "tensor h.2.ln_1.weight is missing"),
     "fewer layers": (lambda d: _write(d, {"n_layer": 1}), r"tensor h.1.* is not part of nanoGPT's model \(12 extra\)"),
@@ -172,9 +175,9 @@ TROUBLES: dict[str, tuple[Callable[[Path], object], str]] = {
         "ln_f.bias is torch.in",
     ),
     "no stoi": (lambda d: (d / "meta.pkl").write_bytes(pickle.dumps({})), "meta.pkl: no stoi"),
-    "meta is no pickle": (lambda d: (d / "meta.pkl").write_bytes(b"abc"), "meta.pkl: not a whole pickle"),
+    "meta is no pickle": (lambda d: (d / "meta.pkl").write_bytes(b"abc"), "meta.pkl: not a complete pickle"),
     "words": (lambda d: meta(d / "meta.pkl", stoi={"ab": 0}), "tokens that are not one character"),
-    "holes": (lambda d: meta(d / "meta.pkl", stoi={"a": 0, "b": 2}), "ids are not 0 to 1"),
+    "holes": (lambda d: meta(d / "meta.pkl", stoi={"a": 0, "b": 2}), "ids in stoi are not 0 to 1"),
     "too many characters": (
         lambda d: meta(d / "meta.pkl", stoi={chr(256 + i): i for i in range(400)}),
         "has 300 rows, the tokenizer beside it 400 tokens",

@@ -112,8 +112,8 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "tensor misshapen": (
         "llama",
         put(Q, torch.ones(32, 31)),
-        r"model.safetensors: tensor model.layers.1.self_attn.q_proj.weight has shape \(32, 31\), config.json asks for "
-        r"\(32, 32\); use the config",
+        r"model.safetensors: tensor model.layers.1.self_attn.q_proj.weight has shape \(32, 31\), but config.json "
+        r"requires \(32, 32\); use the config",
     ),
     "tensor transposed": ("gpt2", put("transformer.h.0.mlp.c_fc.weight", torch.ones(128, 32)), r"\(32, 128\)"),
     "tensor of integers": ("llama", put(NORM, torch.ones(32, dtype=torch.int64)), f"tensor {NORM} is I64, one of F32"),
@@ -122,18 +122,18 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "tensor with and without prefix": (
         "llama",
         put("norm.weight", torch.ones(32)),
-        r"norm.weight stands in model.safe",
+        r"norm.weight is in model.safe",
     ),
     "tied head that differs": (
         "gpt2",
         put("lm_head.weight", torch.ones(300, 32)),
-        "tensor lm_head.weight differs from transformer.wte.weight, and tie_word_embeddings is true; if the head",
+        "tensor lm_head.weight differs from transformer.wte.weight, but tie_word_embeddings is true; if the head",
     ),
     "tied head of another dtype": ("gpt2", put("lm_head.weight", torch.ones(300, 32).half()), "lm_head.weight differs"),
     "bytes that are not the shape's": (
         "llama",
         declared(lambda header: header[NORM].update(shape=[32], dtype="F16")),
-        f"tensor {NORM} has 128 bytes, not those of its shape",
+        f"tensor {NORM} has 128 bytes, which do not fit its shape",
     ),
     "truncated file": ("llama", shorten(SINGLE_FILE, 10), "model.safetensors: truncated or padded; copy it again"),
     "truncated shard": ("shards", shorten(SHARD_2, 10), f"{SHARD_2}: truncated or padded; copy it again"),
@@ -155,7 +155,7 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "tensors that overlap": (
         "llama",
         declared(lambda header: header[Q].update(data_offsets=header[Q.replace("1", "0")]["data_offsets"])),
-        f"tensor {Q} overlaps the one before it|leaves a hole before it",
+        f"tensor {Q} overlaps the tensor before it|leaves a hole before it",
     ),
     "a name of a million letters": (
         "llama",
@@ -167,27 +167,32 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "shards of another model": (
         "shards",
         lambda d: shutil.copy(d / SHARD_1, d / SHARD_2),
-        f"{SHARD_2}: tensor .* stands in {SHARD_1} too",
+        f"{SHARD_2}: tensor .* is in {SHARD_1} too",
     ),
     "index of another model": (
         "shards",
         index(lambda m: m.update({Q: "model-00004-of-00004.safetensors"})),
-        f"model-00004-of-00004.safetensors: tensor {Q} is in model-0000.*, the index says it is here; download index",
+        f"model-00004-of-00004.safetensors: tensor {Q} is in model-0000.*, but the index says it is in this file; "
+        "download index",
     ),
     "tensor that only the index knows": (
         "shards",
         index(lambda m: m.update(ghost=SHARD_1)),
-        "tensor ghost is nowhere, the index says it is here",
+        "tensor ghost is in no file, but the index says it is in this file",
     ),
     "path upwards": ("shards", index(lambda m: m.update({Q: "../model.safetensors"})), "'../model.*' is not a plain"),
     "path from the root": ("shards", index(lambda m: m.update({Q: "/etc/x.safetensors"})), "is not a plain file name"),
     "path downwards": ("shards", index(lambda m: m.update({Q: "a/b.safetensors"})), "is not a plain file name"),
     "path of another system": ("shards", index(lambda m: m.update({Q: "..\\b.safetensors"})), "is not a plain file"),
-    "shard that is a pickle": ("shards", index(lambda m: m.update({Q: "x.bin"})), "'x.bin', no safetensors"),
-    "index of numbers": ("shards", index(lambda m: m.update({Q: 3})), "in 3, no safetensors file"),
+    "shard that is a pickle": (
+        "shards",
+        index(lambda m: m.update({Q: "x.bin"})),
+        "'x.bin', which is not a safetensors",
+    ),
+    "index of numbers": ("shards", index(lambda m: m.update({Q: 3})), "in 3, which is not a safetensors file"),
     "index without a map": ("shards", in_json(INDEX_FILE, lambda v: v.clear()), "index.json: no weight_map"),
     "index not JSON": ("shards", lambda d: (d / INDEX_FILE).write_text("{"), f"{INDEX_FILE}: not JSON"),
-    "two sets of weights": ("shards", lambda d: shutil.copy(d / SHARD_1, d / SINGLE_FILE), "is there too; remove the"),
+    "two sets of weights": ("shards", lambda d: shutil.copy(d / SHARD_1, d / SINGLE_FILE), "exists too; remove the"),
     "no weights": (
         "llama",
         lambda d: (d / SINGLE_FILE).unlink(),
@@ -196,7 +201,7 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "pickle": (
         "llama",
         only("pytorch_model.bin", pickle.dumps({})),
-        "pytorch_model.bin: a pickle .* --pickle .*/llama --out",
+        "pytorch_model.bin: pickles are not read, .* --pickle .*/llama --out",
     ),
     "nanoGPT's pickle": ("llama", only("ckpt.pt"), "ckpt.pt: .* `kvasir convert --nanogpt .*/ckpt.pt --tok"),
     "unknown architecture": (
@@ -215,7 +220,7 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "context beyond the positions": (
         "gpt2",
         in_json("config.json", lambda v: v.update(n_positions=128)),
-        r"tensor transformer.wpe.weight has shape \(64, 32\), config.json asks for \(128, 32\)",
+        r"tensor transformer.wpe.weight has shape \(64, 32\), but config.json requires \(128, 32\)",
     ),
     "fewer layers than tensors": (
         "llama",
@@ -225,7 +230,7 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "more layers than anybody has": (
         "llama",
         in_json("config.json", lambda v: v.update(num_hidden_layers=9_999)),
-        "config.json: 9999 layers, and only 30 tensors in all files; use the config",
+        "config.json: 9999 layers, but only 30 tensors in all files; use the config",
     ),
     "tokenizer missing": ("llama", lambda d: (d / "tokenizer.json").unlink(), "llama: no tokenizer; expected one of"),
     "tokenizer damaged": ("llama", lambda d: (d / "tokenizer.json").write_text("{}"), "tokenizer.json: "),

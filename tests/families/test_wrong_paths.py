@@ -28,13 +28,13 @@ def _in_directory(name: str) -> Callable[[Path], Path]:
 
 
 WRONG = {
-    "weights": (_file("model.safetensors"), r"/model.safetensors: a file; --checkpoint wants its directory, /"),
+    "weights": (_file("model.safetensors"), r"/model.safetensors: is a file; give --checkpoint its directory, /"),
     "a pickle": (_file("pytorch_model.bin"), r"kvasir convert --pickle /.* --out NEW_DIRECTORY"),
     "nanoGPT's": (_file("ckpt.pt"), r"kvasir convert --nanogpt /.*/ckpt.pt --tokenizer FILE --out NEW_DIRECTORY"),
     "a directory of pickles": (_in_directory("pytorch_model.bin"), r"kvasir convert --pickle /.* --out"),
     "a name on a hub": (lambda _: Path("Qwen/Qwen3-0.6B"), r"Qwen/Qwen3-0.6B: no such directory; .*downloaded"),
     "an empty directory": (lambda directory: directory, r"neither config.json nor manifest.json"),
-    "a parent": (_parent, r"no checkpoint itself; take one that is in it, such as /.*/mine$"),
+    "a parent": (_parent, r"not a checkpoint, but contains checkpoints; give one of them, such as /.*/mine$"),
     "weights alone": (_in_directory("model.safetensors"), r"/config.json: missing; .*download it too"),
 }
 

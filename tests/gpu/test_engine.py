@@ -62,8 +62,8 @@ def answers(engine: Engine, submits: list[Submit]) -> dict[str, list[int]]:
 def test_recorded_steps_give_the_tokens_of_the_slow_twin(variant: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "service.engine.accelerated")
     engine, _ = accelerated(variant, torch.float32)
-    assert "decode steps of up to 16 sequences are recorded, in 3 shapes" in caplog.text
-    assert "steps with prompts of up to 64 tokens are recorded, in 1 sizes" in caplog.text
+    assert "CUDA graphs captured for decode steps of up to 16 sequences (3 shapes)" in caplog.text
+    assert "CUDA graphs captured for prefill steps of up to 64 tokens (1 sizes)" in caplog.text
     submits = submissions(20, seed=4)
     found = answers(engine, submits)
     twin = build(VARIANTS[variant])

@@ -79,5 +79,5 @@ def test_the_engines_runner_records_them(caplog: pytest.LogCaptureFixture) -> No
     config = EngineConfig(block_size=SIZE, num_blocks=64, max_num_running=4, max_batched_tokens=128)
     recorded_runner(model, config, 257, CudaCapture())
     assert type(model) is RecordedTransformer
-    assert "steps with prompts of up to 128 tokens are recorded, in 3 sizes" in caplog.text
+    assert "CUDA graphs captured for prefill steps of up to 128 tokens (3 sizes)" in caplog.text
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

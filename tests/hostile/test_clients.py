@@ -101,7 +101,7 @@ def test_where_everybody_waits_for_an_answer_one_more_is_told_to_come_back(servi
 
 def num_asked(service: Service) -> int:
     """Requests that have been read so far, by the log."""
-    return service.log.read_text().count("POST /v1/completions: by the key of alice")
+    return service.log.read_text().count("POST /v1/completions: API key alice")
 
 
 def rest_is_refused(service: Service) -> bool:

@@ -128,10 +128,10 @@ def test_a_checkpoint_that_was_replaced_is_not_mixed_with_the_old_one(tiny_check
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    with pytest.raises(CheckpointChanged, match="has changed since the service started; start it again"):
+    with pytest.raises(CheckpointChanged, match="has changed since the service started; restart the service"):
         check_unchanged(stamps)
     weights.unlink()
-    with pytest.raises(CheckpointChanged, match="No such file or directory; put it back"):
+    with pytest.raises(CheckpointChanged, match="No such file or directory; restore the file"):
         check_unchanged(stamps)
 
 

@@ -103,4 +103,4 @@ def test_from_recipes_to_the_page(recipes: Path, capsys: pytest.CaptureFixture[s
     assert json.loads(out.read_text())["speed"] == results["speed"]
     (recipes / "multi-head.toml").write_text(BASE.replace("steps = 6", "steps = 8"))
     assert bench_attention.main(["train", "--seeds", "1", *paths]) == 1
-    assert "was trained by another recipe" in capsys.readouterr().err
+    assert "was trained with another recipe" in capsys.readouterr().err

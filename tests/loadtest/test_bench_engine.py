@@ -102,7 +102,7 @@ def test_a_shape_s_model_is_whole_and_its_tokens_are_text(tmp_path: Path, monkey
         (["--context", "129"], "a context of 129 tokens do not fit the model's 128"),
         (["--context", "8", "--steps", "20"], "20 steps at a context of 8 tokens do not fit"),
         (["--steps", "128"], "128 steps do not fit the model's context of 128"),
-        (["--prompt-tokens", "128"], "a prompt of 128 tokens leaves none"),
+        (["--prompt-tokens", "128"], "a prompt of 128 tokens does not fit"),
         (["--batch", "65"], "a batch of 65 needs -- --max-num-running 65"),
         (["--batch", "0"], "--batch: must be at least 1"),
         (["--steps", "1"], "--steps must be at least 2"),

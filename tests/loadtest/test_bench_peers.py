@@ -171,7 +171,7 @@ def test_defaults_are_servers_without_flags(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_step_that_fails_is_a_reason() -> None:
-    with pytest.raises(PeerUnavailable, match="ended with 3: at last"):
+    with pytest.raises(PeerUnavailable, match="failed with exit code 3: at last"):
         run([sys.executable, "-c", "print('first'); print('at last'); raise SystemExit(3)"])
     with pytest.raises(PeerUnavailable, match="/nowhere: No such file"):
         run(["/nowhere"])

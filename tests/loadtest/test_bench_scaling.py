@@ -33,7 +33,7 @@ def test_a_fixed_part_bends_a_power_law_and_no_line() -> None:
 
 @pytest.mark.parametrize(
     ("xs", "ys", "complaint"),
-    [([1], [1], "two points"), ([2, 2], [1, 3], "two points"), ([1, 2], [0, 1], "logarithm")],
+    [([1], [1], "at least two points"), ([2, 2], [1, 3], "at least two points"), ([1, 2], [0, 1], "positive values")],
 )
 def test_what_has_no_fit_is_refused(xs: list[float], ys: list[float], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
@@ -121,9 +121,9 @@ def test_what_is_measured_and_how_it_is_told(
     assert [point["formula"] for point in result["kv_memory"]["points"]] == [65_536 * each, 131_072 * each]
 
     page = section(result, "scaling.png")
-    assert "![step time, KV memory, first token and start, each over its size](scaling.png)" in page
-    assert "At most 1.3 times the read, of the largest: **no**." in page
-    assert "warm: 2.00 s and 3.00 s a GB, where a read takes 0.25 s a GB" in page
+    assert "![step time, KV-cache memory, TTFT and start time, each over its size](scaling.png)" in page
+    assert "The largest checkpoint starts within 1.3 times its read: **no**." in page
+    assert "With warm files a start takes 2.00 s plus 3.00 s per GB; a read takes 0.25 s per GB." in page
     assert "| 80 | 80 | 16 |" in page
 
     picture = tmp_path / "scaling.png"

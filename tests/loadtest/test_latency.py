@@ -76,7 +76,7 @@ def test_arrivals_are_told_each_and_the_gaps_as_ratios_pair_by_pair() -> None:
 
 def test_the_page_tells_the_figures_of_the_result() -> None:
     page = page_latency.section(result(), "latency.png")
-    assert "first token after 2 (1–2) steps" in page
+    assert "after 2 (1–2) engine steps" in page
     assert "| 64 | inf | 10.0 (10.0–20.0) | 15.0 (15.0–30.0) | 1.50 (1.50–1.50) | 30 (20–40) |" in page
     assert "| 512 | inf | 10.0 (10.0–20.0) | 40.0 (40.0–80.0) | 4.00 (4.00–4.00) | 30 (20–40) |" in page
     assert "| 512 | 1.75 | 10.0 (10.0–20.0) | 20.0 (20.0–40.0) | 2.00 (2.00–2.00) | 30 (20–40) |" in page
@@ -95,7 +95,7 @@ def test_a_budget_that_leaves_nothing_for_a_prompt_is_refused(capsys: pytest.Cap
     with pytest.raises(SystemExit) as ended:
         bench_latency.main(["--budgets", "16", "64"])
     assert ended.value.code == 2
-    assert "--budgets: each must be over --long-streams" in capsys.readouterr().err
+    assert "--budgets: each value must be above --long-streams" in capsys.readouterr().err
 
 
 def answering(*parts: bytes) -> tuple[list[float], list[bytes]]:

@@ -65,10 +65,10 @@ def test_what_is_just_reached_is_reached() -> None:
         ("http", 0.94, "HTTP throughput at 16 streams", "0.94 (0.85–1.03)"),
         ("cpu", 31.0, "64 streams, a step every 4 ms", "31 (28–34) µs"),
         ("steps", 3.0, "while 63 streams decode", "3 (3–3) steps"),
-        ("itl", 2.1, "What a prompt of 4,096 tokens makes", "2.10 (1.89–2.31)"),
+        ("itl", 2.1, "ITL p99 by a prompt of 4,096 tokens", "2.10 (1.89–2.31)"),
         ("ttft", 0.6, "TTFT p99 at 16 and 64 streams", "0.60 to 0.60; reached in 0 of 1"),
-        ("memory", 1.04, "KV-cache's memory", "1.0400 at the furthest"),
-        ("read", 0.7, "Decode attention from 16 streams x 512 tokens on", "0.70 to 0.90"),
+        ("memory", 1.04, "KV-cache memory", "1.0400 at worst"),
+        ("read", 0.7, "Decode attention from 16 streams x 512 tokens up", "0.70 to 0.90"),
         ("start", 1.4, "Start with 1 GB of weights, files warm", "1.4 (1.3–1.5)"),
     ],
 )
@@ -87,6 +87,6 @@ def test_where_no_server_was_compared_there_is_no_such_aim() -> None:
 
 def test_the_repositorys_results_have_all_of_it() -> None:
     made = {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in NAMES}
-    assert {"KV-cache's memory, of the formula's", "First token of a short prompt while 63 streams decode"} <= {
+    assert {"KV-cache memory, relative to the formula", "First token of a short prompt while 63 streams decode"} <= {
         aim.figure for aim in aims(made)
     }

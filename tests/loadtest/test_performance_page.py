@@ -205,7 +205,7 @@ def test_a_disturbed_figure_is_not_told_and_leaves_an_aim_open() -> None:
 
 def test_a_peer_that_cannot_be_had_is_named_with_the_reason() -> None:
     part = page_peers.section(PEERS, "picture.png")
-    assert "| gone |  | **could not be had here:** no \\| compiler |" in part
+    assert "| gone |  | **not available here:** no \\| compiler |" in part
     assert "| gone | 4 | no \\| compiler |" in part
 
 
@@ -246,7 +246,7 @@ def test_a_way_to_the_client_that_is_too_narrow_is_shown() -> None:
 def unkept(results: dict[str, Any]) -> int:
     """Promises that the page says are not kept; aims at peers are no promises."""
     page = performance_page.render(results)
-    return page[: page.index("Beside these, ")].count("**no**")
+    return page[: page.index("The next table lists aims")].count("**no**")
 
 
 def test_a_kept_promise_is_no_broken_one() -> None:
@@ -289,7 +289,7 @@ def test_writing_and_checking(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     capsys.readouterr()
     assert performance_page.main([*given, "--check"]) == 1
     told = capsys.readouterr().err
-    assert "performance-peers.png is not what" in told
+    assert "performance-peers.png does not match" in told
     assert "performance-engine.png" not in told
 
 

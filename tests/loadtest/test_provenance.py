@@ -56,4 +56,4 @@ def test_other_work_is_measured_and_warned_of(
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(provenance, "other_work", lambda: 1.5)
     assert quiet_or_warned("bench") == 1.5
-    assert "other work keeps 1.5 cores busy" in capsys.readouterr().err
+    assert "other processes keep 1.5 cores busy" in capsys.readouterr().err

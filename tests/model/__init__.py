@@ -1,1 +1,1 @@
-"""Tests of `model`: every fast path against its slow twin."""
+"""Tests of `model`: each fast path against a reference implementation."""

@@ -1,4 +1,4 @@
-"""Chat templates in the manner of the families that people serve, written for these tests."""
+"""Chat templates in the style of common model families, written for these tests."""
 
 from typing import Any
 
@@ -133,7 +133,7 @@ ZEPHYR = """\
 {% endfor %}
 """
 
-# Odd corners of the dialect: generation blocks, loop controls, macros, whitespace, tojson without HTML escapes.
+# Rare features of the dialect: generation blocks, loop controls, macros, whitespace, tojson without HTML escapes.
 CORNERS = """\
 {% macro header(role) -%}
 <|im_start|>{{ role }}

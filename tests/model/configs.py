@@ -74,14 +74,14 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "olmo2": {"norm_placement": "post", "qk_norm_scope": "projection"},
     "qwen2": {"attention_bias": True, "attention_out_bias": False, "qk_norm": False, "score_scale": 0.2},
 }
-# Every mechanism there is, in small.
+# All mechanisms at a small size.
 VARIANTS: dict[str, ModelConfig] = {
     name: ModelConfig.from_dict({**ROTARY, **change}) for name, change in _CHANGES.items()
 }
 
 
 def build(config: ModelConfig, attention: str = "sdpa", seed: int = 1) -> Transformer:
-    """A random model whose biases and norms are random too, so that a dropped one shows."""
+    """Return a random model with random biases and norms, so that a missing bias or norm shows."""
     model = Transformer(config, ATTENTION_BACKENDS[attention])
     model.initialize(seed)
     generator = torch.Generator().manual_seed(seed + 1)

@@ -1,4 +1,4 @@
-"""The kernels of every level that this machine can run, compiled once and kept where a service keeps them."""
+"""Kernel libraries of every level that this machine can run, compiled once into the usual cache directory."""
 
 import functools
 import shutil
@@ -9,7 +9,7 @@ from model.kernels.levels import levels_here, runnable_levels
 from model.kernels.loading import KernelLibrary
 
 CACHE = build_module.CACHE.expanduser()
-# The one that serves here first. Empty on a machine without a compiler: PyTorch's way is all there is, and is tested.
+# The level that would serve on this machine. Empty without a compiler: only the PyTorch path is tested then.
 BUILDABLE = {
     level.name: level
     for level in dict.fromkeys((*levels_here(), *runnable_levels()))

@@ -1,4 +1,4 @@
-"""Drive a model through the paged cache by hand, without the engine: scattered blocks, any chunk size."""
+"""Driver of a model with the paged cache, without the engine: scattered blocks, any chunk size."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ BLOCK_SIZE = 4
 
 
 class PagedRun:
-    """Sequences whose blocks lie scattered and interleaved in one pool, held as another dtype where one is given."""
+    """Sequences with blocks scattered and interleaved in one pool, optionally with another cache dtype."""
 
     def __init__(self, model: Transformer, sequences: Sequence[Tensor], held_as: torch.dtype | None = None) -> None:
         weight = model.token_embedding.weight
@@ -34,7 +34,7 @@ class PagedRun:
         )
 
     def forward_in_chunks(self, chunk: int) -> list[Tensor]:
-        """Each sequence's logits for all its tokens, computed at most `chunk` tokens a sequence and step."""
+        """Return the logits of all tokens of each sequence, computed at most `chunk` tokens per sequence and step."""
         done = [0] * len(self.sequences)
         logits: list[list[Tensor]] = [[] for _ in self.sequences]
         while rows := [row for row, ids in enumerate(self.sequences) if done[row] < len(ids)]:

@@ -1,4 +1,4 @@
-"""`sdpa` equals `eager`, cached equals uncached, over heads, lengths and chunks."""
+"""`sdpa` equals `eager`, and cached equals uncached, for all head counts, lengths and chunk sizes."""
 
 import itertools
 
@@ -15,7 +15,7 @@ from tests.model.paging import BLOCK_SIZE, PagedRun
 
 HEADS = [(1, 1), (4, 4), (4, 2), (4, 1), (6, 3)]
 PLAIN = AttentionForm(layer=0, scale=0.25, window=None, bias=None)  # heads of 16
-# 1, around block boundaries (4 slots), and the full context of the variants (64).
+# 1, around block boundaries (4 slots), and the full context of the variants (64)
 LENGTHS = [1, 3, 4, 5, 8, 63, 64]
 
 
@@ -49,7 +49,7 @@ def test_eager_is_the_formula_for_one_head() -> None:
 
 
 def test_multi_head_equals_pytorchs_own_module() -> None:
-    """An independent implementation: torch.nn.MultiheadAttention with our weights."""
+    """Compare with an independent implementation: torch.nn.MultiheadAttention with the same weights."""
     model = build(VARIANTS["gpt2"], "eager")
     ours = model.layers[0].attention
     theirs = torch.nn.MultiheadAttention(32, 4, batch_first=True)
@@ -67,7 +67,7 @@ def test_multi_head_equals_pytorchs_own_module() -> None:
 @pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
 @pytest.mark.parametrize("chunk", [1, 3, 4, 7, 64])
 def test_cached_chunks_equal_the_whole(variant: str, backend: str, chunk: int) -> None:
-    """Ragged sequences computed in chunks through the paged cache give the logits of one uncached pass."""
+    """Ragged sequences in chunks, through the paged cache, give the logits of one uncached pass."""
     config = VARIANTS[variant]
     oracle, model = build(config, "eager"), build(config, backend)
     generator = torch.Generator().manual_seed(chunk)
@@ -80,7 +80,7 @@ def test_cached_chunks_equal_the_whole(variant: str, backend: str, chunk: int) -
 
 
 def test_padding_blocks_do_not_matter() -> None:
-    """Garbage in blocks behind a sequence's context leaves its output as it is."""
+    """Garbage in blocks behind the context of a sequence does not affect its output."""
     config = VARIANTS["rotary-gqa"]
     generator = torch.Generator().manual_seed(3)
     sequences = [torch.randint(300, (length,), generator=generator) for length in (2, 30)]
@@ -93,7 +93,7 @@ def test_padding_blocks_do_not_matter() -> None:
 
 @pytest.mark.parametrize("num_queries", [1, 3])
 def test_blocks_behind_the_window_are_not_read(num_queries: int) -> None:
-    """They hold NaN here, which no weight of 0 would make good."""
+    """The blocks hold NaN, which even a weight of 0 would propagate."""
     context_length, window = 30, 5
     config = VARIANTS["rotary-gqa"]
     cache = KVCache(config, num_blocks=8, block_size=BLOCK_SIZE, dtype=torch.float32, device="cpu")

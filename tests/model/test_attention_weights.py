@@ -1,4 +1,4 @@
-"""What is shown of attention is what is computed, for every mechanism."""
+"""Displayed attention weights equal the computed ones, for every mechanism."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ TOKENS = list(range(3, 25))
 
 
 class Spy:
-    """The fused backend, and each layer's values and outputs as they pass."""
+    """The fused backend, which records the values and outputs of each layer."""
 
     def __init__(self) -> None:
         self.passed: dict[int, tuple[Tensor, Tensor]] = {}
@@ -126,10 +126,10 @@ def test_a_failure_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -
     [
         (TOKENS, 2, "layer 2 does not exist: the model has layers 0 to 1"),
         (TOKENS, -1, "layer -1 does not exist"),
-        ([], 0, "0 tokens, but 1 to 64 can be looked at"),
-        ([1] * 65, 0, "65 tokens, but 1 to 64"),
-        ([1, 300], 0, "token ids from 1 to 300; the vocabulary has 300"),
-        ([-1], 0, "token ids from -1 to -1"),
+        ([], 0, "0 tokens, but attention weights need 1 to 64"),
+        ([1] * 65, 0, "65 tokens, but attention weights need 1 to 64"),
+        ([1, 300], 0, "token ids 1 to 300, but the vocabulary has 300"),
+        ([-1], 0, "token ids -1 to -1"),
     ],
 )
 def test_refuses_what_cannot_be_looked_at(token_ids: list[int], layer: int, message: str) -> None:

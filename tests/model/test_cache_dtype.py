@@ -1,4 +1,4 @@
-"""A float16 cache of a float32 model: keys and values are rounded once, and what is rounded is what is attended to."""
+"""Float16 cache of a float32 model: keys and values are rounded once, and attention uses the rounded values."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -24,7 +24,7 @@ from tests.model.paging import PagedRun
 HALF = torch.float16
 BACKENDS: dict[str, AttentionBackend] = {**ATTENTION_BACKENDS, "paged": PagedAttention(gathered, one_by_one)}
 IDS = torch.randint(300, (40,), generator=torch.Generator().manual_seed(2))
-# A number, and as it is held: ties go to even, what is too large becomes the largest there is.
+# A number, and its float16 value: ties go to even, and too large values saturate.
 HELD = [
     (1 + 2**-11, 1.0),
     (1 + 3 * 2**-11, 1 + 2**-9),
@@ -39,7 +39,7 @@ HELD = [
 
 
 def model_of(variant: str, *backends: AttentionBackend) -> Transformer:
-    """The same model each time, with a backend for all layers or one each."""
+    """Return the same model each time, with one backend for all layers or one per layer."""
     model = build(VARIANTS[variant])
     for block, backend in zip(model.layers, backends * (1 if len(backends) > 1 else len(model.layers)), strict=True):
         cast(Block, block).attention.backend = backend
@@ -77,8 +77,10 @@ def test_it_gives_the_models_dtype_and_takes_half_the_memory() -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 @torch.no_grad()
 def test_chunks_of_any_size_see_what_is_held(variant: str, name: str) -> None:
-    """Their own keys and values too. What differs in its last bits before a layer may be rounded the other way in it,
-    which is rare: hence means, beside what rounding changes at all.
+    """A chunk also attends to its own rounded keys and values.
+
+    Differences in the last bits before a layer rarely change the rounding in it. So means are compared with the
+    effect of the rounding itself.
     """
     texts = [IDS[:1], IDS[:6], IDS]
     uncached = [AttentionMetadata.uncached((len(ids),)) for ids in texts]
@@ -93,7 +95,7 @@ def test_chunks_of_any_size_see_what_is_held(variant: str, name: str) -> None:
 
 
 class Spy:
-    """The oracle, and what each layer's queries and keys were."""
+    """The reference implementation, which records the queries and keys of each layer."""
 
     def __init__(self) -> None:
         self.weights: list[Tensor] = []

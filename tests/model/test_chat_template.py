@@ -1,4 +1,4 @@
-"""Chat templates: where they are found, and that they say here what they say in transformers."""
+"""Chat templates: lookup of the template, and equal output to transformers."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ MARKS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def theirs(source: str, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
-    """What transformers renders; as there, keys that are None are dropped first."""
+    """Render with transformers. As in transformers, keys with the value None are dropped first."""
     kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
     (text,), _ = render_jinja_template(
         [kept], chat_template=source, add_generation_prompt=add_generation_prompt, **MARKS
@@ -37,7 +37,7 @@ def test_a_template_renders_as_in_transformers(family: str, conversation: str, a
 
 
 def outcome(render: Callable[[], str]) -> str:
-    """The text, or what the template refuses with."""
+    """Return the text, or the error of the template."""
     try:
         return render()
     except jinja2.TemplateError as error:
@@ -111,7 +111,7 @@ def test_other_templates_are_named(tmp_path: Path) -> None:
         ({CONFIG: "[1]"}, "tokenizer_config.json: a JSON object expected"),
         ({CONFIG: {"chat_template": 7}}, "chat_template must be a string or a list"),
         ({CONFIG: {"chat_template": [{"name": "a"}]}}, "chat_template must be a string or a list"),
-        ({CONFIG: {"chat_template": [{"name": "rag", "template": "r"}]}}, "templates rag, none named default"),
+        ({CONFIG: {"chat_template": [{"name": "rag", "template": "r"}]}}, "templates rag, but no template default"),
     ],
 )
 def test_a_template_that_cannot_be_read_is_one_line(tmp_path: Path, files: dict[str, Any], said: str) -> None:

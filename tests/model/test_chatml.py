@@ -1,4 +1,4 @@
-"""A checkpoint of ours that was taught conversations carries its template, here and in Hugging Face's format."""
+"""A native checkpoint trained on conversations has a chat template, here and in Hugging Face's format."""
 
 import json
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ def test_the_manifest_vouches_for_template_and_defaults(checkpoint: Path) -> Non
 
 
 def test_a_model_that_knows_no_conversations_has_no_template(checkpoint: Path) -> None:
-    """Also where one was before."""
+    """A template of an earlier save is removed."""
     save_tiny_checkpoint(checkpoint)
     assert load_chat_template(checkpoint) is None
     assert not (checkpoint / GENERATION_CONFIG_FILE).exists()

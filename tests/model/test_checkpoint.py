@@ -1,4 +1,4 @@
-"""A checkpoint comes back as it was saved, and a damaged one says what is wrong in one line."""
+"""Checkpoints: a round trip is exact, and a damaged checkpoint gives a one-line error."""
 
 import json
 import os
@@ -102,7 +102,7 @@ def save(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_save_leaves_one_file_or_shards_and_their_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each save replaces the files of the one before it."""
+    """Each save replaces the files of the previous save."""
     save(tmp_path)
     assert [path.name for path in sorted(tmp_path.glob("model*"))] == ["model.safetensors"]
     with monkeypatch.context() as smaller:
@@ -128,7 +128,7 @@ def test_a_save_leaves_one_file_or_shards_and_their_index(tmp_path: Path, monkey
 
 
 def test_shards_hold_up_to_5_gigabytes() -> None:
-    """By sizes alone: 310 matrices of 8 MB are one file, as are exactly 5 GB."""
+    """Checked with sizes alone: 310 matrices of 8 MB fit in one file, as do exactly 5 GB."""
     assert len(plan_shards({str(n): 8_000_000 for n in range(310)})) == 1
     assert len(plan_shards({str(n): 1_000_000_000 for n in range(5)})) == 1
     sizes = {"a": 3_000_000_000, "b": 2_000_000_001, "c": 9_000_000_000, "d": 1}
@@ -136,7 +136,7 @@ def test_shards_hold_up_to_5_gigabytes() -> None:
 
 
 def test_a_shard_is_written_before_the_next_one_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that memory holds converted tensors of one shard at most."""
+    """At most one shard of converted tensors is in memory."""
     monkeypatch.setattr("model.shards.MAX_SHARD_BYTES", 8)
     num_written: list[int] = []
 
@@ -161,7 +161,7 @@ def _flip_a_bit(directory: Path) -> None:
 
 
 def _rewrite(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
-    """Change tensors and make the manifest's hashes agree, as a careless tool would."""
+    """Change tensors and recompute the hashes of the manifest, as a careless tool would."""
 
     def damage(directory: Path) -> None:
         tensors = load_file(directory / SHARD)
@@ -196,7 +196,7 @@ def _config(text: str) -> Callable[[Path], None]:
 
 
 def _pipe(name: str) -> Callable[[Path], None]:
-    """A file that would be read for ever: nobody writes into it."""
+    """A FIFO without a writer: reading it would block forever."""
 
     def damage(directory: Path) -> None:
         (directory / name).unlink()
@@ -290,7 +290,7 @@ def test_headers_of_files_that_are_no_safetensors(tmp_path: Path) -> None:
 
 
 def test_saving_refuses_tensors_that_do_not_fit(directory: Path) -> None:
-    with pytest.raises(ValueError, match="not those the config describes"):
+    with pytest.raises(ValueError, match="differ from the config's"):
         save_checkpoint(directory, config=CONFIG, tensors={}, tokenizer=train_bpe(["a"], 260), name="x", training={})
     with pytest.raises(ValueError, match="the tokenizer has"):
         save_checkpoint(

@@ -1,4 +1,4 @@
-"""ModelConfig and SamplingParams refuse what cannot work, and the shape table is the module's."""
+"""ModelConfig and SamplingParams reject invalid values, and the parameter shapes match the module."""
 
 import dataclasses
 import math
@@ -43,24 +43,24 @@ def test_dictionary_round_trip(name: str) -> None:
         ({"sliding_window": 10**30}, "sliding_window must be at most"),
         ({"sliding_window": 8, "global_layers": [2]}, "global_layers must be layers from 0 to 1, each once"),
         ({"sliding_window": 8, "global_layers": [0, 0]}, "each once"),
-        ({"sliding_window": 8, "global_layers": [True]}, "a list of layers' numbers"),
-        ({"sliding_window": 8, "global_layers": "0"}, "a list of layers' numbers"),
-        ({"global_layers": [0]}, "global_layers without a sliding_window"),
+        ({"sliding_window": 8, "global_layers": [True]}, "a list of layer numbers"),
+        ({"sliding_window": 8, "global_layers": "0"}, "a list of layer numbers"),
+        ({"global_layers": [0]}, "global_layers needs a sliding_window"),
         ({"rotary_dim": 3}, "an even rotary_dim up to head_dim, not 3"),
         ({"rotary_dim": 10}, "an even rotary_dim up to head_dim, not 10"),
         ({"position": "none", "rotary_dim": 4}, "rotary_dim belongs to position=rotary"),
-        ({"rope_scaling": "linear"}, "rope_scaling must be a table"),
-        ({"rope_scaling": False}, "rope_scaling must be a table"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+        ({"rope_scaling": False}, "rope_scaling must be an object"),
         ({"rope_scaling": {"kind": "yarn", "factor": 2.0}}, "rope_scaling kind must be one of linear, llama3"),
         ({"rope_scaling": {"kind": "linear"}}, "missing rope_scaling keys: factor"),
         ({"rope_scaling": {"kind": "linear", "factor": 2.0, "beta": 1}}, "unknown rope_scaling keys: beta"),
-        ({"rope_scaling": {"kind": "linear", "factor": 2.0, "low_freq_factor": 1.0}}, "no parameter but factor"),
+        ({"rope_scaling": {"kind": "linear", "factor": 2.0, "low_freq_factor": 1.0}}, "no parameter except factor"),
         ({"rope_scaling": {"kind": "llama3", "factor": 2.0}}, "rope_scaling low_freq_factor must be a positive"),
         ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor must be under high_freq_factor"),
         ({"position": "relative_bias"}, "num_relative_buckets must be given for position=relative_bias"),
         ({"max_relative_distance": 8}, "max_relative_distance must not be given for position=rotary"),
         ({**RELATIVE, "num_relative_buckets": 1}, "num_relative_buckets must be at least 2"),
-        ({**RELATIVE, "max_relative_distance": 4}, "max_relative_distance over half of them"),
+        ({**RELATIVE, "max_relative_distance": 4}, "max_relative_distance over num_relative_buckets"),
         ({"attention": "average"}, "average attention has no scores"),
         ({"norm": "layer_norm", "norm_unit_offset": True}, "norm_unit_offset belongs to norm=rms_norm"),
         ({"norm_bias": False}, "norm_bias belongs to norm=layer_norm"),

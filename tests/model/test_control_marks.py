@@ -1,4 +1,4 @@
-"""Nothing a message says is a control mark, and everything it says is text, whatever template surrounds it."""
+"""Message texts never become special tokens, and are kept completely, with any chat template."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ CHATML = ChatTemplate(source=TEMPLATES["chatml"], origin="test")
 
 
 def make_tokenizer(*marks: str) -> ByteLevelTokenizer:
-    """One token a byte, and the marks."""
+    """Return a tokenizer with one token per byte, and special tokens."""
     return ByteLevelTokenizer(
         pattern=r"\s+|\S+",
         ranks={bytes([byte]): byte for byte in range(256)},
@@ -86,7 +86,7 @@ def test_other_fields_and_parts_are_shielded_and_other_values_are_not() -> None:
 
 
 def test_what_cannot_be_shielded_is_refused() -> None:
-    with pytest.raises(ForbiddenText, match="holds the control mark '☃'"):
+    with pytest.raises(ForbiddenText, match="contains the special token '☃'"):
         encoded(CONTENT_ONLY, "a ☃", control=ControlMarks(make_tokenizer("☃")))
     every = "".join(map(chr, range(0xFDD0, 0xFDF0)))
     with pytest.raises(ForbiddenText, match="U\\+FDD0"):
@@ -96,7 +96,7 @@ def test_what_cannot_be_shielded_is_refused() -> None:
 
 @pytest.mark.parametrize("write", [write_byte_level, write_sentence_piece])
 def test_piece_by_piece_is_as_in_one_piece(tmp_path: Path, write: Callable[[Path, int], Tokenizer]) -> None:
-    """Around a broken mark texts are encoded between the whole marks; added tokens that are text stay tokens."""
+    """Texts around a broken special token are encoded between complete ones; added text tokens stay tokens."""
     library = write(tmp_path, 500)
     library.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=False)])
     library.add_tokens([AddedToken("<think>", special=False, normalized=False)])

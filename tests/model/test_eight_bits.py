@@ -1,4 +1,4 @@
-"""Matrices in eight bits for a GPU, as far as a CPU can tell: PyTorch's products, and stand-ins for our kernels."""
+"""Int8 matrices for a GPU, tested on a CPU with PyTorch's products and stand-ins for the kernels."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -34,13 +34,13 @@ def stand_ins(**changed: Any) -> SimpleNamespace:
 
 @pytest.fixture(autouse=True)
 def _a_card_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU in the place of a GPU that has fp8."""
+    """Let the CPU stand for a GPU with fp8."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     FEW.clear()
 
 
 def matrix(shape: tuple[int, int], rows: int = 100) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight FE, a bias F and inputs TE."""
+    """Return a weight FE, a bias F and inputs TE."""
     generator = torch.Generator().manual_seed(shape[1])
     drawn = (torch.randn(size, generator=generator) for size in (shape, shape[:1], (rows, shape[1])))
     weight_FE, bias_F, x_TE = (x.bfloat16() for x in drawn)
@@ -109,18 +109,16 @@ def test_what_fails_or_differs_is_left_out(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_where_eight_bits_cannot_be_had_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        EightBitsError, match="fp8: its products are bfloat16; give --dtype bfloat16, or --quantize int8"
-    ):
+    with pytest.raises(EightBitsError, match="fp8 needs --dtype bfloat16; add it, or choose --quantize int8"):
         choose("fp8", CPU, torch.float32)
     monkeypatch.setattr(torch, "_scaled_mm", failing)
     monkeypatch.setattr(torch, "_int_mm", failing)
     for name, product in (("fp8", "_scaled_mm"), ("int8", "_int_mm")):
-        expected = rf"{name}: torch\.{product} does not hold on this GPU \(ptxas was not found\); leave it out"
+        expected = rf"{name}: torch\.{product} fails on this GPU \(ptxas was not found\); omit --quantize"
         with pytest.raises(EightBitsError, match=expected):
             choose(name, CPU, torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    with pytest.raises(EightBitsError, match=r"capability 8\.9 .* this one has 8\.6; give --quantize int8"):
+    with pytest.raises(EightBitsError, match=r"capability 8\.9 .* this GPU has 8\.6; choose --quantize int8"):
         choose("fp8", CPU, torch.bfloat16)
 
 

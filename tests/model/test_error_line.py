@@ -1,4 +1,4 @@
-"""An error's line: one line, short, its remedy kept, whatever stood in a file."""
+"""Error lines: one short line with the remedy, for any file content."""
 
 import pytest
 

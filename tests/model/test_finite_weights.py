@@ -1,4 +1,4 @@
-"""Weights that are not finite are refused as they are read, wherever they stand and however they are loaded."""
+"""Non-finite weights are rejected when they are read, in any tensor and with any loader."""
 
 import bisect
 import math
@@ -26,7 +26,7 @@ MATRIX = "layers.1.mlp.down.weight"
 
 
 def saved(directory: Path, name: str, place: int, value: float, stored: torch.dtype) -> Path:
-    """A checkpoint of which one number, counted from the tensor's first, is this value."""
+    """Return a checkpoint in which one number, by its index in the tensor, has this value."""
     directory.mkdir(exist_ok=True)
     tensors = {key: tensor.detach().to(stored) for key, tensor in build(CONFIG).state_dict().items()}
     tensors[name].view(-1)[place] = value
@@ -85,7 +85,7 @@ def test_the_largest_numbers_are_finite(tmp_path: Path, stored: torch.dtype, pac
 def test_numbers_that_a_conversion_makes_infinite_are_refused(
     tmp_path: Path, stored: torch.dtype, dtype: torch.dtype
 ) -> None:
-    """Exactly those: of two neighbouring numbers the smaller one is converted to a finite number, the other is not."""
+    """The threshold is exact: of two adjacent numbers, the smaller converts to a finite number, the larger does not."""
     integers = torch.int32 if stored is torch.float32 else torch.int16
     infinity = torch.tensor(math.inf, dtype=stored).view(integers).item()
     first = bisect.bisect_left(
@@ -105,7 +105,7 @@ def test_numbers_that_a_conversion_makes_infinite_are_refused(
 
 @pytest.mark.parametrize("case", ["gpt2", "llama gqa tied", "gpt_neox", "olmo2"])
 def test_each_tensor_of_a_hugging_face_directory(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transposed, joined, interleaved and tied ones, cut into many slices; converted, too."""
+    """Transposed, joined, interleaved and tied tensors, read in many slices; also converted."""
     monkeypatch.setattr("model.weights.SLICE_BYTES", 700)
     CASES[case].build().save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"

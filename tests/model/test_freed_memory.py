@@ -1,4 +1,4 @@
-"""What a start has freed is given back, though a process that serves keeps what it frees."""
+"""Memory freed during startup is returned to the system, although a serving process retains freed memory."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Fused kernels for a GPU, as far as a CPU can tell: with stand-ins for them, what holds is taken and nothing else."""
+"""Selection of fused GPU kernels, tested on a CPU with stand-ins: only kernels that pass their check are used."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +43,7 @@ def stand_ins(**changed: Any) -> SimpleNamespace:
 
 @pytest.fixture(autouse=True)
 def _a_gpu_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU in the place of the GPU."""
+    """Let the CPU stand for the GPU."""
     monkeypatch.setattr(fused, "DEVICE", "cpu")
     CALLS.clear()
 
@@ -64,7 +64,7 @@ def test_a_fused_model_computes_the_same(variant: str, monkeypatch: pytest.Monke
     assert list(model.state_dict()) == names
     used = {"gpt2": set(), "gemma": {"norm", "rotation"}}.get(variant, {"norm", "rotation", "product"})
     assert set(CALLS) == used
-    if variant == "rotary-gqa":  # two norms a layer, two of queries and keys, and the last
+    if variant == "rotary-gqa":  # two norms per layer, two for queries and keys, and the final norm
         assert [CALLS.count(name) for name in ("norm", "rotation", "product")] == [2 * 4 + 1, 2, 2]
 
 

@@ -1,4 +1,4 @@
-"""The slow twin itself: its ends and its limits."""
+"""Stop conditions and limits of the reference implementation `generate`."""
 
 import pytest
 

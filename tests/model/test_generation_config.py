@@ -1,4 +1,4 @@
-"""generation_config.json: what acts, what is named as ignored, what is refused."""
+"""generation_config.json: values that are used, ignored with a message, or rejected."""
 
 import json
 from pathlib import Path
@@ -88,7 +88,7 @@ def test_the_defaults_of_transformers_are_harmless(tmp_path: Path) -> None:
         ({"min_p": 1.5}, "min_p must be"),
         ({"max_new_tokens": 0}, "max_new_tokens must be"),
         ({"do_sample": "no"}, "do_sample must be true or false"),
-        ({"eos_token_id": "</s>"}, "eos_token_id: a token id or a list of them expected"),
+        ({"eos_token_id": "</s>"}, "eos_token_id: a token id or a list of token ids expected"),
         ({"eos_token_id": [1, -1]}, "eos_token_id: a token id"),
         ({"temperature": 10**400}, "temperature must be a number of at least 0, not 1000.*…; correct"),
         ({"temperature": float("inf")}, "temperature must be"),

@@ -1,4 +1,4 @@
-"""Files from elsewhere: links to nothing and what is no file are one line, wherever they stand, and never a hang."""
+"""Downloaded files: dangling links and non-regular files give one error line, and never block."""
 
 import os
 from collections.abc import Callable

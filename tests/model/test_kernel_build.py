@@ -1,4 +1,4 @@
-"""Kernels are compiled once, whole or not at all, and their absence is one line of the log."""
+"""Kernels are compiled once and installed atomically; without them, the log has one line."""
 
 import errno
 import fcntl
@@ -38,7 +38,7 @@ def _nothing_is_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 @pytest.fixture
 def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A line for every library that the compiler, a fake, has linked."""
+    """Return a log file with a line for each library that the fake compiler links."""
     log = tmp_path / "log"
     use_compiler(COMPILES.format(log=log), tmp_path, monkeypatch)
     return log
@@ -52,7 +52,7 @@ def use_compiler(script: str, directory: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def use_sources(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A source of our own, to change."""
+    """Use a modifiable kernel source."""
     source = directory / "sources" / "one.cpp"
     source.parent.mkdir()
     source.write_text("// one")
@@ -71,7 +71,7 @@ def use_sources(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_the_cache_is_where_xdg_puts_it(variable: str | None, directory: str) -> None:
-    """As --cache-dir's default, in a fresh process. The specification has paths ignored that are not absolute."""
+    """The --cache-dir default in a fresh process. The XDG specification requires that relative paths are ignored."""
     environment = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
     if variable is not None:
         environment["XDG_CACHE_HOME"] = variable
@@ -163,7 +163,7 @@ def test_nobody_waits_for_ever_for_who_keeps_the_lock(
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     monkeypatch.setattr(build_module, "_LOOK_SECONDS", 250.0)
     slept: list[float] = []
-    # Its own view of the clock's module: `subprocess` sleeps, too, while it waits for the compiler.
+    # A separate view of the `time` module, since `subprocess` also sleeps while it waits for the compiler.
     monkeypatch.setattr(build_module, "time", SimpleNamespace(sleep=slept.append))
     with caplog.at_level("INFO", logger=build_module.__name__):
         assert build(LEVEL, tmp_path).is_file()
@@ -203,7 +203,7 @@ def test_a_compiler_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     use_compiler("#!/bin/sh\necho hello >&2\necho 'one.cpp:1: error: no' >&2\nexit 3\n", tmp_path, monkeypatch)
-    assert trouble_of(tmp_path, caplog) == f"{tmp_path}/compiler ended with 3: one.cpp:1: error: no"
+    assert trouble_of(tmp_path, caplog) == f"{tmp_path}/compiler exited with status 3: one.cpp:1: error: no"
 
 
 def test_a_compiler_that_takes_too_long(
@@ -221,7 +221,7 @@ def test_a_cache_that_cannot_be_written(compilations: Path, tmp_path: Path, capl
 
 
 def trouble_of(cache: Path, caplog: pytest.LogCaptureFixture) -> str:
-    """What Kernels say that have none, which is the one warning of the log."""
+    """Return the reason that `Kernels` without a library report, which is the only warning of the log."""
     kernels = Kernels()
     with caplog.at_level(logging.WARNING):
         kernels.prepare(cache)
@@ -268,7 +268,7 @@ def test_a_level_for_one_vendor_is_chosen_there_alone(
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_compiler_ends_with_who_asked_for_it(tmp_path: Path, number: signal.Signals) -> None:
-    """All of its programs, and what they have begun goes; also where that one is killed."""
+    """The compiler and its child processes end, and their unfinished output is removed; also after SIGKILL."""
     told, cache = tmp_path / "told", tmp_path / "cache"
     os.mkfifo(told)
     compiler = tmp_path / "compiler"

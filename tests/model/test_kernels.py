@@ -1,4 +1,4 @@
-"""Kernels of every level, called."""
+"""Kernels of every level, called directly."""
 
 import ctypes
 import functools
@@ -19,7 +19,7 @@ from tests.model.kernel_libraries import BUILDABLE, CACHE, library_of
 
 
 def read_words(level: str, words: torch.Tensor, threads: int) -> int:
-    """All words folded into one."""
+    """Combine all words into one."""
     read = library_of(level).function(
         "kvasir_read", ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, result=ctypes.c_uint64
     )
@@ -31,14 +31,14 @@ def read_words(level: str, words: torch.Tensor, threads: int) -> int:
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("count", [0, 1, 131_072, 300_001])
 def test_work_is_done_once_by_any_number_of_threads(level: str, threads: int, count: int) -> None:
-    """Words read twice would fold away."""
+    """Words that are read twice would cancel out."""
     words = torch.arange(1, count + 1)
     assert read_words(level, words, threads) == functools.reduce(operator.xor, words.tolist(), 0)
 
 
 @pytest.mark.parametrize("level", list(BUILDABLE)[:1])
 def test_who_finds_the_threads_taken_works_alone(level: str) -> None:
-    """Three callers at once, over and over, each with an array of its own."""
+    """Three concurrent callers, repeatedly, each with its own array."""
     words = [torch.arange(start, start + 400_000) for start in (1, 2, 3)]
     expected = [functools.reduce(operator.xor, each.tolist(), 0) for each in words]
 
@@ -51,7 +51,7 @@ def test_who_finds_the_threads_taken_works_alone(level: str) -> None:
 
 @pytest.mark.parametrize("level", list(BUILDABLE)[:1])
 def test_threads_are_made_anew_in_a_fork(level: str) -> None:
-    """Else a child would wait for ever for threads that its parent has."""
+    """Otherwise a child would wait forever for threads of its parent."""
     path = find_built(BUILDABLE[level], (SHIPPED, CACHE)) or build(BUILDABLE[level], CACHE)
     script = f"""
 import ctypes, os

@@ -1,4 +1,4 @@
-"""Matrices as they are multiplied while serving: the same products, the same bits in any batch, held once."""
+"""Linear layers of serving: correct products, batch-invariant, and weights held once."""
 
 import gc
 
@@ -12,13 +12,13 @@ from service.engine.plan import MIN_ROWS
 from tests.model.configs import VARIANTS, build
 
 ROWS = 96
-# Inputs, outputs: wide, deep, and sizes that no register divides.
+# Inputs, outputs: wide, deep, and sizes that are no multiple of the vector width.
 SHAPES = ((64, 192), (192, 64), (1408, 96), (37, 53))
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack("cpu", dtype)]
 
 
 def matrix(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight FE and inputs TE."""
+    """Return a weight FE and inputs TE."""
     inputs, outputs = shape
     generator = torch.Generator().manual_seed(inputs)
     weight_FE = torch.randn(outputs, inputs, generator=generator) * inputs**-0.5

@@ -1,4 +1,4 @@
-"""Each mechanism against a source that is not ours: the formula written out, PyTorch, transformers."""
+"""Each mechanism against an independent source: its formula, PyTorch, or transformers."""
 
 import math
 
@@ -25,7 +25,7 @@ from tests.model.configs import LLAMA3, ROTARY, VARIANTS, build
 
 
 def distances(length: int) -> torch.Tensor:
-    """1QS: query position - key position of one whole sequence."""
+    """Return query position - key position of one whole sequence, 1QS."""
     positions = torch.arange(length)
     return (positions[:, None] - positions)[None]
 
@@ -47,7 +47,7 @@ def test_average_attention_is_the_mean_of_what_is_seen(backend: str, window: int
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
 def test_grouped_queries_are_multi_head_with_repeated_keys_and_values(num_kv_heads: int) -> None:
-    """MQA and GQA: the weights of a shared head, copied for each of its query heads, give the same model."""
+    """MQA and GQA: copying the weights of a shared head for each of its query heads gives the same model."""
     grouped = build(ModelConfig.from_dict({**ROTARY, "num_kv_heads": num_kv_heads, "qk_norm": False}))
     whole = build(ModelConfig.from_dict({**ROTARY, "num_kv_heads": 4, "qk_norm": False}))
     tensors = grouped.state_dict()
@@ -62,7 +62,7 @@ def test_grouped_queries_are_multi_head_with_repeated_keys_and_values(num_kv_hea
 
 
 def test_heads_are_concatenated_and_projected() -> None:
-    """Multi-head attention is each head on its own, side by side, times W_O."""
+    """Multi-head attention is the concatenation of separate heads, times W_O."""
     attention = build(VARIANTS["gpt2"], "eager").layers[0].attention
     x_TE, metadata = torch.randn(7, 32), AttentionMetadata.uncached((7,))
     q, k, v = attention.qkv(x_TE).split(32, dim=-1)
@@ -76,11 +76,11 @@ def test_heads_are_concatenated_and_projected() -> None:
 
 
 def test_why_scores_are_divided_by_the_root_of_the_head_size() -> None:
-    """q·k of independent components of variance 1 has variance d_k; divided by sqrt(d_k) it has 1, whatever d_k.
+    """q·k of independent components of variance 1 has variance d_k; divided by sqrt(d_k) it has variance 1 for any d_k.
 
-    The variance over 40,000 draws is within 5 % but with a probability under 1e-6 (its standard deviation is below
-    1 %). Unscaled, the softmax over 64 keys of a large head puts almost everything on one of them, and what reaches
-    the other scores as gradient is almost nothing.
+    The variance over 40,000 samples is within 5% except with a probability under 1e-6 (its standard deviation is
+    below 1%). Unscaled, the softmax over 64 keys of a large head puts almost all weight on one key, and the
+    gradient of the other scores almost vanishes.
     """
     generator = torch.Generator().manual_seed(0)
     gradients = {}
@@ -114,7 +114,7 @@ def test_a_window_hides_what_is_further_back() -> None:
 
 
 def test_a_windows_reach_grows_with_depth() -> None:
-    """Two layers with a window of 7 reach 12 positions back, and no further."""
+    """Two layers with a window of 7 reach exactly 12 positions back."""
     config = ModelConfig.from_dict({**ROTARY, "sliding_window": 7})
     model = build(config)
     metadata = AttentionMetadata.uncached((20,))
@@ -128,7 +128,7 @@ def test_a_windows_reach_grows_with_depth() -> None:
 
 @pytest.mark.parametrize("size", [32, 48])
 def test_sinusoidal_positions_are_those_of_transformers(size: int) -> None:
-    """Marian's table has all sines first and all cosines then; the paper's alternates them."""
+    """Marian's table has all sines before all cosines; the paper's table alternates them."""
     theirs = MarianSinusoidalPositionalEmbedding(100, size).create_weight()
     ours = SinusoidalPositions(size)(torch.arange(100))
     torch.testing.assert_close(torch.cat((ours[:, 0::2], ours[:, 1::2]), dim=-1), theirs, atol=1e-5, rtol=0)
@@ -171,7 +171,7 @@ def test_buckets_are_those_of_t5(num_buckets: int, max_distance: int) -> None:
 
 @pytest.mark.parametrize("num_heads", [1, 2, 4, 6, 8, 12, 16])
 def test_alibi_is_that_of_bloom(num_heads: int) -> None:
-    """BLOOM adds slope * key position, which is -slope * distance and something that softmax does not see."""
+    """BLOOM adds slope * key position, which is -slope * distance plus a constant that softmax ignores."""
     config = ModelConfig.from_dict({**ROTARY, "position": "alibi", "num_heads": num_heads, "num_kv_heads": 1})
     ours = AlibiBias(config, None)(torch.empty(0), torch.empty(0), distances(20))[0]
     theirs = build_alibi_tensor(torch.ones(1, 20), num_heads, torch.float32)  # H1S
@@ -212,8 +212,8 @@ def test_disentangled_attention_is_debertas_under_a_causal_mask() -> None:
         for projection in theirs.children():
             if isinstance(projection, torch.nn.Linear):
                 torch.nn.init.zeros_(projection.bias)
-        torch.nn.init.eye_(ours.out.weight)  # theirs is without W_O
-        # Theirs holds the future too, in its first half.
+        torch.nn.init.eye_(ours.out.weight)  # the other implementation has no W_O
+        # the first half of the other table holds future positions
         future_and_past = torch.cat((torch.randn(span, 32), table.weight))
         x_TE = torch.randn(length, 32)
         causal = torch.ones(length, length).tril().bool()[None, None]
@@ -224,7 +224,7 @@ def test_disentangled_attention_is_debertas_under_a_causal_mask() -> None:
 
 @pytest.mark.parametrize("position", list(SCORE_BIASES))
 def test_a_bias_in_the_scores_changes_the_weights(position: PositionKind) -> None:
-    """And forgetting it would show: the weights of equal tokens differ only by it."""
+    """Omitting the bias would show, since the weights of equal tokens differ only by the bias."""
     name = {"relative_bias": "relative-bias", "alibi": "alibi", "disentangled": "disentangled"}[position]
     attention = build(VARIANTS[name], "eager").layers[0].attention
     q_QHD, k_SKD = torch.ones(12, 4, 8), torch.ones(12, VARIANTS[name].num_kv_heads, 8)
@@ -235,7 +235,7 @@ def test_a_bias_in_the_scores_changes_the_weights(position: PositionKind) -> Non
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_parameter_is_trained_alike_by_both_backends(variant: str) -> None:
-    """Next-token loss, its gradient in every tensor, eager and fused."""
+    """Compare the gradient of the next-token loss in every tensor, eager and fused."""
     generator = torch.Generator().manual_seed(5)
     ids, targets = torch.randint(300, (2, 75), generator=generator)
     metadata = AttentionMetadata.uncached((25, 25, 25))

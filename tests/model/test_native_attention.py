@@ -1,4 +1,4 @@
-"""The kernel of our own equals the oracle on every level, and a token's bits depend on its own past alone."""
+"""The native attention kernel equals the reference implementation on every level, and is batch-invariant."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +19,12 @@ from model.kv_cache import KVCache, rounded
 from tests.model.configs import VARIANTS
 from tests.model.kernel_libraries import BUILDABLE, library_of
 
-# Without kernels it is PyTorch's way, whose answers must be the same.
+# Without kernels the PyTorch path is tested, whose results must be the same.
 WAYS = ("none", *BUILDABLE)
 BEST = WAYS[1:2] or WAYS
 # Query heads, key/value heads, head size, block size.
 SHAPES = [(4, 4, 16, 4), (8, 2, 64, 16), (6, 1, 7, 3), (3, 3, 80, 16), (2, 2, 256, 64), (50, 1, 8, 5), (2, 1, 33, 1)]
-# Queries and context of each sequence: decodes and chunks, at edges of tiles (64) and of splits (512).
+# Queries and context of each sequence: decodes and chunks, at the edges of tiles (64) and of splits (512).
 LENGTHS = ((1, 1), (1, 17), (1, 64), (1, 65), (3, 63), (40, 130), (64, 64), (1, 513), (20, 600))
 FORM = AttentionForm(layer=1, scale=0.2, window=None, bias=None)
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -38,9 +38,9 @@ def native(way: str) -> NativeAttention:
 
 @dataclass(frozen=True)
 class Scene:
-    """Sequences in the middle of their texts: what they are, what comes now, and where it lies, scattered.
+    """Sequences in mid-text, with scattered blocks, and the tokens of the next step.
 
-    unwritten: what stands in slots that nobody wrote. held_as: the cache's dtype, where it is another.
+    unwritten: the content of unused slots. held_as: the dtype of the cache, if different.
     """
 
     shape: tuple[int, int, int, int]
@@ -64,7 +64,7 @@ class Scene:
         form: AttentionForm = FORM,
         rows: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """What this step's tokens of the sequences `rows`, all by default, get."""
+        """Return the output for this step's tokens of the sequences `rows`, by default all."""
         rows = range(len(self.lengths)) if rows is None else rows
         heads, kv_heads, size, block_size = self.shape
         changes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": size, "num_layers": 2}
@@ -111,7 +111,7 @@ def assert_close(actual: Sequence[Tensor], expected: Sequence[Tensor], dtype: to
 
 
 def biases_of(shape: tuple[int, int, int, int]) -> dict[str, ScoreBias | None]:
-    """None, T5's and ALiBi's, for so many heads."""
+    """Return no bias, T5's and ALiBi's, for this number of heads."""
     config = dataclasses.replace(
         VARIANTS["relative-bias"], num_heads=shape[0], num_kv_heads=shape[1], head_dim=shape[2]
     )
@@ -121,7 +121,7 @@ def biases_of(shape: tuple[int, int, int, int]) -> dict[str, ScoreBias | None]:
     return {"none": None, "relative": RelativeBias(config, table), "alibi": AlibiBias(config, None)}
 
 
-# Every shape by the best way there is, some by the others.
+# Every shape on the best level, some shapes on the other levels.
 ORACLE_CASES = [(way, shape) for way in WAYS for shape in (SHAPES if way in BEST else SHAPES[:3])]
 
 
@@ -133,7 +133,7 @@ def test_it_equals_the_oracle(way: str, shape: tuple[int, int, int, int], dtype:
     biases = biases_of(shape)
     for window, name in ((None, "none"), (100, "none"), (5, "relative"), (None, "alibi")):
         if dtype is torch.bfloat16 and way == "none" and name != "none":
-            continue  # PyTorch's rounds a bias to the dtype, far from the oracle where it is large
+            continue  # PyTorch rounds a bias to the dtype, which is far from the reference if the bias is large
         form = AttentionForm(layer=1, scale=0.2, window=window, bias=biases[name])
         actual, expected = scene.attend(native(way), form), scene.attend(EagerAttention(), form)
         for mine, oracles in zip(actual, expected, strict=True):
@@ -147,7 +147,7 @@ def test_it_equals_the_oracle(way: str, shape: tuple[int, int, int, int], dtype:
 def test_the_same_bits_alone_and_in_any_batch(
     way: str, shape: tuple[int, int, int, int], dtype: torch.dtype, set_threads: Callable[[int], None]
 ) -> None:
-    """Few sequences are cut into pieces for the threads: by heads, then by splits of their context."""
+    """Few sequences are split for the threads: by heads, then by parts of their context."""
     scene = Scene(shape, (*LENGTHS, (1, 1600)), dtype)
     form = AttentionForm(layer=1, scale=0.2, window=None, bias=biases_of(shape)["alibi"])
     set_threads(1)
@@ -166,7 +166,7 @@ def test_the_same_bits_alone_and_in_any_batch(
 def test_the_same_bits_decoded_and_in_chunks_of_any_size(
     way: str, shape: tuple[int, int, int, int], window: int | None, dtype: torch.dtype
 ) -> None:
-    """Few rows of queries are multiplied as keys are read, many with what was packed for all of them."""
+    """Few query rows are multiplied while keys are read; many rows use keys packed once for all of them."""
     form = AttentionForm(layer=1, scale=0.2, window=window, bias=None)
     length = 600
     (whole,) = Scene(shape, ((length, length),), dtype).attend(native(way), form)
@@ -205,7 +205,7 @@ def test_what_the_kernel_does_not_know_goes_pytorchs_way(way: str) -> None:
 
 @pytest.mark.parametrize("way", BUILDABLE)
 def test_kernels_take_over_between_two_steps(way: str) -> None:
-    """All layers of a step go one way."""
+    """All layers of a step use the same path."""
     kernels = Kernels()
     backend = NativeAttention(kernels)
     cache = KVCache(VARIANTS["none"], num_blocks=2, block_size=4, dtype=torch.float32, device="cpu")
@@ -220,7 +220,7 @@ def test_kernels_take_over_between_two_steps(way: str) -> None:
         )
 
     def attend(metadata: AttentionMetadata) -> bool:
-        """Whether our kernel did."""
+        """Return whether the native kernel computed the attention."""
         q, k, v = torch.ones(1, 4, 8), torch.ones(1, 2, 8), torch.ones(1, 2, 8)
         backend.attend(q, k, v, form=FORM, metadata=metadata, kv_cache=cache)
         latest = backend._latest.step
@@ -246,7 +246,7 @@ def test_what_the_cache_does_not_have_is_refused(way: str, slot: int, block: int
         slot_mapping_T=torch.tensor([slot]),
         block_tables_BN=torch.tensor([[block]]),
     )
-    with pytest.raises(ValueError, match=r"of a cache that has|the longest context has 2"):
+    with pytest.raises(ValueError, match=r"but the cache has|the longest context needs 2"):
         native(way).attend(
             torch.ones(1, 4, 8), torch.ones(1, 2, 8), torch.ones(1, 2, 8), form=FORM, metadata=metadata, kv_cache=cache
         )
@@ -254,7 +254,7 @@ def test_what_the_cache_does_not_have_is_refused(way: str, slot: int, block: int
 
 @pytest.mark.parametrize("way", BUILDABLE)
 def test_queries_and_keys_may_lie_in_wider_rows(way: str) -> None:
-    """As they do where one matrix makes all three."""
+    """The rows are wider if one matrix computes queries, keys and values."""
     cache = KVCache(VARIANTS["none"], num_blocks=2, block_size=4, dtype=torch.float32, device="cpu")
     metadata = AttentionMetadata(
         query_lengths=(3,),

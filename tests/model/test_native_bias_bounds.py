@@ -1,4 +1,4 @@
-"""The kernel reads no bias behind those it is given: a page that nobody may touch lies there."""
+"""The attention kernel never reads past the bias buffer: an inaccessible page follows it."""
 
 import ctypes
 import dataclasses
@@ -20,7 +20,7 @@ _PROT_NONE = 0
 
 
 def before_a_wall(tensor: Tensor) -> Tensor:
-    """A copy whose end is the end of its last page; whoever goes on reading is killed by SIGSEGV."""
+    """Return a copy that ends at the end of its last page; reading past it raises SIGSEGV."""
     room = -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = mmap.mmap(-1, room + mmap.PAGESIZE)
     wall = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + room

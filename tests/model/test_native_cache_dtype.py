@@ -1,5 +1,4 @@
-"""Our own kernel over a float16 cache of a float32 model: it equals the oracle over the same cache on every level, and
-a token's bits depend on its own past alone."""
+"""Native kernel with a float16 cache of a float32 model: equal to the reference on every level, and batch-invariant."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from tests.model.kernel_libraries import BUILDABLE
 from tests.model.test_native_attention import BEST, FORM, LENGTHS, SHAPES, Scene, assert_close, biases_of, native
 
 HALF = torch.float16
-# Four query heads and more that share a key, as products while keys are read and with packed ones.
+# Four or more query heads per key are computed as products while keys are read, and with packed keys.
 SHARED = [(4, 1, 32, 16), (8, 1, 64, 16)]
 CASES = [(level, shape) for level in BUILDABLE for shape in ([*SHAPES, *SHARED] if level in BEST else SHAPES[:3])]
 
@@ -61,7 +60,7 @@ def test_the_same_bits_alone_and_in_any_batch(
 def test_the_same_bits_decoded_and_in_chunks_of_any_size(
     level: str, shape: tuple[int, int, int, int], window: int | None
 ) -> None:
-    """A token sees its own key and value as they are held, whether they were written before or just now."""
+    """A token attends to its own rounded key and value, whether they were written earlier or in this step."""
     form = AttentionForm(layer=1, scale=0.2, window=window, bias=None)
     length = 600
     (whole,) = Scene(shape, ((length, length),), held_as=HALF).attend(native(level), form)
@@ -75,8 +74,10 @@ def test_the_same_bits_decoded_and_in_chunks_of_any_size(
 @pytest.mark.parametrize("size", [64, 37])
 @pytest.mark.parametrize("level", BUILDABLE)
 def test_every_number_is_written_and_read_as_pytorch_does(level: str, size: int) -> None:
-    """All that float16 has, numbers halfway between two of them and beyond, each in a text of one token: its weight is
-    1, and what comes out is the value."""
+    """Each number is the value of a text of one token, whose weight is 1, so the output is the value.
+
+    The numbers are all float16 values, midpoints between two of them, and values out of range.
+    """
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(HALF).float()
     every = every[every.isfinite()]
     between = (every[1:] + every[:-1]) / 2

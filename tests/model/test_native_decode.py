@@ -1,4 +1,4 @@
-"""A step of decodes in one call: the bits of the two calls that it takes the place of, as its tensors move on."""
+"""Decode step in one native call: bitwise identical to the two calls that it replaces."""
 
 import ctypes
 from dataclasses import replace
@@ -26,7 +26,7 @@ VOCABULARY = 290  # of the 300 that have an embedding
 
 
 class Steps:
-    """Decodes of some sequences from position `first` on, by one call and by two, over caches of the same content."""
+    """Decodes of some sequences from position `first` on, by one call and by two calls, with equal caches."""
 
     def __init__(self, level: str, variant: str, *, kind: str = "plain", width: int = 8) -> None:
         kernels = Kernels()
@@ -42,7 +42,7 @@ class Steps:
         self.ids_T = torch.tensor([5, 6, 7])
         self.contexts_B = torch.tensor([2, 3, 9])
         self.positions_T, self.slots_T = self.contexts_B - 1, torch.zeros(ROWS, dtype=torch.int64)
-        # Where blocks come again, what is read there is the same to both.
+        # Both paths must read the same values from repeated blocks.
         self.tables_BN = torch.randperm(BLOCKS).repeat(ROWS * width // BLOCKS + 1)[: ROWS * width].view(ROWS, width)
         self._place()
 
@@ -81,7 +81,7 @@ class Steps:
 @pytest.mark.parametrize("level", BUILDABLE)
 @pytest.mark.parametrize(("variant", "kind"), [("rotary-gqa", "plain"), ("rotary-gqa", "int8"), ("gpt2", "plain")])
 def test_one_call_has_the_bits_of_two(level: str, variant: str, kind: str) -> None:
-    """Over block after block, and by one thread or two."""
+    """Covers block boundaries, and one and two threads."""
     before = torch.get_num_threads()
     try:
         with torch.inference_mode():
@@ -99,7 +99,7 @@ def test_one_call_has_the_bits_of_two(level: str, variant: str, kind: str) -> No
 
 @pytest.mark.parametrize("level", BEST)
 def test_what_cannot_be_computed_goes_the_other_way(level: str) -> None:
-    """Which says what is wrong, or knows it: nothing is read or written that is not the step's."""
+    """The other path reports or handles the error. Nothing outside of the step is read or written."""
     with torch.inference_mode():
         steps = Steps(level, "rotary-gqa")
         assert steps.one_call() is not None
@@ -110,8 +110,8 @@ def test_what_cannot_be_computed_goes_the_other_way(level: str) -> None:
             if tensor is steps.ids_T:
                 assert steps.one_call() is None
             else:
-                assert steps.one_call() is None  # it was made ready while all was right
-                with pytest.raises(ValueError, match="of a cache that has"):
+                assert steps.one_call() is None  # it was prepared while all inputs were valid
+                with pytest.raises(ValueError, match="but the cache has"):
                     steps.one_call()
             assert torch.equal(keys, steps.caches[0].keys_LNPKD)
             tensor.copy_(right)
@@ -122,7 +122,7 @@ def test_what_cannot_be_computed_goes_the_other_way(level: str) -> None:
 
 @pytest.mark.parametrize("level", BEST)
 def test_positions_behind_the_tables_of_rotations(level: str) -> None:
-    """These hold 256, and grow: one step goes the other way, those after it are one call again."""
+    """The tables hold 256 positions and grow: one step takes the other path, later steps are one call again."""
     with torch.inference_mode():
         steps = Steps(level, "rotary-gqa", width=70)
         missed = []
@@ -142,7 +142,7 @@ def test_positions_behind_the_tables_of_rotations(level: str) -> None:
 @pytest.mark.parametrize("level", BUILDABLE)
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 256, 300, 1000])
 def test_the_most_likely_is_the_first_of_the_highest(level: str, size: int) -> None:
-    """As NumPy finds it: of equals the first. A row with NaN or infinity has none."""
+    """As in NumPy, the first of equal maxima. A row with NaN or infinity has none."""
     find = library_of(level).function("kvasir_most_likely", ctypes.c_void_p, ctypes.c_int64, result=ctypes.c_int64)
     rng = np.random.default_rng(size)
     inf, nan = np.inf, np.nan

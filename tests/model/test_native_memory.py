@@ -1,4 +1,4 @@
-"""A kernel that gets no scratch memory ends its process with a line, instead of writing to address 0."""
+"""A kernel that gets no scratch memory ends its process with a message, instead of writing to address 0."""
 
 import signal
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from tests.model.kernel_libraries import BUILDABLE
 
-# Attention over heads so large that its scratch memory comes from the system, not from what is already allocated.
+# Attention with heads so large that its scratch memory comes from the system, not from memory already allocated.
 PROGRAM = """
 import ctypes, resource, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The transformer by our own kernels equals its twin in every mechanism, on every level; a row's bits are its own."""
+"""The native transformer equals PyTorch's for every mechanism, on every level, and is batch-invariant."""
 
 import itertools
 
@@ -17,17 +17,17 @@ from tests.model.kernel_libraries import BUILDABLE, library_of
 
 NATIVE = [name for name, config in VARIANTS.items() if config.attention == "softmax"]
 BEST, OTHERS = list(BUILDABLE)[:1], list(BUILDABLE)[1:]
-# One for each branch of what is not the matrices'; other levels take other branches in those alone.
+# One variant for each branch outside of the matrix products, which alone differ between levels.
 SOME = ["rotary-gqa", "gpt2", "neox", "olmo2"]
 CASES = [(level, variant) for level in BEST for variant in NATIVE] + list(itertools.product(OTHERS, SOME))
-# Mean differences: what float32 between matrices changes, in units of logits, whose spread is about one.
+# Mean differences due to float32 rounding between matrices, in units of logits, whose spread is about one.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.03}
 IDS = torch.arange(3, 43) % 300
 METADATA = AttentionMetadata.uncached((17, 23))
 
 
 def twins(variant: str, level: str, dtype: torch.dtype, kind: str) -> tuple[Tensor, Tensor]:
-    """Logits TV of one text and another: PyTorch's and ours."""
+    """Return the logits TV of two texts, by PyTorch and by the native kernels."""
     theirs, ours = (build(VARIANTS[variant]).to(dtype) for _ in range(2))
     if kind != "plain":
         replace_linears(theirs, kind)
@@ -54,7 +54,7 @@ def test_packed_matrices_are_packed_anew(level: str) -> None:
 @pytest.mark.parametrize("level", BUILDABLE)
 @pytest.mark.parametrize("variant", SOME)
 def test_eight_bits_on_every_level(variant: str, level: str) -> None:
-    """Inputs that differ in their last bits may be rounded otherwise, hence the tolerance."""
+    """Inputs that differ in their last bits may be quantized differently, hence the tolerance."""
     theirs, ours = twins(variant, level, torch.float32, "int8")
     assert (theirs - ours).abs().mean() < 0.01 * theirs.std()
 
@@ -63,7 +63,7 @@ def test_eight_bits_on_every_level(variant: str, level: str) -> None:
 @pytest.mark.parametrize("kind", ["plain", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rows_bits_do_not_depend_on_batch_and_threads(level: str, kind: str, dtype: torch.dtype) -> None:
-    """Each text alone, of one token too, and all at once: the same bits, by one thread and by three."""
+    """Each text alone, also of one token, and all together: bitwise identical, with one and with three threads."""
     model = build(VARIANTS["rotary-gqa"]).to(dtype)
     if kind != "plain":
         replace_linears(model, kind)
@@ -78,7 +78,8 @@ def test_a_rows_bits_do_not_depend_on_batch_and_threads(level: str, kind: str, d
                 torch.set_num_threads(threads)
                 together = native(torch.cat(texts), AttentionMetadata.uncached(lengths), None)
                 for text, expected in zip(together.split(lengths), alone, strict=True):
-                    # PyTorch attends here, to a text of one token exactly; what comes of several may differ by it.
+                    # PyTorch computes attention here: exact for a text of one token, but batch-
+                    # dependent for longer texts
                     if len(text) == 1:
                         assert torch.equal(text, expected)
                     torch.testing.assert_close(text, expected, rtol=1e-4, atol=1e-4 if kind == "plain" else 0.1)
@@ -90,7 +91,7 @@ def test_a_rows_bits_do_not_depend_on_batch_and_threads(level: str, kind: str, d
 @pytest.mark.parametrize("count", [1, 2, 6, 7, 97, 200])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 def test_logits_are_products_row_by_row(level: str, count: int, kind: str) -> None:
-    """The final norm and one matrix, any number of rows."""
+    """The final norm and one matrix, for any number of rows."""
     model = build(VARIANTS["rotary-mqa-untied"]).to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
     if kind == "int8":
         replace_linears(model, "int8")
@@ -109,13 +110,13 @@ def test_what_is_not_native() -> None:
     assert not computes(VARIANTS["rotary-gqa"], torch.float64)
     assert computes(VARIANTS["rotary-gqa"], torch.float32)
     for level in BEST:
-        with pytest.raises(ValueError, match="do not compute such a model"):
+        with pytest.raises(ValueError, match="do not support this model"):
             NativeTransformer(build(VARIANTS["average"]), library_of(level))
 
 
 @pytest.mark.parametrize("level", BEST)
 def test_weights_are_not_held_twice(level: str) -> None:
-    """What is left of the module is its embedding and its norms."""
+    """Only the embedding and the norms of the module remain."""
     model = build(VARIANTS["gpt2"])
     NativeTransformer(model, library_of(level))
     matrices = {name for name, tensor in model.state_dict().items() if tensor.ndim == 2}
@@ -131,7 +132,7 @@ def test_a_layer_can_be_looked_at(level: str) -> None:
 
 
 def test_a_packed_matrix_holds_every_weight_once() -> None:
-    """Panels of 64 outputs, zeros behind the last one; gates and gated in turns of 16."""
+    """Panels of 64 outputs, zero-padded; the rows of gate and up projection alternate in groups of 16."""
     linear = torch.nn.Linear(6, 90)
     packed = pack(linear, lambda _: 4)
     assert packed.outputs == padded(90) == 128

@@ -1,4 +1,4 @@
-"""Attention over a paged cache as a GPU takes it: every way equals the oracle, and what does not hold is left out."""
+"""GPU attention over a paged cache: every path equals the reference, and paths that fail their check are skipped."""
 
 import math
 import re
@@ -35,7 +35,7 @@ def with_backend(variant: str, backend: PagedAttention) -> Transformer:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_cached_chunks_equal_the_whole(variant: str, chunk: int) -> None:
-    """A chunk of 7 leaves steps in which some sequences compute one token and others more."""
+    """With chunks of 7, some steps have sequences with one token beside sequences with more."""
     model = with_backend(variant, PagedAttention(gathered, one_by_one))
     oracle = build(VARIANTS[variant], "eager")
     generator = torch.Generator().manual_seed(chunk)
@@ -46,7 +46,7 @@ def test_cached_chunks_equal_the_whole(variant: str, chunk: int) -> None:
 
 
 def test_decoding_takes_lengths_from_positions_alone() -> None:
-    """What is recorded as a graph knows no lengths: wrong ones in the metadata change nothing."""
+    """A captured CUDA graph has no lengths: wrong lengths in the metadata change nothing."""
     config = VARIANTS["rotary-gqa"]
     cache = KVCache(config, num_blocks=4, block_size=4, dtype=torch.float32, device="cpu")
     cache.keys_LNPKD.normal_()
@@ -83,7 +83,7 @@ def test_a_ragged_view_says_where_chunks_and_their_pasts_lie() -> None:
 def varlen_oracle(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, past_starts: Tensor, scale: float, left: int
 ) -> Tensor:
-    """What flash attention's documentation says of causal attention of sequences end to end, token by token."""
+    """Causal attention of concatenated sequences as documented by flash attention, token by token."""
     out = torch.empty_like(q)
     groups = q.shape[1] // k.shape[1]
     bounds = zip(*(x.tolist() for x in (starts[:-1], starts[1:], past_starts[:-1], past_starts[1:])), strict=True)
@@ -166,8 +166,8 @@ def silent(*inputs: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("way", "reason"),
     [
-        (shifted, r"bad: differs from the oracle by \S+ of its largest number \(window None\)"),
-        (endless, "bad: gives numbers that are not finite"),
+        (shifted, r"bad: error of \S+ relative to the largest output \(window None\)"),
+        (endless, "bad: returns NaN or infinity"),
         (failing, "bad: an illegal instruction"),
         (silent, "bad: KeyError"),
     ],
@@ -180,7 +180,9 @@ def test_a_way_that_does_not_hold_is_left_out_with_the_reason(way: Callable[...,
 
 
 def test_where_nothing_holds_every_reason_is_told() -> None:
-    with pytest.raises(RuntimeError, match="no way to attend: a: an illegal instruction; b: KeyError"):
+    with pytest.raises(
+        RuntimeError, match="no attention kernel works on this device: a: an illegal instruction; b: KeyError"
+    ):
         choose(PLACE, {"a": lambda place: failing, "b": lambda place: silent})
 
 

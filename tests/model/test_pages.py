@@ -1,4 +1,4 @@
-"""What lies in pages of 2 MiB is what was put there."""
+"""Tensors moved to pages of 2 MiB keep their values."""
 
 import gc
 from pathlib import Path
@@ -10,7 +10,7 @@ from model.pages import PAGE, HugePages, zeros
 
 
 def resident_bytes() -> int:
-    """Of this process, anonymous memory."""
+    """Return the anonymous resident memory of this process."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:"))
     return 1024 * int(line.split()[1])
 
@@ -37,7 +37,7 @@ def test_tensors_lie_side_by_side_and_outlive_who_placed_them() -> None:
 
 
 def test_in_larger_pages_it_is_the_same() -> None:
-    """Where there are none it stays as it is; and no more memory is taken than pages of 2 MiB round up to."""
+    """Without large pages the tensor stays as it is. Memory use is at most rounded up to 2 MiB pages."""
     pages = HugePages()
     kept = [pages.keep(torch.full((700_001,), float(number))) for number in range(5)]
     places = [tensor.data_ptr() for tensor in kept]
@@ -51,11 +51,11 @@ def test_in_larger_pages_it_is_the_same() -> None:
 
 
 def test_more_than_there_is() -> None:
-    """In the words that torch's own tensors have for it."""
+    """The error has the words of torch's own allocation errors."""
     one = torch.zeros(1, dtype=torch.uint8)
-    with pytest.raises(torch.OutOfMemoryError, match="the system does not give"):
+    with pytest.raises(torch.OutOfMemoryError, match="the system has no"):
         HugePages().keep(one.expand(2**60))
-    with pytest.raises(torch.OutOfMemoryError, match="the system does not give"):
+    with pytest.raises(torch.OutOfMemoryError, match="the system has no"):
         zeros((2**60,), torch.float32)
 
 

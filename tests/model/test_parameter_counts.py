@@ -1,4 +1,4 @@
-"""Formulas and tensors count the same parameters, whatever the mechanisms."""
+"""Formulas and tensors give equal parameter counts, for all mechanisms."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.model.configs import ROTARY
 
 @st.composite
 def configs(draw: st.DrawFn) -> ModelConfig:
-    """Any config that ModelConfig accepts, up to sizes that a person would check by hand."""
+    """Generate any config that ModelConfig accepts, of small size."""
     small = st.integers(1, 7)
     kv_heads, attention = draw(small), draw(st.sampled_from(AttentionKind))
     in_scores = (PositionKind.ROTARY, PositionKind.RELATIVE_BIAS, PositionKind.ALIBI, PositionKind.DISENTANGLED)
@@ -73,7 +73,7 @@ def test_the_kv_cache_takes_the_bytes_of_its_formula(config: ModelConfig, dtype:
 
 
 def test_the_articles_formulas_by_hand() -> None:
-    """GPT-2's sizes: a head is 768·(2·64 + 64), twelve are 4·768² with W_O."""
+    """GPT-2's sizes: a head is 768·(2·64 + 64), twelve heads are 4·768² with W_O."""
     gpt2 = {"hidden_size": 768, "num_heads": 12, "num_kv_heads": 12, "head_dim": 64, "qk_norm": False}
     formulas = dict(attention_formulas(ModelConfig.from_dict({**ROTARY, **gpt2})))
     one = formulas["one head"]

@@ -1,4 +1,4 @@
-"""Commands that are bound to the process that starts them."""
+"""Commands that end with the process that started them."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ def test_a_bound_command_takes_the_place_of_the_interpreter_that_binds_it() -> N
 
 def test_a_command_whose_parent_has_ended_already_does_not_run() -> None:
     *interpreter, _, number = bound_to_us((), signal.SIGTERM)
-    # A parent's pid that is not ours: as after the parent ended, before the kernel was asked for its signal.
+    # A pid that is not our parent's, as if the parent had ended before PR_SET_PDEATHSIG was set.
     command = [*interpreter, str(os.getppid()), number, *ECHO]
     ended = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     assert (ended.returncode, ended.stdout) == (1, b"")

@@ -1,6 +1,6 @@
-"""A checkpoint that this process may not read: the message names the path that denies it, its mode, and the remedy.
+"""Unreadable checkpoints: the message names the path that denies access, its mode, and the remedy.
 
-The reading is done by a child process without privileges, since root passes every mode.
+A child process without privileges reads the files, since root passes every mode.
 """
 
 import os
@@ -20,7 +20,7 @@ SHIPPED = ROOT / "checkpoints" / "kvasir-9m"
 NOBODY = 65534
 IS_ROOT = os.geteuid() == 0
 UID, GID = (NOBODY, NOBODY) if IS_ROOT else (os.geteuid(), os.getegid())
-# For a child of another user, the owner's rights may stay.
+# A child of another user cannot use the owner's permissions.
 DENIED_DIRECTORY, DENIED_FILE = (0o700, 0o600) if IS_ROOT else (0, 0)
 SHARD = "model-00001-of-00002.safetensors"
 READ = f"""
@@ -40,7 +40,7 @@ except CheckpointError as error:
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """A checkpoint below two directories that every user may search; pytest's own are closed to other users."""
+    """Return a checkpoint below two directories that are searchable by every user; pytest's directories are not."""
     top = Path(tempfile.mkdtemp()).resolve()
     model = top / "models" / "tiny"
     try:
@@ -55,7 +55,7 @@ def directory() -> Iterator[Path]:
 
 
 def read(directory: Path) -> str:
-    """The error of a process without privileges, "" if it may read the checkpoint."""
+    """Return the error of a process without privileges, or "" if it can read the checkpoint."""
     done = subprocess.run(
         [sys.executable, "-c", READ, str(directory)], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
@@ -91,7 +91,7 @@ def test_the_path_that_denies_access_is_named(
 
 
 def test_a_closed_directory_behind_a_link_is_named(directory: Path) -> None:
-    """As in a cache of the Hugging Face hub, whose files are links to blobs."""
+    """In a cache of the Hugging Face hub, files are links to blobs."""
     blobs = directory.parent / "blobs"
     blobs.mkdir()
     (directory / SHARD).rename(blobs / "weights")
@@ -112,7 +112,7 @@ def test_a_hugging_face_directory_says_the_same(directory: Path) -> None:
 
 
 def test_modes_that_allow_reading_point_to_other_causes(directory: Path) -> None:
-    """An ACL or SELinux denies what the modes allow; neither can be set up by a test."""
+    """An ACL or SELinux may deny what the modes allow; a test can set up neither."""
     error = PermissionError(13, "Permission denied")
     problem = read_problem(directory / "config.json", error)
     assert problem.startswith("permission denied although the file modes allow it (this process has uid ")

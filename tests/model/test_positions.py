@@ -1,4 +1,4 @@
-"""Rotary positions depend on distance alone; learned ones are looked up."""
+"""Rotary positions depend on distance alone; learned positions are looked up."""
 
 import math
 
@@ -38,7 +38,7 @@ def test_rotation_is_the_complex_product_of_the_paper() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_order_matters(variant: str) -> None:
-    """The last token's logits change when two earlier tokens change places."""
+    """The logits of the last token change if two earlier tokens are swapped."""
     model = build(VARIANTS[variant])
     metadata = AttentionMetadata.uncached((4,))
     straight, swapped = (model(torch.tensor(ids), metadata, None)[-1] for ids in ([1, 2, 3, 4], [2, 1, 3, 4]))

@@ -1,4 +1,4 @@
-"""Headers: what the library refuses when it loads is refused here at once, in one line, and within bounds."""
+"""Safetensors headers: invalid headers are rejected before loading, in one line, with bounded memory."""
 
 import json
 import os
@@ -33,10 +33,14 @@ def text(**entries: Any) -> bytes:
 
 
 ONE = json.dumps(entry(0, 4)).encode()
-# Header, bytes of data, what is said.
+# Header, bytes of data, message.
 REFUSED: dict[str, tuple[bytes, int, str]] = {
-    "overlap": (text(a=entry(0, 8), b=entry(4, 8)), 8, "tensor b overlaps the one before it; save the weights again"),
-    "the same bytes": (text(a=entry(0, 4), b=entry(0, 4)), 4, "tensor b overlaps the one before it"),
+    "overlap": (
+        text(a=entry(0, 8), b=entry(4, 8)),
+        8,
+        "tensor b overlaps the tensor before it; save the weights again",
+    ),
+    "the same bytes": (text(a=entry(0, 4), b=entry(0, 4)), 4, "tensor b overlaps the tensor before it"),
     "backwards": (text(a=entry(4, 0, shape=[0]), b=entry(4, 4, shape=[0])), 4, "hole|overlaps|its shape"),
     "hole": (text(a=entry(0, 4), b=entry(8, 12)), 12, "tensor b leaves a hole before it; save the weights again"),
     "hole at the beginning": (text(a=entry(4, 8)), 8, "tensor a leaves a hole before it"),
@@ -45,8 +49,12 @@ REFUSED: dict[str, tuple[bytes, int, str]] = {
     "metadata twice": (b'{"__metadata__":{},"__metadata__":{},"a":' + ONE + b"}", 4, "not a safetensors file"),
     "metadata a number": (text(__metadata__=5, a=entry(0, 4)), 4, "not a safetensors file"),
     "metadata of numbers": (text(__metadata__={"format": 5}, a=entry(0, 4)), 4, "not a safetensors file"),
-    "mask of another length": (text(a=entry(0, 4, dtype="BOOL", shape=[3])), 4, "tensor a has 4 bytes, not those of"),
-    "part of a byte": (text(a=entry(0, 1, dtype="F4", shape=[3])), 1, "tensor a has 1 bytes, not those of its shape"),
+    "mask of another length": (text(a=entry(0, 4, dtype="BOOL", shape=[3])), 4, "tensor a has 4 bytes, which do not"),
+    "part of a byte": (
+        text(a=entry(0, 1, dtype="F4", shape=[3])),
+        1,
+        "tensor a has 1 bytes, which do not fit its shape",
+    ),
     "dtype nobody knows": (text(a=entry(0, 4, dtype="Q9")), 4, "tensor a is Q9, one of F32, BF16, F16 expected"),
     "a size beyond all bounds": (text(a=entry(0, 0, shape=[10**30, 0])), 0, "not a safetensors file"),
     "NaN": (b'{"a":' + ONE[:-1] + b',"x":NaN}}', 4, "not a safetensors file"),
@@ -107,7 +115,7 @@ def test_every_dtype_of_the_library_has_its_length(tmp_path: Path) -> None:
 
 
 def sparse(path: Path, length: int) -> Path:
-    """A header of that many bytes, none of which takes room on the disk."""
+    """Return a sparse file with a header of that many bytes."""
     with path.open("wb") as file:
         file.write(length.to_bytes(8, "little"))
         file.truncate(8 + length)
@@ -122,7 +130,7 @@ BULKS: dict[str, bytes] = {
 
 
 def peak_of_refusing(path: Path, message: str) -> int:
-    """Most bytes of memory that Python took while the file was refused."""
+    """Return the peak of Python's memory while the file is rejected."""
     tracemalloc.start()
     try:
         with pytest.raises(CheckpointError, match=message):
@@ -158,5 +166,5 @@ def test_what_is_no_regular_file_is_never_opened(tmp_path: Path, read: Any) -> N
         with pytest.raises(CheckpointError, match=f"{name}: not a regular file; put the file itself there"):
             read(tmp_path / name)
     (tmp_path / "broken").symlink_to("nowhere")
-    with pytest.raises(CheckpointError, match=r"broken: a link to nothing: No such file or directory; is"):
+    with pytest.raises(CheckpointError, match=r"broken: a broken link: No such file or directory; is"):
         read(tmp_path / "broken")

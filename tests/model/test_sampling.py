@@ -1,4 +1,4 @@
-"""Sampling against a naive twin, and against the distribution it claims to draw from."""
+"""Sampling against a naive implementation, and against its nominal distribution."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ VOCAB = 50
 
 
 def naive_distribution(logits: list[float], params: SamplingParams) -> list[float]:
-    """The filtered distribution in plain Python, written from the module's description."""
+    """Return the filtered distribution in plain Python, written from the description of the module."""
     largest = max(logits)
     weights = [math.exp((logit - largest) / params.temperature) for logit in logits]
     probs = [weight / sum(weights) for weight in weights]
@@ -84,7 +84,7 @@ NOT_ALONE = [
 
 
 def test_what_a_device_draws_alone_is_drawn_without_asking_it_anything() -> None:
-    """Tensors on the meta device hold no numbers: whoever asks for one gets an error."""
+    """Tensors on the meta device hold no values: reading a value raises an error."""
     assert [draws_alone(params) for params in ALONE + NOT_ALONE] == [True] * len(ALONE) + [False] * len(NOT_ALONE)
     for some in (ALONE, *([params] for params in ALONE)):
         ids = sample_on_device(torch.zeros(len(some), 1000, device="meta"), some, range(len(some)))
@@ -96,7 +96,7 @@ def test_what_a_device_draws_alone_is_drawn_without_asking_it_anything() -> None
 
 @pytest.mark.parametrize("top_p", [0.3, 0.999])
 def test_a_nucleus_among_few_tokens_has_those_that_are_as_likely_as_the_last(top_p: float) -> None:
-    """Of 400 tokens alike, all pass a top_k of 20, more than are tried."""
+    """Of 400 equally likely tokens, all pass a top_k of 20, more than the first candidates."""
     params = SamplingParams(max_tokens=1, temperature=1.0, top_k=20, top_p=top_p, seed=1)
     logits_BV = torch.zeros(1, 600)
     logits_BV[0, 400:] = -9.0
@@ -106,7 +106,7 @@ def test_a_nucleus_among_few_tokens_has_those_that_are_as_likely_as_the_last(top
 
 
 def test_rows_are_drawn_alike_all_at_once_and_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU works on as many as its caches hold; some of them are greedy."""
+    """A CPU processes as many rows as fit into its caches; some rows are greedy."""
     logits = 3 * torch.randn(11, VOCAB, generator=torch.Generator().manual_seed(5))
     params = [SamplingParams(max_tokens=1, temperature=float(row % 3), top_p=0.9, seed=row) for row in range(11)]
     drawn = sample(logits, params, range(11))
@@ -128,8 +128,10 @@ def test_a_nucleus_wider_than_the_candidates_is_sorted_whole() -> None:
     "change", [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"temperature": 1.7, "top_k": 9}]
 )
 def test_draws_follow_the_distribution(change: dict[str, Any]) -> None:
-    """Pearson's chi-squared over 20,000 positions. With the seed fixed the outcome is fixed; a fresh seed would
-    raise a false alarm with probability 1e-6."""
+    """Pearson's chi-squared test over 20,000 positions.
+
+    The seed is fixed, so the outcome is fixed. A new seed would raise a false alarm with probability 1e-6.
+    """
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(7))
     params = SamplingParams(max_tokens=1, seed=11, **change)
     count = 20_000
@@ -140,7 +142,8 @@ def test_draws_follow_the_distribution(change: dict[str, Any]) -> None:
     cells = [(seen, wanted) for seen, wanted in zip(observed, expected, strict=True) if wanted >= 5]
     statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells)
     freedom = len(cells) - 1
-    # Wilson & Hilferty 1931: the cube root of chi-squared / freedom is nearly normal; 4.75 sigma is 1e-6.
+    # Wilson & Hilferty 1931: the cube root of chi-squared / degrees of freedom is nearly normal; 4.75 sigma is
+    # 1e-6.
     limit = freedom * (1 - 2 / (9 * freedom) + 4.75 * math.sqrt(2 / (9 * freedom))) ** 3
     assert statistic < limit
 
@@ -150,7 +153,7 @@ def test_uniform_is_a_function_of_seed_and_position() -> None:
     assert len(set(numbers)) == len(numbers)
     assert all(0.0 <= number < 1.0 for number in numbers)
     assert abs(sum(numbers) / len(numbers) - 0.5) < 0.015  # 5 standard errors
-    # The seed's neighbours and the position's must not be each other's.
+    # Samples of adjacent seeds and adjacent positions must be independent.
     assert uniform(1, 2) != uniform(2, 1)
 
 
@@ -163,7 +166,7 @@ def test_tiny_temperatures_take_the_most_likely_token(temperature: float) -> Non
 
 @given(st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan]), min_size=1, max_size=40))
 def test_the_most_likely_token_is_pytorchs(row: list[float]) -> None:
-    """Also of equals, infinities and NaN; and of rows that do not lie side by side."""
+    """Covers equal maxima, infinities and NaN, and rows that are not contiguous."""
     logits = torch.tensor([row, row[::-1], row])
     expected = logits.argmax(dim=-1).tolist()
     assert most_likely(logits) == expected
@@ -172,7 +175,7 @@ def test_the_most_likely_token_is_pytorchs(row: list[float]) -> None:
 
 
 def test_rows_that_are_no_distribution_still_name_a_token() -> None:
-    """NaN comes from damaged weights; the step of everybody else must not fail by it."""
+    """NaN comes from damaged weights, and must not fail the step of the other sequences."""
     logits = torch.full((2, VOCAB), torch.nan)
     for temperature in (0.0, 1.0):
         params = SamplingParams(max_tokens=1, temperature=temperature)

@@ -1,4 +1,4 @@
-"""Ways out of Jinja's sandbox that have been found before, alone and one after the other: none leads anywhere."""
+"""Known escapes from Jinja's sandbox, alone and in combination: all are blocked."""
 
 import re
 
@@ -35,7 +35,7 @@ STEPS = (
     ),
     *("({0}).{1}()", "(({0}) | attr('{1}'))(0)", "({0}) | map(attribute='{1}') | list | first", "dict(a={0}).a.{1}"),
 )
-# What would be shown of what lies outside.
+# Strings that would appear in the output of an escape.
 OUTSIDE = (
     "<class",
     "<module",
@@ -52,7 +52,7 @@ OUTSIDE = (
 
 
 def shown(expression: str) -> str:
-    """What the template writes; nothing where it is refused."""
+    """Return the output of the template; empty if it is rejected."""
     source = "{% for i in [1] %}{{ " + expression + " }}{% endfor %}"
     try:
         template = compile_template(source)
@@ -62,7 +62,7 @@ def shown(expression: str) -> str:
 
 
 def check(expression: str, base: str) -> None:
-    """Nothing is shown but what the base shows by itself, and names that the expression has."""
+    """Check that the output has only the output of the base and names of the expression."""
     text, own = (re.sub(" at 0x[0-9a-f]+", "", shown(each)) for each in (expression, base))
     for known in (own, *NAMES):
         text = text.replace(known, "") if known else text

@@ -1,4 +1,4 @@
-"""What a request says of single tokens, against a naive twin that knows nothing but the tokens so far."""
+"""Rules for single tokens against a naive implementation that knows only the tokens so far."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +33,7 @@ Row = tuple[SamplingParams, list[int], list[int]]
 
 
 def naive(logits: list[float], params: SamplingParams, prompt: list[int], completion: list[int]) -> list[float]:
-    """One row in plain Python, written from the description in `model.ruled_logits`."""
+    """Apply the rules to one row in plain Python, from the description in `model.ruled_logits`."""
     left = [logit + dict(params.logit_bias).get(token, 0.0) for token, logit in enumerate(logits)]
     for token in {*prompt, *completion}:
         penalty = params.repetition_penalty
@@ -69,7 +69,7 @@ def test_equals_the_naive_twin_in_any_batch(rows: list[Row], seed: int) -> None:
 @settings(max_examples=100, deadline=None)
 @given(_rows, st.integers(0, 20))
 def test_kept_or_rebuilt_the_rules_are_the_same(row: Row, cut: int) -> None:
-    """As after a crash: what an earlier attempt drew, and what this one did."""
+    """After a crash, the rules see the tokens of the earlier and of the current attempt."""
     params, prompt, completion = row
     kept, rebuilt = TokenRules.of(params, prompt, completion[:cut]), TokenRules.of(params, prompt, completion)
     if kept is None or rebuilt is None:
@@ -106,7 +106,7 @@ def test_counts_grow_beyond_any_first_guess() -> None:
         ({"presence_penalty": 2.0}, 1),
         ({"frequency_penalty": 0.6}, 1),  # token 0 has come twice
         ({"frequency_penalty": 0.4}, 0),
-        ({"repetition_penalty": 1.3}, 2),  # token 1 is of the prompt
+        ({"repetition_penalty": 1.3}, 2),  # token 1 is in the prompt
         ({"presence_penalty": -2.0}, 0),
         ({"logit_bias": ((4, 100.0),)}, 4),
         ({"logit_bias": ((0, -100.0),)}, 1),
@@ -129,7 +129,7 @@ def test_each_rule_changes_what_is_drawn_greedily_and_surely(change: dict[str, A
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_that_is_left_no_token_draws_none_and_the_others_draw(temperature: float) -> None:
     logits = torch.randn(4, VOCAB)
-    logits[3] = torch.nan  # damaged weights are not the request's fault
+    logits[3] = torch.nan  # the request did not cause damaged weights
     free = SamplingParams(max_tokens=1, temperature=temperature, top_p=0.9)
     walled = SamplingParams(max_tokens=1, temperature=temperature, top_p=0.9, allowed_token_ids=(1, 2))
     rules = [TokenRules.of(params, [0]) for params in (free, walled, walled, walled)]

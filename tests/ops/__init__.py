@@ -1,1 +1,1 @@
-"""Operations: metrics, monitoring, deployment."""
+"""Tests of operations: metrics, monitoring, deployment."""

@@ -1,4 +1,4 @@
-"""A metrics directory of a test's own."""
+"""Fixture of a separate metrics directory per test."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.ops.observations import MODEL
 
 @pytest.fixture
 def metrics(monkeypatch: pytest.MonkeyPatch) -> Metrics:
-    """What a process observes, on a fresh directory; the environment is restored afterwards."""
+    """Return the metrics of a process in a fresh directory; the environment is restored afterwards."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "")
     prepare_directory()
     return Metrics(MODEL)

@@ -1,4 +1,4 @@
-"""Everything a service can observe, once, and what of it a scrape must show."""
+"""Every metric observation of a service, with the expected change of a scrape."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ STEP = StepStats(
 
 
 def finish(reason: FinishReason, *, num_completion_tokens: int = 9) -> Finish:
-    """An ending whose phases differ, so that none can pass for another."""
+    """An ending whose phases all differ, so that no phase can be mistaken for another."""
     return Finish(
         reason=reason,
         stop_reason=None,
@@ -70,7 +70,7 @@ def finished(
     e2e_seconds: float = 0.5,
     ttft_seconds: float | None = 0.25,
 ) -> None:
-    """Observe an ending: 8 gaps in a quarter of a second, unless told otherwise."""
+    """Observe an ending, by default with 8 inter-token gaps in a quarter of a second."""
     metrics.observe_finish(
         finish(reason, num_completion_tokens=num_completion_tokens),
         e2e_seconds=e2e_seconds,
@@ -81,7 +81,7 @@ def finished(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation:
-    """One call, and the change of every sample that it may change; buckets apart."""
+    """One call, and the change of every sample that it may change, except buckets."""
 
     name: str
     make: Callable[[Metrics], None]
@@ -217,7 +217,7 @@ OBSERVATIONS = (
 
 
 def scrape(prefix: str = "llm_", *, model_name: str = MODEL, engine: str = "0") -> dict[str, float]:
-    """The samples of one engine under one prefix, as `name{label="value"}` without prefix and common labels."""
+    """Return the samples of one engine with one prefix, as `name{label="value"}` without prefix and common labels."""
     samples: dict[str, float] = {}
     for family in text_string_to_metric_families(render()[0].decode()):
         for sample in family.samples:
@@ -231,7 +231,7 @@ def scrape(prefix: str = "llm_", *, model_name: str = MODEL, engine: str = "0") 
 
 
 def observe_everything(metrics: Metrics) -> None:
-    """Every observation, once."""
+    """Make every observation once."""
     for observation in OBSERVATIONS:
         observation.make(metrics)
         metrics.flush()

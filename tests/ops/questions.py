@@ -1,4 +1,4 @@
-"""Every PromQL expression that the repository asks, taken apart."""
+"""Parser for the PromQL expressions of rules and dashboard."""
 
 import itertools
 import json
@@ -17,31 +17,31 @@ MODEL_VARIABLE = "$model_name"
 
 
 def rules() -> list[dict[str, Any]]:
-    """Recording rules and alerts of all files."""
+    """Return the recording rules and alerts of all files."""
     return [rule for path in RULE_FILES for group in read_yaml(path)["groups"] for rule in group["rules"]]
 
 
 def panels() -> list[dict[str, Any]]:
-    """The dashboard's panels, headings apart."""
+    """Return the panels of the dashboard, without headings."""
     return [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 
 
 def questions() -> list[str]:
-    """The expressions of rules and dashboard."""
+    """Return the expressions of rules and dashboard."""
     asked = [rule["expr"] for rule in rules()]
     return asked + [target["expr"] for panel in panels() for target in panel["targets"]]
 
 
 @dataclass(frozen=True, slots=True)
 class Matcher:
-    """One condition of a selector."""
+    """One label matcher of a selector."""
 
     label: str
     value: str
     is_pattern: bool
 
     def matches(self, value: str | None) -> bool:
-        """Whether a series with this value is meant."""
+        """Return whether a label value satisfies the matcher."""
         if value is None:
             return False
         if self.value == MODEL_VARIABLE:
@@ -51,21 +51,21 @@ class Matcher:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """One metric that an expression reads, its conditions, and the labels it is grouped by."""
+    """One metric that an expression reads, its label matchers, and its grouping labels."""
 
     metric: str
     matchers: tuple[Matcher, ...]
     groupings: frozenset[str]
 
     def means(self, labels: dict[str, str]) -> bool:
-        """Whether a series with these labels is read."""
+        """Return whether a series with these labels is selected."""
         return all(matcher.matches(labels.get(matcher.label)) for matcher in self.matchers)
 
 
 def selections(expr: str) -> list[Selection]:
-    """What an expression reads. Raises `ValueError` when it is no PromQL."""
+    """Return the selections of an expression. Raises `ValueError` for invalid PromQL."""
     found: list[Selection] = []
-    around: list[list[str]] = []  # the groupings we are inside of
+    around: list[list[str]] = []  # the enclosing groupings
 
     def enter(node: promql_parser.Expr) -> None:
         if isinstance(node, promql_parser.AggregateExpr):

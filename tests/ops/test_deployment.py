@@ -1,4 +1,4 @@
-"""The Dockerfile and docker-compose.yml hold together: with the schema, the repository, the settings, each other."""
+"""Dockerfile and docker-compose.yml agree with their schema, the repository, the settings and each other."""
 
 import json
 import re
@@ -161,7 +161,7 @@ def test_every_path_that_compose_names_exists() -> None:
 
 
 def test_the_files_need_no_newer_docker_than_the_page_says() -> None:
-    """docs/operations.md names Docker Engine 20.10, Podman 4.3 and Compose 2.20."""
+    """docs/operations.md requires Docker Engine 20.10, Podman 4.3 and Compose 2.20."""
     text = (ROOT / "Dockerfile").read_text()
     assert "# syntax" not in text, "names an image of Docker's registry"
     assert "--start-interval" not in text, "Docker Engine 25"
@@ -197,7 +197,8 @@ def test_the_service_is_started_as_nobody_and_without_a_shell() -> None:
 
 def test_no_compiler_comes_along() -> None:
     for instruction in DOCKERFILE:
-        # But for our own kernels, where the wheel is made, and for GPUs: Triton needs one when a kernel is first run.
+        # Except for the native kernels, where the wheel is built, and for GPUs: Triton needs a compiler at
+        # the first launch.
         assert "apt-get" not in instruction.value or instruction.stage in ("build", "service")
         if "pip install" in instruction.value and "--no-deps" not in instruction.value:
             assert instruction.value.count("pip install") == instruction.value.count("--only-binary=:all:")
@@ -213,7 +214,7 @@ def test_sources_come_after_dependencies() -> None:
 
 
 def test_the_wheel_carries_our_kernels() -> None:
-    """Built before it is made, and named as its data."""
+    """The native kernels are built before the wheel, and listed as its package data."""
     build = [each.value for each in DOCKERFILE if each.stage == "build"]
     built = next(i for i, text in enumerate(build) if text == "python -m model.kernels.build")
     assert any("pip wheel" in text for text in build[built:])
@@ -243,7 +244,7 @@ def test_the_default_is_an_image_of_a_python_we_support() -> None:
 
 
 def test_torch_comes_from_an_index_that_is_named() -> None:
-    """PyPI's wheel for Linux would bring CUDA into the CPU image."""
+    """PyPI's Linux wheel would bring CUDA into the CPU image."""
     (install,) = [each.value for each in DOCKERFILE if "download.pytorch.org" in each.value]
     builds = dict(re.findall(r"(\w+)\) build=(\w+) ;;", install))
     assert builds.keys() == {service["build"]["args"]["TORCH_VARIANT"] for service in map(SERVICES.get, sorted(KVASIR))}
@@ -261,7 +262,7 @@ def test_the_default_target_is_the_service() -> None:
 
 
 def test_bytecode_is_written_for_what_a_start_imports_alone() -> None:
-    """All bytecode would be 115 MB; without any, every start compiles, since the root is read-only."""
+    """All bytecode would be 115 MB. Without any, every start would compile, since the root file system is read-only."""
     build = [each.value for each in DOCKERFILE if each.stage == "build" and each.name == "RUN"]
     installs = [part for value in build for part in value.split("&&") if "pip install" in part]
     assert all("--no-compile" in part for part in installs)
@@ -275,7 +276,7 @@ def test_bytecode_is_written_for_what_a_start_imports_alone() -> None:
 
 
 def locust_options(environment: dict[str, str], *arguments: str) -> dict[str, Any]:
-    """What locust and our locustfile make of environment and arguments, in a process that locust may patch."""
+    """Return the options that locust and the locustfile parse, in a separate process, which locust may monkey-patch."""
     code = (
         "import json, sys; from locust.argument_parser import get_parser; import loadtest.locustfile; "
         "print(json.dumps(vars(get_parser().parse_args(sys.argv[1:])), default=str))"
@@ -342,7 +343,7 @@ def test_the_api_key_reaches_the_health_check_and_the_load_test(name: str) -> No
 
 
 def check_health(**variables: str) -> subprocess.CompletedProcess[str]:
-    """The command of the image's HEALTHCHECK, in an environment of these variables."""
+    """Run the command of the image's HEALTHCHECK with these environment variables."""
     (instruction,) = instructions("HEALTHCHECK", "service")
     program, *arguments = instruction.exec_form()
     assert program == "python"
@@ -357,7 +358,7 @@ def check_health(**variables: str) -> subprocess.CompletedProcess[str]:
 
 @contextmanager
 def answering(status: int, *, key: str | None = None) -> Iterator[int]:
-    """Run a server whose /ready has this status, or 401 without the key; its port."""
+    """Run a server whose /ready returns this status, or 401 without the key; yield its port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -366,7 +367,7 @@ def answering(status: int, *, key: str | None = None) -> Iterator[int]:
             self.end_headers()
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -381,7 +382,7 @@ def answering(status: int, *, key: str | None = None) -> Iterator[int]:
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 @pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False)])
 def test_the_health_check_asks_whether_the_service_is_ready(host: str, status: int, healthy: bool) -> None:
-    """At the port of the settings, and at an address that can be connected to."""
+    """The check uses the port of the settings, and an address that accepts connections."""
     with answering(status) as port:
         done = check_health(KVASIR_HOST=host, KVASIR_PORT=str(port))
     assert (done.returncode == 0) is healthy
@@ -394,7 +395,7 @@ def test_the_health_check_sends_the_api_key() -> None:
         without = check_health(KVASIR_PORT=str(port))
     assert done.returncode == 0
     assert without.returncode == 1
-    assert "401; --no-open-probes" in without.stdout
+    assert "401; with --no-open-probes" in without.stdout
 
 
 def test_nobody_listening_is_unhealthy() -> None:
@@ -414,14 +415,14 @@ def test_the_health_check_has_the_defaults_of_the_settings() -> None:
 
 def test_the_health_check_is_cheap_to_start() -> None:
     code = "import sys, service.healthcheck; print(*{name.partition('.')[0] for name in sys.modules})"
-    # -S: an editable installation's finder imports much for itself.
+    # -S: the finder of an editable installation imports many modules.
     done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not {"http", "email", "ssl", "urllib", "pydantic", "torch"} & set(done.stdout.split())
 
 
 @pytest.mark.parametrize("name", sorted(KVASIR))
 def test_the_health_check_is_the_images_alone(name: str) -> None:
-    """A second one in docker-compose.yml could differ."""
+    """A second health check in docker-compose.yml could differ."""
     assert "healthcheck" not in SERVICES[name]
     (instruction,) = instructions("HEALTHCHECK", "service")
     timeout = re.search(r"--timeout=(\d+)s", instruction.value)

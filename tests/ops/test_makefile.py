@@ -1,4 +1,4 @@
-"""What the targets install: serving needs less than testing, and neither undoes the other."""
+"""Makefile targets: serving installs less than testing, and neither target undoes the other."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ BARE, WHOLE = "--editable '.[plots]'", "--editable '.[dev]'"
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
-    """A checkout without an environment."""
+    """Return a checkout without an environment."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
         os.utime(tmp_path / name, (100, 100))
@@ -22,7 +22,7 @@ def here(tmp_path: Path) -> Path:
 
 
 def installed(target: str, here: Path) -> list[str]:
-    """What pip would be given by a target."""
+    """Return the arguments that a target passes to pip."""
     done = subprocess.run(["make", "-n", target], cwd=here, capture_output=True, text=True, check=True)
     lines = [line for line in done.stdout.splitlines() if "pip install" in line]
     return [line[line.index("--editable") :] for line in lines]

@@ -1,4 +1,4 @@
-"""Each observation changes what it should and nothing else, under our names and vLLM's."""
+"""Each observation changes exactly its metrics, under Kvasir's names and vLLM's."""
 
 import importlib.metadata
 import os
@@ -23,7 +23,7 @@ from tests.ops.observations import (
     scrape,
 )
 
-# https://docs.vllm.ai/en/stable/usage/metrics/, as far as we measure it.
+# https://docs.vllm.ai/en/stable/usage/metrics/, limited to the metrics that Kvasir has.
 VLLM_FAMILIES = {
     "time_to_first_token_seconds",
     "inter_token_latency_seconds",
@@ -56,7 +56,7 @@ VLLM_FAMILIES = {
 
 
 def changes(before: dict[str, float]) -> dict[str, float]:
-    """What has changed since, buckets apart."""
+    """Return the samples that changed, except buckets."""
     after = {name: value for name, value in scrape().items() if "_bucket{" not in name}
     deltas = {name: value - before.get(name, 0.0) for name, value in after.items()}
     return {name: delta for name, delta in deltas.items() if delta}

@@ -1,4 +1,4 @@
-"""What several processes observe is one scrape: spawned, forked, dead and replaced."""
+"""Metrics of several processes form one scrape: spawned, forked, dead and replaced processes."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ _DEADLINE_SECONDS = 250
 
 
 class Worker:
-    """A spawned process that observes, and then lives until it is told to end."""
+    """A spawned process that observes, and then lives until the test ends it."""
 
     def __init__(self, observe: Callable[[], None]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -34,7 +34,7 @@ class Worker:
         return self.process.pid
 
     def kill(self) -> None:
-        """As a crash would: no exit handler runs."""
+        """Kill the process as a crash would: no exit handler runs."""
         self.process.kill()
         self.process.join(_DEADLINE_SECONDS)
         assert not self.process.is_alive()
@@ -104,7 +104,7 @@ def test_the_newest_worker_speaks_for_the_engine(metrics: Metrics) -> None:
 
 
 def test_one_worker_after_the_other_needs_no_more_room(metrics: Metrics) -> None:
-    """A disk that has filled meanwhile would end the next one with SIGBUS, and the one after it."""
+    """Replaced workers must not need more disk space: on a full disk the next worker would die with SIGBUS."""
     directory = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
 
     def taken() -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What Prometheus and Grafana ask, the service answers; what alerts, is explained. None of it needs Prometheus."""
+"""Dashboards and alerts query only exported metrics, and every alert is documented."""
 
 import re
 import subprocess
@@ -29,7 +29,7 @@ PROMETHEUS = read_yaml("monitoring/prometheus.yml")
 COMPOSE = read_yaml("docker-compose.yml")
 ALERTS = [rule for rule in rules() if "alert" in rule]
 
-# The panels of vLLM's dashboard (examples/observability/prometheus_grafana), in its order.
+# The panels of vLLM's dashboard (examples/observability/prometheus_grafana), in order.
 VLLM_PANELS = [
     "E2E Request Latency",
     "Token Throughput",
@@ -48,7 +48,7 @@ VLLM_PANELS = [
 
 @pytest.fixture
 def series(metrics: Metrics) -> dict[str, list[dict[str, str]]]:
-    """Every series of a scrape in which everything has happened, and what Prometheus adds: labels by name."""
+    """Return the labels by name of every series of a complete scrape, with those that Prometheus adds."""
     observe_everything(metrics)
     (job,) = PROMETHEUS["scrape_configs"]
     found: dict[str, list[dict[str, str]]] = {"up": [{"job": job["job_name"], "instance": ""}]}
@@ -62,7 +62,7 @@ def series(metrics: Metrics) -> dict[str, list[dict[str, str]]]:
 
 
 def _recorded(rule: dict[str, Any], known: dict[str, list[dict[str, str]]]) -> list[dict[str, str]]:
-    """The series a rule makes of what it reads first: grouped as it groups, or a quantile of buckets."""
+    """Return the series of a recording rule, from the first metric that it reads."""
     read = selections(rule["expr"])[0]
     kept = read.groupings or {label for labels in known[read.metric] for label in labels} - {"le"}
     return [
@@ -89,7 +89,7 @@ def test_a_file_that_is_out_of_date_is_told(tmp_path: Path, capsys: pytest.Captu
     assert "`python -m page`" in capsys.readouterr().err
 
 
-# Questions and answers.
+# Queries and the series that they select.
 
 
 def test_every_question_has_an_answer(series: dict[str, list[dict[str, str]]]) -> None:
@@ -136,7 +136,7 @@ def test_sums_of_histograms_are_divided_by_their_counts() -> None:
 
 
 def test_vllms_names_answer_vllms_questions(series: dict[str, list[dict[str, str]]]) -> None:
-    # Of vLLM's own dashboard, KEDA's vLLM example and llm-d's endpoint picker.
+    # Queries of vLLM's dashboard, KEDA's vLLM example and llm-d's endpoint picker.
     for expr in (
         'histogram_quantile(0.99, sum by(le) (rate(vllm:e2e_request_latency_seconds_bucket{model_name="tales"}[1m])))',
         'vllm:num_requests_waiting{model_name="tales"}',
@@ -255,7 +255,7 @@ def test_grafana_finds_prometheus_and_the_dashboard() -> None:
     assert home == f"{provider['options']['path']}/kvasir.json"
 
 
-# The check with Prometheus itself, which needs a running service and Debian's prometheus.
+# Checks with a real Prometheus, which need a running service and Debian's prometheus package.
 
 
 @pytest.mark.parametrize("arguments", [[], ["127.0.0.1:8000"], ["http://127.0.0.1:8000", "more"]])

@@ -1,4 +1,4 @@
-"""Steps that are gathered are told as if each had been, and not much later."""
+"""Steps that are tallied in batches are reported like single steps, with little delay."""
 
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from tests.ops.observations import STEP
 
 
 class Bench:
-    """A tally, and a clock that is turned by hand."""
+    """A tally with a manual clock."""
 
     def __init__(self) -> None:
         self.now = 50.0
@@ -36,7 +36,7 @@ class Bench:
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
-    monkeypatch.setattr(values, "ValueClass", values.MutexValue)  # in no file, whatever other tests chose
+    monkeypatch.setattr(values, "ValueClass", values.MutexValue)  # in no file, whatever other tests selected
     return Bench()
 
 

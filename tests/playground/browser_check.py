@@ -215,7 +215,10 @@ def check_errors(page: Playground) -> None:
     assert "shutting down" in page.problem("<503>")["message"]
     assert page.text("retry") == "Try again in 30 s"
     assert page.problem("<html>")["message"] == "<html><b>Bad Gateway</b></html>"
-    for fault, title in (("<error>", "The server broke off"), ("<cut>", "The connection was lost")):
+    for fault, title in (
+        ("<error>", "The server ended the stream with an error"),
+        ("<cut>", "The connection was lost"),
+    ):
         assert page.problem(fault)["title"] == title
         assert STORY.startswith(page.text("completion"))
         assert len(page.text("completion")) > 20, "what arrived is kept"
@@ -249,7 +252,7 @@ def check_no_server(page: Playground) -> None:
     with stub() as (url, _):
         other = Playground(page.browser, url, None)
         other.open()
-    assert other.problem("Once upon a time")["title"] == "No answer"
+    assert other.problem("Once upon a time")["title"] == "No response"
     other.browser.until_script("document.getElementById('readiness').textContent === 'not reachable'")
 
 

@@ -151,7 +151,7 @@ def check_inside_switched_off(page: Playground) -> None:
         other = Playground(page.browser, server.url, None)
         other.open()
         other.browser.until_script("document.getElementById('inside-note').textContent !== ''")
-        assert other.text("inside-note") == "Look inside is switched off on this server"
+        assert other.text("inside-note") == "Look inside is disabled on this server"
         assert not other.visible("inside-open")
         assert other.generate("Once upon a time", max_tokens="5")
     finally:

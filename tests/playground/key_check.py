@@ -14,11 +14,11 @@ def check_key(page: Playground) -> None:
     other = Playground(page.browser, server.url, server.record)
     try:
         other.browser.open(f"{server.url}/playground")
-        other.browser.until_script(f"{READINESS} === 'asks for an API key'")
+        other.browser.until_script(f"{READINESS} === 'requires an API key'")
         assert other.visible("key")
-        assert other.problem("Once upon a time")["title"] == "This server asks for an API key"
+        assert other.problem("Once upon a time")["title"] == "This server requires an API key"
         type_key(other, "wrong")
-        other.browser.until_script(f"{READINESS} === 'asks for an API key'")
+        other.browser.until_script(f"{READINESS} === 'requires an API key'")
         type_key(other, f" {KEY} ")
         other.browser.until_script("server.model !== null && inside.limits !== null")
         assert other.generate("Once upon a time", max_tokens="200") == STORY

@@ -130,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer_json(200, {"count": len(split_tokens(text)), "max_model_len": CONTEXT_LENGTH})
         elif self.path == "/inspect/attention":
             if "<429>" in body["prompt"]:
-                self._answer_error(429, "4 looks are under way, try again later", "queue_full")
+                self._answer_error(429, "4 looks are under way; try again later", "queue_full")
             else:
                 self._answer_look(lambda: attention.answer(MODEL, split_tokens(body["prompt"]), body["layer"]))
         elif self.path == "/v1/completions":
@@ -146,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.looks:
             self._answer_json(200, answer())
         else:
-            self._answer_error(403, "looking at attention is switched off on this server", "switched_off")
+            self._answer_error(403, "attention inspection is switched off on this server", "switched_off")
 
     def _complete(self, body: dict[str, Any]) -> None:
         fault = next((fault for fault in FAULTS if fault in body["prompt"]), "")

@@ -100,8 +100,8 @@ def test_a_log_line_has_the_name_and_never_the_key(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.DEBUG, logger="service.access"):
         for path in ("/v1/models", "/v1/models/a%0aFORGED"):
             guarded().client.get(path, headers=bearer(KEY))
-    assert "GET /v1/models: by the key of alice" in caplog.messages
-    assert "GET /v1/models/a%0aFORGED: by the key of alice" in caplog.messages, "one line, as it came"
+    assert "GET /v1/models: API key alice" in caplog.messages
+    assert "GET /v1/models/a%0aFORGED: API key alice" in caplog.messages, "one line, as it came"
     assert KEY not in caplog.text
 
 

@@ -53,7 +53,7 @@ def test_without_a_key_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not read()
     monkeypatch.setenv("KVASIR_API_KEYS", "")
     assert not read()
-    assert str(read()) == "none: everybody may use this server"
+    assert str(read()) == "none: this server accepts requests without an API key"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_what_is_unwise_is_warned_of(tmp_path: Path) -> None:
     path.chmod(0o644)
     everybody, short = read("--api-keys-file", str(path)).warnings
     assert f"every user of this machine can read it; chmod 600 {path}" in everybody
-    assert short == "the API key of bob has under 16 characters and may be guessed"
+    assert short == "the API key of bob has under 16 characters and may be guessed; use a longer key"
 
 
 def test_every_digest_is_compared_whichever_matches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_a_key_is_no_flag_and_is_shown_nowhere(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for argv in (["--api-key", "sk-secret"], ["--api-keys=a: sk-secret"]):
-        with pytest.raises(SettingsError, match="is no flag, since flags show in the list of processes; set") as caught:
+        with pytest.raises(SettingsError, match="is not a flag, because flags show in the list of processes") as caught:
             read(*argv)
         assert "sk-secret" not in str(caught.value)
     monkeypatch.setenv("KVASIR_API_KEY", "sk-secret")

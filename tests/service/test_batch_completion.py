@@ -21,5 +21,5 @@ def test_many_at_once_are_those_one_by_one(tiny_checkpoint: str) -> None:
     assert complete_batch(model, tokenizer, prompts, params) == expected
     assert len({len(ids) for ids in expected}) > 3
     assert complete_batch(model, tokenizer, [], []) == []
-    with pytest.raises(ValueError, match="token ids from 999"):
+    with pytest.raises(ValueError, match="token ids range from 999"):
         complete_batch(model, tokenizer, [[999]], params[:1])

@@ -75,7 +75,7 @@ def test_other_models_are_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     remedy = "leave it out, or give --device cpu --dtype float32"
-    line = f"--kv-cache-dtype float16: for float32 models on the CPU, and this one is {model}; {remedy}"
+    line = f"--kv-cache-dtype float16 needs a float32 model on the CPU, and this model is {model}; {remedy}"
     with pytest.raises(SettingsError) as refusal:
         build_engine(settings(tiny_checkpoint, kv_cache_dtype="float16", **asked), read_manifest(tiny_checkpoint))
     assert str(refusal.value) == line
@@ -85,7 +85,7 @@ def test_a_refusal_is_one_line_of_a_command(tiny_checkpoint: Path, capsys: pytes
     flags = ["--device", "cpu", "--dtype", "bfloat16", "--kv-cache-dtype", "float16", "--prompt", "a"]
     assert main(["generate", "--checkpoint", str(tiny_checkpoint), *flags]) != 0
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("kvasir generate: --kv-cache-dtype float16: for float32 models on the CPU")
+    assert line.startswith("kvasir generate: --kv-cache-dtype float16 needs a float32 model on the CPU")
 
 
 def test_a_variable_gives_it_too(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,4 +110,4 @@ def test_what_it_costs_is_measured(tiny_checkpoint: Path, tmp_path: Path, capsys
     assert half != exact
     assert half == pytest.approx(exact, rel=1e-3)
     assert main([*command, "--kv-cache-dtype", "float16", "--dtype", "bfloat16"]) != 0
-    assert "--kv-cache-dtype float16: for float32 models" in capsys.readouterr().err
+    assert "--kv-cache-dtype float16 needs a float32 model" in capsys.readouterr().err

@@ -202,10 +202,18 @@ def _one(**message: Any) -> dict[str, Any]:
         ({**_one(), "tool_choice": "required"}, "tool_choice", "tool_choice is not supported"),
         ({**_one(), "response_format": {"type": "xml"}}, "response_format.type", "response_format.type must be"),
         ({**_one(), "presence_penalty": 3}, "presence_penalty", "less than or equal to 2"),
-        ({**_one(), "logit_bias": {"1e3": 1}}, "logit_bias", "'1e3' is no token id"),
+        ({**_one(), "logit_bias": {"1e3": 1}}, "logit_bias", "'1e3' is not a token id"),
         ({**_one(), "allowed_token_ids": [999]}, "allowed_token_ids", "out of vocabulary"),
-        ({**_one(), "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "messages is not yours to set"),
-        ({**_one(), "chat_template_kwargs": {"eos_token": ""}}, "chat_template_kwargs", "eos_token is not yours"),
+        (
+            {**_one(), "chat_template_kwargs": {"messages": 1}},
+            "chat_template_kwargs",
+            "messages is set by the server; leave it out",
+        ),
+        (
+            {**_one(), "chat_template_kwargs": {"eos_token": ""}},
+            "chat_template_kwargs",
+            "eos_token is set by the server",
+        ),
         ({**_one(), "chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs.a", "chat_template_kwargs.a must"),
         ({**_one(), "prompt": "a"}, "prompt", "unknown field: prompt"),
         ({**_one(), "best_of": 1}, "best_of", "unknown field: best_of"),
@@ -215,9 +223,9 @@ def _one(**message: Any) -> dict[str, Any]:
         ({**_one(content="a" * 300), "max_tokens": 1}, "messages", "context length is 256 tokens"),
         (_one(content="a" * 300), "messages", "context length is 256 tokens"),
         ({**_one(), "max_tokens": 1, "min_tokens": 2}, "min_tokens", "min_tokens=2 is over max_tokens=1"),
-        ({**_one(), "n": 5}, "n", "more than the 4"),
+        ({**_one(), "n": 5}, "n", "over the limit of 4"),
         ({**_one(), "stream_options": {}}, "stream_options", "needs stream"),
-        (_one(content="no"), "messages", "the chat template refuses: not that"),
+        (_one(content="no"), "messages", "the chat template rejects the messages: not that"),
     ],
 )
 def test_what_cannot_be_answered_is_named(

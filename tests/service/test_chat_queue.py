@@ -75,7 +75,7 @@ def test_so_many_may_wait(prompts: ChatPrompts, busy: threading.Event) -> None:
     async def crowd() -> None:
         tasks = [encoding(prompts) for _ in range(3)]
         await asyncio.sleep(0)
-        with pytest.raises(Overloaded, match="2 conversations wait for the chat template"):
+        with pytest.raises(Overloaded, match="2 conversations are queued for the chat template"):
             await encoding(prompts)
         busy.set()
         assert await asyncio.gather(*tasks) == [[1]] * 3

@@ -131,7 +131,7 @@ def test_tokenize_counts_what_the_service_counts(capsys: pytest.CaptureFixture[s
     begun, plain = (line.split() for line in capsys.readouterr().out.splitlines())
     assert begun == [str(load_native(SHIPPED).bos_token_id), *plain]
     assert main(shipped) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{len(begun)} tokens (1 begins every prompt), 7 bytes")
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{len(begun)} tokens (1 is begin-of-text), 7 bytes")
 
 
 def test_what_is_off_has_no_second_flag(capsys: pytest.CaptureFixture[str]) -> None:

@@ -149,13 +149,13 @@ def test_a_context_that_does_not_fit_is_refused_with_one_that_does(
 ) -> None:
     monkeypatch.setattr(engine_builder, "_MIB", 1024)
     has_free(monkeypatch, CONTEXT * BYTES_PER_TOKEN)
-    remedy = "needs 64 MiB of KV-cache, and 64 MiB of memory are free: serve --max-context-length 192"
+    remedy = "needs 64 MiB of KV-cache, and 64 MiB of memory are free: set --max-context-length 192"
     with pytest.raises(ValueError, match=f"a context of 256 tokens {remedy}"):
         build_engine(settings(tiny_checkpoint), manifest)
     _, facts = build_engine(settings(tiny_checkpoint, max_context_length=192), manifest)
     assert (facts.num_blocks, facts.max_context_length) == (12, 192)
     has_free(monkeypatch, 0)
-    with pytest.raises(ValueError, match="0 MiB of memory are free: take a smaller model or --block-size"):
+    with pytest.raises(ValueError, match="0 MiB of memory are free: use a smaller model or --block-size"):
         build_engine(settings(tiny_checkpoint), manifest)
 
 
@@ -258,7 +258,7 @@ def test_what_was_asked_for_is_what_is_built(
 def test_a_cache_too_small_for_one_context_is_refused_with_what_is_needed(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remedy = r"63.0KiB holds 240 tokens.*: give it 1MiB, or serve --max-context-length 240"
+    remedy = r"63.0KiB holds 240 tokens.*: give it 1MiB, or set --max-context-length 240"
     with pytest.raises(SettingsError, match=remedy):
         build_engine(settings(tiny_checkpoint, kv_cache_memory="63KiB"), manifest)
     assert build_engine(settings(tiny_checkpoint, kv_cache_memory="64KiB"), manifest)[1].num_blocks == 16
@@ -276,7 +276,7 @@ def test_a_device_that_is_not_there_is_refused(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SettingsError, match="--device cuda: no CUDA device can be used here"):
+    with pytest.raises(SettingsError, match="--device cuda: no CUDA device is available"):
         build_engine(settings(tiny_checkpoint, device="cuda"), manifest)
 
 
@@ -309,17 +309,17 @@ def test_attention_that_the_device_does_not_have(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(SettingsError, match="--attention native: only on the CPU"):
+    with pytest.raises(SettingsError, match="--attention native works only on a CPU"):
         build_engine(settings(tiny_checkpoint, device="auto", attention="native"), manifest)
 
 
 def test_eight_bits_that_the_device_does_not_have(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SettingsError, match="--quantize fp8: only on a GPU; give --quantize int8, or leave it out"):
+    with pytest.raises(SettingsError, match="--quantize fp8 works only on a GPU; choose --quantize int8, or omit it"):
         build_engine(settings(tiny_checkpoint, quantize="fp8"), manifest)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(SettingsError, match=r"int8: torch\._int_mm does not hold on this GPU \(.*\); leave it out"):
+    with pytest.raises(SettingsError, match=r"int8: torch\._int_mm fails on this GPU \(.*\); omit --quantize"):
         build_engine(settings(tiny_checkpoint, device="auto", quantize="int8"), manifest)
 
 

@@ -157,15 +157,15 @@ def test_what_rounding_costs_is_told(run: Run, texts: Path, tmp_path: Path, flag
     ("flags", "code", "said"),
     [
         (("--samples", "0"), 2, "nothing to measure: give --config, --texts or --pairs"),
-        (("--texts", "mine"), 2, "--texts: must be NAME=FILE, each with a name of its own"),
+        (("--texts", "mine"), 2, "--texts: must be NAME=FILE, each with a different name"),
         (("--texts", "mine=none.txt"), 1, "none.txt: no such file"),
         (("--pairs", "none.jsonl"), 1, "none.jsonl: No such file or directory"),
         (("--config", "none.toml"), 1, "none.toml: No such file or directory"),
-        (("--out", "/none/out.json"), 2, "--out /none/out.json: no directory /none"),
-        (("--documents", "."), 2, "--documents .: is a directory"),
-        (("--max-context-length", "257"), 2, "must be 3 to 256, the positions of the model"),
-        (("--max-context-length", "2"), 2, "must be 3 to 256"),
-        (("--config", str(RECIPE), "--texts", "grimm=x"), 2, "the recipe has a source grimm too"),
+        (("--out", "/none/out.json"), 2, "--out /none/out.json: there is no directory /none; choose another path"),
+        (("--documents", "."), 2, "--documents .: is a directory; choose another path"),
+        (("--max-context-length", "257"), 2, "must be from 3 to 256, the number of positions of the model"),
+        (("--max-context-length", "2"), 2, "must be from 3 to 256"),
+        (("--config", str(RECIPE), "--texts", "grimm=x"), 2, "the recipe also has a source grimm"),
         (("--export-tasks", str(ROOT)), 1, "choose an empty or a new directory"),
     ],
 )
@@ -200,7 +200,7 @@ def test_a_sentence_over_the_context(run: Run, tmp_path: Path) -> None:
     path.write_text(json.dumps({"sentence_good": "a hen " * 200, "sentence_bad": "b"}))
     code, _, error = run("--pairs", path, "--samples", 0)
     assert code == 1
-    assert error.endswith("the model's context is 256\n")
+    assert error.endswith("exceeds the model's context of 256\n")
 
 
 def test_what_json_cannot_say_is_null(run: Run, texts: Path, tmp_path: Path, tiny_checkpoint: Path) -> None:

@@ -77,7 +77,7 @@ def test_prompt_and_completion_stay_within_a_shorter_context(
     assert num_tokens(run(capsys, checkpoint, "--max-context-length", "6")[2]) <= 4
     code, _, told = run(capsys, checkpoint, "--max-context-length", "6", "--max-tokens", "9")
     assert code == 2
-    assert "are over the context of 6" in told
+    assert "exceed the context length of 6" in told
     code, _, told = run(capsys, checkpoint, "--max-context-length", "257")
     assert code == 2
     assert told.endswith(

@@ -35,12 +35,12 @@ def test_facts(tiny_checkpoint: Path, run: Run) -> None:
     code, out, _ = run("--checkpoint", tiny_checkpoint)
     assert code == 0
     assert f"{tiny_config(274).num_parameters:,}" in out
-    assert "L·g·(d_k + d_v)·4 = 256 bytes a token" in out
+    assert "L·g·(d_k + d_v)·4 = 256 bytes per token" in out
     for part in ("tiny (", "attention", "files, all hashes correct", "training", "generation defaults"):
         assert part in out
     assert "'<|endoftext|>'" in out
     assert "None" not in out
-    assert "64.0 kB a full context" in out
+    assert "64.0 kB per full context" in out
 
 
 def test_only_what_acts_is_shown(tiny_checkpoint: Path, run: Run) -> None:
@@ -78,7 +78,7 @@ def test_generation_defaults_are_shown(tmp_path: Path, run: Run) -> None:
     assert code == 0
     assert "temperature 0.6, top_k 5" in out
     assert "ignored defaults     num_beams" in out
-    assert "chat template        none" in out
+    assert "chat template        not set" in out
 
 
 def test_a_chat_template_is_shown(tmp_path: Path, run: Run) -> None:
@@ -93,7 +93,7 @@ def test_a_look_that_does_not_exist(run: Run) -> None:
     code, _, err = run("parms")
     assert code == 2
     assert err == (
-        "kvasir inspect: nothing called 'parms'; there are `kvasir inspect params` and `kvasir inspect attention`\n"
+        "kvasir inspect: no subcommand 'parms'; use `kvasir inspect params` and `kvasir inspect attention`\n"
     )
 
 
@@ -106,8 +106,8 @@ def test_params_says_what_was_counted(tiny_checkpoint: Path, run: Run) -> None:
     assert line.split() == ["total", total, total, "100.0%", "equal"]
     assert "DIFFERS" not in out
     assert "one head                   d·(2·d_k + d_v)" in out
-    assert "= 256 bytes a token, counted 256: equal" in out
-    assert "50.0% of what multi-head attention with 4 heads would keep" in out
+    assert "= 256 bytes per token, counted 256: equal" in out
+    assert "50.0% of what multi-head attention with 4 heads would store" in out
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_params_tells_of_a_formula_that_is_wrong(
     code, out, err = run("params", "--checkpoint", tiny_checkpoint)
     assert code == 1
     assert "DIFFERS" in out
-    assert err == "kvasir inspect params: attention W_V: d·g·d_v says 1,024, the tensors 7\n"
+    assert err == "kvasir inspect params: attention W_V: formula d·g·d_v gives 1,024, but the tensors have 7\n"
 
 
 def test_params_refuses_in_one_line(tmp_path: Path, tiny_checkpoint: Path, run: Run) -> None:

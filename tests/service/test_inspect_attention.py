@@ -28,9 +28,9 @@ def test_draws_and_tells(run: Run, tmp_path: Path) -> None:
     code, told, err = run("--prompt", PROMPT, "--layer", 1, "--head", "all", "--out", out)
     assert (code, err) == (0, "")
     assert out.read_bytes().startswith(b"\x89PNG")
-    assert told.startswith("layer 1, mean of 4 heads, then each head's most; the last 12 of ")
+    assert told.startswith("layer 1, mean of 4 heads, then each head's top token; the last 12 of ")
     assert "3: " in told
-    assert told.rstrip().endswith(f"drawn in {out}")
+    assert told.rstrip().endswith(f"wrote {out}")
 
 
 def test_one_head_without_a_picture(run: Run) -> None:
@@ -53,17 +53,20 @@ def test_text_of_any_kind(run: Run, tmp_path: Path) -> None:
     [
         (("--layer", 2), "--layer 2: the model has layers 0 to 1"),
         (("--layer", -1), "--layer: must be greater than or equal to 0, not '-1'"),
-        (("--layer", 0, "--head", 4), "--head must be all or one of 0 to 3, not '4'"),
-        (("--layer", 0, "--head", "x"), "--head must be all or one of 0 to 3, not 'x'"),
-        (("--layer", 0, "--head", "²"), "--head must be all or one of 0 to 3, not '²'"),
-        (("--layer", 0, "--head", "-1"), "--head must be all or one of 0 to 3, not '-1'"),
-        (("--layer", 0, "--out", "a.jpg"), "--out a.jpg: a picture ends in .png, .svg, .pdf"),
-        (("--layer", 0, "--out", "nowhere/a.png"), "--out nowhere/a.png: no directory nowhere"),
+        (("--layer", 0, "--head", 4), "--head must be `all` or from 0 to 3, not '4'"),
+        (("--layer", 0, "--head", "x"), "--head must be `all` or from 0 to 3, not 'x'"),
+        (("--layer", 0, "--head", "²"), "--head must be `all` or from 0 to 3, not '²'"),
+        (("--layer", 0, "--head", "-1"), "--head must be `all` or from 0 to 3, not '-1'"),
+        (("--layer", 0, "--out", "a.jpg"), "--out a.jpg: the file name of a picture must end in .png, .svg, .pdf"),
+        (
+            ("--layer", 0, "--out", "nowhere/a.png"),
+            "--out nowhere/a.png: there is no directory nowhere; choose another path",
+        ),
         ((), "--layer is needed (or KVASIR_LAYER)"),
-        (("--layer", 0, "--prompt", "z" * 300), "--prompt: 300 tokens, the model's context is 256; shorten it"),
+        (("--layer", 0, "--prompt", "z" * 300), "--prompt: 300 tokens exceed the model's context of 256; shorten it"),
         (
             ("--layer", 0, "--prompt", "z" * 65, "--out", "a.png"),
-            "--prompt: 65 tokens, a picture shows 64 at most; shorten it, or leave out --out",
+            "--prompt: 65 tokens, but a picture shows at most 64; shorten it or omit --out",
         ),
     ],
 )
@@ -91,7 +94,7 @@ def test_a_directory_is_no_picture(run: Run, tmp_path: Path) -> None:
     (tmp_path / "a.png").mkdir()
     code, _, err = run("--prompt", PROMPT, "--layer", 0, "--out", tmp_path / "a.png")
     assert code == 2
-    assert err == f"kvasir inspect attention: --out {tmp_path / 'a.png'}: is a directory\n"
+    assert err == f"kvasir inspect attention: --out {tmp_path / 'a.png'}: is a directory; choose another path\n"
 
 
 def test_a_checkpoint_that_is_none(run: Run, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_where_interrupts_are_ignored_they_stay_so(tmp_path: Path) -> None:
     environment = interrupting_environment(tmp_path, "service.settings")
     done = run("tokenize", environment, "sh", "-c", 'trap "" INT; exec "$@"', "sh")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "1 begins every prompt" in done.stdout
+    assert "1 is begin-of-text" in done.stdout
 
 
 def test_the_program_begins_there() -> None:

@@ -127,7 +127,7 @@ def test_a_request_that_kills_three_workers_fails_alone_and_is_not_to_be_repeate
         assert len(await good.next_deltas()) == 1
 
     run(test)
-    assert caplog.messages == ["a request (key mallory, p) ends with an error: it killed worker after worker"]
+    assert caplog.messages == ["a request (key mallory, p) ends with an error: it killed several workers"]
 
 
 def test_suspects_are_tried_one_by_one_and_leave_the_worker_when_cleared() -> None:

@@ -123,7 +123,7 @@ def test_ids_out_of_vocabulary_are_refused(planner: Planner, token_id: int) -> N
 
 def test_more_choices_than_the_server_holds_are_refused(planner: Planner) -> None:
     assert len(plan(planner, prompt=["a", "b"], n=6)) == 12
-    with pytest.raises(InvalidRequest, match="13 completions, more than the 12"):
+    with pytest.raises(InvalidRequest, match="13 completions, over the limit of 12"):
         plan(planner, n=13)
 
 
@@ -180,7 +180,7 @@ def test_what_a_request_says_wins_even_where_it_says_the_usual(mild: Planner) ->
 
 def test_a_default_length_fits_the_context_and_an_asked_one_must(mild: Planner) -> None:
     assert plan(mild, prompt="a" * 40)[0].submit.params.max_tokens == 24
-    with pytest.raises(ContextLengthExceeded, match=r"the prompt has 64, which leaves none for a completion$"):
+    with pytest.raises(ContextLengthExceeded, match=r"the prompt has 64, which leaves no room for a completion$"):
         plan(mild, prompt=[97] * 64)
     with pytest.raises(ContextLengthExceeded, match="the prompt has 40 and max_tokens is 50"):
         plan(mild, prompt=[97] * 40, max_tokens=50)

@@ -51,7 +51,7 @@ def test_a_standby_that_does_not_fit_is_left_out_with_a_warning(
         plan = plan_memory(MODEL, SETTINGS, standby=True)
     assert plan == plan_memory(MODEL, SETTINGS, standby=False)
     (record,) = caplog.records
-    assert re.match(r"no standby worker: with one the server needs [12] MiB more than are available", record.message)
+    assert re.match(r"no standby worker: memory is short by [12] MiB; ", record.message)
 
 
 def test_a_limit_that_is_too_small_is_rejected_with_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def test_everything_is_shown(checkpoint: Path) -> None:
     ("name", "value", "error", "said"),
     [
         ("chat_template.jinja", "\n{% if %}", ChatTemplateError, "chat_template.jinja: line 2: Expected an expression"),
-        ("chat_template.jinja", "{{ a | no }}", ChatTemplateError, "--chat-template plain, none or another FILE"),
+        ("chat_template.jinja", "{{ a | no }}", ChatTemplateError, "--chat-template plain, none or FILE"),
         ("tokenizer_config.json", "{", ChatTemplateError, "tokenizer_config.json: not JSON"),
         ("generation_config.json", "{", GenerationConfigError, "generation_config.json: not JSON"),
         (

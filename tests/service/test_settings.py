@@ -133,7 +133,7 @@ def test_every_flag_of_the_contract_is_read() -> None:
         ),
         (
             ("--checkpoint", "c", "--kv-cache-memory", "0"),
-            "--kv-cache-memory: must be auto, or at least a byte, such as",
+            "--kv-cache-memory: must be auto, or at least 1 byte, such as",
         ),
         (
             ("--checkpoint", "c", "--max-body-size", "-1"),
@@ -143,7 +143,7 @@ def test_every_flag_of_the_contract_is_read() -> None:
             ("--checkpoint", "c", "--max-body-size", "2G"),
             "--max-body-size: must be a size from 1KiB to 1GiB, such as 2MiB",
         ),
-        (("--checkpoint", "c", "--max-body-mb", "0"), "--max-body-size: must be at least a byte"),
+        (("--checkpoint", "c", "--max-body-mb", "0"), "--max-body-size: must be at least 1 byte"),
         (("--checkpoint", "c", "--drain-seconds", "-1"), "--drain-seconds: must be greater than or equal to 0"),
         (("--checkpoint", "c", "--max-batched-tokens", "8"), "--max-batched-tokens 8 is under --max-num-running 64"),
     ],
@@ -252,7 +252,7 @@ def test_the_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixtur
         if not field.is_required() and field.default is not False and field.default not in (None, ()):
             assert f"(default: {field.default})" in text
     assert "(default: checkpoints/kvasir-9m in the working directory, else beside the package)" in text
-    assert "(needed)" not in text
+    assert "(required)" not in text
     for title in ("model:", "engine:", "http:", "access:", "admission:", "operation:"):
         assert title in text
 
@@ -347,13 +347,11 @@ def test_a_flag_that_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVASIR_TEXTS", "a=b:c=d")
     assert texts() == ("a=b", "c=d")
     assert texts("--texts", "e=f") == ("e=f",)
-    with pytest.raises(SettingsError, match=r"must be NAME=FILE, each with a name of its own, not 'a, b=c'$"):
+    with pytest.raises(SettingsError, match=r"must be NAME=FILE, each with a different name, not 'a, b=c'$"):
         texts("--texts", "a", "--texts", "b=c")
     for wrong in ("a", "=b", "a=", "a=b:a=c"):
         monkeypatch.setenv("KVASIR_TEXTS", wrong)
-        with pytest.raises(
-            SettingsError, match=r"^KVASIR_TEXTS: must be NAME=FILE, each with a name of its own, not '"
-        ):
+        with pytest.raises(SettingsError, match=r"^KVASIR_TEXTS: must be NAME=FILE, each with a different name, not '"):
             texts()
 
 

@@ -131,7 +131,7 @@ def checked(checker: GrammarChecker, kind: Kind, content: Any, *, lenient: bool 
         (Kind.GRAMMAR, 'root ::= "a"\nb ::= [x', "field: line 2: Unexpected end of input after oot"),
         (Kind.REGEX, "\ud800", "field: 'utf-8' codec can't encode"),
         # Without a bound: a compilation that does not end, a first mask of seconds, a nest of brackets.
-        (Kind.JSON, {"type": "integer", "multipleOf": 1234567}, "field: it takes over 1 s of processor time"),
+        (Kind.JSON, {"type": "integer", "multipleOf": 1234567}, "field: compiling it takes over 1 s of CPU time"),
         (Kind.REGEX, "((a{100}){100}){100}", "field: "),
         (Kind.GRAMMAR, "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000, "field: "),
         (Kind.JSON, json.loads('{"items":' * 300 + "{}" + "}" * 300), "recursion limit"),

@@ -254,7 +254,7 @@ def test_without_a_sign_of_life_of_the_others_the_service_ends(
     bench.watch_for(9.5, *others)
     assert bench.failures == []
     bench.watch_for(1.0, *others)
-    assert bench.failures == [f"the {name} process gave no sign of life for 10 s"]
+    assert bench.failures == [f"the {name} process sent no heartbeat for 10 s"]
     assert [process.is_alive() for process in bench.others.values()] == [name == "queue", name == "API"]
 
 
@@ -262,7 +262,7 @@ def test_who_waits_for_a_queue_process_that_hangs_is_not_blamed(metrics: Metrics
     bench = hanging(metrics)
     bench.watch_for(5.0, "queue")
     bench.watch_for(12.0)
-    assert bench.failures == ["the queue process gave no sign of life for 10 s"]
+    assert bench.failures == ["the queue process sent no heartbeat for 10 s"]
     assert bench.worker.is_alive()
 
 

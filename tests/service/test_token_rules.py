@@ -94,7 +94,7 @@ def test_priority_and_salt_go_with_every_sample(planner: Planner) -> None:
 
 @pytest.mark.parametrize("key", ["-1", "+1", "01", "1.0", " 1", "a", "", "٣", "9" * 5000])
 def test_a_key_that_is_no_token_id_is_refused(planner: Planner, key: str) -> None:
-    with pytest.raises(InvalidRequest, match="is no token id") as caught:
+    with pytest.raises(InvalidRequest, match="is not a token id") as caught:
         submits(planner, logit_bias={key: 1})
     assert caught.value.param == "logit_bias"
     assert len(caught.value.message) < 200
@@ -105,12 +105,16 @@ def test_a_key_that_is_no_token_id_is_refused(planner: Planner, key: str) -> Non
     [
         ({"logit_bias": {"274": 1}}, "logit_bias", "token id 274 is out of vocabulary"),
         ({"allowed_token_ids": [1, -1]}, "allowed_token_ids", "token id -1 is out of vocabulary"),
-        ({"allowed_token_ids": [A, B], "bad_words": ["a", "b"]}, "allowed_token_ids", "every one of them is forbidden"),
-        ({"allowed_token_ids": [273], "min_tokens": 1}, "allowed_token_ids", "every one of them is forbidden"),
+        (
+            {"allowed_token_ids": [A, B], "bad_words": ["a", "b"]},
+            "allowed_token_ids",
+            "all of these tokens are forbidden",
+        ),
+        ({"allowed_token_ids": [273], "min_tokens": 1}, "allowed_token_ids", "all of these tokens are forbidden"),
         (
             {"allowed_token_ids": [A], "stop_token_ids": [A], "min_tokens": 2, "ignore_eos": True},
             "allowed_token_ids",
-            "every one of them is forbidden",
+            "all of these tokens are forbidden",
         ),
     ],
 )

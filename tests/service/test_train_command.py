@@ -83,12 +83,12 @@ def test_what_is_not_understood_is_refused(
 @pytest.mark.parametrize(
     ("out", "run_directory", "message"),
     [
-        ("runs/tiny", "runs/tiny", "--out {d}/runs/tiny is where the run saves itself; choose another\n"),
-        ("runs/../runs/tiny/", "runs/tiny", "is where the run saves itself; choose another\n"),
-        ("link", "runs/tiny", "--out {d}/link is where the run saves itself; choose another\n"),
-        ("runs", "runs/tiny", "--out {d}/runs holds {d}/runs/tiny, where the run saves itself; choose another\n"),
-        ("runs/tiny/state", "runs/tiny", "is among the files the run saves itself in; choose another\n"),
-        ("runs/tiny/state/out", "runs/tiny", "is among the files the run saves itself in; choose another\n"),
+        ("runs/tiny", "runs/tiny", "--out {d}/runs/tiny is the run directory; choose another directory\n"),
+        ("runs/../runs/tiny/", "runs/tiny", "is the run directory; choose another directory\n"),
+        ("link", "runs/tiny", "--out {d}/link is the run directory; choose another directory\n"),
+        ("runs", "runs/tiny", "--out {d}/runs contains the run directory {d}/runs/tiny; choose another directory\n"),
+        ("runs/tiny/state", "runs/tiny", "is used by the run for its saved state; choose another directory\n"),
+        ("runs/tiny/state/out", "runs/tiny", "is used by the run for its saved state; choose another directory\n"),
     ],
 )
 def test_the_result_goes_elsewhere_than_the_run(
@@ -110,7 +110,7 @@ def test_the_default_run_directory_is_compared_too(
     started: list[tuple[TrainConfig, RunSettings]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--out", "runs/attention-alibi") == 2
-    expected = "kvasir train: --out runs/attention-alibi is where the run saves itself; choose another\n"
+    expected = "kvasir train: --out runs/attention-alibi is the run directory; choose another directory\n"
     assert capsys.readouterr().err == expected
     assert started == []
 
@@ -158,7 +158,7 @@ def test_the_start_says_where_it_saves_itself(
     (own_recipe.parent / "text.txt").write_text("The fox ran from the dog. " * 100)
     flags = ("--out", f"{tmp_path}/out", "--run-directory", f"{tmp_path}/run", "--no-compile", "--precision", "float32")
     assert run("--config", str(own_recipe), *flags) == 0
-    where = f"saves itself in {tmp_path}/run every 1 min, writes {tmp_path}/out at the end"
+    where = f"saves to {tmp_path}/run every 1 min, then writes {tmp_path}/out"
     assert capsys.readouterr().out.startswith(f"training tales on cpu in float32: {where}\n")
 
 
@@ -171,7 +171,7 @@ def test_a_text_too_small_for_its_vocabulary_is_told_of_at_once(
     for _ in range(2):  # the second time the tokenizer is read
         assert run(*flags) == 1
         said = capsys.readouterr().err
-        found = re.search(r"the texts give no more than (\d+) tokens: set vocab_size = \1, or give more text\n$", said)
+        found = re.search(r"the texts yield only (\d+) tokens: set vocab_size = \1, or give more text\n$", said)
         assert found
     assert 257 < int(found[1]) < 9000
     own_recipe.write_text(own_recipe.read_text().replace("vocab_size = 9000", f"vocab_size = {found[1]}"))
@@ -189,8 +189,11 @@ def test_a_recipe_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypa
 HUGE = f"1{'0' * 400}"
 # What a recipe says beyond the one it extends, and what is said of it.
 ODD: dict[str, tuple[str, str]] = {
-    "width": ("[model]\nhidden_size = 1_000_000_000", r"need at least .* MiB, and .* are free: lower batch_size or"),
-    "layers": ("[model]\nnum_layers = 10_000\nmlp_size = 1_000_000", r"parameters and .* need at least .* MiB, and"),
+    "width": (
+        "[model]\nhidden_size = 1_000_000_000",
+        r"need at least .* MiB, but .* MiB are free; lower batch_size or",
+    ),
+    "layers": ("[model]\nnum_layers = 10_000\nmlp_size = 1_000_000", r"parameters and .* need at least .* MiB, but"),
     "theta": (f"[model]\nrope_theta = {HUGE}", "rope_theta must be a positive number"),
     "batch": ("batch_size = 1_000_000_000", r"tokens a step need at least .* MiB"),
     "batch beyond all bounds": (f"batch_size = {HUGE}", "batch_size must be at most 9,223,372,036,854,775,807"),
@@ -201,7 +204,7 @@ ODD: dict[str, tuple[str, str]] = {
     "minutes": (f"checkpoint_minutes = {HUGE}", "checkpoint_minutes must be at most 1,000,000,000"),
     "seed": ("seed = 9223372036854775808", "seed must be at most 9,223,372,036,854,775,807"),
     "name": (f'name = "{"n" * 201}"', "name must have at most 200 characters"),
-    "name of lines": ('name = "a\\nb"', "name must be letters, digits"),
+    "name of lines": ('name = "a\\nb"', "name must consist of letters, digits"),
 }
 
 
@@ -225,9 +228,9 @@ def test_odd_values_are_one_line_before_anything_is_trained(
     [
         (
             RuntimeError("can't allocate memory\nframes"),
-            "can't allocate memory; if it is memory, lower batch_size or the",
+            "can't allocate memory; if memory ran out, lower batch_size or the",
         ),
-        (MemoryError(), "out of memory; if it is memory, lower batch_size or the sizes"),
+        (MemoryError(), "out of memory; if memory ran out, lower batch_size or the model's sizes"),
     ],
 )
 def test_what_the_machine_cannot_hold_is_one_line(

@@ -99,7 +99,7 @@ def test_killed_and_interrupted_it_goes_on_to_what_its_recipe_describes(here: Pa
     read_until(process, "text: ")
     process.send_signal(signal.SIGINT)  # while it learns words
     _, said = process.communicate()
-    assert (process.returncode, said) == (130, "\nkvasir train: stopped; the same command goes on\n")
+    assert (process.returncode, said) == (130, "\nkvasir train: stopped; run the same command again to continue\n")
 
     process = start(here)
     said = read_until(process, "step 1/")
@@ -112,12 +112,12 @@ def test_killed_and_interrupted_it_goes_on_to_what_its_recipe_describes(here: Pa
     assert spent > 0
 
     process = start(here)
-    assert "going on with the run in runs/mine" in read_until(process, "step 1/")
+    assert "resuming the run in runs/mine" in read_until(process, "step 1/")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     assert process.returncode == 130
-    assert out.endswith("saved in runs/mine; the same command goes on from here\n")
-    assert err == "\nstopping after this step; once more stops at once\n"
+    assert out.endswith("saved in runs/mine; run the same command again to continue\n")
+    assert err == "\nstopping after this step; interrupt again to stop now\n"
     step = json.loads((here / "runs" / "mine" / "state" / "run.json").read_text())["step"]
     assert step == len(losses(here / "runs" / "mine")) >= 1
     assert float((here / "runs" / "mine" / "clock.json").read_text()) > spent
@@ -147,7 +147,7 @@ def test_the_end_says_how_to_talk_to_it_and_a_second_time_too(here: Path, capfd:
     out = capfd.readouterr().out
     config = load_train_config(here / "runs" / "mine" / "recipe.toml")
     assert config.model.num_parameters < 400_000
-    assert "learned by heart" in out
+    assert "overfit" in out
     assert re.search(r"^done in \d+:\d\d of 1:00:00$", out, re.M)
     held_out = read_manifest(here / "out" / "mine").training["held_out_bits_per_byte"]
     assert 1.5 < held_out["my.txt"] < 4.0
@@ -170,7 +170,7 @@ def test_the_end_says_how_to_talk_to_it_and_a_second_time_too(here: Path, capfd:
 
     assert run() == 0
     again = capfd.readouterr().out
-    assert again.startswith("out/mine is finished already; to begin anew choose another --out, or delete runs/mine")
+    assert again.startswith("out/mine is already finished; to start over, choose another --out, or delete runs/mine")
     assert served in again
 
     (here / "out" / "mine" / "manifest.json").unlink()  # as if killed before it was written
@@ -182,19 +182,19 @@ def test_the_end_says_how_to_talk_to_it_and_a_second_time_too(here: Path, capfd:
 @pytest.mark.slow
 def test_another_text_is_not_gone_on_with(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run("--stop-after", "3") == 0
-    assert capfd.readouterr().out.endswith("saved in runs/mine; the same command goes on from here\n")
+    assert capfd.readouterr().out.endswith("saved in runs/mine; run the same command again to continue\n")
     (here / "my.txt").write_text(TALES[24_000:50_000])
     assert run() == 1
     assert capfd.readouterr().err == (
-        "kvasir train: runs/mine: this run began with another text than my.txt; give it that text, or begin anew: "
-        "choose another --out, or delete runs/mine\n"
+        "kvasir train: runs/mine: this run began with a different text than my.txt; give the first text, or "
+        "start over: choose another --out, or delete runs/mine\n"
     )
     (here / "moved.txt").write_text(TALES[:24_000])
     assert run("--corpus", "moved.txt", "--stop-after", "4") == 1  # two texts now
     (here / "my.txt").write_text(TALES[:24_000])
     (here / "runs" / "mine" / "own.json").write_text("{")
     assert run() == 1
-    assert "own.json: damaged; delete runs/mine to begin anew" in capfd.readouterr().err
+    assert "own.json: damaged; delete runs/mine to start over" in capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -213,8 +213,8 @@ def test_a_full_disk_costs_what_came_after_the_last_save(
         capfd.readouterr()
         assert run("--stop-after", "5") == 1
     assert capfd.readouterr().err == (
-        "kvasir train: runs/mine: the disk is full; the last save is whole: free some space, and the same command "
-        "goes on\n"
+        "kvasir train: runs/mine: the disk is full; the last save is intact; free some space, then run the same "
+        "command to continue\n"
     )
     assert (here / "runs" / "mine" / "state" / "model.safetensors").read_bytes() == before
     assert not (here / "runs" / "mine" / "state.partial").exists()
@@ -255,18 +255,24 @@ def test_a_text_may_come_from_the_environment(
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {
-    "nothing": ([], "give one of --corpus, a text to learn from, and --config, a recipe"),
+    "nothing": ([], "give exactly one of --corpus (a training text) and --config (a recipe)"),
     "both": (
         ["--corpus", "a.txt", "--config", "a.toml"],
-        "give one of --corpus, a text to learn from, and --config, a",
+        "give exactly one of --corpus (a training text) and --config (a recipe)",
     ),
-    "steps": (["--corpus", "a.txt", "--steps", "5"], "--steps goes with --config; with --corpus it is --minutes"),
-    "minutes": (["--config", "a.toml", "--minutes", "5"], "--minutes goes with --corpus; with --config it is --steps"),
+    "steps": (
+        ["--corpus", "a.txt", "--steps", "5"],
+        "--steps needs --config; with --corpus set the duration by --minutes",
+    ),
+    "minutes": (
+        ["--config", "a.toml", "--minutes", "5"],
+        "--minutes needs --corpus; with --config set the duration by --steps",
+    ),
     "none": (["--corpus", "a.txt", "--minutes", "0"], "--minutes: must be greater than 0, not '0'"),
     "negative": (["--corpus", "a.txt", "--minutes", "-3"], "--minutes: must be greater than 0, not '-3'"),
     "no number": (["--corpus", "a.txt", "--minutes", "nan"], "--minutes: must be"),
     "a year": (["--corpus", "a.txt", "--minutes", "525600"], "--minutes: must be less than or equal to 10080"),
-    "in itself": (["--corpus", "a.txt", "--run-directory", "x"], "--out x is where the run saves itself"),
+    "in itself": (["--corpus", "a.txt", "--run-directory", "x"], "--out x is the run directory"),
 }
 
 
@@ -285,7 +291,7 @@ def test_what_makes_no_sense_is_refused(
 def test_what_is_no_text_is_told_before_anything_is_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "my.txt").write_bytes(b"\x89PNG")
     assert run() == 1
-    assert capsys.readouterr().err == "kvasir train: my.txt: not a text but a PNG picture; give plain text in UTF-8\n"
+    assert capsys.readouterr().err == "kvasir train: my.txt: not text but a PNG picture; give plain text in UTF-8\n"
     assert [path.name for path in here.iterdir()] == ["my.txt"]
 
 
@@ -297,7 +303,7 @@ def test_too_few_minutes_are_told(here: Path, capsys: pytest.CaptureFixture[str]
 def test_the_run_of_a_recipe_is_left_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "runs" / "mine" / "state").mkdir(parents=True)
     assert run() == 1
-    said = "kvasir train: runs/mine: holds the run of a recipe; choose another --out, or --run-directory\n"
+    said = "kvasir train: runs/mine: holds a run with its own recipe; choose another --out or --run-directory\n"
     assert capsys.readouterr().err == said
 
 
@@ -305,4 +311,6 @@ def test_a_directory_of_other_things_is_not_written_to(here: Path, capsys: pytes
     (here / "out" / "mine").mkdir(parents=True)
     (here / "out" / "mine" / "letter.txt").write_text("dear")
     assert run() == 1
-    assert "out/mine: holds files and no manifest.json; choose an empty or a new directory" in capsys.readouterr().err
+    assert (
+        "out/mine: contains files but no manifest.json; choose an empty or a new directory" in capsys.readouterr().err
+    )

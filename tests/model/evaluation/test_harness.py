@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness: what is written, and what is refused."""
+"""Tasks of lm-evaluation-harness: written files, and rejected input."""
 
 import json
 from pathlib import Path
@@ -43,5 +43,5 @@ def test_an_earlier_export_is_replaced_and_nothing_else(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("splits", "pairs"), [({"a b": ["x"], "a-b": ["y"]}, []), ({"Minimal pairs": ["x"]}, [PAIR])])
 def test_two_tasks_of_one_name(tmp_path: Path, splits: dict[str, list[str]], pairs: list[Pair]) -> None:
-    with pytest.raises(HarnessError, match="would be one task"):
+    with pytest.raises(HarnessError, match="have the same task name"):
         export_tasks(tmp_path, splits, pairs)

@@ -1,4 +1,4 @@
-"""One log-likelihood: the naive loop's, whatever shares a batch with it, and the harness's windows."""
+"""Log-likelihoods: equal to a naive loop, independent of the batch, with the windows of lm-evaluation-harness."""
 
 import math
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def model() -> Transformer:
 
 
 def naive(model: Transformer, given_ids: Sequence[int], scored: Sequence[int]) -> tuple[float, int]:
-    """Token by token, each from a forward pass of its own: total log-probability, and how many were the likeliest."""
+    """Score each token in a separate forward pass; return the total logprob and the number of top-1 tokens."""
     ids, total, greedy = list(given_ids), 0.0, 0
     for token_id in scored:
         with torch.inference_mode():
@@ -98,11 +98,11 @@ def test_windows_are_those_of_the_harness(ids: list[int], max_inputs: int) -> No
 
 def test_impossible_windows_are_refused(model: Transformer) -> None:
     assert score_windows(model, []) == []
-    with pytest.raises(ValueError, match="a window needs ids"):
+    with pytest.raises(ValueError, match="a window needs at least one given id"):
         Window([], [1])
-    with pytest.raises(ValueError, match="a window needs ids"):
+    with pytest.raises(ValueError, match="a window needs at least one given id"):
         Window([1], [])
-    with pytest.raises(ValueError, match="a window of 65 tokens, the model's context is 64"):
+    with pytest.raises(ValueError, match="a window of 65 tokens exceeds the model's context of 64"):
         score_windows(model, [Window([0], [1] * (CONTEXT + 1))])
     with pytest.raises(ValueError, match="at least one token, not 0"):
         rolling_windows([1], 0, 0)
@@ -132,12 +132,12 @@ def test_the_marks_around_a_text(bos: int | None, eos: tuple[int, ...], begin: i
 def test_a_tokenizer_without_marks_has_nothing_to_predict_from() -> None:
     tokenizer = tokenizer_with(bos=None, eos=())
     assert end_of_text(tokenizer) is None
-    with pytest.raises(TokenizerError, match="no mark begins or ends a text"):
+    with pytest.raises(TokenizerError, match="no BOS and no EOS token"):
         begin_of_text(tokenizer)
 
 
 def test_held_out_texts_by_hand(model: Transformer) -> None:
-    """Bits, nats and accuracy of texts below and beyond the context, the mark that ends them included."""
+    """Bits, nats and accuracy of texts below and beyond the context, including the end-of-text token."""
     tokenizer = tiny_tokenizer()
     end = begin_of_text(tokenizer)
     texts = ["once upon", "the " * 90, "é"]

@@ -1,4 +1,4 @@
-"""Minimal pairs: read with care, scored as the sum of their tokens."""
+"""Minimal pairs: input validation, and scores as the sum of token logprobs."""
 
 import json
 import lzma
@@ -35,11 +35,11 @@ def test_blimps_format(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "no pairs in it"),
+        ("", "has no pairs"),
         ("{", "line 1: expected a JSON object"),
         ('{"sentence_good": "a"}', "line 1: expected a JSON object"),
         ('{"sentence_good": "a", "sentence_bad": 3}', "line 1: expected a JSON object"),
-        ('{"sentence_good": "a", "sentence_bad": "b", "UID": 3}', 'a text as "UID"'),
+        ('{"sentence_good": "a", "sentence_bad": "b", "UID": 3}', 'an optional text "UID"'),
         ("[" * 100_000, "line 1: expected a JSON object"),
         ('["a", "b"]', "line 1: expected a JSON object"),
         ('{"sentence_good": "a", "sentence_bad": "b"}\n{"sentence_good": "a", "sentence_bad": "a"}', "line 2: the two"),

@@ -1,4 +1,4 @@
-"""The fixed prompts as a checkpoint's token ids, and what is drawn from them."""
+"""Fixed prompts as token ids of a checkpoint, and the samples of their completions."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +42,7 @@ def chat_tokenizer() -> ByteLevelTokenizer:
 
 
 class Recorder:
-    """A `Complete` that answers each prompt with a word of its own and notes what it was asked."""
+    """A `Complete` that responds to each prompt with a distinct word, and records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[list[int]], list[SamplingParams]]] = []

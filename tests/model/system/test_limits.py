@@ -1,4 +1,4 @@
-"""CPUs and memory by control groups of both versions, in trees of files that stand for / ."""
+"""CPU and memory limits of cgroups v1 and v2, in file trees that stand for / ."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ MEMINFO = "MemTotal: 4000 kB\nMemFree: 1 kB\nMemAvailable: 3000 kB\nHugePages_To
 
 
 def tree(root: Path, groups: str, mounts: str, files: dict[str, str]) -> Path:
-    """Write what a process sees: its groups, the mounts, and files below /sys/fs/cgroup."""
+    """Write what a process sees: its cgroups, the mounts, and files below /sys/fs/cgroup."""
     here = {"proc/self/cgroup": groups, "proc/self/mountinfo": mounts, "proc/meminfo": MEMINFO}
     for name, text in {**here, **{f"sys/fs/cgroup/{name}": text for name, text in files.items()}}.items():
         path = root / name
@@ -114,13 +114,13 @@ def test_a_parents_limit_binds_too(tmp_path: Path, outer: int) -> None:
     for root in (version_2, version_1):
         assert cpu_quota(root) == min(outer, inner) / 100_000
         assert memory_limit_bytes(root) == min(outer, inner)
-        # The parent's other processes use memory as well.
+        # The other processes of the parent cgroup use memory too.
         assert available_memory_bytes(root) == min(outer - 300_000, inner - 1000)
 
 
 @pytest.mark.parametrize("mounted", ["/docker/4f", "/"])
 def test_a_container_sees_its_group_as_the_root_of_the_mount(tmp_path: Path, mounted: str) -> None:
-    """The host's path of the group is in /proc/self/cgroup, and no directory below the mount point has it."""
+    """/proc/self/cgroup has the host's path of the cgroup, which does not exist below the mount point."""
     mounts = V1.replace(" / ", f" {mounted} ")
     root = tree(tmp_path, "2:cpu,cpuacct:/docker/4f\n1:memory:/docker/4f\n", mounts, v1_memory("", 123_456))
     assert memory_limit_bytes(root) == 123_456

@@ -1,4 +1,4 @@
-"""Tokenizers made by the `tokenizers` library itself, as other people's checkpoints have them."""
+"""Tokenizers made with the `tokenizers` library, in the formats of common checkpoints."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -43,17 +43,17 @@ def _byte_level(
 
 
 def gpt2() -> Tokenizer:
-    """GPT-2: ByteLevel with its own pattern."""
+    """GPT-2: ByteLevel with its built-in pattern."""
     return _byte_level(None, special=["<|endoftext|>"])
 
 
 def gpt2_with_prefix_space() -> Tokenizer:
-    """A space before every text."""
+    """GPT-2 with a space before every text."""
     return _byte_level(None, special=["<|endoftext|>"], add_prefix_space=True)
 
 
 def llama3() -> Tokenizer:
-    """Llama 3: its pattern, whole pieces looked up first, bos by a template, marks after the vocabulary."""
+    """Llama 3: its pattern, lookup of whole pieces first, BOS by a template, special tokens after the vocabulary."""
     library = _byte_level(_LLAMA3_PATTERN, special=[])
     values = json.loads(library.to_str())
     values["model"]["ignore_merges"] = True
@@ -68,7 +68,7 @@ def llama3() -> Tokenizer:
 
 
 def qwen() -> Tokenizer:
-    """Qwen 2 and 3: NFC, digits alone."""
+    """Qwen 2 and 3: NFC, single digits."""
     library = _byte_level(_QWEN_PATTERN, special=[], nfc=True)
     library.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     library.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
@@ -76,7 +76,7 @@ def qwen() -> Tokenizer:
 
 
 def neox() -> Tokenizer:
-    """GPT-NeoX and Pythia: NFC, marks first, runs of spaces and a word with an accent added as ordinary tokens."""
+    """GPT-NeoX and Pythia: NFC, special tokens first; runs of spaces and an accented word as ordinary added tokens."""
     library = _byte_level(None, special=["<|endoftext|>", "<|padding|>"], nfc=True)
     library.add_tokens([AddedToken(" " * length, normalized=True) for length in range(24, 1, -1)])
     library.add_tokens([AddedToken("e\u0301t\u00e9 ", normalized=True), AddedToken("\u00e9", normalized=False)])
@@ -89,7 +89,7 @@ def o200k_pattern() -> Tokenizer:
 
 
 def shuffled_ids() -> Tokenizer:
-    """Ids that are not in the order of merges, with gaps."""
+    """Ids that are not in merge order, with gaps."""
     values = json.loads(gpt2().to_str())
     vocabulary = values["model"]["vocab"]
     values["model"]["vocab"] = {
@@ -100,21 +100,21 @@ def shuffled_ids() -> Tokenizer:
 
 
 def merges_lost() -> Tokenizer:
-    """Tokens that no merge makes: every third merge is gone, and with it whatever stood on it."""
+    """Tokens that no merge makes: every third merge is missing, with all merges that depend on it."""
     values = json.loads(gpt2().to_str())
     values["model"]["merges"] = [merge for number, merge in enumerate(values["model"]["merges"]) if number % 3]
     return Tokenizer.from_str(json.dumps(values))
 
 
 def merges_lost_whole_pieces() -> Tokenizer:
-    """The same, whole pieces looked up first."""
+    """The same tokens, with lookup of whole pieces first."""
     values = json.loads(merges_lost().to_str())
     values["model"]["ignore_merges"] = True
     return Tokenizer.from_str(json.dumps(values))
 
 
 def digits() -> Tokenizer:
-    """StarCoder and SmolLM: two pre-tokenizers one after the other, which no single pattern is."""
+    """StarCoder and SmolLM: two pre-tokenizers in sequence, which no single pattern can replace."""
     library = gpt2()
     library.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -123,14 +123,14 @@ def digits() -> Tokenizer:
 
 
 def trimmed_added_token() -> Tokenizer:
-    """An added token that swallows the spaces before it."""
+    """An added token that absorbs the spaces before it."""
     library = gpt2()
     library.add_tokens([AddedToken("<mask>", lstrip=True, normalized=False)])
     return library
 
 
 def llama2() -> Tokenizer:
-    """Llama 2: a space before the text as ▁, bytes for what has no token."""
+    """Llama 2: a space before the text as ▁, and byte fallback."""
     library = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -138,7 +138,7 @@ def llama2() -> Tokenizer:
 
 
 def mistral() -> Tokenizer:
-    """Mistral 7B v0.3: the same by Metaspace."""
+    """Mistral 7B v0.3: as Llama 2, by Metaspace."""
     library = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -146,7 +146,7 @@ def mistral() -> Tokenizer:
 
 
 def gemma() -> Tokenizer:
-    """Gemma: spaces as ▁ and none put before the text."""
+    """Gemma: spaces as ▁, and no space before the text."""
     library = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     library.normalizer = normalizers.Replace(" ", "▁")
     library.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
@@ -156,7 +156,7 @@ def gemma() -> Tokenizer:
 
 
 def _sentencepiece(library: Tokenizer, decoder: Any) -> Tokenizer:
-    """A BPE with byte fallback: the 256 bytes after the marks, learned tokens after them."""
+    """BPE with byte fallback: the 256 bytes follow the special tokens, learned tokens follow the bytes."""
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))],
@@ -169,12 +169,12 @@ def _sentencepiece(library: Tokenizer, decoder: Any) -> Tokenizer:
     begin = library.token_to_id("<s>")
     library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
     values = json.loads(library.to_str())
-    values["added_tokens"] = values["added_tokens"][:3]  # bytes are ordinary tokens
+    values["added_tokens"] = values["added_tokens"][:3]  # the bytes are ordinary tokens
     return Tokenizer.from_str(json.dumps(values))
 
 
 def characters() -> Tokenizer:
-    """One token a character, as nanoGPT's shakespeare_char has them."""
+    """One token per character, as nanoGPT's shakespeare_char has them."""
     letters = sorted({character for story in stories() for character in story})
     library = Tokenizer(models.WordLevel({letter: index for index, letter in enumerate(letters)}, unk_token="<unk>"))
     library.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -192,7 +192,7 @@ FALLEN_BACK: Mapping[str, Callable[[], Tokenizer]] = {
 
 
 def write(directory: Path, library: Tokenizer, **config: object) -> Path:
-    """A tokenizer directory: tokenizer.json, and tokenizer_config.json if anything is said in it."""
+    """Write a tokenizer directory: tokenizer.json, and tokenizer_config.json if it has content."""
     directory.mkdir(parents=True, exist_ok=True)
     library.save(str(directory / "tokenizer.json"))
     if config:

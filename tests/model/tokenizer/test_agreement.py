@@ -1,4 +1,4 @@
-"""Our tokenizers give the ids of the `tokenizers` library, text for text."""
+"""Kvasir's tokenizers give the same ids as the `tokenizers` library."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -21,7 +21,7 @@ ALL = {**makers.EXACT, **makers.FALLEN_BACK, "merges_lost_whole_pieces": makers.
 
 @cache
 def pair(name: str) -> tuple[Tokenizer, Library]:
-    """Ours and the library's, made once."""
+    """Return Kvasir's tokenizer and the library's, made once."""
     library = ALL[name]()
     return load_tokenizer(makers.write(Path(mkdtemp()), library)), library
 
@@ -51,7 +51,7 @@ def test_any_text_has_the_librarys_ids(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama2", "qwen"])
 def test_threads_may_share_a_tokenizer(name: str) -> None:
-    """Long and short texts at once, with marks and without."""
+    """Long and short texts in parallel, with and without special tokens."""
     ours, _ = pair(name)
     text = f"{''.join(all_texts()[:40])}</s><|im_end|>"
     expected_ids = {parse_special: ours.encode(text, parse_special=parse_special) for parse_special in (False, True)}
@@ -82,7 +82,7 @@ def test_marks_in_text_are_text_unless_they_are_asked_for(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_decoding_is_the_librarys(name: str) -> None:
-    """Of whatever a text became; of broken UTF-8 the library shows other numbers of U+FFFD."""
+    """Decoding of ids from encoded text. For broken UTF-8 the library shows different numbers of U+FFFD."""
     ours, library = pair(name)
     for text in all_texts():
         ids = ours.encode(text)

@@ -1,4 +1,4 @@
-"""A text has at least its length over `longest_token` tokens; where that does not hold, there is no such number."""
+"""Lower bound on tokens: a text has at least length / `longest_token` tokens, or no bound is reported."""
 
 import sys
 import unicodedata
@@ -17,7 +17,7 @@ RUNS = ["é" * 500, "x" * 500, " " * 500, "K" * 500, "e\u0301" * 500, "a" + " " 
 
 
 def _plain(**options: bool) -> Tokenizer:
-    """Two letters and what stands for all others."""
+    """A tokenizer of two letters and an unknown token."""
     made = Tokenizer(models.BPE(vocab={"a": 0, " ": 1, "?": 2}, merges=[], unk_token="?", **options))
     made.decoder = decoders.Fuse()
     return made
@@ -56,7 +56,7 @@ def test_the_bound_holds(name: str, tmp_path: Path) -> None:
 
 
 def test_nfc_leaves_a_quarter_at_least() -> None:
-    """Every spelling of a character: each part of its decomposition in its longest spelling."""
+    """NFC keeps at least a quarter of the length: each part of a decomposition is tested in its longest spelling."""
     spellings: dict[str, int] = {}
     characters = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]
     for character in characters:

@@ -1,4 +1,4 @@
-"""Other tools count our tokens: `transformers` reads what `kvasir export-tokenizer` writes."""
+"""Token counts in other tools: `transformers` reads the output of `kvasir export-tokenizer`."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def native(directory: Path) -> Path:
 
 
 def native_with_unreachable_tokens(directory: Path) -> Path:
-    """Vocabularies written by hand have tokens that merging never makes, but that are whole pieces."""
+    """Hand-written vocabularies may have tokens that no merge makes, but that are whole pieces."""
     directory.mkdir()
     tokenizer = tiny_tokenizer()
     ranks = {**tokenizer.ranks, b" wolf": len(tokenizer.ranks)}
@@ -63,7 +63,7 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
 
 
 def served_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """As a prompt, but with marks in the text taken as marks."""
+    """Return the ids of a prompt in which special tokens are recognised."""
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     return [*begin, *tokenizer.encode(text, parse_special=True)]
 
@@ -121,7 +121,7 @@ def test_a_foreign_directory_is_left_alone(foreign: str, tmp_path: Path, capsys:
     (tmp_path / foreign).write_text("{}")
     assert main(["export-tokenizer", "--checkpoint", str(SHIPPED), "--out", str(tmp_path)]) == 1
     error = capsys.readouterr().err
-    assert "no export of ours" in error
+    assert "files other than an earlier export" in error
     assert error.count("\n") == 1
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(foreign, "{}")]
 
@@ -135,6 +135,6 @@ def test_a_pattern_that_cannot_be_written_down_is_refused(tmp_path: Path) -> Non
         eos_token_ids=tokenizer.eos_token_ids,
         bos_token_id=None,
     )
-    with pytest.raises(TokenizerError, match="has no equal in Hugging Face's format"):
+    with pytest.raises(TokenizerError, match="has no equivalent in Hugging Face's format"):
         export_tokenizer(odd, tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Where the tokenizers library panics, numbers tokens anew, or finds nothing everywhere: refused, not suffered."""
+"""Bugs of the tokenizers library (panics, renumbered tokens, empty matches) are rejected."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.model.tokenizer import makers
 
 
 def library(normalizer: Any, *added: AddedToken) -> Tokenizer:
-    """A vocabulary of three characters and what is added to it."""
+    """Return a vocabulary of three characters, plus added tokens."""
     made = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "▁": 2, "?": 3}, merges=[], unk_token="?"))
     made.normalizer = normalizer
     made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
@@ -23,11 +23,11 @@ def library(normalizer: Any, *added: AddedToken) -> Tokenizer:
 
 
 def test_a_panic_of_the_library_is_a_refusal_and_the_next_text_is_encoded(tmp_path: Path) -> None:
-    """Strip and a token of nothing but spaces panic on what is no ASCII. Loading refuses that one; others may be."""
+    """Strip with a token of only white space panics on non-ASCII text. Loading rejects it; other panics may exist."""
     ours = load_tokenizer(makers.write(tmp_path, library(normalizers.Strip())))
     assert isinstance(ours, LibraryTokenizer)
     ours._library = library(normalizers.Strip(), AddedToken("\n\n", normalized=True))
-    with pytest.raises(TokenizerError, match="the tokenizers library refuses it: AddedVocabulary bad split"):
+    with pytest.raises(TokenizerError, match="the tokenizers library reports an error: AddedVocabulary bad split"):
         ours.encode("é")
     assert ours.encode("ab") == [0, 1]
 
@@ -41,7 +41,7 @@ def test_a_panic_of_the_library_is_a_refusal_and_the_next_text_is_encoded(tmp_pa
     ],
 )
 def test_an_added_token_of_which_nothing_is_left_is_refused(normalizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match=r"tokenizer.json: the added token '\\n\\n' is looked for in normal form"):
+    with pytest.raises(TokenizerError, match=r"tokenizer.json: the added token '\\n\\n' is empty after normalization"):
         load_tokenizer(makers.write(tmp_path, library(normalizer, AddedToken("\n\n", normalized=True))))
     ours = load_tokenizer(makers.write(tmp_path, library(normalizer, AddedToken("\n\n", normalized=False))))
     assert ours.encode("a\n\nb") == [0, 4, 1]
@@ -53,13 +53,13 @@ def test_an_added_token_that_would_get_another_id_is_refused(tmp_path: Path) -> 
     values = json.loads((directory / "tokenizer.json").read_text())
     values["added_tokens"][1]["id"] = 7
     (directory / "tokenizer.json").write_text(json.dumps(values))
-    with pytest.raises(TokenizerError, match="'<y>' has the id 7, but the tokenizers library gives it 5") as caught:
+    with pytest.raises(TokenizerError, match="'<y>' has the id 7, but the tokenizers library assigns 5") as caught:
         load_tokenizer(directory)
     assert str(caught.value).startswith(f"{tmp_path}/tokenizer.json: ")
 
 
 def test_an_added_token_in_normal_form_stands_for_its_normal_form(tmp_path: Path) -> None:
-    """Under a Prepend it is found only after a space, which is a part of it."""
+    """Under a Prepend normalizer it is found only after a space, which is part of it."""
     made = library(
         normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
         AddedToken("éa", normalized=True),
@@ -70,15 +70,15 @@ def test_an_added_token_in_normal_form_stands_for_its_normal_form(tmp_path: Path
         token_ids = ours.encode(text)
         assert token_ids == made.encode(text).ids
         assert ours.decode(token_ids) == made.decode(token_ids)
-        if "<x>" not in text:  # before what follows such a token a space is put, too
+        if "<x>" not in text:  # a space is also put before the text after such a token
             assert ours.decode(token_ids) == f" {text}"
     assert ours.token_bytes(4) == " éa".encode()
 
 
 def test_a_prefix_within_words_is_refused(tmp_path: Path) -> None:
-    """The library panics on a merge without it."""
+    """The library panics on a merge without the prefix."""
     values = json.loads(makers.gpt2().to_str())
     values["model"].update(continuing_subword_prefix="##", merges=[["a", "b"]])
     (tmp_path / "tokenizer.json").write_text(json.dumps(values))
-    with pytest.raises(TokenizerError, match="its continuing_subword_prefix '##'"):
+    with pytest.raises(TokenizerError, match="the continuing_subword_prefix '##'"):
         load_tokenizer(tmp_path)

@@ -1,4 +1,4 @@
-"""Which marks begin and end a text: whose word counts, and what transformers says to the same files."""
+"""BOS and EOS tokens: precedence of the files, and agreement with transformers."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.model.tokenizer import makers
 
 
 def load(directory: Path, files: dict[str, Any], **config: object) -> Tokenizer:
-    """A tokenizer with the marks <s>, </s> and <pad> added, and more files beside it."""
+    """Load a tokenizer with the special tokens <s>, </s> and <pad>, and additional files."""
     library = makers.gpt2()
     library.add_special_tokens(["<s>", "</s>", "<pad>"])
     makers.write(directory, library, **config)
@@ -59,7 +59,7 @@ def test_what_begins_a_prompt_is_what_transformers_puts_there(name: str, adds_bo
 
 
 def test_a_begin_that_only_tokenizer_config_asks_for_is_put_there(tmp_path: Path) -> None:
-    """As transformers 4 does for Llama's classes, and as such models were trained."""
+    """As in transformers 4 for Llama's classes, with which such models were trained."""
     ours = load(tmp_path, {}, bos_token="<s>", add_bos_token=True)
     assert ours.bos_token_id == ours.special_tokens["<s>"]
     assert load(tmp_path, {}, bos_token="<s>").bos_token_id is None
@@ -75,7 +75,7 @@ def test_tokens_that_only_tokenizer_config_knows_are_added(tmp_path: Path) -> No
 
 
 def test_a_mark_named_in_tokenizer_config_is_a_mark(tmp_path: Path) -> None:
-    """Although tokenizer.json calls it an ordinary added token, as transformers does."""
+    """As in transformers, although tokenizer.json calls it an ordinary added token."""
     library = makers.gpt2()
     library.add_tokens(["<end>"])
     ours = load_tokenizer(makers.write(tmp_path, library, eos_token="<end>"))
@@ -95,10 +95,10 @@ def test_a_mark_named_in_tokenizer_config_is_a_mark(tmp_path: Path) -> None:
         ({"config.json": []}, {}, "config.json: a JSON object expected"),
         ({}, {"eos_token": "<nowhere>"}, "eos_token '<nowhere>' is not in the vocabulary"),
         ({}, {"bos_token": "<nowhere>", "add_bos_token": True}, "bos_token '<nowhere>' is not in the vocabulary"),
-        ({}, {"add_eos_token": True, "eos_token": "</s>"}, "only one mark before a prompt can be served"),
+        ({}, {"add_eos_token": True, "eos_token": "</s>"}, "at most one before and none after can be served"),
         ({}, {"add_bos_token": "yes"}, "add_bos_token must be true or false"),
         ({}, {"added_tokens_decoder": {"x": {}}}, "added_tokens_decoder is malformed"),
-        ({}, {"added_tokens_decoder": {"900": {}}}, "an added token wants an id and a content"),
+        ({}, {"added_tokens_decoder": {"900": {}}}, "an added token needs an id and a content"),
     ],
 )
 def test_marks_that_cannot_be_are_one_line(

@@ -1,4 +1,4 @@
-"""The claim of `model.tokenizer.merges`: what it accepts, tiktoken and the `tokenizers` library compute alike."""
+"""Check of `model.tokenizer.merges`: vocabularies that it accepts give equal results in tiktoken and `tokenizers`."""
 
 import random
 
@@ -13,7 +13,7 @@ Merge = tuple[str, str]
 
 
 def random_merges(draw: random.Random) -> tuple[list[str], list[Merge]]:
-    """Tokens over three letters and merges that make them: one or several a token, in no sensible order at times."""
+    """Generate tokens over three letters and their merges: one or several per token, sometimes out of order."""
     tokens, merges = list("abc"), list[Merge]()
     for _ in range(draw.randrange(1, 14)):
         left, right = draw.choice(tokens), draw.choice(tokens)
@@ -37,7 +37,7 @@ def every_word(length: int) -> list[str]:
 
 @pytest.mark.parametrize("ignore_merges", [False, True])
 def test_what_is_accepted_is_the_same(ignore_merges: bool) -> None:
-    """Every word of up to six letters, and longer ones, for 600 vocabularies."""
+    """Every word of up to six letters, and longer words, for 600 vocabularies."""
     draw, words = random.Random(2), every_word(6)
     num_accepted = num_refused = 0
     for _ in range(600):
@@ -68,28 +68,28 @@ def test_what_is_accepted_is_the_same(ignore_merges: bool) -> None:
 
 
 def test_the_pair_that_always_makes_a_token_is_found_among_many() -> None:
-    """Llama 3's files list every way to split a token; only one of them ever happens."""
+    """Llama 3's files list every way to split a token; only one of the merges is ever used."""
     tokens = [*BYTE_OF, "ab", "bc", "abc"]
     merges = [("a", "b"), ("b", "c"), ("a", "bc"), ("ab", "c")]
     assert canonical_merges(tokens, merges).tokens == ["ab", "bc", "abc"]
 
 
 def test_a_token_whose_own_bytes_end_elsewhere_is_never_merged() -> None:
-    """bc merges first, so a and bc are left of abc, and no merge joins these."""
+    """bc merges first, so abc becomes a and bc, which no merge joins."""
     found = canonical_merges([*BYTE_OF, "bc", "ab", "abc"], [("b", "c"), ("a", "b"), ("ab", "c")])
     assert (found.tokens, found.whole_pieces) == (["bc", "ab"], ["abc"])
     ranks = {b"a": 0, b"b": 1, b"c": 2, b"bc": 3, b"ab": 4}
-    assert is_joined_by_ranks(ranks, b"abc")  # tiktoken would join a and bc, had abc a rank
+    assert is_joined_by_ranks(ranks, b"abc")  # tiktoken would join a and bc if abc had a rank
     assert join_by_ranks(ranks.get, b"ababcc") == [b"ab", b"a", b"bc", b"c"]
 
 
 def test_merges_before_those_of_their_parts_are_refused() -> None:
-    with pytest.raises(NotEquivalentError, match="before those of its parts"):
+    with pytest.raises(NotEquivalentError, match="before the merges of its parts"):
         canonical_merges([*BYTE_OF, "ab", "abc"], [("ab", "c"), ("a", "b")])
 
 
 def test_a_merge_that_stands_twice_is_refused() -> None:
-    with pytest.raises(NotEquivalentError, match="stands twice"):
+    with pytest.raises(NotEquivalentError, match="is listed twice"):
         canonical_merges([*BYTE_OF, "ab", "bc"], [("a", "b"), ("b", "c"), ("a", "b")])
 
 

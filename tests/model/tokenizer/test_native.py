@@ -1,4 +1,4 @@
-"""Round trips, special marks as plain text, and streams that never break a character."""
+"""Round trips, special tokens as plain text, and streams that never split a character."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_special_marks_in_text_are_text(text: str) -> None:
 
 @given(st.lists(st.lists(st.integers(0, TOKENIZER.vocab_size - 1))))
 def test_stream_equals_decoding_at_once(pushes: list[list[int]]) -> None:
-    """For any ids at all, valid UTF-8 or not, however they are cut."""
+    """For any ids, valid UTF-8 or not, in any chunks."""
     decoder = StreamDecoder(TOKENIZER)
     streamed = "".join(decoder.push(ids) for ids in pushes) + decoder.flush()
     plain = b"".join(TOKENIZER.token_bytes(token) for ids in pushes for token in ids)
@@ -105,7 +105,7 @@ def test_a_tokenizer_without_end_mark_is_not_saved(tmp_path: Path) -> None:
     endless = ByteLevelTokenizer(
         pattern=TOKENIZER.pattern, ranks=dict(TOKENIZER.ranks), special_tokens={}, eos_token_ids=(), bos_token_id=None
     )
-    with pytest.raises(ValueError, match="no end mark"):
+    with pytest.raises(ValueError, match="no EOS token"):
         save_native(endless, tmp_path)
 
 

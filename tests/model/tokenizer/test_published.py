@@ -1,4 +1,4 @@
-"""The real files of GPT-2, GPT-3.5, GPT-4o and the shape of Llama 3's: known by hash, and exact."""
+"""Published tokenizer files of GPT-2, GPT-3.5, GPT-4o, and Llama 3's format: recognised by hash, and exact."""
 
 import base64
 import json
@@ -27,7 +27,7 @@ def gpt2_directory() -> Path:
 
 @cache
 def gpt2_library() -> Tokenizer:
-    """The `tokenizers` library's GPT-2, from the real files, as Hugging Face publishes it."""
+    """Return the `tokenizers` library's GPT-2, from the files that Hugging Face publishes."""
     directory = gpt2_directory()
     vocabulary = json.loads((directory / "encoder.json").read_text())
     lines = (directory / "vocab.bpe").read_text().split("\n")[1:]
@@ -39,7 +39,7 @@ def gpt2_library() -> Tokenizer:
 
 
 def test_gpt2_of_hugging_face_is_gpt2(tmp_path: Path) -> None:
-    """All stories and all adversarial text, from tokenizer.json and from OpenAI's own two files."""
+    """All stories and all adversarial text, from tokenizer.json and from OpenAI's two files."""
     library = gpt2_library()
     library.encode_special_tokens = True
     from_json = load_tokenizer(makers.write(tmp_path, library, eos_token="<|endoftext|>"))
@@ -61,7 +61,7 @@ def test_vocab_json_and_merges_txt_are_read_like_gpt2s(tmp_path: Path) -> None:
 
 
 def test_r50k_is_known_and_is_gpt2(tmp_path: Path) -> None:
-    """Its file is GPT-2's vocabulary, written another way: the hash tells that it is so to the byte."""
+    """The file is GPT-2's vocabulary in another format, which the hash proves."""
     ranks = json.loads((gpt2_directory() / "encoder.json").read_text())
     del ranks["<|endoftext|>"]
     real_files.write_ranks(tmp_path / "r50k_base.tiktoken", {_bytes(token): rank for token, rank in ranks.items()})
@@ -73,7 +73,7 @@ def test_r50k_is_known_and_is_gpt2(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", real_files.HASHED)
 def test_published_ranks_give_tiktokens_tokens(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With tiktoken's own pattern and marks, taken from the installed package."""
+    """Compare with tiktoken's own pattern and special tokens, from the installed package."""
     path = real_files.unpack(f"{name}.tiktoken", tmp_path) / f"{name}.tiktoken"
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, path.read_bytes().splitlines())}
     asked: list[str] = []
@@ -90,7 +90,7 @@ def test_published_ranks_give_tiktokens_tokens(name: str, tmp_path: Path, monkey
 
 
 def test_a_file_that_lists_every_split_of_a_token_gives_the_same_tokens(tmp_path: Path) -> None:
-    """As Llama 3's tokenizer.json does: twice as many merges, of which half never happen."""
+    """Llama 3's tokenizer.json has twice as many merges, half of which are never used."""
     ours = load_tokenizer(real_files.unpack("cl100k_base.tiktoken", tmp_path / "bare"))
     export_tokenizer(ours, tmp_path / "bare", tmp_path / "out")
     values = json.loads((tmp_path / "out" / "tokenizer.json").read_text())
@@ -112,14 +112,14 @@ def test_a_file_that_lists_every_split_of_a_token_gives_the_same_tokens(tmp_path
 def test_an_unknown_file_of_ranks_is_refused(tmp_path: Path) -> None:
     real_files.write_ranks(tmp_path / "mine.tiktoken", {bytes([byte]): byte for byte in range(256)})
     with pytest.raises(
-        TokenizerError, match=r"mine\.tiktoken: its SHA-256 [0-9a-f]{16}… is none of r50k_base"
+        TokenizerError, match=r"mine\.tiktoken: the SHA-256 [0-9a-f]{16}… matches no known file \(r50k_base"
     ) as caught:
         load_tokenizer(tmp_path)
     assert "add a tokenizer.json" in str(caught.value)
 
 
 def test_llama3s_tokenizer_model_is_read(tmp_path: Path) -> None:
-    """Its 128,000 ranks are not ours to carry; these stand in for them."""
+    """The 128,000 original ranks cannot be redistributed; made-up ranks stand for them."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     numbers = iter(range(2**20))
     while len(ranks) < 128_000:

@@ -1,4 +1,4 @@
-"""What cannot be served is refused in one line that names the file and the thing."""
+"""Unsupported tokenizers are rejected in one line that names the file and the feature."""
 
 import json
 from collections.abc import Callable
@@ -15,36 +15,39 @@ from tests.model.tokenizer import makers
 Change = Callable[[dict[str, Any]], object]
 REFUSED: dict[str, tuple[Change, str]] = {
     "no model": (lambda v: v.pop("model"), "malformed: KeyError"),
-    "a model of words in pieces": (lambda v: v["model"].update(type="WordPiece"), "its model is of type 'WordPiece'"),
-    "no vocabulary": (lambda v: v["model"].update(vocab={}), "its vocabulary is empty"),
-    "ids that are no numbers": (lambda v: v["model"]["vocab"].update(a="x"), "ids that are no numbers"),
-    "an id for two tokens": (lambda v: v["model"]["vocab"].update(a=70), "each for one token alone; 70 is not"),
+    "a model of words in pieces": (
+        lambda v: v["model"].update(type="WordPiece"),
+        "the model type 'WordPiece' is not supported",
+    ),
+    "no vocabulary": (lambda v: v["model"].update(vocab={}), "the vocabulary is empty"),
+    "ids that are no numbers": (lambda v: v["model"]["vocab"].update(a="x"), "ids other than integers"),
+    "an id for two tokens": (lambda v: v["model"]["vocab"].update(a=70), "unique; 70 is not"),
     "an id of a billion": (lambda v: v["model"]["vocab"].update(a=10**9), "under 4,194,304; 1000000000 is not"),
     "merges that are none": (lambda v: v["model"].update(merges=["a b c"]), "malformed: ValueError"),
     "a merge of what is no token": (
         lambda v: v.update(normalizer={"type": "Lowercase"}) or v["model"].update(merges=[["xx", "yy"]]),
-        "the tokenizers library refuses it",
+        "the tokenizers library reports an error",
     ),
-    "no decoder": (lambda v: v.update(decoder=None), r"its decoder \(none\) joins tokens by spaces"),
-    "a decoder of word pieces": (lambda v: v.update(decoder={"type": "WordPiece"}), "WordPiece.* is not understood"),
+    "no decoder": (lambda v: v.update(decoder=None), r"the decoder \(none\) joins tokens with spaces"),
+    "a decoder of word pieces": (lambda v: v.update(decoder={"type": "WordPiece"}), "WordPiece.* is not supported"),
     "a decoder that strips every token": (
         lambda v: v.update(decoder={"type": "Strip", "content": " ", "start": 1, "stop": 0}),
-        "Strip.* is not understood",
+        "Strip.* is not supported",
     ),
     "a decoder beside ByteLevel": (
         lambda v: v.update(decoder={"type": "Sequence", "decoders": [v["decoder"], {"type": "ByteFallback"}]}),
-        "steps beside ByteLevel",
+        "steps besides ByteLevel",
     ),
     "a decoder that replaces by a pattern": (
         lambda v: v.update(decoder={"type": "Replace", "pattern": {"Regex": "x"}, "content": ""}),
-        "Replace.* is not understood",
+        "Replace.* is not supported",
     ),
     "marks on both sides": (
         lambda v: v.update(post_processor={"type": "BertProcessing", "cls": ["a", 1], "sep": ["b", 2]}),
-        "every text would stand between",
+        "special tokens \\['a'\\] before and \\['b'\\] after every text",
     ),
     "an unknown post-processor": (lambda v: v.update(post_processor={"type": "New"}), "post_processor 'New'"),
-    "an added token without a name": (lambda v: v.update(added_tokens=[{"id": 1}]), "wants an id and a content"),
+    "an added token without a name": (lambda v: v.update(added_tokens=[{"id": 1}]), "needs an id and a content"),
 }
 
 
@@ -71,7 +74,7 @@ def test_a_tokenizer_json_that_cannot_be_served(name: str, tmp_path: Path) -> No
         ({"vocab.json": "{}", "merges.txt": "#version: 0.2\na b c\n"}, "merges.txt: expected two tokens a line"),
         (
             {"vocab.json": "{}", "merges.txt": "", "tokenizer_config.json": '{"tokenizer_class": "BartTokenizer"}'},
-            "vocab.json: how BartTokenizer splits a text does not stand in it",
+            "vocab.json: the split pattern of BartTokenizer is not in this file",
         ),
         ({"tokenizer.json": "{}", "tokenizer_config.json": "3"}, "tokenizer_config.json: a JSON object expected"),
     ],
@@ -87,18 +90,18 @@ def test_files_that_cannot_be_read(files: dict[str, str], message: str, tmp_path
 
 def test_a_character_without_a_token_is_refused_not_lost(tmp_path: Path) -> None:
     ours = load_tokenizer(makers.write(tmp_path, makers.characters()))
-    with pytest.raises(TokenizerError, match="the tokenizer has no token for '€'; leave it out"):
+    with pytest.raises(TokenizerError, match="the tokenizer has no token for '€'; remove this character"):
         ours.encode("a€b")
 
 
 @pytest.mark.parametrize("byte_level", [True, False])
 def test_a_text_of_which_the_library_drops_a_part_is_refused(byte_level: bool, tmp_path: Path) -> None:
-    """Vocabularies trained on few texts lack bytes or letters; é has one byte that is known and one that is not."""
+    """Vocabularies trained on few texts lack bytes or letters: of the two bytes of é, one is known."""
     library = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "ab": 2, "Ã": 3}, merges=[("a", "b")]))
     if byte_level:
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel() if byte_level else decoders.Fuse()
     ours = load_tokenizer(makers.write(tmp_path, library))
     assert ours.encode("abba") == [2, 1, 0]
-    with pytest.raises(TokenizerError, match="no token for 'é'; leave it out"):
+    with pytest.raises(TokenizerError, match="no token for 'é'; remove this character"):
         ours.encode("abéba")

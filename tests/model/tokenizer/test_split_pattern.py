@@ -1,4 +1,4 @@
-"""Both engines split alike: they agree on what every character is, and patterns that could differ are left out."""
+"""Split patterns: both regex engines split alike, and patterns that could differ are rejected."""
 
 import pytest
 import tiktoken
@@ -12,7 +12,7 @@ from tests.model.tokenizer.texts import all_texts, any_text
 
 KINDS = [r"\s", r"(?i:[sdmt])", r"(?i:ll|ve|re)", *(rf"\p{{{name}}}" for name in CATEGORIES)]
 BYTES = {bytes([byte]): byte for byte in range(256)}
-# All planes in which anything is assigned, and of the others every 97th code point.
+# All planes with assigned characters, and every 97th code point of the others.
 CODES = [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xE1000), *range(0x40000, 0x110000, 97)]
 EVERY_CHARACTER = "".join(map(chr, CODES))
 GPT2_BY_TIKTOKEN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -22,7 +22,7 @@ TRANSLATED = [_CL100K_PATTERN, SPLIT_PATTERN, GPT2_BY_TIKTOKEN]
 
 
 def kept_by_tiktoken(pattern: str, text: str) -> str:
-    """What the pattern matches, all matches joined."""
+    """Return the joined matches of the pattern."""
     encoding = tiktoken.Encoding("test", pat_str=pattern, mergeable_ranks=BYTES, special_tokens={})
     return bytes(encoding.encode_ordinary(text)).decode()
 
@@ -44,7 +44,7 @@ def test_patterns_of_today_are_portable(pattern: str) -> None:
 
 @pytest.mark.parametrize("pattern", TRANSLATED)
 def test_patterns_of_tiktoken_are_translated(pattern: str) -> None:
-    """The translation splits as the original does, in tiktoken itself; the rest is the test of agreement."""
+    """The translated pattern splits like the original in tiktoken; test_agreement covers the rest."""
     translated = for_oniguruma(pattern)
     assert translated is not None
     assert not is_portable(pattern)
@@ -65,12 +65,12 @@ def test_nothing_is_left_out(text: str) -> None:
 @pytest.mark.parametrize(
     "pattern",
     [
-        r"\p{L}+",  # leaves out what is no letter
-        r"\s+(?!\S)|\S+",  # leaves out the last space before a word
+        r"\p{L}+",  # drops characters that are not letters
+        r"\s+(?!\S)|\S+",  # drops the last space before a word
         r"\p{L}*|\s|\S",  # matches nothing at all
         r"\p{N}{1,3}+|\s|\S",  # possessive here, repeated there
         r"\s+$|\s|\S",  # the end of the text here, of a line there
-        r"(?i)a|\s|\S",  # other reach of |
+        r"(?i)a|\s|\S",  # different scope of |
         r"(?i:ss)|\s|\S",  # matches a sharp s there
         r"[a&&b]|\s|\S",
         r".|\n",

@@ -1,4 +1,4 @@
-"""Streams of every kind of tokenizer: what is shown is what the ids add to the text before them."""
+"""Streams of all kinds of tokenizers: the output is what the ids add to the text before them."""
 
 from functools import cache
 from pathlib import Path
@@ -30,7 +30,7 @@ def streamed(ours: Tokenizer, token_ids: list[int]) -> list[str]:
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("text", [*ADVERSARIAL[1:], stories()[0]], ids=str.__len__)
 def test_deltas_after_a_prompt_are_what_the_completion_adds(name: str, text: str) -> None:
-    """Wherever the ids of a text are cut in two; cuts inside a character are of the next test."""
+    """The ids of a text are split at every index; the next test covers splits inside a character."""
     ours = tokenizer(name)
     token_ids = ours.encode(text)
     whole = ours.decode(token_ids)
@@ -43,7 +43,7 @@ def test_deltas_after_a_prompt_are_what_the_completion_adds(name: str, text: str
 @pytest.mark.parametrize("name", MAKERS)
 @given(data=st.data())
 def test_any_ids_stream_to_their_bytes(name: str, data: st.DataObject) -> None:
-    """Valid UTF-8 or not: bytes of no character become U+FFFD, and nothing shown is taken back."""
+    """Valid UTF-8 or not: invalid bytes become U+FFFD, and no output is retracted."""
     ours = tokenizer(name)
     token_ids = data.draw(st.lists(st.integers(0, ours.vocab_size - 1), max_size=30))
     plain = b"".join(map(ours.token_bytes, token_ids))
@@ -56,8 +56,10 @@ def test_any_ids_stream_to_their_bytes(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", ["llama2", "mistral", "gemma"])
 @given(text=any_text())
 def test_bytes_stand_in_for_what_has_no_token(name: str, text: str) -> None:
-    """Every text survives, but for lone surrogates, a ▁, and for Metaspace a first space: it stands for the one that
-    would have been put there, and is taken off with it.
+    """Every text survives a round trip, with three exceptions.
+
+    They are lone surrogates, a ▁, and with Metaspace a leading space, which is taken for the inserted space and
+    removed.
     """
     ours = tokenizer(name)
     clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").replace("▁", "_")

@@ -1,4 +1,4 @@
-"""What tokenizers are compared on: every line of some stories, and text that was made to break them."""
+"""Texts for comparing tokenizers: every line of some stories, and adversarial text."""
 
 import json
 import lzma
@@ -33,14 +33,14 @@ ADVERSARIAL = [
 
 @cache
 def stories() -> tuple[str, ...]:
-    """The 292 stories of TinyStories' held-out lines."""
+    """Return the 292 stories in TinyStories' held-out lines."""
     lines = lzma.decompress((DATA / "tinystories_valid.jsonl.xz").read_bytes()).decode().splitlines()
     return tuple(json.loads(line)["text"] for line in lines)
 
 
 @cache
 def all_texts() -> tuple[str, ...]:
-    """Stories, adversarial text, and seeded noise of characters from all over Unicode."""
+    """Return stories, adversarial text, and seeded noise of characters from all of Unicode."""
     draw = random.Random(1)
     near = " \n\t\r'sSſtREVEll.,!-_09²½éßñ\u0308\u0301你好한글ॐ👩\u200d👧🇩🇪\u00a0\u3000\u0085\x1c\x00\x7fAbcDEF"
     noise = ["".join(draw.choices(near, k=draw.randrange(1, 40))) for _ in range(1500)]
@@ -49,6 +49,6 @@ def all_texts() -> tuple[str, ...]:
 
 
 def any_text() -> st.SearchStrategy[str]:
-    """Any text, lone surrogates included, rich in what splits tokens."""
+    """Generate any text, including lone surrogates, with many characters that split tokens."""
     characters = st.one_of(st.sampled_from(" \n\t'st▁eéa\u0301👩\u200d你1<>"), st.characters(exclude_categories=()))
     return st.text(characters, max_size=40)

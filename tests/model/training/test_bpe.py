@@ -1,4 +1,4 @@
-"""The BPE trainer against a naive one, and what a tokenizer must keep."""
+"""BPE trainer against a naive implementation, and required properties of its tokenizers."""
 
 from collections import Counter
 
@@ -11,7 +11,7 @@ from model.training.bpe import SPLIT_PATTERN, train_bpe
 
 
 def naive_merges(texts: list[str], count: int) -> list[bytes]:
-    """Recount everything for every merge; of equals the pair of lower ids."""
+    """Recount all pairs for every merge; of equal counts the pair of lower ids merges first."""
     words = Counter(word.encode() for text in texts for word in regex.findall(SPLIT_PATTERN, text))
     tokens = [bytes([byte]) for byte in range(256)]
     table = {word: list(word) for word in words}
@@ -62,12 +62,12 @@ def test_equal_corpora_in_another_order_give_the_same_tokenizer() -> None:
 
 
 def test_refuses_a_vocabulary_without_room_for_the_bytes() -> None:
-    with pytest.raises(ValueError, match="need 257"):
+    with pytest.raises(ValueError, match="need at least 257"):
         train_bpe(["a"], 256)
 
 
 def test_a_word_without_an_end_is_learned_in_parts() -> None:
-    """As DNA is written: all of it at once would be read for each merge."""
+    """DNA has no spaces: without splitting, each merge would read all of it."""
     whole, parts = ("ab" * 128 + "cd" * 128) * 2, ("ab" * 128, "cd" * 128)
     tokenizer = train_bpe([whole], 300)
     assert tokenizer.ranks == train_bpe([" ".join(("", *parts, *parts)).replace(" ", "\n")], 300).ranks

@@ -1,4 +1,4 @@
-"""The model card: true for any recipe, not for the first one alone."""
+"""Model cards are correct for any recipe."""
 
 import dataclasses
 from pathlib import Path
@@ -153,5 +153,5 @@ def test_the_architecture_is_named_by_its_choices(change: dict[str, Any], said: 
 
 
 def test_a_description_is_a_text() -> None:
-    with pytest.raises(ValueError, match="description must be a text"):
+    with pytest.raises(ValueError, match="description must be a string"):
         dataclasses.replace(config(), description=3)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Conversations are what a served model will see, token for token, and only answers are learned."""
+"""Training conversations have the token ids of the served chat template, and only assistant messages are targets."""
 
 import json
 import lzma
@@ -59,7 +59,7 @@ def test_only_answers_and_their_ends_are_learned(turns: list[Turn]) -> None:
     ids, targets = encode_conversation(TOKENIZER, turns)
     learned = TOKENIZER.decode(token for token, target in zip(ids, targets, strict=True) if target)
     said = [turn.text for turn in turns if turn.role == "assistant"]
-    if not any(text.lstrip(" \t") != text.lstrip() for text in said):  # these share a token with what is before them
+    if not any(text.lstrip(" \t") != text.lstrip() for text in said):  # these share a token with the text before them
         assert learned == "".join(f"{text}{END}" for text in said).encode("utf-8", "replace").decode()
     assert not targets[-1]
 
@@ -72,7 +72,7 @@ def test_a_text_never_becomes_a_mark(turns: list[Turn]) -> None:
 
 
 def test_a_conversation_needs_its_marks_and_known_roles() -> None:
-    with pytest.raises(ValueError, match="role 'tool' is none of system, user, assistant"):
+    with pytest.raises(ValueError, match="role 'tool' is not one of system, user, assistant"):
         encode_conversation(TOKENIZER, [Turn("tool", "x")])
 
 
@@ -80,7 +80,7 @@ DIALOGUE = {"turns": [["S", "Welcome."], ["U", "I am "], ["U", "hungry."], ["S",
 
 
 def talk(record: dict[str, Any], kind: str, seed: int = 0) -> list[tuple[str, str]]:
-    """Without a system message, which some get."""
+    """Make a conversation without a system message, which some conversations have."""
     turns = conversation(record, kind, seed)
     assert turns is not None
     return [(turn.role, turn.text) for turn in turns if turn.role != "system"]
@@ -111,7 +111,7 @@ def test_the_same_seed_makes_the_same_conversation_and_others_make_others() -> N
 
 
 def test_the_small_talk_of_the_repository_can_be_learned() -> None:
-    """Every line makes a well-formed conversation; every wording of a line is a text of its own."""
+    """Every line makes a well-formed conversation, and all wordings of a line differ."""
     records = [json.loads(line) for line in GREETINGS.read_text().splitlines()]
     assert len(records) > 500
     for record in records:

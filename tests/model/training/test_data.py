@@ -1,4 +1,4 @@
-"""Corpora: read, split, and nothing held out in training."""
+"""Corpora: reading, splitting, and no held-out text in training."""
 
 import json
 import lzma
@@ -59,7 +59,7 @@ def test_nothing_held_out_anywhere_is_trained_on(tmp_path: Path) -> None:
 
 
 def shares_a_run(text: str, others: list[str]) -> bool:
-    """The definition, naively."""
+    """Naive implementation of the definition of a shared run."""
     words = text.split()
     runs = {tuple(words[start : start + RUN_WORDS]) for start in range(len(words) - RUN_WORDS + 1)}
     for other in others:

@@ -1,4 +1,4 @@
-"""Attention of documents side by side: that of each on its own, in values and in gradients."""
+"""Packed document attention equals attention of each document alone, in values and in gradients."""
 
 import itertools
 
@@ -19,7 +19,7 @@ from tests.model.configs import ROTARY
 
 
 def alone(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts: list[int], scale: float) -> Tensor:
-    """The formula, document by document, in float32."""
+    """Compute the formula, document by document, in float32."""
     groups = q_THD.shape[1] // k_TKD.shape[1]
     out = []
     for start, end in itertools.pairwise(starts):
@@ -55,7 +55,7 @@ def test_values_and_gradients_are_those_of_each_document_alone(
 
 
 def test_the_operator_keeps_what_pytorch_asks_of_one() -> None:
-    """Its shapes, its gradient, and that nothing it is given is changed or handed back, by PyTorch's own check."""
+    """PyTorch's opcheck covers shapes, the gradient, and that inputs are neither changed nor returned."""
     inputs = [torch.randn(9, n, 16, requires_grad=True) for n in (4, 2, 2)]
     starts = torch.tensor([0, 4, 9], dtype=torch.int32)
     library.opcheck(attend_documents, (*inputs, starts, 8))

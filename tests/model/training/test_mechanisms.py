@@ -1,4 +1,4 @@
-"""Every mechanism learns in the real loop, comes out the same twice, and is served as it was trained."""
+"""Every mechanism trains in the real loop, reproducibly, and is served as it was trained."""
 
 import dataclasses
 from pathlib import Path
@@ -22,13 +22,13 @@ from service.messages import TokenDelta
 from tests.engine.fakes import make_submit
 from tests.model.training.test_train import config as fables
 
-# What the recipes have, made small: the choices stay.
+# The recipes at a small size, with their model options.
 SMALL = {"vocab_size": 320, "max_context_length": 64, "num_layers": 2, "hidden_size": 32, "mlp_size": 48}
 FEWER = {"sliding_window": 8, "rotary_dim": 4, "max_relative_distance": 20, "num_relative_buckets": 8}
 
 
 def small(recipe: TrainConfig) -> TrainConfig:
-    """The recipe's mechanism at a size that trains in a second, on fables, with one sample instead of many."""
+    """Return the recipe's mechanism at a size that trains in a second, on fables, with one sample."""
     model = recipe.model
     fewer = {name: value for name, value in FEWER.items() if getattr(model, name) is not None}
     layers = {"global_layers": (1,)} if model.global_layers else {}
@@ -51,7 +51,7 @@ def run(config: TrainConfig, directory: Path, **changes: object) -> list[float]:
 
 @pytest.fixture(scope="module", params=[row.name for row in ROWS])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, Path]:
-    """A mechanism's small recipe and the directory of its run."""
+    """Return the small recipe of a mechanism, and the directory of its run."""
     config = small(next(row for row in ROWS if row.name == request.param).recipe())
     directory = tmp_path_factory.mktemp(request.param)
     run(config, directory)
@@ -66,7 +66,7 @@ def test_it_learns_and_does_so_again(trained: tuple[TrainConfig, Path], tmp_path
 
 
 def test_written_out_attention_learns_the_same(trained: tuple[TrainConfig, Path], tmp_path: Path) -> None:
-    """Gradients too: the second and third losses depend on those of the first steps."""
+    """Covers gradients: the second and third losses depend on those of the first steps."""
     config, directory = trained
     losses = [line["loss"] for line in read_log(directory / "log.jsonl")]
     assert run(config, tmp_path, stop_after=4, attention="eager") == pytest.approx(losses[:4], rel=1e-4)
@@ -82,7 +82,7 @@ def test_its_checkpoint_is_served_as_it_generates(trained: tuple[TrainConfig, Pa
         model, tokenizer, EngineConfig(block_size=4, num_blocks=60, max_num_running=8, max_batched_tokens=9)
     )
     prompts = [tokenizer.encode(text) for text in ("The fox and the grapes", "A", "One winter day the ants were")]
-    # After so few steps the likeliest token is nearly always the same: draws tell more than greedy text.
+    # After a few steps the likeliest token is nearly always the same, so samples reveal more than greedy text.
     submits = [
         make_submit(f"{i}-{temperature}", ids, max_tokens=24, temperature=temperature, seed=i, ignore_eos=True)
         for i, ids in enumerate(prompts)
@@ -102,7 +102,7 @@ def test_its_checkpoint_is_served_as_it_generates(trained: tuple[TrainConfig, Pa
 
 
 def test_no_two_mechanisms_are_the_same_model() -> None:
-    """Each row differs from the one it is compared with in choices of the model alone, and in one mechanism."""
+    """Each recipe differs from its baseline in model options alone, and in one mechanism."""
     recipes = {row.name: row.recipe() for row in ROWS}
     together = ({"num_heads", "num_kv_heads", "head_dim"}, {"sliding_window", "global_layers"})
     of_a_position = {"position", "num_relative_buckets", "max_relative_distance"}

@@ -1,4 +1,4 @@
-"""The order of learning and its batches: each document once an epoch, weights kept, the same batch whoever asks."""
+"""Training order and batches: each document once per epoch, weights kept, and reproducible batches."""
 
 import itertools
 from collections import Counter
@@ -14,7 +14,7 @@ from model.training.packing import ROUND_BATCHES, UNTRAINED, Batch, Batches
 
 
 def tokenized(lengths: list[int], *, first: int = 0, repeats: float = 1.0, trained: bool = True) -> TokenizedSource:
-    """Documents of consecutive token ids, each beginning and ending with 9,999; untrained ones at odd places."""
+    """Return documents of consecutive token ids, delimited by 9,999; odd positions may be untrained."""
     ids = [[9999, *range(first + sum(lengths[:i]), first + sum(lengths[:i]) + n), 9999] for i, n in enumerate(lengths)]
     flat = np.array(list(itertools.chain.from_iterable(ids)), dtype=np.uint16)
     return TokenizedSource(
@@ -115,7 +115,7 @@ def test_documents_lie_side_by_side_and_are_torn_only_where_a_batch_ends() -> No
             assert inputs[1:] == targets[:-1]
             assert 9999 not in inputs[1:]
             assert len(inputs) <= 8
-            if place:  # a sequence within a batch begins a document, or a piece of one longer than a sequence
+            if place:  # within a batch a sequence starts a document, or a piece of a longer document
                 assert inputs[0] == 9999 or inputs[0] == 10
 
 
@@ -137,7 +137,7 @@ def test_what_is_not_learned_is_marked_in_the_targets(documents: bool) -> None:
     batch = batches(source, documents=documents).batch(0)
     checked = 0
     for token, target in zip(batch.inputs_T.tolist(), batch.targets_T.tolist(), strict=True):
-        if token != 9999 and follows[token] != 9999:  # the mark itself is learned at some places only
+        if token != 9999 and follows[token] != 9999:  # the delimiter is a target at some positions only
             assert target == (follows[token] if follows[token] in learned else UNTRAINED)
             checked += 1
     assert checked > 5

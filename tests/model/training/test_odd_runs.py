@@ -1,4 +1,4 @@
-"""What a run must bear: texts nobody expected, logs that were damaged, choices that do not go together."""
+"""Unusual runs: unexpected texts, damaged logs, incompatible options."""
 
 import dataclasses
 import json
@@ -26,21 +26,21 @@ from tests.model.training.test_train import config, losses, settings
 
 
 def source(path: Path, records: Iterable[dict[str, object]], **changes: object) -> SourceConfig:
-    """A .jsonl file of these records."""
+    """Return a .jsonl source of these records."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     values = {"name": path.stem, "path": path, "repeats": 1, "held_out": 0.0, "licence": "none"}
     return SourceConfig(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def with_dialogues(path: Path, question: str, **changes: object) -> TrainConfig:
-    """A run that ends by the answers to a question."""
+    """Return a run with a chat phase on dialogues."""
     turns = [["U", question], ["S", "Yes."]]
     told = source(path, ({"turns": turns} for _ in range(8)), repeats=0, chat="dialogue", chat_repeats=1.0)
     return config(sources=(*config().sources, told), **changes)
 
 
 def test_a_batch_without_a_target_teaches_nothing(tmp_path: Path) -> None:
-    """The middle of a question that is longer than a batch."""
+    """The batch lies in the middle of a question that is longer than a batch."""
     recipe = with_dialogues(tmp_path / "dialogues.jsonl", "why " * 400, chat_steps=10, batch_size=2)
     assert train(recipe, settings(tmp_path), lambda said: None)
     assert 0.0 in losses(tmp_path, "run")[-10:]
@@ -48,9 +48,9 @@ def test_a_batch_without_a_target_teaches_nothing(tmp_path: Path) -> None:
 
 
 def test_conversations_need_a_tokenizer_with_their_marks(tmp_path: Path) -> None:
-    """Said at once, not hours later when they begin."""
+    """The error comes at the start, not hours later when the chat phase begins."""
     train(config(), settings(tmp_path, stop_after=2), lambda said: None)
-    with pytest.raises(ValueError, match="its tokenizer has no marks for them; set chat_steps = 0"):
+    with pytest.raises(ValueError, match="its tokenizer has no ChatML tokens; set chat_steps = 0"):
         train(with_dialogues(tmp_path / "d.jsonl", "Why?", chat_steps=5), settings(tmp_path), lambda said: None)
 
 
@@ -61,7 +61,7 @@ def test_any_seed_draws_what_is_left_out(tmp_path: Path, seed: int) -> None:
 
 
 def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gradient can overflow where the loss does not."""
+    """A gradient can overflow although the loss is finite."""
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(math.inf))
     run = settings(tmp_path)
     with pytest.raises(ValueError, match="at step 0; lower matrix_lr"):
@@ -89,7 +89,7 @@ def test_a_run_whose_log_is_lost_names_no_loss(tmp_path: Path) -> None:
 
 
 def test_the_commit_is_this_projects_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Installed below a repository of its user, the package is not part of that."""
+    """The package may be installed inside a repository of the user, which does not contain it."""
     shutil.copy(finish.__file__, tmp_path / "finish.py")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@localhost"]
     subprocess.run([*git, "init", "-q"], check=True)
@@ -102,7 +102,7 @@ def test_the_commit_is_this_projects_or_none(tmp_path: Path, monkeypatch: pytest
 
 
 def test_half_a_character_is_as_good_as_any(tmp_path: Path) -> None:
-    """JSON can name it, UTF-8 cannot hold it."""
+    """JSON can express a lone surrogate, UTF-8 cannot."""
     records = ({"text": f"{number} hens \ud83d " * 30} for number in range(20))
     told = source(tmp_path / "halves.jsonl", records, held_out=0.2)
     recipe = config(sources=(told,), vocab_size=262, model=dataclasses.replace(config().model, vocab_size=262))
@@ -126,7 +126,7 @@ def test_texts_without_a_letter_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_dialogue_is_held_out_as_a_whole(tmp_path: Path) -> None:
-    """Conversations are made of its turns: if a part of it were trained on, all of it would be."""
+    """Conversations use all turns, so no part of a held-out dialogue may be trained on."""
     turns = [["US"[number % 2], f"{number} is a number. " * 40] for number in range(200)]
     read = read_source(source(tmp_path / "long.jsonl", [{"turns": turns}], held_out=0.5))
     assert len(read.train) + len(read.held_out) == 1
@@ -162,5 +162,5 @@ def test_documents_side_by_side_are_for_attention_by_queries_and_keys_alone(mode
     recipe = config()
     shape = type(recipe.model).from_dict({**recipe.model.to_dict(), **model})
     changed = dataclasses.replace(recipe, model=shape, mask_documents=False)
-    with pytest.raises(ValueError, match=f"mask_documents is not for .*{named}: set mask_documents = false"):
+    with pytest.raises(ValueError, match=f"mask_documents does not support .*{named}: set mask_documents = false"):
         dataclasses.replace(changed, mask_documents=True)

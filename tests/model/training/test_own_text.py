@@ -1,4 +1,4 @@
-"""A text of one's own: what is read, how it is cut, and what is refused in which words."""
+"""The user's text files: reading, cutting, and error messages."""
 
 import gzip
 import json
@@ -103,21 +103,21 @@ def test_half_a_character_in_json_does_not_stop_anything(tmp_path: Path) -> None
 
 REFUSED: dict[str, tuple[str, bytes, str]] = {
     "empty": ("a.txt", b"", "{path}: empty; give a file with text"),
-    "white": ("a.txt", b" \n\t" * 9000, "{path}: only white space in it; give a file with text"),
+    "white": ("a.txt", b" \n\t" * 9000, "{path}: only white space; give a file with text"),
     "small": ("a.txt", RUNNING[:3000].encode(), "{path}: 3.0 KB of text; at least 20 KB are needed"),
-    "repeated": ("a.txt", b"The fox ran.\n" * 10_000, "KB that differ, the rest of 130 KB says the same again"),
-    "picture": ("a.txt", b"\x89PNG\r\n\x1a\n", "{path}: not a text but a PNG picture; give plain text in UTF-8"),
-    "document": ("a.txt", b"%PDF-1.7", "{path}: not a text but a PDF document; give plain text in UTF-8, as pdftotext"),
-    "gzip": ("a.txt", gzip.compress(b"x"), "{path}: packed by gzip; unpack it, or pack it by xz"),
-    "cut off": ("a.txt.xz", lzma.compress(RUNNING.encode())[:-20], "{path}: packed by xz, and cut off"),
-    "damaged": ("a.txt.xz", lzma.compress(b"x" * 999)[:20] + b"no", "{path}: packed by xz, and"),
-    "zero": ("a.txt", b"abc\0", "{path}: not a text, byte 3 is zero"),
-    "utf-16": ("a.txt", RUNNING.encode("utf-16"), "{path}: UTF-16, and texts are read as UTF-8; convert it: iconv"),
-    "latin": ("a.txt", b"caf\xe9", "{path}: not UTF-8 text, from byte 3 on; convert it, perhaps by: iconv"),
+    "repeated": ("a.txt", b"The fox ran.\n" * 10_000, "of text remain after removing duplicates from 130 KB"),
+    "picture": ("a.txt", b"\x89PNG\r\n\x1a\n", "{path}: not text but a PNG picture; give plain text in UTF-8"),
+    "document": ("a.txt", b"%PDF-1.7", "{path}: not text but a PDF document; give plain text in UTF-8, as pdftotext"),
+    "gzip": ("a.txt", gzip.compress(b"x"), "{path}: gzip-compressed; decompress it, or compress it with xz"),
+    "cut off": ("a.txt.xz", lzma.compress(RUNNING.encode())[:-20], "{path}: truncated xz file"),
+    "damaged": ("a.txt.xz", lzma.compress(b"x" * 999)[:20] + b"no", " xz file"),
+    "zero": ("a.txt", b"abc\0", "{path}: not text: byte 3 is zero"),
+    "utf-16": ("a.txt", RUNNING.encode("utf-16"), "{path}: encoded as UTF-16, but must be UTF-8; convert it: iconv"),
+    "latin": ("a.txt", b"caf\xe9", "{path}: not UTF-8 text: byte 3 is invalid; convert it, for example with: iconv"),
     "json": ("a.jsonl", b'{"text": "a"}\n{"text": "b\n', '{path}, line 2: not JSON; each line must be an object'),
     "key": ("a.jsonl", b'{"content": "a"}\n', '{path}, line 1: no "text", its keys are "content"; each line must be'),
     "number": ("a.jsonl", b'{"text": 1}\n', '{path}, line 1: no "text", its keys are "text"; each line must be'),
-    "list": ("a.jsonl", b'["a"]\n', '{path}, line 1: no "text", no object; each line must be an object with a "text"'),
+    "list": ("a.jsonl", b'["a"]\n', '{path}, line 1: no "text", it is not an object; each line must be'),
     "nested": ("a.jsonl", b"[" * 100_000, "{path}, line 1: not JSON"),
 }  # fmt: skip
 
@@ -135,7 +135,7 @@ def test_what_is_no_text_is_refused_in_a_line(tmp_path: Path, what: str) -> None
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match=r"nope\.txt: no such file"):
         read_own_text([tmp_path / "nope.txt"])
-    with pytest.raises(CorpusError, match="a directory without texts"):
+    with pytest.raises(CorpusError, match="a directory without text files"):
         read_own_text([tmp_path])
 
 
@@ -144,7 +144,7 @@ def test_there_is_a_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     path = written(tmp_path / "a.txt", RUNNING)
     packed = written(tmp_path / "a.txt.xz", lzma.compress(RUNNING.encode()))
     for given in ([path], [packed]):
-        with pytest.raises(CorpusError, match="give a part of it"):
+        with pytest.raises(CorpusError, match="give a part of the text"):
             read_own_text(given)
 
 

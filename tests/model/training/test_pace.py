@@ -1,4 +1,4 @@
-"""The length of a run follows the clock: runs are simulated, with a clock that steps set forward."""
+"""Length of a run with a deadline: simulated runs whose steps advance the clock."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,7 +18,7 @@ RECIPE = Path(__file__).parents[3] / "model" / "training" / "configs" / "tales.t
 
 
 class Time:
-    """Stands for the module `time`."""
+    """Replacement for the module `time`."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -45,7 +45,7 @@ def simulate(
     seconds_of: Callable[[int], float],
     loss_of: Callable[[int], float] = lambda step: 10.0 / (step + 1),
 ) -> list[TrainConfig]:
-    """The config at each step of a run; it is measured every 20 steps."""
+    """Return the config at each step of a run, with a held-out evaluation every 20 steps."""
     configs: list[TrainConfig] = []
     while len(configs) < config.steps:
         configs.append(config)
@@ -149,7 +149,7 @@ def test_the_clock_counts_earlier_attempts(time: Time, tmp_path: Path) -> None:
     first = Clock(tmp_path / "clock.json", time.now)
     time.now += 30
     first.save()
-    time.now += 100  # killed, and begun again later
+    time.now += 100  # killed, and resumed later
     second = Clock(tmp_path / "clock.json", time.now)
     time.now += 5
     assert second.spent == pytest.approx(35)
@@ -168,7 +168,7 @@ def test_a_run_that_comes_back_after_its_deadline_decays_at_once(time: Time, tmp
 
 
 class Shorter(Pace):
-    """Makes a run shorter on its way."""
+    """Shortens a run while it is in progress."""
 
     def after_step(self, step: int, config: TrainConfig, held_out_loss: float | None) -> TrainConfig:
         super().after_step(step, config, held_out_loss)

@@ -1,8 +1,7 @@
-"""200 steps on the repository's own tales: the same bits again, though interrupted, and the losses on record.
+"""Reproducibility over 200 steps: bitwise identical although interrupted, with the recorded losses.
 
-docs/results/tales.jsonl is the log of
-
-    kvasir train --config model/training/configs/tales.toml --steps 200 --precision float32 --threads 1 --no-compile
+docs/results/tales.jsonl is the log of `kvasir train --config model/training/configs/tales.toml --steps 200 --precision
+float32 --threads 1 --no-compile`.
 """
 
 import dataclasses
@@ -24,7 +23,7 @@ STEPS = 200
 
 
 def config() -> TrainConfig:
-    """What `--steps 200` makes of the recipe."""
+    """Return the recipe as changed by `--steps 200`."""
     recipe = load_train_config(ROOT / "model" / "training" / "configs" / "tales.toml")
     return dataclasses.replace(recipe, steps=STEPS, decay_steps=recipe.decay_steps * STEPS // recipe.steps)
 
@@ -60,7 +59,7 @@ def test_training_is_exact_and_goes_as_recorded(tmp_path: Path) -> None:
 
     recorded = read_log(RECORD)
     assert [line["step"] for line in recorded] == list(range(STEPS))
-    # Another processor sums in another order, and what differs in the last bit grows with each step.
+    # Another CPU sums in another order, and differences in the last bit grow with each step.
     for line, loss in zip(recorded, losses[0], strict=True):
         assert loss == pytest.approx(line["loss"], abs=0.1)
     for first in range(0, STEPS, 40):

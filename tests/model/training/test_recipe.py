@@ -1,4 +1,4 @@
-"""A config written as a recipe is read as the same config."""
+"""A config that is written as a recipe is read back as an equal config."""
 
 import dataclasses
 from pathlib import Path

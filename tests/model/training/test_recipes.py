@@ -1,4 +1,4 @@
-"""Recipes that extend others: what is replaced, what stays, and what is refused."""
+"""Recipes that extend others: replaced values, inherited values, and errors."""
 
 import dataclasses
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_a_recipe_replaces_what_it_says_and_keeps_the_rest(tmp_path: Path) -> No
     parent, made = load_train_config(tmp_path / "a" / "parent.toml"), load_train_config(child)
     assert (made.name, made.steps, made.model.num_kv_heads) == ("child", 5000, 2)
     assert (made.seed, made.model.num_heads, made.sample_prompts) == (parent.seed, 4, parent.sample_prompts)
-    # A source's path starts at the file it stands in, not at the one that extends it.
+    # The path of a source is relative to its own file, not to the file that extends it.
     assert [s.path.resolve() for s in made.sources] == [s.path.resolve() for s in parent.sources]
 
 
@@ -38,7 +38,7 @@ def test_a_list_of_sources_replaces_the_other(tmp_path: Path) -> None:
     child = write(tmp_path / "sub" / "child.toml", f'extends = "../parent.toml"\n{source}')
     made = load_train_config(child)
     assert [(source.name, source.path) for source in made.sources] == [("own", tmp_path / "sub" / "own.txt")]
-    # What the other says of its texts is not true of these.
+    # The description and prompts of the other recipe do not fit these texts.
     assert (made.description, made.sample_prompts) == ("", ())
     said = write(tmp_path / "sub" / "said.toml", f'extends = "child.toml"\nsample_prompts = ["A"]\n{source}')
     assert load_train_config(said).sample_prompts == ("A",)
@@ -70,7 +70,7 @@ SHIPPED = sorted(CONFIGS.rglob("*.toml"))
 
 @pytest.mark.parametrize("recipe", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_recipes_find_their_texts_or_say_where_to_look(recipe: Path) -> None:
-    """As for somebody who has the repository alone."""
+    """Covers a checkout without the corpora."""
     sources = load_train_config(recipe).sources
     away = [s for s in sources if (ROOT / "data").resolve() in s.path.resolve().parents]
     present = [s for s in sources if s not in away]

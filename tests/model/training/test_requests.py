@@ -1,4 +1,4 @@
-"""What users ask is found in the texts that answer it."""
+"""User requests are derived from the texts that serve as responses."""
 
 import random
 
@@ -13,7 +13,7 @@ MORE = " He ran to the park and played with a ball. The ball was big and red. Hi
 
 
 def requests(text: str, title: str | None = None) -> set[str]:
-    """Everything that users first ask, in lower case, without the end."""
+    """Return all first user messages, in lower case, without final punctuation."""
     told = [tell_story(text, title, random.Random(seed)) for seed in SEEDS]
     return {turns[0].lower().rstrip(".?!") for turns in told if turns is not None}
 
@@ -105,7 +105,7 @@ ARTICLES = {
 
 
 def asked_and_answered(title: str) -> dict[str, set[str]]:
-    """First questions, and all that was ever answered to each."""
+    """Return first user messages with all the responses to each."""
     found: dict[str, set[str]] = {}
     for seed in range(150):
         turns = answer_questions(title, ARTICLES[title], random.Random(seed))

@@ -1,4 +1,4 @@
-"""A whole run in miniature: exact resume, a servable checkpoint, and losses that fall."""
+"""Complete small runs: exact resume, a servable checkpoint, and falling losses."""
 
 import dataclasses
 import json
@@ -69,7 +69,7 @@ def settings(
 def no_completions(
     model: Transformer, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> list[list[int]]:
-    """Empty completions, for runs whose model card is not read: sampling them takes longer than the run."""
+    """Return empty completions, for runs whose model card is not read: sampling would take longer than the run."""
     return [[] for _ in prompts]
 
 
@@ -84,7 +84,7 @@ def test_an_interrupted_run_has_the_losses_and_weights_of_a_whole_one(tmp_path: 
     assert train(config(), settings(tmp_path, "whole"), said.append)
     for stop in (7, 8, 21):
         assert not train(config(), settings(tmp_path, "parts", stop_after=stop), said.append)
-    # What a crash leaves behind: a step logged but not saved, and a line cut off.
+    # Effects of a crash: a step that was logged but not saved, and a truncated line.
     with (tmp_path / "parts" / "log.jsonl").open("a") as log:
         log.write(json.dumps({"step": 21, "loss": 99.0}) + "\n" + '{"step": 22, "lo')
     assert train(config(), settings(tmp_path, "parts"), said.append)
@@ -98,7 +98,7 @@ def test_an_interrupted_run_has_the_losses_and_weights_of_a_whole_one(tmp_path: 
 
 @pytest.mark.parametrize("stop", [4, 12, 24])
 def test_a_run_of_both_phases_resumes_exactly_too(tmp_path: Path, stop: int) -> None:
-    """Packed documents, dropout and conversations: interrupted in either phase, and on the border."""
+    """Packed documents, dropout and conversations: interrupted in either phase, and at the boundary."""
     both = config(
         mask_documents=True,
         dropout=0.1,
@@ -138,7 +138,7 @@ def test_the_finished_directory_can_be_served_and_says_what_it_is(tmp_path: Path
     assert f"{bits:.4f}" in card
     assert "**The fox**" in card
     assert (run.checkpoint / "loss.png").read_bytes().startswith(b"\x89PNG")
-    # One text on its own, by hand: -log2 of its tokens' probabilities over its bytes.
+    # One text by hand: -log2 of its tokens' probabilities over its bytes.
     text = "The fox and the grapes."
     (end,) = tokenizer.eos_token_ids
     ids = [end, *tokenizer.encode(text), end]
@@ -164,7 +164,7 @@ def test_a_run_may_grow_on_its_plateau_but_not_change_otherwise(tmp_path: Path) 
     assert losses(tmp_path, "run") == losses(tmp_path, "grown")
     with pytest.raises(StateError, match="already decays"):
         train(config(steps=50), settings(tmp_path), lambda text: None)
-    with pytest.raises(StateError, match="begun with another seed, matrix_lr"):
+    with pytest.raises(StateError, match="began with different values of seed, matrix_lr"):
         train(config(seed=4, matrix_lr=1.0), settings(tmp_path), lambda text: None)
 
 
@@ -175,7 +175,7 @@ def test_what_is_talked_about_may_be_settled_until_the_rate_decays(tmp_path: Pat
     train(config(**marked, sources=(talking,)), settings(tmp_path, stop_after=20), lambda text: None)
     both = config(**marked, sources=(silent, more))
     assert not train(both, settings(tmp_path, stop_after=21), lambda text: None)
-    with pytest.raises(StateError, match="begun with another chat_sources"):
+    with pytest.raises(StateError, match="began with different values of chat_sources"):
         train(config(**marked, sources=(talking,)), settings(tmp_path), lambda text: None)
 
 
@@ -194,7 +194,7 @@ def _interrupt() -> bool:
 
 
 def test_a_save_from_before_a_mechanism_came_can_be_resumed(tmp_path: Path) -> None:
-    """Its config lacks the new keys, whose defaults are what it was trained with; another value is another model."""
+    """The saved config lacks the new keys, whose defaults describe it; a different value is a different model."""
     train(config(), settings(tmp_path, stop_after=2), lambda text: None)
     path = tmp_path / "run" / "state" / "run.json"
     facts = json.loads(path.read_text())
@@ -204,7 +204,7 @@ def test_a_save_from_before_a_mechanism_came_can_be_resumed(tmp_path: Path) -> N
         del facts["config"][key]
     path.write_text(json.dumps(facts))
     other = config(model=dataclasses.replace(config().model, sliding_window=8))
-    with pytest.raises(StateError, match="begun with another model"):
+    with pytest.raises(StateError, match="began with different values of model"):
         train(other, settings(tmp_path), lambda text: None)
     said: list[str] = []
     assert not train(config(description="Fables."), settings(tmp_path, stop_after=3), said.append)
@@ -214,8 +214,8 @@ def test_a_save_from_before_a_mechanism_came_can_be_resumed(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "chat", "message"),
     [
-        ("x\n\n" * 3 + SAMPLE.read_text(), "dialogue", "not a source of chat = 'dialogue': no 'turns'"),
-        ("\n\n".join(f"{n} {n}" for n in range(2000)), "story", "no conversation can be made of it"),
+        ("x\n\n" * 3 + SAMPLE.read_text(), "dialogue", "not a source of chat = 'dialogue': a record has no 'turns'"),
+        ("\n\n".join(f"{n} {n}" for n in range(2000)), "story", "no document yields a conversation"),
         (SAMPLE.read_text(), "gossip", "'gossip' is not a valid ConversationKind"),
     ],
 )
@@ -237,7 +237,7 @@ def test_another_corpus_of_the_same_name_is_another_run(tmp_path: Path) -> None:
 
     text = SAMPLE.read_text()
     train(config(sources=(source(text),)), settings(tmp_path, stop_after=2), lambda said: None)
-    with pytest.raises(StateError, match="begun with another corpora"):
+    with pytest.raises(StateError, match="began with different values of corpora"):
         train(config(sources=(source(text + " More."),)), settings(tmp_path), lambda said: None)
 
 
@@ -247,11 +247,11 @@ def test_a_run_directory_holds_one_run_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_directory_with_other_things_is_left_alone(tmp_path: Path) -> None:
-    """Found out before the training, not after."""
+    """The error comes before the training, not after."""
     run = settings(tmp_path)
     run.checkpoint.mkdir()
     (run.checkpoint / "precious.safetensors").write_text("theirs")
-    with pytest.raises(CheckpointError, match="holds files and no manifest"):
+    with pytest.raises(CheckpointError, match="contains files but no manifest"):
         train(config(), run, lambda text: None)
     assert (run.checkpoint / "precious.safetensors").read_text() == "theirs"
     (tmp_path / "file").write_text("")
@@ -296,15 +296,15 @@ def test_the_rate_rises_stays_and_falls_to_zero() -> None:
     [
         ({"steps": 0}, "steps must be positive"),
         ({"decay_steps": 29}, "must fit into steps"),
-        ({"sequence_length": 65}, "over the model's max_context_length"),
+        ({"sequence_length": 65}, "at most the model's max_context_length"),
         ({"sources": ()}, "no source is trained on"),
         ({"steps": 20.5}, "steps must be an integer"),
         ({"batch_size": True}, "batch_size must be an integer"),
         ({"matrix_lr": "fast"}, "matrix_lr must be a number"),
         ({"adam_lr": math.nan}, "adam_lr must be finite"),
         ({"grad_clip": 0.0}, "grad_clip must be positive"),
-        ({"name": "../../x"}, "name must be letters"),
-        ({"sample_prompts": (1,)}, "sample_prompts must be a list of texts"),
+        ({"name": "../../x"}, "name must consist of letters"),
+        ({"sample_prompts": (1,)}, "sample_prompts must be a list of non-empty strings"),
     ],
 )
 def test_configs_that_cannot_work_are_refused(change: dict[str, object], message: str) -> None:

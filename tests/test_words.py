@@ -1,0 +1,61 @@
+"""Word rules of docs/design.md that a program can check."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.design_map import ROOT, source_files
+
+SOURCES = source_files()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# First words of docstrings that describe a question instead of a thing or an action.
+OPENING = re.compile(r"(What|Who|Whom|How|Whose|Whether|Where|Which|When|Why)\b")
+# Words for people. Messages and comments name the process, request, thread or client.
+PEOPLE = re.compile(r"\b(who|whom|whoever|nobody|everybody|somebody|anybody)\b", re.IGNORECASE)
+PHRASES = re.compile(r"\b(of late|of our own|told|(?<!there )is none|so many|in any company)\b")
+
+# Texts about people: prompts, stories, questions, and the words of a trained model.
+DATA = {
+    "model/chatml.py",
+    "model/evaluation/prompts.py",
+    "model/training/encyclopedia_questions.py",
+    "model/training/story_requests.py",
+}
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def prose(page: str) -> str:
+    """Return a page's text without its code: blocks and spans of code quote programs and a model's output."""
+    return re.sub(r"`[^`\\n]*`", "", re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE))
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.suffix == ".py"], ids=name_of)
+def test_docstrings_open_with_an_imperative_or_a_noun(path: Path) -> None:
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, documented)]
+    openings = [(ast.get_docstring(node) or "").splitlines()[:1] for node in nodes]
+    assert [line for lines in openings for line in lines if OPENING.match(line)] == []
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if name_of(path) not in DATA], ids=name_of)
+def test_sources_name_no_people(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert [line for line in lines if PEOPLE.search(line)] == []
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if name_of(path) not in DATA], ids=name_of)
+def test_sources_have_no_private_phrases(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert [line for line in lines if PHRASES.search(line)] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_pages_have_no_private_phrases(path: Path) -> None:
+    lines = prose(path.read_text()).splitlines()
+    assert [line for line in lines if PHRASES.search(line)] == []
