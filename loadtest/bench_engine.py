@@ -164,8 +164,8 @@ def with_room(arguments: argparse.Namespace, settings: ModelSettings, config: Mo
         return settings
     longest = min(max(arguments.context), config.max_context_length) + 2 * arguments.steps
     tokens = max(max(arguments.batch) * longest * 3 // 2, config.max_context_length + settings.block_size)
-    held_as = settings.dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
-    value_bytes = WEIGHT_BYTES.get(held_as, WEIGHT_BYTES["float32"])  # auto is at most float32
+    cache_dtype = settings.dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
+    value_bytes = WEIGHT_BYTES.get(cache_dtype, WEIGHT_BYTES["float32"])  # auto is at most float32
     size = tokens * config.kv_bytes_per_token(value_bytes)
     return settings.model_copy(update={"kv_cache_memory": ByteSize((-(-size // _MIB) + 1) * _MIB)})
 

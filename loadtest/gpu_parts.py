@@ -19,20 +19,20 @@ from loadtest.shapes import shape_tokenizer
 from loadtest.step_work import Machine, WorkFormula
 from model.attention.form import AttentionForm
 from model.attention.metadata import AttentionMetadata
-from model.attention.paged import DecodeWay
-from model.attention.ways import DECODE_WAYS, Chosen, Unavailable, choose
+from model.attention.paged import DecodeKernel
+from model.attention.ways import DECODE_WAYS, SelectedKernels, Unavailable, choose
 from model.config import ModelConfig
-from model.eight_bits import FORMATS, EightBitsError
-from model.eight_bits import choose as choose_eight_bits
 from model.kv_cache import KVCache
-from model.linear import replace_each
+from model.linear import replace_linears_by
+from model.quantization import FORMATS, QuantizationError
+from model.quantization import choose as select_quantization
 from model.sampling_params import SamplingParams
 from model.transformer import Transformer
 from service.engine.accelerated import fuse_for_gpu, pieces_for
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.inputs import ModelInputs
-from service.engine.prompt_graphs import record_prompts, uncut
+from service.engine.prompt_graphs import capture_prompts, uncut
 from service.engine.runner import ModelRunner
 from service.messages import Submit
 
@@ -104,7 +104,7 @@ def _attention(bench: Bench, heads: tuple[int, int, int], context: int, batch: i
 
 def _all_layers(
     bench: Bench,
-    way: DecodeWay,
+    way: DecodeKernel,
     q_BHD: Tensor,
     forms: Sequence[AttentionForm],
     positions_B: Tensor,
@@ -124,7 +124,7 @@ def _with_heads(shape: ModelConfig, num_layers: int, heads: int, kv_heads: int, 
     return ModelConfig.from_dict(shape.to_dict() | changed)
 
 
-def random_model(config: ModelConfig, bench: Bench, chosen: Chosen) -> Transformer:
+def random_model(config: ModelConfig, bench: Bench, chosen: SelectedKernels) -> Transformer:
     """Return a model of random weights on the device. Step time does not depend on the weights' values."""
     with torch.device("meta"):
         model = Transformer(config, chosen.backend)
@@ -187,14 +187,14 @@ def quantized(bench: Bench) -> dict[str, Any]:
     figures: dict[str, Any] = {"bytes_per_second": machine.bytes_per_second}
     for name in FORMATS:
         try:
-            eight_bits = choose_eight_bits(name, bench.device, bench.dtype)
-        except EightBitsError as error:
+            quantization = select_quantization(name, bench.device, bench.dtype)
+        except QuantizationError as error:
             figures[name] = {"absent": str(error)}
             continue
         model = random_model(bench.shape, bench, chosen)
-        replace_each(model, eight_bits.make)
+        replace_linears_by(model, quantization.make)
         recorded, steps = timed_steps(bench, model, name, machine)
-        facts = {"matrices": str(eight_bits), "left_out": eight_bits.left_out}
+        facts = {"matrices": str(quantization), "left_out": quantization.left_out}
         figures[name] = facts | steps | {"kernels": [kernels(bench, recorded, bench.batches[0])]}
     return figures
 
@@ -270,7 +270,7 @@ def large_engine(bench: Bench) -> Engine:
     )
     runner = ModelRunner(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, vocab_size=tokenizer.vocab_size)
     runner.record(bench.capture(), max_rows=bench.streams, max_context_length=bench.prompt + bench.output)
-    record_prompts(model, pieces_for(bench.device) or uncut, config.max_batched_tokens)
+    capture_prompts(model, pieces_for(bench.device) or uncut, config.max_batched_tokens)
     return Engine(model, tokenizer, config, runner=runner)
 
 

@@ -13,7 +13,7 @@ from model.attention.ways import choose
 from model.sampling_params import SamplingParams
 from service.engine.accelerated import pieces_for
 from service.engine.inputs import ModelInputs
-from service.engine.prompt_graphs import record_prompts, uncut
+from service.engine.prompt_graphs import capture_prompts, uncut
 from service.engine.runner import ModelRunner
 
 
@@ -53,7 +53,7 @@ def prefill(bench: Bench) -> dict[str, Any]:
     steps = {count: prompt_inputs(count) for count in counts}
     stepwise = {count: bench.seconds(lambda step=step: runner.run(step), 3) for count, step in steps.items()}
     began = time.perf_counter()
-    sizes = record_prompts(model, pieces_for(bench.device) or uncut, most)
+    sizes = capture_prompts(model, pieces_for(bench.device) or uncut, most)
     bench.wait()
     record_seconds = time.perf_counter() - began
     rows = []

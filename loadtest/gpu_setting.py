@@ -8,7 +8,7 @@ import torch
 
 from loadtest.spread import Spread
 from loadtest.step_work import Machine
-from model.attention.ways import Place
+from model.attention.ways import KernelContext
 from model.config import ModelConfig
 from service.engine.graphs import Capture, CudaCapture, call_again
 
@@ -37,9 +37,9 @@ class Bench:
     streams: int
     repeats: int = 5
 
-    def place(self, config: ModelConfig | None = None) -> Place:
+    def place(self, config: ModelConfig | None = None) -> KernelContext:
         """Return the device, dtype and model for which attention kernels are chosen."""
-        return Place(
+        return KernelContext(
             config=self.shape if config is None else config,
             device=self.device,
             dtype=self.dtype,

@@ -9,7 +9,7 @@ from loadtest.bench_peers_cells import DEFAULTS, QUIET_CORES, STEADY_SHARE, is_s
 from loadtest.page_text import command, spread, table
 from loadtest.spread import Spread
 
-# Wanted ratio of Kvasir to the best peer of the same precision, by number of streams.
+# OutputConstraint ratio of Kvasir to the best peer of the same precision, by number of streams.
 _AIMS = {
     "bfloat16": {1: 1.0, 4: 1.2, 16: 1.5, 64: 1.5},
     "int8": {1: 1.0, 4: 1.1, 16: 1.1, 64: 1.3},
@@ -17,7 +17,7 @@ _AIMS = {
 }
 _PROMPT_AIM = 1.0
 _HTTP_AIM, _HTTP_AIM_STREAMS = 1.5, (16, 64)
-# Wanted ratio with both servers started without flags, by number of streams.
+# OutputConstraint ratio with both servers started without flags, by number of streams.
 _DEFAULTS_AIMS = {1: 1.0, 16: 3.0, 64: 3.0}
 _AIMS_HEAD = ("shape", "precision", "what", "streams", "context", "best peer", "ratio to it", "aim", "reached")
 _WHAT = {"decode": "decoding", "prompt": "prompt", "http": "HTTP, streaming"}

@@ -9,7 +9,7 @@ Places of a template, by precedence:
 
 Of several templates the one named `default` is used. The special tokens that a template may write (`bos_token` and
 the like) are read from tokenizer_config.json and special_tokens_map.json, as strings or as {"content": …}.
-`model.control_marks` keeps special tokens in messages from taking effect.
+`model.special_token_escaping` keeps special tokens in messages from taking effect.
 """
 
 from collections.abc import Mapping, Sequence

@@ -29,6 +29,6 @@ TEMPLATE = """\
 """
 
 
-def knows_chatml(marks: Collection[str]) -> bool:
+def supports_chatml(marks: Collection[str]) -> bool:
     """Return whether a tokenizer with these special tokens supports ChatML."""
     return START in marks and END in marks

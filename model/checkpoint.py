@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from model.attention.interface import AttentionBackend
 from model.chat_template import TEMPLATE_FILE
-from model.chatml import TEMPLATE, knows_chatml
+from model.chatml import TEMPLATE, supports_chatml
 from model.config import ModelConfig
 from model.generation_config import GENERATION_CONFIG_FILE
 from model.manifest import CONFIG_FILE, MANIFEST_FILE, CheckpointError, Manifest, write_manifest
@@ -101,7 +101,7 @@ def save_checkpoint(
     check_writable(directory)
     write_weights(directory, config, tensors, dtype=dtype)
     save_native(tokenizer, directory)
-    _write_or_remove(directory / TEMPLATE_FILE, TEMPLATE if knows_chatml(tokenizer.special_tokens) else None)
+    _write_or_remove(directory / TEMPLATE_FILE, TEMPLATE if supports_chatml(tokenizer.special_tokens) else None)
     defaults = None if generation is None else json.dumps(dict(generation), indent=2) + "\n"
     _write_or_remove(directory / GENERATION_CONFIG_FILE, defaults)
     write_manifest(directory, name=name, training=training)

@@ -152,7 +152,7 @@ class ModelConfig:
             raise ValueError("parallel_residual needs norm_placement=pre")
 
     @property
-    def query_groups(self) -> int:
+    def num_queries_per_kv_head(self) -> int:
         """Return the number of query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
 

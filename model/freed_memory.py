@@ -8,7 +8,7 @@ import ctypes
 from contextlib import suppress
 
 
-def give_back_freed_memory() -> None:
+def trim_heap() -> None:
     """Return the C library's free whole pages to the system; takes milliseconds. Does nothing without glibc."""
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

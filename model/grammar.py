@@ -63,7 +63,7 @@ class Vocabulary:
 
     Args:
         token_bytes: bytes that each token adds to a text; empty for special tokens.
-        mark_ids: ids of the special tokens.
+        special_token_ids: ids of the special tokens.
         eos_token_ids: special tokens that end a text. If there are none, an id beyond the vocabulary, which cannot be
             sampled, stands for the end.
         tokenizer: encodes text that the grammar forces. With None, such text is split into the longest matching tokens.
@@ -74,7 +74,7 @@ class Vocabulary:
     def __init__(
         self,
         token_bytes: Sequence[bytes],
-        mark_ids: Iterable[int],
+        special_token_ids: Iterable[int],
         eos_token_ids: Sequence[int],
         tokenizer: Tokenizer | None = None,
     ) -> None:
@@ -82,7 +82,7 @@ class Vocabulary:
         self.eos_token_ids = tuple(eos_token_ids) or (self.size,)
         self.eos_token_id = self.eos_token_ids[0]
         self.tokens = [*token_bytes, *([] if eos_token_ids else [b""])]
-        self.special_token_ids = sorted({*mark_ids, *self.eos_token_ids})
+        self.special_token_ids = sorted({*special_token_ids, *self.eos_token_ids})
         self._tokenizer = tokenizer
         marks = set(self.special_token_ids)
         self._id_of = {token: number for number, token in enumerate(self.tokens) if token and number not in marks}

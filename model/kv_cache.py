@@ -14,16 +14,16 @@ from model import pages
 from model.config import ModelConfig
 
 
-def rounded(x: Tensor, held_as: torch.dtype) -> Tensor:
+def rounded(x: Tensor, cache_dtype: torch.dtype) -> Tensor:
     """Convert numbers to the dtype in which a cache stores them: to nearest, ties to even.
 
     For float16, numbers beyond its largest number, 65,504, become that number: an infinite key would turn the output
     into NaN. NaN stays NaN.
     """
-    if held_as is torch.float16 and x.dtype is not held_as:
-        most = torch.finfo(held_as).max
+    if cache_dtype is torch.float16 and x.dtype is not cache_dtype:
+        most = torch.finfo(cache_dtype).max
         x = x.clamp(-most, most)
-    return x.to(held_as)
+    return x.to(cache_dtype)
 
 
 class KVCache:
@@ -31,7 +31,7 @@ class KVCache:
 
     Args:
         dtype: dtype of written and returned tensors: the model's.
-        held_as: dtype in memory, see `rounded`; None for `dtype`.
+        cache_dtype: dtype in memory, see `rounded`; None for `dtype`.
 
     Raises:
         ValueError: a size is not positive.
@@ -45,20 +45,20 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
-        held_as: torch.dtype | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks={num_blocks} and block_size={block_size} must be positive")
         shape_LNPK = (config.num_layers, num_blocks, block_size, config.num_kv_heads)
         # Zeros, not empty: padding reads unwritten slots, and 0 * NaN is NaN.
         self.keys_LNPKD, self.values_LNPKD = (
-            pages.zeros((*shape_LNPK, dim), held_as or dtype)
+            pages.zeros((*shape_LNPK, dim), cache_dtype or dtype)
             if torch.device(device).type == "cpu"
-            else torch.zeros((*shape_LNPK, dim), dtype=held_as or dtype, device=device)
+            else torch.zeros((*shape_LNPK, dim), dtype=cache_dtype or dtype, device=device)
             for dim in (config.key_dim, config.head_dim)
         )
         self.dtype = dtype
-        self.held_as = held_as or dtype
+        self.cache_dtype = cache_dtype or dtype
         self.num_blocks = num_blocks
         self.block_size = block_size
 
@@ -70,7 +70,7 @@ class KVCache:
     def write(self, layer: int, slot_mapping_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Write each token's key and value to its slot (block * block_size + offset)."""
         for pool_LNPKD, new_TKD in ((self.keys_LNPKD, k_TKD), (self.values_LNPKD, v_TKD)):
-            pool_LNPKD[layer].flatten(0, 1).index_copy_(0, slot_mapping_T, rounded(new_TKD, self.held_as))
+            pool_LNPKD[layer].flatten(0, 1).index_copy_(0, slot_mapping_T, rounded(new_TKD, self.cache_dtype))
 
     def gather(self, layer: int, block_tables_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Copy the keys and values of each sequence's blocks, in order: two BSKD tensors."""

@@ -1,6 +1,6 @@
 """Linear layers for serving on CPUs: as loaded, packed for oneDNN, or int8.
 
-Training and conversion keep `nn.Linear`. A GPU keeps it too, or uses `model.eight_bits`. `replace_linears` converts a
+Training and conversion keep `nn.Linear`. A GPU keeps it too, or uses `model.quantization`. `replace_linears` converts a
 loaded model's matrices one at a time, so at most one matrix is in memory twice.
 
 Rows are independent of each other in each kind. From two rows on, a row's result is batch-invariant: oneDNN then sums
@@ -81,10 +81,10 @@ def replace_linears(model: Transformer, kind: str) -> None:
     Raises:
         KeyError: there is no such kind.
     """
-    replace_each(model, LINEAR_KINDS[kind])
+    replace_linears_by(model, LINEAR_KINDS[kind])
 
 
-def replace_each(model: Transformer, make: Callable[[Tensor, Tensor | None], nn.Module]) -> None:
+def replace_linears_by(model: Transformer, make: Callable[[Tensor, Tensor | None], nn.Module]) -> None:
     """Replace every matrix by `make(weight FE, bias F)`, as `replace_linears` does."""
     if model.lm_head is None:
         model.lm_head = make(model.token_embedding.weight, None)

@@ -49,7 +49,7 @@ class AttentionCalls:
             call.window, call.scale = form.window or 0, form.scale
         if not isinstance(backend, NativeAttention):
             return cls(kv_cache, None, calls, None)
-        name = KERNEL_NAMES[kv_cache.dtype, kv_cache.held_as]
+        name = KERNEL_NAMES[kv_cache.dtype, kv_cache.cache_dtype]
         kernel = library.function(name, ctypes.c_void_p, ctypes.c_void_p)
         return cls(kv_cache, backend, calls, ctypes.cast(kernel, ctypes.c_void_p))
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 from model.attention.metadata import AttentionMetadata
 from model.attention.native import NativeAttention
 from model.config import ModelConfig
-from model.freed_memory import give_back_freed_memory
+from model.freed_memory import trim_heap
 from model.kernels.loading import KernelLibrary
 from model.kernels.structures import Decode, LayerWeights, Matrix, Rows
 from model.kinds import AttentionKind
@@ -69,7 +69,7 @@ def library_for(model: Transformer) -> KernelLibrary | None:
     return cast(NativeAttention, backend).kernels.loaded
 
 
-def by_native_kernels(model: "Transformer | NativeTransformer") -> "Transformer | NativeTransformer":
+def to_native(model: "Transformer | NativeTransformer") -> "Transformer | NativeTransformer":
     """Return a `NativeTransformer` made from the model if its kernels are loaded, else the model itself.
 
     The model's matrices are packed and freed one by one, so at most one matrix is in memory twice. A low-priority
@@ -79,7 +79,7 @@ def by_native_kernels(model: "Transformer | NativeTransformer") -> "Transformer 
         return model
     model.requires_grad_(False)
     native = NativeTransformer(model, library)
-    give_back_freed_memory()
+    trim_heap()
 
     def enlarge() -> None:
         with suppress(OSError, AttributeError):  # no thread priorities on this system

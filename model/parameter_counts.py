@@ -115,7 +115,7 @@ def attention_formulas(config: ModelConfig) -> list[tuple[str, Formula]]:
     """
     at = Letters.of(config)
     if config.attention is AttentionKind.AVERAGE:
-        name = "this layer: averages" if config.query_groups == 1 else "this layer: averages, shared"
+        name = "this layer: averages" if config.num_queries_per_kv_head == 1 else "this layer: averages, shared"
         return [("one head", at.d * at.d_v), (name, at.d * at.g * at.d_v + at.h * at.d_v * at.d)]
     one = at.d * (2 * at.d_k + at.d_v)
     whole = at.h * one

@@ -23,7 +23,7 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
         _PRCTL(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
-def bound_to_us(command: Sequence[str], number: signal.Signals) -> list[str]:
+def bind_command_to_parent(command: Sequence[str], number: signal.Signals) -> list[str]:
     """Return a command line that runs `command` and sends it the signal when the calling thread ends.
 
     An interpreter sets the signal and then execs the command. `preexec_fn` would run Python between fork and exec,

@@ -78,7 +78,7 @@ def sample_on_device(
 ) -> Tensor:
     """Sample one token per row; return int64 ids_B on the logits' device, `NO_TOKEN` where the rules leave no token.
 
-    The host waits for a GPU's results only if a row has rules or is not `draws_alone`.
+    The host waits for a GPU's results only if a row has rules or is not `can_sample_without_host`.
 
     Args:
         logits_BV: float32, unscaled.
@@ -102,7 +102,7 @@ def sample_on_device(
     return ids_B
 
 
-def draws_alone(params: SamplingParams) -> bool:
+def can_sample_without_host(params: SamplingParams) -> bool:
     """Return whether a GPU can sample a token with these parameters without a round trip to the host.
 
     The size of a `top_p` nucleus is unknown in advance and would need one. A `top_k` of at most `_NUCLEUS_CANDIDATES`
@@ -176,7 +176,10 @@ def _filter(probs_BV: Tensor, params: Sequence[SamplingParams]) -> None:
         limited_B1 = _on(probs_BV.device, [limit < vocab_size for limit in limits], torch.bool)[:, None]
         _drop_below(torch.where(limited_B1, kth_B1, torch.zeros_like(kth_B1)), probs_BV)
     if any(param.top_p < 1.0 for param in params):
-        top_p_B1, few_hold_it = _column([param.top_p for param in params], probs_BV), all(map(draws_alone, params))
+        top_p_B1, few_hold_it = (
+            _column([param.top_p for param in params], probs_BV),
+            all(map(can_sample_without_host, params)),
+        )
         _drop_below(_nucleus_floor(probs_BV, top_p_B1, few_hold_it=few_hold_it), probs_BV)
     if any(param.min_p > 0.0 for param in params):
         floor_B1 = probs_BV.amax(dim=-1, keepdim=True) * _column([param.min_p for param in params], probs_BV)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def only_allowed(logits_BV: Tensor, rows: Sequence[int], allowed_RV: Tensor) -> Tensor:
+def mask_logits(logits_BV: Tensor, rows: Sequence[int], allowed_RV: Tensor) -> Tensor:
     """Return a copy of the logits with -inf in these rows wherever `allowed_RV` (bool) is false.
 
     Raises:

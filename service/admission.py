@@ -5,7 +5,7 @@ on the wait keeps the service fast for admitted requests, since a permanent queu
 bound on the wait is not applied while slots are free or before a rate is known. It is replaced by the request's timeout
 for a tenant with nothing waiting and less than an even share of the slots.
 
-The next few free slots are predicted from the remaining tokens of the sequences that hold slots (`service.places`).
+The next few free slots are predicted from the remaining tokens of running sequences (`service.slot_forecast`).
 Later slots are predicted from the recent rate of sequence starts. The mean rate alone would be off by a factor of two
 or more for the next slot or two, because endings cluster by chance. A short queue is about those first slots.
 
@@ -23,11 +23,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from service.comebacks import Comebacks
 from service.errors import Overloaded, WaitTooLong
-from service.places import Answer, Places
-from service.queue_terms import QueueTerms
-from service.rates import Rate
+from service.queue_policy import QueuePolicy
+from service.rate_estimator import Rate
+from service.retry_tracker import RetryTracker
+from service.slot_forecast import RunningResponse, SlotForecast
 
 # The OpenAI SDKs ignore a Retry-After of over two minutes.
 _MAX_RETRY_AFTER_SECONDS = 120.0
@@ -60,7 +60,7 @@ class _Demand:
 
     num_sequences: int
     num_tokens: int
-    terms: QueueTerms
+    terms: QueuePolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Admission:
     limit: prompt plus max_tokens.
 
     Args:
-        observe_error: receives the error of each checked Retry-After in seconds, see `Comebacks`.
+        observe_error: receives the error of each checked Retry-After in seconds, see `RetryTracker`.
         draw: returns a random number from 0 to 1, which spreads the Retry-After values.
     """
 
@@ -103,35 +103,35 @@ class Admission:
         self._last_seconds = clock()
         self._finished, self._started_tokens = Rate(), Rate()
         self._started = Rate()  # sequence starts, while the server is about full
-        self._places = Places()
-        self._comebacks: Comebacks[_Demand] = Comebacks(observe_error)
+        self._forecast = SlotForecast()
+        self._retry_tracker: RetryTracker[_Demand] = RetryTracker(observe_error)
         self._holdings: dict[str, _Holding] = {}
         self.num_sequences = 0
         self.num_waiting_tokens = 0
         self._num_running = 0
 
-    def admit(self, token_counts: list[int], terms: QueueTerms | None = None) -> None:
+    def admit(self, token_counts: list[int], terms: QueuePolicy | None = None) -> None:
         """Admit all sequences of one request, or none. An idle server admits any request.
 
         Raises:
             Overloaded: the bound on sequences or tokens is reached; carries a Retry-After.
             WaitTooLong: the predicted wait is longer than the request allows; carries a Retry-After.
         """
-        terms = QueueTerms() if terms is None else terms
+        terms = QueuePolicy() if terms is None else terms
         self._advance()
         if terms.is_retry:
-            self._comebacks.returned(terms.owner)
+            self._retry_tracker.returned(terms.tenant)
         asked = _Demand(len(token_counts), sum(token_counts), terms)
         if (shortage := self._shortage(asked)) is not None:
             raise self._rejection(asked, shortage)
-        holding = self._holdings.setdefault(terms.owner, _Holding())
+        holding = self._holdings.setdefault(terms.tenant, _Holding())
         holding.num_sequences += asked.num_sequences
         holding.num_waiting += asked.num_sequences
         holding.num_waiting_tokens += asked.num_tokens
         self.num_sequences += asked.num_sequences
         self.num_waiting_tokens += asked.num_tokens
 
-    def refuse_hopeless(self, terms: QueueTerms) -> None:
+    def reject_by_headers(self, terms: QueuePolicy) -> None:
         """Reject a request by its terms alone, if not even the smallest request would be admitted.
 
         Raises:
@@ -141,10 +141,10 @@ class Admission:
         asked = _Demand(1, 1, terms)
         if (shortage := self._shortage(asked)) is not None:
             if terms.is_retry:
-                self._comebacks.returned(terms.owner)
+                self._retry_tracker.returned(terms.tenant)
             raise self._rejection(asked, shortage)
 
-    def started(self, num_tokens: int, owner: str = "", answer: Answer | None = None) -> None:
+    def started(self, num_tokens: int, tenant: str = "", answer: RunningResponse | None = None) -> None:
         """Record that a waiting sequence of `num_tokens` tokens has begun.
 
         Args:
@@ -153,8 +153,8 @@ class Admission:
         self._advance(tokens=num_tokens, begun=1)
         self._num_running += 1
         if answer is not None:
-            self._places.take(answer)
-        holding = self._holdings[owner]
+            self._forecast.take(answer)
+        holding = self._holdings[tenant]
         holding.num_waiting -= 1
         holding.num_waiting_tokens -= num_tokens
         self.num_waiting_tokens -= num_tokens
@@ -169,21 +169,21 @@ class Admission:
         """Record an engine step by the number of new tokens of each completion. Zeros are ignored: no token came."""
         if counts := [count for count in token_counts if count]:
             self._advance()
-            self._places.step(sum(counts) / len(counts))
+            self._forecast.step(sum(counts) / len(counts))
 
-    def ended(self, owner: str = "", answer: Answer | None = None) -> None:
+    def ended(self, tenant: str = "", answer: RunningResponse | None = None) -> None:
         """Record that a sequence has ended, for whatever reason, after `started` was called for it."""
         self._advance(sequences=1)
         self._num_running -= 1
         if answer is not None:
-            self._places.leave(answer)
-        self._holdings[owner].num_sequences -= 1
-        if not self._holdings[owner].num_sequences:
-            del self._holdings[owner]
+            self._forecast.leave(answer)
+        self._holdings[tenant].num_sequences -= 1
+        if not self._holdings[tenant].num_sequences:
+            del self._holdings[tenant]
         self.num_sequences -= 1
         self._watch()
 
-    def retry_after(self, token_counts: list[int], terms: QueueTerms) -> float:
+    def retry_after(self, token_counts: list[int], terms: QueuePolicy) -> float:
         """Return the Retry-After of a request that is rejected elsewhere, in seconds."""
         asked = _Demand(len(token_counts), sum(token_counts), terms)
         shortage = self._shortage(asked)
@@ -194,13 +194,13 @@ class Admission:
 
         Expected retries of the same tenant are served first, which lengthens the Retry-After.
         """
-        now, owner = self._clock(), asked.terms.owner
-        if num_expected := self._comebacks.num_expected(owner, now):
+        now, tenant = self._clock(), asked.terms.tenant
+        if num_expected := self._retry_tracker.num_expected(tenant, now):
             rate = self._started if self._started.is_known else self._finished
             seconds += rate.seconds_for(num_expected)
         seconds *= 1.0 + _SPREAD * self._random()
         seconds = min(max(seconds, _MIN_RETRY_AFTER_SECONDS), _MAX_RETRY_AFTER_SECONDS)
-        self._comebacks.refused(owner, asked, num_sequences=asked.num_sequences, now=now, seconds=seconds)
+        self._retry_tracker.refused(tenant, asked, num_sequences=asked.num_sequences, now=now, seconds=seconds)
         return seconds
 
     def _rejection(self, asked: _Demand, shortage: _Shortage) -> Overloaded:
@@ -221,7 +221,7 @@ class Admission:
         """Return why a request does not fit behind `num_before` expected sequences; None if the request fits."""
         terms = asked.terms
         bonus = _RETURN_BONUS if terms.is_retry else 0.0
-        holding = self._holdings.get(terms.owner, _Holding())
+        holding = self._holdings.get(terms.tenant, _Holding())
         num_sequences = asked.num_sequences + num_before
         excess = _excess(holding.num_sequences, self.num_sequences, num_sequences, self.max_num_sequences, bonus)
         excess_tokens = 0.0
@@ -237,10 +237,10 @@ class Admission:
             )
         if self.num_sequences + num_sequences <= self._max_num_running or not self._started.is_known:
             return None
-        wait_seconds = self._wait_seconds(self._num_ahead(terms.owner, num_sequences) + num_sequences)
+        wait_seconds = self._wait_seconds(self._num_ahead(terms.tenant, num_sequences) + num_sequences)
         # The engine's queue serves tenants in turn, so the first waiting sequence of a tenant begins early. A tenant
         # with nothing waiting and less than an even share of the slots is therefore bounded by its timeout only.
-        num_owners = len(self._holdings) + (terms.owner not in self._holdings)
+        num_owners = len(self._holdings) + (terms.tenant not in self._holdings)
         is_served = holding.num_waiting or holding.num_sequences * num_owners >= self._max_num_running
         patience_seconds = terms.patience_seconds if is_served else terms.timeout_seconds
         patience_seconds *= 1.0 + bonus
@@ -250,7 +250,7 @@ class Admission:
 
     def _wait_seconds(self, num_starts: float) -> float:
         """Return the seconds until `num_starts` more sequences have begun, beyond a prompt's time on an idle queue."""
-        num_seen = self._places.num_seen
+        num_seen = self._forecast.num_seen
         if not num_seen:
             return self._started.seconds_for(num_starts)
         # Number of the waiting sequences that have a slot already, or get a slot at the next step.
@@ -258,31 +258,31 @@ class Admission:
         # While more sequences run than the lowered limit allows, the first endings free no slot.
         num_endings = num_starts - num_placed + max(0, self._num_running - self._max_num_running)
         num_foreseen = min(num_endings, num_seen)
-        seconds = self._places.seconds_until_ended(num_foreseen)
+        seconds = self._forecast.seconds_until_ended(num_foreseen)
         seconds += self._started.seconds_for(num_endings - num_foreseen)
         # Where prefill is the bottleneck, sequences with a slot still wait for their first token.
-        usual_seconds = self._places.seconds_for_tokens(_PROMPT_STEPS)
+        usual_seconds = self._forecast.seconds_for_tokens(_PROMPT_STEPS)
         return max(seconds, self._started.seconds_for(num_placed) - usual_seconds)
 
-    def _num_ahead(self, owner: str, num_sequences: float) -> float:
+    def _num_ahead(self, tenant: str, num_sequences: float) -> float:
         """Return the number of waiting sequences that begin before the last of `num_sequences` new ones of a tenant.
 
         These are the tenant's own, and at most as many of each other tenant: the engine's queue serves tenants in turn.
         """
-        own = self._holdings.get(owner, _Holding()).num_waiting
-        others = (min(o.num_waiting, own + num_sequences) for name, o in self._holdings.items() if name != owner)
+        own = self._holdings.get(tenant, _Holding()).num_waiting
+        others = (min(o.num_waiting, own + num_sequences) for name, o in self._holdings.items() if name != tenant)
         return own + sum(others)
 
     def _watch(self) -> None:
         """Check the recorded Retry-After values against the room that there is now."""
 
-        self._comebacks.watch(self._clock(), lambda asked, num_before: self._shortage(asked, num_before) is None)
+        self._retry_tracker.watch(self._clock(), lambda asked, num_before: self._shortage(asked, num_before) is None)
 
     def _advance(self, *, sequences: int = 0, tokens: int = 0, begun: int = 0) -> None:
         now = self._clock()
         seconds = now - self._last_seconds if self.num_sequences else 0.0
         self._last_seconds = now
-        self._places.pass_time(seconds)
+        self._forecast.pass_time(seconds)
         self._finished.add(sequences, seconds)
         self._started_tokens.add(tokens, seconds)
         # The threshold is below 1 so that a slot which is free for a moment does not interrupt the measurement.

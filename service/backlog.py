@@ -10,7 +10,7 @@ MAX_BACKLOG_BYTES: Final = 16 * 2**20
 _DELTA_BYTES, _SCORE_BYTES, _ALTERNATIVE_BYTES, _CHARACTER_BYTES = 600, 150, 120, 4
 
 
-def kept_bytes(delta: TokenDelta) -> int:
+def delta_bytes(delta: TokenDelta) -> int:
     """Return the approximate memory of a delta in bytes, including its logprobs."""
     if not (delta.logprobs or delta.prompt_logprobs):
         return _DELTA_BYTES + _CHARACTER_BYTES * len(delta.text)

@@ -27,7 +27,7 @@ class ProcessKilled(ProcessEnded):
     """The child was killed by SIGKILL: by this process at the reply timeout, or from outside, but not by its limits."""
 
 
-def program_of(module: str) -> list[str]:
+def python_arguments(module: str) -> list[str]:
     """Return the Python arguments that run a module's `main` from any working directory."""
     return ["-c", f"import sys; sys.path.append({_ROOT!r}); from {module} import main; main()"]
 

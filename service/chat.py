@@ -5,13 +5,13 @@ from functools import partial
 from typing import Any
 
 from model.chat_template import ChatTemplate
-from model.control_marks import ControlMarks, ForbiddenText
+from model.special_token_escaping import ForbiddenText, SpecialTokenEscaper
 from model.template_sandbox import TemplateFailure
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from service.chat_schemas import Message
 from service.errors import EngineFailed, InvalidRequest
+from service.serial_executor import SerialExecutor
 from service.template_process import TemplateProcess
-from service.turns import Turns
 
 # Longest wait of a conversation for the template process. Rendering takes milliseconds. A template that hangs takes up
 # to the CPU time limit (`template_process.Limits`), and requests that wait longer behind it are rejected.
@@ -37,10 +37,12 @@ class ChatPrompts:
     ) -> None:
         self.template = template
         self._tokenizer = tokenizer
-        self._marks = ControlMarks(tokenizer)
+        self._marks = SpecialTokenEscaper(tokenizer)
         self._process = None if template is None else TemplateProcess(template.source)
         # The template process renders one conversation at a time, and a slow template must not block all threads.
-        self._turns = Turns("conversations", "the chat template", max_waiting=max_waiting, wait_seconds=wait_seconds)
+        self._executor = SerialExecutor(
+            "conversations", "the chat template", max_waiting=max_waiting, wait_seconds=wait_seconds
+        )
 
     async def encode(
         self,
@@ -75,7 +77,7 @@ class ChatPrompts:
             raise InvalidRequest(
                 f"chat_template_kwargs: {taken[0]} is set by the server; leave it out", param="chat_template_kwargs"
             )
-        ids = await self._turns.run(partial(self._encode, variables, more))
+        ids = await self._executor.run(partial(self._encode, variables, more))
         begin = self._tokenizer.bos_token_id
         if add_special_tokens and begin is not None and ids[:1] != [begin]:
             ids.insert(0, begin)
@@ -83,7 +85,7 @@ class ChatPrompts:
 
     def close(self) -> None:
         """End the thread and the template process."""
-        self._turns.close()
+        self._executor.close()
         if self._process is not None:
             self._process.close()
 

@@ -122,7 +122,7 @@ class ChatCompletionRequest(GenerationRequest):
         return 0 if self.top_logprobs is None else self.top_logprobs
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_allowed_tokens(self) -> int | None:
         """Limit on completion tokens; None if the request sets no limit.
 
         Raises:

@@ -11,14 +11,14 @@ from starlette.responses import Response
 from service.chat import ChatPrompts
 from service.chat_schemas import ChatCompletionRequest
 from service.delivery import CompletionBody, CompletionStream
-from service.dialects import Answer, Chat, Dialect, Text, Wants
+from service.inflight import Choice, InflightRequest
 from service.intake import Intake
-from service.live_request import Choice, LiveRequest
-from service.plan import LONG_TEXT, Planner
-from service.queue_terms import queue_limits
+from service.queue_policy import queue_limits
+from service.request_processor import MAX_INLINE_CHARACTERS, RequestProcessor
 from service.requests import read_body
+from service.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder, ResponseInfo, ResponseOptions
 from service.schemas import CompletionRequest, GenerationRequest
-from service.serving import Serving
+from service.served_model import ServedModel
 from service.settings import ServeSettings
 from service.structured.checker import GrammarChecker
 
@@ -29,27 +29,27 @@ class Completions:
     """Handlers of the two routes.
 
     Args:
-        planner: turns requests into sequences.
+        processor: turns requests into sequences.
         chat: encodes conversations as prompts.
     """
 
     def __init__(
         self,
         settings: ServeSettings,
-        serving: Serving,
+        served: ServedModel,
         *,
         intake: Intake,
-        planner: Planner,
+        processor: RequestProcessor,
         chat: ChatPrompts,
     ) -> None:
-        self._model_name = serving.model_name
-        self._tokenizer = serving.tokenizer
+        self._model_name = served.model_name
+        self._tokenizer = served.tokenizer
         self._max_body_bytes = settings.max_body_size
         self._limits = queue_limits(settings)
-        self._planner = planner
+        self._processor = processor
         self._chat = chat
         self._grammar_checker = GrammarChecker(
-            serving.tokenizer, max_waiting=planner.max_num_choices, observe=intake.metrics.observe_structured
+            served.tokenizer, max_waiting=processor.max_num_choices, observe=intake.metrics.observe_structured
         )
         self._intake = intake
 
@@ -68,46 +68,46 @@ class Completions:
     async def _answer(self, request: Request, read: _Read) -> Response:
         arrival_seconds = time.monotonic()
         body = await read_body(request, max_bytes=self._max_body_bytes)
-        return await self._intake.recordings.answer(request, body, partial(read, request, body, arrival_seconds))
+        return await self._intake.response_store.answer(request, body, partial(read, request, body, arrival_seconds))
 
     async def _completion(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
-        self._intake.refuse_when_draining()
+        self._intake.reject_when_draining()
         asked = CompletionRequest.parse(body)
-        if len(body) > LONG_TEXT:
-            choices = await asyncio.to_thread(self._planner.plan, asked, arrival_seconds=arrival_seconds)
+        if len(body) > MAX_INLINE_CHARACTERS:
+            choices = await asyncio.to_thread(self._processor.plan, asked, arrival_seconds=arrival_seconds)
         else:
-            choices = self._planner.plan(asked, arrival_seconds=arrival_seconds)
-        return await self._submit(asked, choices, Text, request)
+            choices = self._processor.plan(asked, arrival_seconds=arrival_seconds)
+        return await self._submit(asked, choices, CompletionBuilder, request)
 
     async def _conversation(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
-        self._intake.refuse_when_draining()
+        self._intake.reject_when_draining()
         asked = ChatCompletionRequest.parse(body)
-        self._planner.check(asked)
+        self._processor.check(asked)
         token_ids = await self._chat.encode(
             asked.messages,
             add_generation_prompt=asked.value("add_generation_prompt"),
             more=asked.chat_template_kwargs,
         )
-        choices = self._planner.plan_chat(asked, token_ids, arrival_seconds=arrival_seconds)
-        return await self._submit(asked, choices, Chat, request)
+        choices = self._processor.plan_chat(asked, token_ids, arrival_seconds=arrival_seconds)
+        return await self._submit(asked, choices, ChatBuilder, request)
 
     async def _submit(
-        self, asked: GenerationRequest, choices: list[Choice], dialect: type[Dialect], request: Request
+        self, asked: GenerationRequest, choices: list[Choice], builder: type[ResponseBuilder], request: Request
     ) -> Response:
         """Submit the choices to the engine and return the response that will deliver them."""
-        await self._grammar_checker.attach(asked.wanted_output, choices)
-        live = LiveRequest(
+        await self._grammar_checker.attach(asked.output_constraint, choices)
+        live = InflightRequest(
             choices=choices,
             arrival_seconds=choices[0].submit.arrival_seconds,
             terms=self._limits.terms(request, asked.timeout),
         )
-        answer = Answer(
-            id=dialect.id_prefix + choices[0].submit.uid,
+        answer = ResponseInfo(
+            id=builder.id_prefix + choices[0].submit.uid,
             created=int(time.time()),
             model=self._model_name,
-            wants=Wants.of(asked),
+            response_options=ResponseOptions.of(asked),
         )
         self._intake.admit(live)
         delivery = CompletionStream if asked.stream else CompletionBody
-        words, intake = dialect(answer, self._tokenizer), self._intake
+        words, intake = builder(answer, self._tokenizer), self._intake
         return delivery(live, words, metrics=intake.metrics, close=intake.close)

@@ -14,45 +14,47 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from service.best_of import best
-from service.dialects import Dialect, Piece
 from service.errors import ApiError, ClientGone
-from service.live_request import Choice, LiveRequest, News
+from service.inflight import Choice, Deltas, InflightRequest
 from service.messages import Finish, FinishReason, TokenDelta
 from service.metrics import Metrics
 from service.open_body import OpenBody, open_body
+from service.response_builder import ResponseBuilder, TokenPiece
 from service.responses import DONE, KEEP_ALIVE, PromptTokensDetails, Timings, Usage, encode, encode_event
 
 # Number of logprob entries that take about as long to encode as a step takes: 20 µs each, with 20 alternatives.
-MANY_SCORES = 500
+MAX_INLINE_LOGPROBS = 500
 
 
 class Delivery(Response, ABC):
     """Response of one live request. The request is closed when the response ends, for whatever reason.
 
     Args:
-        dialect: builds the events or the body.
+        builder: builds the events or the body.
         close: removes the request and cancels its unfinished sequences.
     """
 
     def __init__(
         self,
-        request: LiveRequest,
-        dialect: Dialect,
+        request: InflightRequest,
+        builder: ResponseBuilder,
         *,
         metrics: Metrics,
-        close: Callable[[LiveRequest], None],
+        close: Callable[[InflightRequest], None],
     ) -> None:
         # Response.__init__ is not called: it would set Content-Length, and the body is unknown yet.
         self.status_code = 200
         self.background = None
         self.init_headers()
         self._request = request
-        self._dialect = dialect
-        self._wants = wants = dialect.answer.wants
+        self._builder = builder
+        self._response_options = response_options = builder.answer.response_options
         # best_of ranks completions by the logprobs of all their tokens, even if no logprobs are returned.
-        self._shows_tokens = wants.token_ids or wants.logprobs is not None or wants.num_best is not None
+        self._shows_tokens = (
+            response_options.token_ids or response_options.logprobs is not None or response_options.num_best is not None
+        )
         # Between the first and the last event of a choice, only text has to be sent.
-        self._is_plain = not (self._shows_tokens or wants.running_usage)
+        self._is_plain = not (self._shows_tokens or response_options.running_usage)
         self._metrics = metrics
         self._close = close
         self._unbegun = {choice.index for choice in request.choices}
@@ -92,7 +94,7 @@ class Delivery(Response, ABC):
         """Number of completion tokens in the events sent so far and in the event that is sent next."""
         return self._num_completion_tokens
 
-    def _piece(self, choice: Choice, delta: TokenDelta) -> Piece | None:
+    def _piece(self, choice: Choice, delta: TokenDelta) -> TokenPiece | None:
         """Return the piece of a delta; None if there is nothing to show, as with an incomplete character."""
         self._num_completion_tokens += len(delta.token_ids)
         is_first = choice.index in self._unbegun
@@ -102,7 +104,7 @@ class Delivery(Response, ABC):
             return None
         self._unbegun.discard(choice.index)
         self._num_unfinished -= delta.finish is not None
-        return Piece(
+        return TokenPiece(
             choice=choice,
             is_first=is_first,
             text=delta.text,
@@ -123,7 +125,7 @@ class Delivery(Response, ABC):
             usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=cached)
         return usage
 
-    def _observe(self, arrived: News, now: float) -> None:
+    def _observe(self, arrived: Deltas, now: float) -> None:
         """Record the latency metrics of deltas that are being sent."""
         for choice, delta in arrived:
             count = len(delta.token_ids)
@@ -193,7 +195,7 @@ class CompletionStream(Delivery):
             await send({"type": "http.response.body", "body": encode_event(error.body()), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _write_at_once(self, body: OpenBody, arrived: News) -> Callable[[], None] | None:
+    def _write_at_once(self, body: OpenBody, arrived: Deltas) -> Callable[[], None] | None:
         """Return a callback that writes a step's events within the event-loop turn in which the events came.
 
         Return None if the task must send the events instead: while a choice has no event yet, when a choice ends, or if
@@ -211,35 +213,35 @@ class CompletionStream(Delivery):
         self._request.last_sent_seconds = now
         return partial(body.write, events)
 
-    def _num_prompt_scores(self, arrived: News) -> int:
+    def _num_prompt_scores(self, arrived: Deltas) -> int:
         """Return the number of prompt logprobs in these events. A choice's first event carries all of them."""
         begin = self._unbegun.intersection([choice.index for choice, _ in arrived])
         return sum(len(self._request.choices[index].prompt_logprobs) for index in begin)
 
-    def _events(self, arrived: News) -> bytes:
+    def _events(self, arrived: Deltas) -> bytes:
         """Return the encoded events of these deltas, and the end of the stream once all choices are finished."""
         events: list[bytes] = []
         times: Timings | UnsetType = UNSET
         for choice, delta in arrived:
             if self._is_plain and delta.text and delta.finish is None and choice.index not in self._unbegun:
                 self._num_completion_tokens += len(delta.token_ids)
-                events.append(self._dialect.plain_event(choice, delta.text))
+                events.append(self._builder.plain_event(choice, delta.text))
                 continue
-            before = self._usage() if self._wants.running_usage else UNSET
+            before = self._usage() if self._response_options.running_usage else UNSET
             if (piece := self._piece(choice, delta)) is None:
                 continue
-            if (opening := self._dialect.opening(piece)) is not None:
+            if (opening := self._builder.opening(piece)) is not None:
                 opening.usage = before
                 events.append(encode_event(opening))
-            event = self._dialect.event(piece)
-            if self._wants.running_usage:
+            event = self._builder.event(piece)
+            if self._response_options.running_usage:
                 event.usage = self._usage()
             if not self._num_unfinished:
                 times = event.timings = timings(self._request)
             events.append(encode_event(event))
         if not self._num_unfinished:
-            if self._wants.usage:
-                summary = self._dialect.summary()
+            if self._response_options.usage:
+                summary = self._builder.summary()
                 summary.usage, summary.timings = self._usage(), times
                 events.append(encode_event(summary))
             events.append(DONE)
@@ -256,7 +258,7 @@ class CompletionBody(Delivery):
 
     async def _deliver(self, send: Send, body: OpenBody | None) -> None:
         self._request.last_sent_seconds = float("inf")  # no keep-alive can be sent before the body
-        pieces: list[list[Piece]] = [[] for _ in self._request.choices]
+        pieces: list[list[TokenPiece]] = [[] for _ in self._request.choices]
         while self._num_unfinished:
             arrived = await self._request.next_deltas()
             for choice, delta in arrived:
@@ -264,11 +266,11 @@ class CompletionBody(Delivery):
                     pieces[choice.index].append(piece)
             self._observe(arrived, time.monotonic())
         wholes = [_whole(parts) for parts in pieces]
-        if self._wants.num_best is not None:
-            wholes = best(wholes, self._wants.num_best)
+        if self._response_options.num_best is not None:
+            wholes = best(wholes, self._response_options.num_best)
         num_scores = sum(len(piece.choice.prompt_logprobs) + len(piece.logprobs) for piece in wholes)
         usage, times = self._usage(), timings(self._request)
-        whole = await _written(lambda: encode(self._dialect.body(wholes, usage, times)), num_scores)
+        whole = await _written(lambda: encode(self._builder.body(wholes, usage, times)), num_scores)
         headers = [*self.raw_headers, (b"content-length", b"%d" % len(whole))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": whole, "more_body": False})
@@ -279,20 +281,20 @@ class CompletionBody(Delivery):
 
 async def _written(write: Callable[[], bytes], num_scores: int) -> bytes:
     """Return the result of `write`. With many logprobs a thread runs it, so that other streams do not wait."""
-    return await asyncio.to_thread(write) if num_scores > MANY_SCORES else write()
+    return await asyncio.to_thread(write) if num_scores > MAX_INLINE_LOGPROBS else write()
 
 
 def _nothing() -> None:
     """Send nothing: the step brought no complete character."""
 
 
-async def _watch(receive: Receive, request: LiveRequest) -> None:
+async def _watch(receive: Receive, request: InflightRequest) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     request.fail(ClientGone("the client closed the connection"))
 
 
-def timings(request: LiveRequest) -> Timings:
+def timings(request: InflightRequest) -> Timings:
     """Return the times of a finished request."""
     finishes = [choice.finish for choice in request.choices if choice.finish]
     earliest = min(finishes, key=lambda finish: finish.queue_seconds + finish.prefill_seconds)
@@ -314,9 +316,9 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1000, 3)
 
 
-def _whole(pieces: list[Piece]) -> Piece:
+def _whole(pieces: list[TokenPiece]) -> TokenPiece:
     """Join the pieces of a choice. The last piece has the finish."""
-    return Piece(
+    return TokenPiece(
         choice=pieces[0].choice,
         is_first=True,
         text="".join(piece.text for piece in pieces),

@@ -19,11 +19,11 @@ from starlette.types import Receive, Scope, Send
 from model.sampling_params import SamplingParams
 from service.embedding_schemas import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage, write_vectors
 from service.errors import ApiError, ClientGone, ContextLengthExceeded, InvalidRequest, Overloaded
+from service.inflight import Choice, InflightRequest
 from service.intake import Intake
-from service.live_request import Choice, LiveRequest
 from service.messages import FinishReason, Pooling, Submit
-from service.plan import LONG_TEXT, Planner
-from service.queue_terms import QueueTerms, queue_limits
+from service.queue_policy import QueuePolicy, queue_limits
+from service.request_processor import MAX_INLINE_CHARACTERS, RequestProcessor
 from service.requests import read_body
 from service.responses import encode
 from service.settings import ServeSettings
@@ -39,7 +39,7 @@ class Embeddings:
     """Handler of the route.
 
     Args:
-        planner: checks the model's name and encodes texts.
+        processor: checks the model's name and encodes texts.
         width: dimensions of a vector.
     """
 
@@ -48,7 +48,7 @@ class Embeddings:
         settings: ServeSettings,
         *,
         intake: Intake,
-        planner: Planner,
+        processor: RequestProcessor,
         width: int,
     ) -> None:
         self._limits = queue_limits(settings)
@@ -56,37 +56,39 @@ class Embeddings:
         self._max_group = settings.max_num_running
         self._max_body_bytes = settings.max_body_size
         self._intake = intake
-        self._planner = planner
+        self._processor = processor
         self._width = width
 
     async def embeddings(self, request: Request) -> Response:
         """`POST /v1/embeddings`."""
         arrival_seconds = time.monotonic()
         body = await read_body(request, max_bytes=self._max_body_bytes)
-        return await self._intake.recordings.answer(request, body, partial(self._embed, request, body, arrival_seconds))
+        return await self._intake.response_store.answer(
+            request, body, partial(self._embed, request, body, arrival_seconds)
+        )
 
     async def _embed(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
-        self._intake.refuse_when_draining()
+        self._intake.reject_when_draining()
         asked = EmbeddingRequest.parse(body)
         terms = self._limits.terms(request, asked.timeout)
-        if len(body) > LONG_TEXT:
+        if len(body) > MAX_INLINE_CHARACTERS:
             groups = await asyncio.to_thread(self._plan, asked, terms, arrival_seconds)
         else:
             groups = self._plan(asked, terms, arrival_seconds)
         self._intake.admit(groups[0])
-        model = self._planner.model_name
+        model = self._processor.model_name
         return EmbeddingBody(groups, asked, model=model, intake=self._intake)
 
-    def _plan(self, asked: EmbeddingRequest, terms: QueueTerms, arrival_seconds: float) -> list[LiveRequest]:
+    def _plan(self, asked: EmbeddingRequest, terms: QueuePolicy, arrival_seconds: float) -> list[InflightRequest]:
         """Return the texts as sequences, in groups. Only the first group has the request's timeout.
 
         Raises:
             ModelNotFound: the request names another model.
             InvalidRequest: a text, a token id or a field is invalid.
         """
-        self._planner.check_model(asked.model)
+        self._processor.check_model(asked.model)
         inputs = asked.inputs
-        self._planner.check_num_prompts(len(inputs), "input")
+        self._processor.check_num_prompts(len(inputs), "input")
         if asked.dimensions is not None and asked.dimensions > self._width:
             raise InvalidRequest(
                 f"dimensions={asked.dimensions} is over the {self._width} of this model", param="dimensions"
@@ -97,7 +99,7 @@ class Embeddings:
         ]
         later = replace(terms, timeout_seconds=float("inf"))
         return [
-            LiveRequest(
+            InflightRequest(
                 choices=group,
                 arrival_seconds=arrival_seconds,
                 terms=later if number else terms,
@@ -120,30 +122,30 @@ class Embeddings:
 
     def _token_ids(self, asked: EmbeddingRequest, text: str | list[int]) -> list[int]:
         """Return a text's token ids with the begin-of-text token, truncated if the request asks for it."""
-        room, kept = self._planner.max_context_length, asked.truncate_prompt_tokens
-        num_marks = 0
+        room, kept = self._processor.max_context_length, asked.truncate_prompt_tokens
+        num_special_tokens = 0
         if isinstance(text, str):
             # A text that cannot fit, however it is tokenized, is rejected before it is tokenized.
-            if kept is None and (at_least := self._planner.least_tokens(text)) > room:
+            if kept is None and (at_least := self._processor.least_tokens(text)) > room:
                 raise self._too_long(f"at least {at_least}")
             try:
-                token_ids = self._planner.encode(text)
+                token_ids = self._processor.encode(text)
             except InvalidRequest as error:  # the error names the field "prompt"
                 raise InvalidRequest(error.message, param="input") from None
-            num_marks = int(self._planner.tokenizer.bos_token_id is not None)
+            num_special_tokens = int(self._processor.tokenizer.bos_token_id is not None)
         else:
-            self._planner.check_ids(text, "input")
+            self._processor.check_ids(text, "input")
             token_ids = text
         if kept is not None:
             truncation = Truncation(num_kept=None if kept < 0 else kept, keeps_end=True)
-            token_ids = truncation.cut(token_ids, room=room, num_marks=num_marks)
+            token_ids = truncation.cut(token_ids, room=room, num_special_tokens=num_special_tokens)
         if len(token_ids) > room:
             raise self._too_long(str(len(token_ids)))
         return token_ids
 
     def _too_long(self, num_tokens: str) -> ContextLengthExceeded:
         return ContextLengthExceeded(
-            f"this model's maximum context length is {self._planner.max_context_length} tokens, "
+            f"this model's maximum context length is {self._processor.max_context_length} tokens, "
             f"but a text has {num_tokens}; shorten it, or set truncate_prompt_tokens",
             param="input",
         )
@@ -156,7 +158,7 @@ class EmbeddingBody(Response):
 
     def __init__(
         self,
-        groups: list[LiveRequest],
+        groups: list[InflightRequest],
         asked: EmbeddingRequest,
         *,
         model: str,
@@ -224,7 +226,7 @@ class EmbeddingBody(Response):
                     self._observe(request, choice)
             raise
 
-    async def _go_on(self, group: LiveRequest) -> None:
+    async def _go_on(self, group: InflightRequest) -> None:
         """Submit the next group as soon as there is capacity.
 
         The finished group stays open until then, so that a drain waits for the request.
@@ -240,7 +242,7 @@ class EmbeddingBody(Response):
         self._intake.close(self._current)
         self._current = group
 
-    def _observe(self, request: LiveRequest, choice: Choice) -> None:
+    def _observe(self, request: InflightRequest, choice: Choice) -> None:
         assert choice.finish is not None
         seconds = time.monotonic() - request.arrival_seconds
         # The vector is the whole response, so it counts as the first token in the latency objective.

@@ -8,27 +8,27 @@ from dataclasses import dataclass
 
 import torch
 
-from model.attention.ways import Place
+from model.attention.ways import KernelContext
 from model.checkpoint import load_model
 from model.config import ModelConfig
-from model.eight_bits import EightBits
 from model.kernels.levels import has_vector_level
 from model.kernels.loading import KERNELS
-from model.linear import can_pack, replace_each, replace_linears
+from model.linear import can_pack, replace_linears, replace_linears_by
 from model.manifest import Manifest
-from model.native_transformer import NativeTransformer, by_native_kernels, computes, library_for
+from model.native_transformer import NativeTransformer, computes, library_for, to_native
+from model.quantization import Quantization
 from model.system.limits import available_memory_bytes, usable_cpus
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import Tokenizer
 from model.transformer import Transformer
 from service.engine.accelerated import (
     Attending,
-    attention_for,
     cache_bytes,
     capture_for,
-    eight_bits_for,
+    choose_attention,
+    choose_quantization,
+    create_graphed_runner,
     fuse_for_gpu,
-    recorded_runner,
 )
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
@@ -56,7 +56,7 @@ class EngineFacts:
 
     attention: native, paged (with its parts), sdpa or eager.
     kernel_level: instruction level of the native kernels, where they compute every step whole; else None.
-    matrices: plain, packed, int8 or fp8, see `model.linear`, `model.eight_bits`.
+    matrices: plain, packed, int8 or fp8, see `model.linear`, `model.quantization`.
     reasons: reason for the value, by the setting's name.
     has_standby: true if a standby worker is wanted and fits into memory.
     """
@@ -103,6 +103,12 @@ class EngineFacts:
         return values | {name: f"{values[name]} ({reason})" for name, reason in self.reasons.items()}
 
 
+def _kernel_context(settings: ModelSettings, manifest: Manifest, device: str, dtype: torch.dtype) -> KernelContext:
+    return KernelContext(
+        config=manifest.config, device=torch.device(device), dtype=dtype, block_size=settings.block_size
+    )
+
+
 def build_engine(
     settings: ModelSettings, manifest: Manifest, *, server: ServerNeeds | None = None
 ) -> tuple[Engine, EngineFacts]:
@@ -128,16 +134,16 @@ def build_engine(
     threads, threads_reason = _choose_threads(settings, manifest.config, dtype, device)
     torch.set_num_threads(threads)
     cache_dtype = find_cache_dtype(settings.kv_cache_dtype, device, dtype)
-    eight_bits = find_eight_bits(settings.quantize, device, dtype)
-    place = Place(config=manifest.config, device=torch.device(device), dtype=dtype, block_size=settings.block_size)
-    attending = _choose_attention(settings, place)
+    quantization = find_quantization(settings.quantize, device, dtype)
+    context = _kernel_context(settings, manifest, device, dtype)
+    attending = _choose_attention(settings, context)
     is_native = _is_native(settings, manifest.config, dtype, device)
     packs = device == "cpu" and (is_native or _matrix_kind(settings.quantize, device, dtype) != "plain")
-    plan = _plan(server, settings, manifest, place, packs=packs, cache_value_bytes=cache_dtype.itemsize)
+    plan = _plan(server, settings, manifest, context, packs=packs, cache_value_bytes=cache_dtype.itemsize)
     loaded = load_model(manifest, device=device, dtype=dtype, attention=attending.backend, packs_next=packs)
-    matrices = prepare_matrices(loaded, settings.quantize, eight_bits)
+    matrices = prepare_matrices(loaded, settings.quantize, quantization)
     fuse_for_gpu(loaded)
-    model = by_native_kernels(loaded)
+    model = to_native(loaded)
     kernel_level = model.kernel_level if isinstance(model, NativeTransformer) else None
     block_bytes = settings.block_size * manifest.config.kv_bytes_per_token(cache_dtype.itemsize)
     largest, records = _largest_step(settings, max_context_length), settings.cuda_graphs and attending.recordable
@@ -168,7 +174,7 @@ def _plan(
     server: ServerNeeds | None,
     settings: ModelSettings,
     manifest: Manifest,
-    place: Place,
+    place: KernelContext,
     *,
     packs: bool,
     cache_value_bytes: int,
@@ -221,7 +227,7 @@ def _largest_step(settings: ModelSettings, max_context_length: int) -> LargestSt
     return LargestStep(
         block_size=settings.block_size,
         num_tokens=settings.max_batched_tokens,
-        num_draws=settings.max_num_running,
+        num_sampled=settings.max_num_running,
         max_context_length=max_context_length,
     )
 
@@ -240,7 +246,7 @@ def _make_engine(
         capture = capture_for(model.token_embedding.weight.device)
     if capture is None or isinstance(model, NativeTransformer):
         return Engine(model, tokenizer, config, looks_ahead=looks_ahead)
-    runner = recorded_runner(model, config, tokenizer.vocab_size, capture)
+    runner = create_graphed_runner(model, config, tokenizer.vocab_size, capture)
     return Engine(model, tokenizer, config, runner=runner, looks_ahead=looks_ahead)
 
 
@@ -289,29 +295,29 @@ def _is_native(settings: ModelSettings, config: ModelConfig, dtype: torch.dtype,
     return is_wanted and KERNELS.loaded is not None and computes(config, dtype)
 
 
-def _choose_attention(settings: ModelSettings, place: Place) -> Attending:
+def _choose_attention(settings: ModelSettings, place: KernelContext) -> Attending:
     """Return the requested attention backend.
 
     Raises:
         SettingsError: the backend does not support the model or the device.
     """
     try:
-        return attention_for(settings.attention, place)
+        return choose_attention(settings.attention, place)
     except ValueError as error:
         raise SettingsError(str(error)) from None
 
 
-def prepare_matrices(model: Transformer, quantize: str, eight_bits: EightBits | None) -> str:
+def prepare_matrices(model: Transformer, quantize: str, quantization: Quantization | None) -> str:
     """Convert a loaded model's matrices to the requested or the fastest format, and return the format's name.
 
-    Float matrices for native kernels are left as they are: `by_native_kernels` packs them.
+    Float matrices for native kernels are left as they are: `to_native` packs them.
     """
     weight = model.token_embedding.weight
     if quantize == "none" and library_for(model) is not None:
         return "packed"
     kind = _matrix_kind(quantize, weight.device, weight.dtype)
-    if eight_bits is not None:
-        replace_each(model, eight_bits.make)
+    if quantization is not None:
+        replace_linears_by(model, quantization.make)
     elif kind in ("int8", "packed"):
         replace_linears(model, kind)
     return kind
@@ -365,14 +371,14 @@ def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtyp
     return torch.float16
 
 
-def find_eight_bits(quantize: str, device: str, dtype: torch.dtype) -> EightBits | None:
+def find_quantization(quantize: str, device: str, dtype: torch.dtype) -> Quantization | None:
     """Return the quantized matrix products of a --quantize setting on a GPU; None elsewhere.
 
     Raises:
         SettingsError: the GPU does not support this quantization.
     """
     try:
-        return eight_bits_for(quantize, torch.device(device), dtype)
+        return choose_quantization(quantize, torch.device(device), dtype)
     except ValueError as error:
         raise SettingsError(str(error)) from None
 

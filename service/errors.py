@@ -4,17 +4,17 @@ ApiError                        500  server_error
 ├── InvalidRequest              400  invalid_request_error
 │   ├── ContextLengthExceeded   400  context_length_exceeded
 │   ├── HeadTooLarge            431  head_too_large
-│   ├── KeyReused               400  idempotency_key_reused; see service.recordings
+│   ├── IdempotencyKeyReused               400  idempotency_key_reused; see service.response_store
 │   ├── RequestTimeout          408  request_timeout
 │   └── UnsupportedEncoding     415  unsupported_encoding
 ├── Unauthorized                401  invalid_api_key, with WWW-Authenticate
 ├── ModelNotFound               404  model_not_found
 ├── RouteNotFound               404  route_not_found
-├── AnswerGone                  404  answer_gone; see service.recordings
+├── ResponseGone                  404  answer_gone; see service.response_store
 ├── MethodNotAllowed            405  method_not_allowed
 ├── BodyTooLarge                413  body_too_large
 ├── ClientGone                  499  (never sent: the client disconnected)
-├── SwitchedOff                 403  switched_off; see service.inspection
+├── RouteDisabled                 403  switched_off; see service.inspection
 ├── Overloaded                  429  queue_full, with Retry-After
 │   ├── WaitTooLong             429  queue_time, with Retry-After
 │   └── TooManyConnections      503  too_many_connections, with Retry-After
@@ -71,7 +71,7 @@ class RouteNotFound(ApiError):
     status, type, code = 404, "invalid_request_error", "route_not_found"
 
 
-class AnswerGone(ApiError):
+class ResponseGone(ApiError):
     status, type, code = 404, "invalid_request_error", "answer_gone"
 
 
@@ -87,7 +87,7 @@ class HeadTooLarge(InvalidRequest):
     status, code = 431, "head_too_large"
 
 
-class KeyReused(InvalidRequest):
+class IdempotencyKeyReused(InvalidRequest):
     code = "idempotency_key_reused"
 
 

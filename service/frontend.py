@@ -26,20 +26,20 @@ from service.admission import Admission
 from service.chat import ChatPrompts
 from service.completions import Completions
 from service.embeddings import Embeddings
+from service.engine_client import EngineClient
 from service.errors import ApiError, Draining, Overloaded
+from service.inflight import InflightRequest
 from service.inspection import Inspection
 from service.intake import Intake
-from service.journal import Journal
 from service.lifecycle import Lifecycle
-from service.live_request import LiveRequest
-from service.messages import API_PATH, BUS, Cancel, Command, Hello, decode_events, encode_command
+from service.messages import API_PATH, BUS, Cancel, Command, WorkerReady, decode_events, encode_command
 from service.metrics import EngineState, Metrics, render
-from service.plan import Planner
-from service.queue_terms import queue_limits
-from service.readiness import readiness_of
-from service.recordings import Recordings
+from service.queue_policy import queue_limits
+from service.readiness import get_readiness
+from service.request_processor import RequestProcessor
 from service.requests import json_response
-from service.serving import Serving
+from service.response_store import ResponseStore
+from service.served_model import ServedModel
 from service.settings import ServeSettings
 from service.tokenizer_routes import TokenizerRoutes
 from service.watchdog import Watchdog
@@ -55,64 +55,64 @@ _PLAYGROUND = Path(__file__).parent / "playground" / "index.html"
 class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
     """Routes and state of one API process."""
 
-    def __init__(self, settings: ServeSettings, *, serving: Serving, lifecycle: Lifecycle, metrics: Metrics) -> None:
+    def __init__(self, settings: ServeSettings, *, served: ServedModel, lifecycle: Lifecycle, metrics: Metrics) -> None:
         super().__init__()
         self.api_path = API_PATH
         self._settings = settings
         self._lifecycle = lifecycle
         self._worker_watchdog = Watchdog(lambda: lifecycle.worker_signs)
         self._metrics = metrics
-        self.model_name = serving.model_name
-        self._card = _model_card(serving)
+        self.model_name = served.model_name
+        self._card = _model_card(served)
         self._admission = admission = _admission(settings, metrics)
         self._queue_limits = queue_limits(settings)
-        self._planner = Planner(
-            tokenizer=serving.tokenizer,
+        self._processor = RequestProcessor(
+            tokenizer=served.tokenizer,
             model_name=self.model_name,
-            max_context_length=serving.max_context_length,
+            max_context_length=served.max_context_length,
             max_num_choices=admission.max_num_sequences,
-            defaults=serving.defaults,
+            defaults=served.defaults,
             aliases=settings.model_alias,
             max_prompts=settings.max_prompts,
         )
-        self._chat = ChatPrompts(serving.template, serving.tokenizer, max_waiting=admission.max_num_sequences)
+        self._chat = ChatPrompts(served.template, served.tokenizer, max_waiting=admission.max_num_sequences)
         max_body_bytes = settings.max_body_size
         self._tokenizer_routes = TokenizerRoutes(
-            serving, planner=self._planner, chat=self._chat, max_body_bytes=max_body_bytes
+            served, processor=self._processor, chat=self._chat, max_body_bytes=max_body_bytes
         )
-        self._journal = Journal(
+        self._engine_client = EngineClient(
             send=self._send,
             admission=admission,
-            on_hello=self._hear_hello,
+            on_worker_ready=self._hear_hello,
             on_replay=metrics.count_replay,
             on_late=partial(metrics.count_wasted_tokens, "cancelled"),
         )
         self._inspection = Inspection(
-            planner=self._planner,
-            config=serving.manifest.config,
+            processor=self._processor,
+            config=served.manifest.config,
             max_tokens=settings.max_inspect_tokens,
             max_body_bytes=max_body_bytes,
-            refuse_when_draining=self._refuse_when_draining,
-            journal=self._journal,
+            reject_when_draining=self._refuse_when_draining,
+            engine_client=self._engine_client,
             limits=self._queue_limits,
             on_change=self._count_active,
         )
-        self._recordings = Recordings(
+        self._response_store = ResponseStore(
             keep_seconds=settings.resume_seconds,
             count=metrics.count_resumption,
             waste=partial(metrics.count_wasted_tokens, "unclaimed"),
         )
         intake = Intake(
-            refuse_when_draining=self._refuse_when_draining,
+            reject_when_draining=self._refuse_when_draining,
             admit=self._admit,
             close=self._close,
-            recordings=self._recordings,
+            response_store=self._response_store,
             metrics=metrics,
         )
-        self._completions = Completions(settings, serving, intake=intake, planner=self._planner, chat=self._chat)
-        width = serving.manifest.config.hidden_size
-        self._embeddings = Embeddings(settings, intake=intake, planner=self._planner, width=width)
-        self._hello: Hello | None = None
+        self._completions = Completions(settings, served, intake=intake, processor=self._processor, chat=self._chat)
+        width = served.manifest.config.hidden_size
+        self._embeddings = Embeddings(settings, intake=intake, processor=self._processor, width=width)
+        self._hello: WorkerReady | None = None
         self.inboxes: tuple[Any, ...] = ()  # successive workers use them in turn; set before this process is forked
 
     @property
@@ -159,7 +159,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
 
     async def model(self, model_id: str) -> Response:
         """`GET /v1/models/{id}`."""
-        self._planner.check_model(model_id)
+        self._processor.check_model(model_id)
         return json_response(self._card_of(model_id))
 
     def _card_of(self, model_id: str) -> responses.ModelCard:
@@ -200,35 +200,35 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         """Do the periodic work: heartbeat, keep-alives, queue timeouts, metrics; exit if main is gone."""
         gc.freeze()  # startup objects live forever; scanning them for garbage would stall every stream
         while True:
-            self._lifecycle.beat_api()
+            self._lifecycle.record_api_heartbeat()
             await asyncio.sleep(_TICK_SECONDS)
             self._lifecycle.end_if_orphaned()
-            self._recordings.tend()
+            self._response_store.tend()
             self._metrics.flush()
-            self._journal.poke_silent(since_seconds=time.monotonic() - KEEP_ALIVE_SECONDS)
-            self._journal.expire(time.monotonic(), is_stalled=self.readiness().state == "stalled")
+            self._engine_client.wake_silent_requests(since_seconds=time.monotonic() - KEEP_ALIVE_SECONDS)
+            self._engine_client.expire(time.monotonic(), is_stalled=self.readiness().state == "stalled")
 
     def close(self) -> None:
         """Close the helpers that this process started."""
         self._chat.close()
         self._completions.close()
-        self._recordings.close()
+        self._response_store.close()
 
     def end_all(self) -> None:
         """Fail all unfinished requests, because the drain time is over."""
-        self._journal.fail_all(Draining("the server is shutting down", retry_after_seconds=1.0))
+        self._engine_client.fail_all(Draining("the server is shutting down", retry_after_seconds=1.0))
 
     def receive(self, message: bytes) -> None:
         """Process one message of a worker. Never raises; an error fails all requests."""
         try:
-            self._journal.receive(decode_events(message))
+            self._engine_client.receive(decode_events(message))
         except Exception:
             logger.exception("a message of the worker could not be processed; all requests fail")
-            self._journal.fail_all(ApiError("internal error"))
+            self._engine_client.fail_all(ApiError("internal error"))
 
     def readiness(self) -> responses.Readiness:
         """Return the service's state for new requests, and the expected time until ready."""
-        return readiness_of(
+        return get_readiness(
             self._lifecycle,
             self._hello,
             silent_seconds=self._worker_watchdog.silence(),
@@ -249,7 +249,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         else:
             self._metrics.count_failure(error.status, error.type)
 
-    def refuse_unread(self, scope: Scope) -> None:
+    def reject_from_headers(self, scope: Scope) -> None:
         """Reject a request from its headers if it would be rejected whatever its body contains (except a `timeout`).
 
         Raises:
@@ -257,26 +257,26 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             InvalidRequest: the timeout header is not a valid timeout.
         """
         self._refuse_when_draining()
-        self._admission.refuse_hopeless(self._queue_limits.terms(Request(scope), None))
+        self._admission.reject_by_headers(self._queue_limits.terms(Request(scope), None))
 
     def _refuse_when_draining(self) -> None:
         readiness = self.readiness()
         if readiness.state == "draining":
             raise Draining("the server is shutting down", retry_after_seconds=readiness.eta_s or 1.0)
 
-    def _admit(self, live: LiveRequest) -> None:
-        self._journal.open(live)
+    def _admit(self, live: InflightRequest) -> None:
+        self._engine_client.open(live)
         self._count_active()
 
-    def _close(self, live: LiveRequest) -> None:
-        self._journal.close(live)
+    def _close(self, live: InflightRequest) -> None:
+        self._engine_client.close(live)
         self._count_active()
 
     def _count_active(self) -> None:
-        self._lifecycle.num_active.value = self._journal.num_requests + self._journal.num_looks
+        self._lifecycle.num_active.value = self._engine_client.num_requests + self._engine_client.num_looks
 
     def _send(self, commands: Sequence[Command]) -> None:
-        """Put commands on the queue of the last worker that sent `Hello`.
+        """Put commands on the queue of the last worker that sent `WorkerReady`.
 
         All commands form one item, because each item costs a round trip to LitServe's manager process.
 
@@ -291,7 +291,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             if not all(isinstance(command, Cancel) for command in commands):
                 raise Draining("the server is shutting down", retry_after_seconds=1.0) from None
 
-    def _hear_hello(self, hello: Hello) -> None:
+    def _hear_hello(self, hello: WorkerReady) -> None:
         self._hello = hello
         self.request_queue = self.inboxes[hello.epoch % len(self.inboxes)]
 
@@ -305,10 +305,10 @@ def _admission(settings: ServeSettings, metrics: Metrics) -> Admission:
     )
 
 
-def _model_card(serving: Serving) -> responses.ModelCard:
+def _model_card(served: ServedModel) -> responses.ModelCard:
     return responses.ModelCard(
-        id=serving.model_name,
-        created=serving.manifest.created_seconds,
+        id=served.model_name,
+        created=served.manifest.created_seconds,
         owned_by="kvasir",
-        max_model_len=serving.max_context_length,
+        max_model_len=served.max_context_length,
     )

@@ -17,7 +17,7 @@ _FIRST_PAUSE_SECONDS: Final = 0.01
 _PAUSE_GROWTH: Final = 4.0
 
 
-class EarlyBeginning(asyncio.Transport):
+class HalfCloseProbe(asyncio.Transport):
     """Transport of one response that has not begun: sends the first bytes of the response early, one at a time.
 
     Two bytes detect a closed connection. Four bytes detect one behind a TCP proxy that forwards half closes.

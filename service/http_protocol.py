@@ -32,9 +32,9 @@ from service.errors import (
     TooManyConnections,
     UnsupportedEncoding,
 )
-from service.half_close import EarlyBeginning
+from service.half_close import HalfCloseProbe
 from service.open_body import ChunkedBody, extension
-from service.queue_terms import TIMEOUT_HEADER
+from service.queue_policy import TIMEOUT_HEADER
 from service.responses import encode
 
 # nginx accepts 32 KiB by default, and browsers send fewer than 100 fields.
@@ -45,15 +45,15 @@ MAX_AHEAD_BYTES: Final = 64 * 1024
 # Bytes parsed at a time. The shortest request has 18 bytes, so at most 57 requests are parsed before a response.
 _PARSED_BYTES: Final = 1024
 # Slowest accepted upload of a body: these bytes add one second to the time limit.
-BODY_BYTES_A_SECOND: Final = 10_000
+MIN_BODY_BYTES_PER_SECOND: Final = 10_000
 # Limit of chunked framing (chunk sizes, trailer fields): this factor times the body, plus `MAX_HEAD_BYTES`.
-MAX_FRAMING: Final = 8
+MAX_FRAMING_RATIO: Final = 8
 # Fields that may occur only once. Of two values, a proxy in front may have used the other one.
 _SINGLE: Final = frozenset(
     {b"host", b"content-encoding", b"idempotency-key", b"last-event-id", TIMEOUT_HEADER.encode()}
 )
 # Bytes of the response that a slow client must read within each time limit.
-MIN_TAKEN_BYTES: Final = 16 * 1024
+MIN_READ_BYTES: Final = 16 * 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +119,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_missing_bytes = 0  # not yet received of this request's body, by Content-Length
         self._unparsed = bytearray()
         self._has_client_ended = False  # closed its sending side
-        self._early: EarlyBeginning | None = None
+        self._early: HalfCloseProbe | None = None
         self._due: ApiError | None = None  # sent after the pending responses
         self._refusal: ApiError = InvalidRequest("the request is not valid HTTP/1.1, or incomplete")
         self._cycles: list[RequestResponseCycle] = []  # requests, some with complete responses
@@ -228,13 +228,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         cycle = unanswered[0]
         if not cycle.response_started and cycle.transport is self.transport:
-            self._early = EarlyBeginning(cycle, self.loop)
+            self._early = HalfCloseProbe(cycle, self.loop)
 
     def _bound_bytes(self, num_bytes: int, *, was_in_body: bool) -> None:
         """Count received bytes; reject a request whose head or chunked framing is over its limit."""
         if was_in_body and self._is_in_body:
             self._num_framed_bytes += num_bytes
-            if self._num_framed_bytes > MAX_HEAD_BYTES + (1 + MAX_FRAMING) * self._num_body_bytes:
+            if self._num_framed_bytes > MAX_HEAD_BYTES + (1 + MAX_FRAMING_RATIO) * self._num_body_bytes:
                 self._refuse(self._refusal)
         elif self._is_in_head and not (was_in_body or self._has_passed_head):
             self._num_head_bytes += num_bytes
@@ -386,7 +386,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.flow.read_paused or self._unparsed:  # the server makes the client wait
             self._waiting_since = now
         num_bytes = min(self._num_body_bytes, self._limits.max_body_bytes) if self._is_in_body else 0
-        return now - self._waiting_since > self._limits.client_seconds + num_bytes / BODY_BYTES_A_SECOND
+        return now - self._waiting_since > self._limits.client_seconds + num_bytes / MIN_BODY_BYTES_PER_SECOND
 
     def _is_stuck(self, now: float) -> bool:
         """Return True if the client has used up its time to read.
@@ -398,7 +398,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not num_bytes or not is_due:
             self._behind = None
             return False
-        if self._behind is None or self._behind[0] - num_bytes >= MIN_TAKEN_BYTES:
+        if self._behind is None or self._behind[0] - num_bytes >= MIN_READ_BYTES:
             self._behind = (num_bytes, now)
         return now - self._behind[1] > self._limits.client_seconds
 

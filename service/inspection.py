@@ -1,7 +1,7 @@
 """Routes of `/inspect/attention`: attention weights of a prompt, computed by the worker between its steps.
 
 One such computation is a look. A look changes no state and uses no KV-cache. Three limits bound the delay of other
-requests: `--max-inspect-tokens` per prompt, `MAX_LOOKS` looks in progress, and one look per step.
+requests: `--max-inspect-tokens` per prompt, `MAX_INSPECTIONS` looks in progress, and one look per step.
 
 Legend: H heads, T tokens of the prompt.
 """
@@ -20,6 +20,7 @@ from pydantic import Field
 from starlette.types import Receive
 
 from model.config import ModelConfig
+from service.engine_client import EngineClient
 from service.errors import (
     ApiError,
     ClientGone,
@@ -28,17 +29,16 @@ from service.errors import (
     InvalidRequest,
     Overloaded,
 )
-from service.journal import Journal
-from service.live_request import LiveLook
-from service.logprobs import token_name
-from service.messages import Look, Looked
-from service.plan import Planner
-from service.queue_terms import QueueLimits
+from service.inflight import InflightQuery
+from service.logprobs import format_token_name
+from service.messages import AttentionQuery, AttentionResult
+from service.queue_policy import QueueLimits
+from service.request_processor import RequestProcessor
 from service.requests import json_response, read_body
 from service.schemas import RequestModel, TokenIds, parse_body
 
 # Limit of looks in progress. The worker computes one look between two steps.
-MAX_LOOKS = 4
+MAX_INSPECTIONS = 4
 # Weights in the response are rounded to millionths: a row of 512 weights sums to 1 within 3e-4.
 _MILLION = 1_000_000
 _WANTED = {
@@ -47,7 +47,7 @@ _WANTED = {
 }
 
 
-class SwitchedOff(ApiError):
+class RouteDisabled(ApiError):
     """Rejection by a route that is disabled on this server."""
 
     status, type, code = 403, "invalid_request_error", "switched_off"
@@ -97,12 +97,12 @@ class Inspection:
     """Handlers of the routes. Runs in the API process' event loop only.
 
     Args:
-        planner: checks model names and encodes prompts.
+        processor: checks model names and encodes prompts.
         config: has the numbers of layers and heads.
         max_tokens: limit of a prompt; 0 disables the routes.
         max_body_bytes: limit of a request body.
-        refuse_when_draining: raises `Draining` if the service accepts no new requests.
-        journal: sends looks to the worker, and again to its replacement if the worker dies.
+        reject_when_draining: raises `Draining` if the service accepts no new requests.
+        engine_client: sends looks to the worker, and again to its replacement if the worker dies.
         limits: limits of the time that a look may wait in the queue.
         on_change: called when the number of looks in progress has changed.
     """
@@ -110,21 +110,21 @@ class Inspection:
     def __init__(
         self,
         *,
-        planner: Planner,
+        processor: RequestProcessor,
         config: ModelConfig,
         max_tokens: int,
         max_body_bytes: int,
-        refuse_when_draining: Callable[[], None],
-        journal: Journal,
+        reject_when_draining: Callable[[], None],
+        engine_client: EngineClient,
         limits: QueueLimits,
         on_change: Callable[[], None],
     ) -> None:
-        self._planner = planner
+        self._processor = processor
         self._config = config
-        self._max_tokens = min(max_tokens, planner.max_context_length)
+        self._max_tokens = min(max_tokens, processor.max_context_length)
         self._max_body_bytes = max_body_bytes
-        self._refuse_when_draining = refuse_when_draining
-        self._journal = journal
+        self._refuse_when_draining = reject_when_draining
+        self._engine_client = engine_client
         self._limits = limits
         self._on_change = on_change
 
@@ -134,7 +134,7 @@ class Inspection:
         """`GET /inspect/attention`."""
         self._refuse_when_off()
         limits = AttentionLimits(
-            model=self._planner.model_name,
+            model=self._processor.model_name,
             num_layers=self._config.num_layers,
             num_heads=self._config.num_heads,
             max_tokens=self._max_tokens,
@@ -148,11 +148,11 @@ class Inspection:
         body = await read_body(request, max_bytes=self._max_body_bytes)
         look = self._plan(_parse(body))
         self._refuse_when_draining()
-        if self._journal.num_looks >= MAX_LOOKS:
-            raise Overloaded(f"{MAX_LOOKS} looks are under way; try again later", retry_after_seconds=1.0)
+        if self._engine_client.num_looks >= MAX_INSPECTIONS:
+            raise Overloaded(f"{MAX_INSPECTIONS} looks are under way; try again later", retry_after_seconds=1.0)
         waiting = asyncio.get_running_loop().create_future()
         terms = self._limits.terms(request, None)
-        live = LiveLook(look=look, arrival_seconds=arrival_seconds, terms=terms, answer=waiting)
+        live = InflightQuery(look=look, arrival_seconds=arrival_seconds, terms=terms, answer=waiting)
         looked = await self._answer(live, request.receive)
         if looked.weights is None:
             raise EngineFailed("the engine failed on this request", retry=True)
@@ -162,17 +162,17 @@ class Inspection:
 
     def _refuse_when_off(self) -> None:
         if self._max_tokens == 0:
-            raise SwitchedOff(
+            raise RouteDisabled(
                 "attention inspection is switched off on this server; start it with --max-inspect-tokens above 0"
             )
 
-    def _plan(self, asked: AttentionRequest) -> Look:
+    def _plan(self, asked: AttentionRequest) -> AttentionQuery:
         """Build the command for the worker.
 
         Raises:
-            ModelNotFound, InvalidRequest: see `Planner`. Also if the layer or head does not exist.
+            ModelNotFound, InvalidRequest: see `RequestProcessor`. Also if the layer or head does not exist.
         """
-        self._planner.check_model(asked.model)
+        self._processor.check_model(asked.model)
         num_layers, num_heads = self._config.num_layers, self._config.num_heads
         if asked.layer >= num_layers:
             raise InvalidRequest(
@@ -184,18 +184,18 @@ class Inspection:
                 f"head {asked.head} does not exist; this model has heads 0 to {num_heads - 1}", param="head"
             )
         token_ids = tuple(self._token_ids(asked.prompt))
-        return Look(uid=uuid.uuid4().hex, token_ids=token_ids, layer=asked.layer, heads=heads)
+        return AttentionQuery(uid=uuid.uuid4().hex, token_ids=token_ids, layer=asked.layer, heads=heads)
 
     def _token_ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             # Reject a text that is too long for any tokenization before spending time on tokenizing it.
-            at_least = self._planner.least_tokens(prompt)
+            at_least = self._processor.least_tokens(prompt)
             if at_least > self._max_tokens:
                 raise self._too_long(f"at least {at_least}")
-            token_ids = self._planner.encode(prompt)
+            token_ids = self._processor.encode(prompt)
         else:
             token_ids = prompt
-            self._planner.check_ids(token_ids, "prompt")
+            self._processor.check_ids(token_ids, "prompt")
         if len(token_ids) > self._max_tokens:
             raise self._too_long(str(len(token_ids)))
         return token_ids
@@ -206,38 +206,38 @@ class Inspection:
             param="prompt",
         )
 
-    async def _answer(self, live: LiveLook, receive: Receive) -> Looked:
+    async def _answer(self, live: InflightQuery, receive: Receive) -> AttentionResult:
         """Send the look to the worker and wait for the result. A disconnect of the client cancels the look.
 
         Raises:
             ClientGone: the client disconnected.
             ApiError: the look has failed or waited too long, or the service stops.
         """
-        self._journal.open_look(live)
+        self._engine_client.submit_query(live)
         self._on_change()
         watch = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait((live.answer, watch), return_when=asyncio.FIRST_COMPLETED)
         finally:
             watch.cancel()
-            self._journal.close_look(live)
+            self._engine_client.cancel_query(live)
             self._on_change()
         if not live.answer.done():
             raise ClientGone("the client closed the connection")
         return live.answer.result()
 
-    def _attention(self, look: Look, looked: Looked, arrival_seconds: float) -> Response:
+    def _attention(self, look: AttentionQuery, looked: AttentionResult, arrival_seconds: float) -> Response:
         assert looked.weights is not None
-        tokenizer = self._planner.tokenizer
+        tokenizer = self._processor.tokenizer
         weights = array("f", looked.weights)
         answer = Attention(
-            model=self._planner.model_name,
+            model=self._processor.model_name,
             layer=look.layer,
             heads=list(look.heads),
             num_layers=self._config.num_layers,
             num_heads=self._config.num_heads,
             token_ids=list(look.token_ids),
-            tokens=[token_name(tokenizer, token_id) for token_id in look.token_ids],
+            tokens=[format_token_name(tokenizer, token_id) for token_id in look.token_ids],
             weights=_squares(weights, len(look.heads), len(look.token_ids)),
             timings=LookTimings(
                 total_ms=round(1000 * (time.monotonic() - arrival_seconds), 3),

@@ -3,24 +3,24 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from service.live_request import LiveRequest
+from service.inflight import InflightRequest
 from service.metrics import Metrics
-from service.recordings import Recordings
+from service.response_store import ResponseStore
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Intake:
     """Callbacks and shared objects for the routes of one API process.
 
-    refuse_when_draining: raises `Draining` if the service accepts no new requests.
+    reject_when_draining: raises `Draining` if the service accepts no new requests.
     admit: submits a live request; raises `Overloaded` if the queue is full.
     close: drops a live request and cancels its unfinished choices.
     recordings: response buffers, which outlive a connection.
     metrics: the metrics of this process.
     """
 
-    refuse_when_draining: Callable[[], None]
-    admit: Callable[[LiveRequest], None]
-    close: Callable[[LiveRequest], None]
-    recordings: Recordings
+    reject_when_draining: Callable[[], None]
+    admit: Callable[[InflightRequest], None]
+    close: Callable[[InflightRequest], None]
+    response_store: ResponseStore
     metrics: Metrics

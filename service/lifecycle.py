@@ -34,7 +34,7 @@ class Lifecycle:
     epoch: number of worker restarts; written by main.
     epoch_seconds: `time.monotonic()` of the last start of a worker; written by main.
     ready_epoch: the epoch of the last worker that was ready to serve, -1 before; written by the worker.
-    num_beats: heartbeats of the worker, one per step, or one per second while idle; written by the worker.
+    num_heartbeats: heartbeats of the worker, one per step, or one per second while idle; written by the worker.
     num_api_beats: heartbeats of the API process, one per second; written by the API process.
     num_active: requests to the engine whose response is not finished; written by the API process.
     manager_pid: process id of LitServe's queue process, 0 until the process is up; written by main.
@@ -48,7 +48,7 @@ class Lifecycle:
     epoch: c_int = field(default_factory=lambda: RawValue(c_int, 0))
     epoch_seconds: c_double = field(default_factory=lambda: RawValue(c_double, 0.0))
     ready_epoch: c_int = field(default_factory=lambda: RawValue(c_int, -1))
-    num_beats: c_long = field(default_factory=lambda: RawValue(c_long, 0))
+    num_heartbeats: c_long = field(default_factory=lambda: RawValue(c_long, 0))
     num_api_beats: c_long = field(default_factory=lambda: RawValue(c_long, 0))
     num_active: c_int = field(default_factory=lambda: RawValue(c_int, 0))
     manager_pid: c_int = field(default_factory=lambda: RawValue(c_int, 0))
@@ -62,14 +62,14 @@ class Lifecycle:
 
     def beat(self) -> None:
         """Record a heartbeat of the worker; the worker only."""
-        self.num_beats.value += 1
+        self.num_heartbeats.value += 1
 
     @property
     def worker_signs(self) -> tuple[int, int, int]:
         """Values that change while the worker lives, for a `Watchdog`: heartbeats and worker restarts."""
-        return self.num_beats.value, self.ready_epoch.value, self.epoch.value
+        return self.num_heartbeats.value, self.ready_epoch.value, self.epoch.value
 
-    def beat_api(self) -> None:
+    def record_api_heartbeat(self) -> None:
         """Record a heartbeat of the API process; the API process only."""
         self.num_api_beats.value += 1
 

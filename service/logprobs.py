@@ -27,7 +27,7 @@ class Wording:
 
     def name(self, token_id: int) -> str:
         """Return the name of a token."""
-        return f"token_id:{token_id}" if self.names_are_ids else token_name(self.tokenizer, token_id)
+        return f"token_id:{token_id}" if self.names_are_ids else format_token_name(self.tokenizer, token_id)
 
     def top(self, entry: TokenLogprob) -> Iterator[tuple[int, float]]:
         """Return the most likely tokens with their logprobs; minus infinity becomes a number for JSON."""
@@ -118,12 +118,12 @@ def prompt_logprobs(entries: Sequence[TokenLogprob], wording: Wording) -> Prompt
     return written
 
 
-def token_name(tokenizer: Tokenizer, token_id: int) -> str:
+def format_token_name(tokenizer: Tokenizer, token_id: int) -> str:
     """Return a token's text, a special token's name, or `bytes:\\xNN` if its bytes are not whole characters."""
     text = _whole_text(tokenizer, token_id)
     if text is None:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in tokenizer.token_bytes(token_id))
-    return text or tokenizer.token_name(token_id)
+    return text or tokenizer.format_token_name(token_id)
 
 
 def prompt_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:

@@ -46,7 +46,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
     `pooling`: compute the prompt's embedding and sample nothing. `params.max_tokens` is then 0.
     `grammar`: the grammar that the completion must follow, see `model.grammar`.
     `deadline_seconds`: a sequence that has not begun by this time ends with `FinishReason.ABORT`.
-    `owner`: the tenant. Slots are shared fairly among tenants.
+    `tenant`: name of the API key, or address of the client. Slots are shared fairly among tenants.
     """
 
     uid: str
@@ -61,7 +61,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
     cache_namespace: str = ""
     pooling: Pooling | None = None
     grammar: str | None = None
-    owner: str = ""
+    tenant: str = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -70,7 +70,7 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
     uid: str
 
 
-class Look(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+class AttentionQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """Command to compute the attention weights of these heads of one layer for a prompt. Samples no token."""
 
     uid: str
@@ -80,7 +80,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True)
     attempt: int = 0
 
 
-Command: TypeAlias = Submit | Cancel | Look
+Command: TypeAlias = Submit | Cancel | AttentionQuery
 
 # LitServe names the command queue after a route.
 API_PATH = "/v1/completions"
@@ -149,7 +149,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like
     embedding: bytes | None = None
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """Event: a worker is ready and has no requests. Every unfinished request must be resubmitted.
 
     device, dtype, attention, kernel_level, matrices, kv_cache_dtype: as in `service.engine_builder.EngineFacts`.
@@ -168,8 +168,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True
     startup_seconds: float
 
 
-class Looked(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Response to a `Look`.
+class AttentionResult(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """Response to a `AttentionQuery`.
 
     `weights` are float32 in native byte order: for each head the lower triangle, row by row. Weights above the diagonal
     are 0 and omitted. None if the computation failed.
@@ -186,7 +186,7 @@ class RunningLimitChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True, a
     max_num_running: int
 
 
-Event: TypeAlias = TokenDelta | Hello | Looked | Started | RunningLimitChanged
+Event: TypeAlias = TokenDelta | WorkerReady | AttentionResult | Started | RunningLimitChanged
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):

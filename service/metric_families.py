@@ -30,7 +30,7 @@ class Kind(StrEnum):
 class EngineState(StrEnum):
     """State of the service for new requests. Exactly one state holds at a time."""
 
-    STARTING = "starting"  # no worker has sent `Hello` yet
+    STARTING = "starting"  # no worker has sent `WorkerReady` yet
     READY = "ready"
     RESTARTING = "restarting"  # the worker died; requests wait for its replacement
     STALLED = "stalled"  # the worker hangs: it is ready, but sends no heartbeats

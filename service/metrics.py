@@ -31,13 +31,13 @@ from prometheus_client import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from service.leftovers import claim, remove_leftovers
-from service.machine import reserve
-from service.messages import Finish, FinishReason, Hello, StepStats
+from service.messages import Finish, FinishReason, StepStats, WorkerReady
 from service.metric_families import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Family, Kind
 from service.metric_families import EngineState as EngineState
+from service.preflight import reserve
 from service.serving_path import ServingPath
-from service.step_tally import StepTally
+from service.stale_directories import claim, remove_stale_directories
+from service.step_metrics_buffer import StepMetricsBuffer
 from service.tally import Tally
 
 WORKER: Final = "worker"  # file name of the worker and of each worker that replaces it
@@ -93,29 +93,29 @@ class Metrics:
         self._request_prompt_tokens = self._histogram("request_prompt_tokens")
         self._request_generation_tokens = self._histogram("request_generation_tokens")
         self._request_max_tokens = self._histogram("request_params_max_tokens")
-        self.reserve_room()
+        self.reserve_disk_space()
 
-    def reserve_room(self) -> None:
+    def reserve_disk_space(self) -> None:
         """Allocate disk space for this process' metric files now.
 
         Raises:
             OSError: the disk is full.
         """
         self._counter("requests_replayed", "resubmitted").inc(0)  # makes a forked child create its own files
-        self._steps = StepTally(counter=self._counter, gauge=self._gauge, histogram=self._histogram)
+        self._steps = StepMetricsBuffer(counter=self._counter, gauge=self._gauge, histogram=self._histogram)
         packages = ("kvasir", "torch", "litserve")
         version, torch, litserve = (importlib.metadata.version(package) for package in packages)
         self._gauge("build_info", version, platform.python_version(), torch, litserve).set(1)
         reserve(_directory(), self._process or os.getpid())
 
-    def observe_worker_start(self, hello: Hello) -> None:
+    def observe_worker_start(self, hello: WorkerReady) -> None:
         """Record that a worker is ready and idle."""
         shape = (str(hello.block_size), str(hello.num_blocks), hello.kv_cache_dtype, hello.device)
         self._gauge("cache_config_info", *shape).set(1)
         self._gauge("startup_seconds").set(hello.startup_seconds)
         self.observe_idle()
 
-    def observe_path(self, path: ServingPath) -> None:
+    def record_serving_path(self, path: ServingPath) -> None:
         """Record the code path of a ready worker."""
         self._gauge("serving_path", *path.labels).set(1)
 
@@ -240,7 +240,7 @@ def prepare_directory() -> str:
     """
     directory = tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX)
     claim(Path(directory))
-    remove_leftovers(Path(directory).parent, _DIRECTORY_PREFIX)
+    remove_stale_directories(Path(directory).parent, _DIRECTORY_PREFIX)
     os.environ[_DIRECTORY_VARIABLE] = directory
     atexit.register(_remove_directory, directory, os.getpid())
     return directory
@@ -306,6 +306,6 @@ def _directory() -> str:
     return directory
 
 
-def _remove_directory(directory: str, owner: int) -> None:
-    if os.getpid() == owner:  # forked children inherit exit handlers
+def _remove_directory(directory: str, tenant: int) -> None:
+    if os.getpid() == tenant:  # forked children inherit exit handlers
         shutil.rmtree(directory, ignore_errors=True)

@@ -13,7 +13,7 @@ RESERVED: Final = 64
 _FEWEST_CONNECTIONS: Final = 16
 
 
-def connections_within_limits(wanted: int) -> int:
+def limit_connections(wanted: int) -> int:
     """Return `wanted`, or fewer connections if the limit of open files is too low. Raises the soft limit if allowed.
 
     A process at its limit of open files is woken for each pending connection again and again, and does little else.

@@ -22,7 +22,7 @@ from service import (
     responses,
     schemas,
 )
-from service.access import ALWAYS_OPEN
+from service.auth import ALWAYS_OPEN
 
 _REF = "#/components/schemas/{name}"
 _SCHEME = "apiKey"
@@ -36,7 +36,7 @@ _REFUSALS = (
 _FAILURES = (errors.Overloaded, errors.EngineFailed, errors.Draining)
 _COMPUTATION = (*_REFUSALS, errors.ContextLengthExceeded, *_FAILURES)
 _GENERATION = (*_COMPUTATION, errors.WaitTooLong, errors.QueueTimeout)
-_KEPT = (*_GENERATION, errors.AnswerGone, errors.KeyReused)
+_KEPT = (*_GENERATION, errors.ResponseGone, errors.IdempotencyKeyReused)
 _RESUME_HEADERS: list[dict[str, Any]] = [
     {
         "name": "Idempotency-Key",
@@ -157,13 +157,13 @@ def _paths() -> dict[str, Any]:
         ),
         "/inspect/attention": {
             **_get(
-                "Get the limits of attention inspection", _json(inspection.AttentionLimits), (inspection.SwitchedOff,)
+                "Get the limits of attention inspection", _json(inspection.AttentionLimits), (inspection.RouteDisabled,)
             ),
             **_post(
                 "Compute the attention weights of a prompt in one layer",
                 inspection.AttentionRequest,
                 _json(inspection.Attention),
-                (*_COMPUTATION, inspection.SwitchedOff, errors.QueueTimeout),
+                (*_COMPUTATION, inspection.RouteDisabled, errors.QueueTimeout),
             ),
         },
         "/health": _get("Check that the process is alive", _json(responses.Health)),

@@ -139,8 +139,10 @@ _ERRORS: Final[Sequence[errors.ApiError]] = (
     errors.ContextLengthExceeded(
         "the context is 512 tokens, but the prompt has 500 and max_tokens is 16", param="max_tokens"
     ),
-    errors.KeyReused("the Idempotency-Key belongs to another request; use a new one"),
-    errors.AnswerGone("the events after Last-Event-ID are no longer stored; repeat the request without Last-Event-ID"),
+    errors.IdempotencyKeyReused("the Idempotency-Key belongs to another request; use a new one"),
+    errors.ResponseGone(
+        "the events after Last-Event-ID are no longer stored; repeat the request without Last-Event-ID"
+    ),
     errors.HeadTooLarge("the head of the request is too large"),
     errors.RequestTimeout("the request's body took too long to arrive; send it again"),
     errors.UnsupportedEncoding("Content-Encoding 'gzip' is not supported; send the body uncompressed"),
@@ -155,7 +157,7 @@ _ERRORS: Final[Sequence[errors.ApiError]] = (
     errors.QueueTimeout("the request was not begun within its time, 60 s; try again later", retry_after_seconds=1.0),
     errors.EngineFailed("the engine failed on this request", retry=True),
     errors.Draining("the server is shutting down", retry_after_seconds=1.0),
-    inspection.SwitchedOff(
+    inspection.RouteDisabled(
         "attention inspection is switched off on this server; start it with --max-inspect-tokens above 0"
     ),
 )

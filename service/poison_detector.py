@@ -12,12 +12,12 @@ inspection, identified by its uid.
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from service.messages import Look, Submit
+from service.messages import AttentionQuery, Submit
 
 # Strikes after which a request is tried alone.
 _STRIKES_BEFORE_TRIAL = 2
 
-Work: TypeAlias = Submit | Look
+Work: TypeAlias = Submit | AttentionQuery
 
 
 class PoisonRequestDetector:

@@ -3,17 +3,17 @@
 import time
 
 from service.lifecycle import Lifecycle, Phase
-from service.messages import Hello
+from service.messages import WorkerReady
 from service.responses import Readiness
-from service.serving_path import path_of
+from service.serving_path import get_serving_path
 
 # A worker without a heartbeat for this long is stalled. Heartbeats come after each step, and each second while idle.
 # The alert fires within 60 s of a hang: this time, plus a scrape (5 s), plus an evaluation of the rules (15 s).
 STALL_SECONDS = 20.0
 
 
-def readiness_of(
-    lifecycle: Lifecycle, hello: Hello | None, *, silent_seconds: float, drain_seconds: float
+def get_readiness(
+    lifecycle: Lifecycle, hello: WorkerReady | None, *, silent_seconds: float, drain_seconds: float
 ) -> Readiness:
     """Return the response body of `GET /ready`.
 
@@ -24,7 +24,7 @@ def readiness_of(
     """
     now = time.monotonic()
     is_up = hello is not None and hello.epoch >= lifecycle.epoch.value
-    path = path_of(hello) if hello and is_up else None
+    path = get_serving_path(hello) if hello and is_up else None
     if lifecycle.phase.value >= Phase.DRAINING:
         elapsed = now - lifecycle.phase_seconds.value
         return Readiness(

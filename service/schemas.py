@@ -20,15 +20,15 @@ from model.sampling_params import (
     PENALTY_RANGE,
     REPETITION_RANGE,
 )
-from service.complaints import in_words, unknown_field
 from service.errors import InvalidRequest
 from service.request_model import RequestModel as RequestModel  # re-exported
-from service.structured.formats import ResponseFormat, StructuredOutputs, Wanted, wanted_output
+from service.structured.formats import OutputConstraint, ResponseFormat, StructuredOutputs, output_constraint
+from service.validation_messages import reword, unknown_field
 
 Model = TypeVar("Model", bound="RequestModel")
 
 
-# fail_fast: a million wrong items make one error, not a million. `Planner.check_ids` checks the vocabulary's bounds.
+# fail_fast: a million wrong items make one error, not a million. `RequestProcessor` checks the vocabulary's bounds.
 # A stop string is bounded because each token's text is searched for every stop string.
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=-(2**63), lt=2**63)]], Field(fail_fast=True)]
@@ -135,7 +135,7 @@ class GenerationRequest(RequestModel):
         """
         if self.truncation_side is not None and self.truncate_prompt_tokens is None:
             raise InvalidRequest("truncation_side needs truncate_prompt_tokens", param="truncation_side")
-        _ = self.wanted_output
+        _ = self.output_constraint
 
     def value(self, name: str, defaults: Mapping[str, Any] = MappingProxyType({})) -> Any:
         """Return the field's value. If missing or null, return the value in `defaults`, else the field's default."""
@@ -148,9 +148,9 @@ class GenerationRequest(RequestModel):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
-    def wanted_output(self) -> Wanted | None:
+    def output_constraint(self) -> OutputConstraint | None:
         """Return the required output format; None for free text. Raises InvalidRequest: see `structured.formats`."""
-        return wanted_output(self.response_format, self.structured_outputs)
+        return output_constraint(self.response_format, self.structured_outputs)
 
     @property
     def num_samples(self) -> int:
@@ -302,4 +302,4 @@ def _explain(error: ValidationError, model: type[RequestModel], body: bytes) -> 
     # An error directly at these fields does not come from a branch of their union.
     if len(place) == 1 and place[0] in ("prompt", "chat_template_kwargs"):
         wanted = None
-    return InvalidRequest(f"{name} {in_words(kind, first['msg']) if wanted is None else wanted}", param=name)
+    return InvalidRequest(f"{name} {reword(kind, first['msg']) if wanted is None else wanted}", param=name)

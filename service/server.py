@@ -25,24 +25,24 @@ from litserve import LitServer
 from litserve.utils import WorkerSetupStatus
 
 from model.manifest import read_manifest
-from service.access import middlewares
 from service.api_keys import ApiKeys, read_api_keys
+from service.auth import middlewares
 from service.early_worker import EARLY_WORKER
 from service.event_channel import EventChannel
 from service.first_worker import launch_worker
 from service.frontend import Frontend
 from service.http_protocol import BoundedHttpProtocol, ConnectionLimits
 from service.lifecycle import Lifecycle, Phase, name_process
-from service.machine import machine_fault, port_fault
 from service.metrics import Metrics, prepare_directory
-from service.open_files import connections_within_limits
+from service.open_files import limit_connections
 from service.openapi import openapi_document
+from service.preflight import check_machine, check_port
 from service.requests import install_error_handlers
-from service.serving import read_serving
+from service.served_model import read_served_model
 from service.settings import ServeSettings
 from service.supervision import StartError, Supervisor, cause_of_death, failed_start
-from service.ticks import tick_seldom
-from service.worker import EngineAPI, EngineLoop
+from service.ticks import slow_down_ticks
+from service.worker import EngineAPI, WorkerLoop
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +75,13 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
             accelerator="cpu",
             timeout=False,
             restart_workers=True,
-            middlewares=middlewares(settings, keys, frontend.count_error, frontend.refuse_unread),
+            middlewares=middlewares(settings, keys, frontend.count_error, frontend.reject_from_headers),
         )
         self.uvicorn_graceful_timeout = _CLOSE_SECONDS
         self._frontend = frontend
         self._settings = settings
         self._connection_limits = ConnectionLimits(
-            max_connections=connections_within_limits(settings.max_connections),
+            max_connections=limit_connections(settings.max_connections),
             client_seconds=settings.client_seconds,
             max_body_bytes=settings.max_body_size,
         )
@@ -221,7 +221,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         stop = signal.getsignal(signal.SIGTERM)
         assert isinstance(stop, MethodType), "uvicorn handles SIGTERM"
         assert isinstance(stop.__self__, uvicorn.Server), "by a method of its server"
-        wake = tick_seldom(stop.__self__)
+        wake = slow_down_ticks(stop.__self__)
 
         def on_sigterm(number: int, frame: FrameType | None) -> None:
             if self._lifecycle.phase.value == Phase.STOPPING:
@@ -233,7 +233,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         async with super().lifespan(app):
             self._transport.deliver_to(self._frontend.receive)
-            self._metrics.reserve_room()
+            self._metrics.reserve_disk_space()
             task = asyncio.create_task(self._frontend.tend())
             logger.info("ready: http://%s:%d", self._settings.host, self._settings.port)
             yield
@@ -321,13 +321,13 @@ def build_server(settings: ServeSettings, *, engine_api: type[EngineAPI] = Engin
             of open files is too low.
         StartError: the port is in use, or the machine lacks shared memory or disk space.
     """
-    if (fault := machine_fault()) is not None:
+    if (fault := check_machine()) is not None:
         raise StartError(fault)
-    if (fault := port_fault(settings.host, settings.port)) is not None:
+    if (fault := check_port(settings.host, settings.port)) is not None:
         raise StartError(fault)
     keys = read_api_keys(settings)
     manifest = read_manifest(settings.checkpoint)
-    serving = read_serving(settings, manifest, manifest.verify())
+    serving = read_served_model(settings, manifest, manifest.verify())
     for warning in (*keys.warnings, *serving.warnings()):
         logger.warning("%s", warning)
     try:
@@ -336,13 +336,13 @@ def build_server(settings: ServeSettings, *, engine_api: type[EngineAPI] = Engin
     except OSError as error:
         raise StartError(f"metrics cannot be written ({error.strerror}); set TMPDIR to another directory") from None
     lifecycle = Lifecycle(main_pid=os.getpid())
-    frontend = Frontend(settings, serving=serving, lifecycle=lifecycle, metrics=metrics)
+    frontend = Frontend(settings, served=serving, lifecycle=lifecycle, metrics=metrics)
     api = engine_api(
         settings,
         manifest=manifest,
         found={**serving.found(settings), "api_keys": keys},
         lifecycle=lifecycle,
-        loop=EngineLoop(),
+        loop=WorkerLoop(),
         spec=frontend,
     )
     return KvasirServer(api, frontend=frontend, settings=settings, keys=keys, lifecycle=lifecycle, metrics=metrics)

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from service.messages import Hello
+from service.messages import WorkerReady
 
 
 class ServingPath(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +29,7 @@ class ServingPath(msgspec.Struct, frozen=True, kw_only=True):
         return tuple("" if value is None else str(value) for value in msgspec.structs.astuple(self))
 
 
-def path_of(hello: Hello) -> ServingPath:
+def get_serving_path(hello: WorkerReady) -> ServingPath:
     """Return the serving path of a worker."""
     return ServingPath(
         kernels="pytorch" if hello.kernel_level is None else "own",

@@ -27,11 +27,11 @@ from service.command_settings import (
     TokenizeSettings,
     TrainSettings,
 )
-from service.complaints import EMPTY, in_words
 from service.default_checkpoint import find_default_checkpoint
 from service.flags import FlagError, flag_of, is_secret, older_names, parse_flags, variable_of
 from service.options import CHECKPOINT_DEFAULT, CONFIG, NAMES, PREFIX, AutoOrCount, CacheDtype, option, secret
 from service.sizes import AutoOrSize, Size
+from service.validation_messages import EMPTY, reword
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 # Origin as browsers send it (https://fetch.spec.whatwg.org/#origin-header).
@@ -347,7 +347,7 @@ def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, su
         if first["type"] == "missing":
             raise SettingsError(f"{source} is needed (or {variable_of(name)})") from None
         is_union = kind.model_fields[name].annotation == AutoOrCount
-        problem = "must be auto or at least 1" if is_union else in_words(first["type"], first["msg"])
+        problem = "must be auto or at least 1" if is_union else reword(first["type"], first["msg"])
         value = ", ".join(map(str, first["input"])) if isinstance(first["input"], list) else first["input"]
         instead = "" if problem == EMPTY or is_secret(kind, name) else f", not {value!r}"
         raise SettingsError(f"{source}: {problem}{instead}") from None

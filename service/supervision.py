@@ -21,12 +21,12 @@ from service.lifecycle import Lifecycle, Phase
 from service.metrics import WORKER, Metrics, mark_dead
 from service.standby import Standby
 from service.watchdog import Watchdog
-from service.worker import EXIT_SETTINGS, EXIT_TOLD
+from service.worker import EXIT_SETTINGS, EXIT_START_FAILED
 
 logger = logging.getLogger(__name__)
 
 # Interval of heartbeat checks. The kernel reports the end of a process at once.
-LOOK_SECONDS = 0.5
+CHECK_SECONDS = 0.5
 # Interval of polls of the queue process, and the silence after which no other process is judged.
 _ASK_SECONDS, _UNANSWERED_SECONDS = 1.0, 2.5
 # A later start may take this many times as long as the first start, in addition to --hang-seconds.
@@ -129,7 +129,7 @@ class Supervisor:
         while True:
             dead = workers[0]
             while dead.is_alive():
-                connection.wait([dead.sentinel], LOOK_SECONDS)
+                connection.wait([dead.sentinel], CHECK_SECONDS)
             workers[0] = self.replace(dead)
             if workers[0] is dead:
                 return
@@ -147,7 +147,7 @@ class Supervisor:
         while True:
             self.watch(api=api, queue=queue, worker=worker)
             is_over = self._lifecycle.phase.value == Phase.STOPPING
-            connection.wait([] if is_over else [api.sentinel, queue.sentinel], LOOK_SECONDS)
+            connection.wait([] if is_over else [api.sentinel, queue.sentinel], CHECK_SECONDS)
 
     def watch(self, *, api: BaseProcess, queue: BaseProcess, worker: Callable[[], BaseProcess]) -> None:
         """Check all child processes once, and start a standby worker if one is missing.
@@ -209,7 +209,7 @@ class Supervisor:
 
 def failed_start(worker: BaseProcess) -> StartError:
     """Return the error for a worker that ended before it was ready."""
-    if worker.exitcode in (EXIT_TOLD, EXIT_SETTINGS):
+    if worker.exitcode in (EXIT_START_FAILED, EXIT_SETTINGS):
         return StartError("", exit_code=2 if worker.exitcode == EXIT_SETTINGS else 1)
     return StartError(f"the worker {cause_of_death(worker)} while starting")
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from model.chat_template import MAX_CHARACTERS
 from model.template_sandbox import TemplateFailure
-from service.bounded_process import BoundedProcess, ProcessEnded, program_of
+from service.bounded_process import BoundedProcess, ProcessEnded, python_arguments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class TemplateProcess:
     def __init__(self, source: str, limits: Limits | None = None) -> None:
         self._source = source
         self._limits = Limits() if limits is None else limits
-        self._process = BoundedProcess(program_of("model.template_sandbox"))
+        self._process = BoundedProcess(python_arguments("model.template_sandbox"))
 
     def __enter__(self) -> Self:
         return self

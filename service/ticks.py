@@ -14,7 +14,7 @@ _TICK_SECONDS = 1.0
 _RENEWS_DATE = 0
 
 
-class Ticking(Protocol):
+class TickingServer(Protocol):
     """Interface of `uvicorn.Server` used here. Tests check it against uvicorn."""
 
     async def on_tick(self, counter: int) -> bool:
@@ -26,7 +26,7 @@ class Ticking(Protocol):
         ...
 
 
-def tick_seldom(server: Ticking, *, seconds: float = _TICK_SECONDS) -> Callable[[], None]:
+def slow_down_ticks(server: TickingServer, *, seconds: float = _TICK_SECONDS) -> Callable[[], None]:
     """Replace the main loop of a server before that loop starts.
 
     Returns:

@@ -7,7 +7,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 # Limit of labels that are readable in one picture.
 MAX_TOKENS = 64
 
-# Prefix that `service.logprobs.token_name` gives to tokens that are not whole characters.
+# Prefix that `service.logprobs.format_token_name` gives to tokens that are not whole characters.
 _BYTES = "bytes:"
 _SPACE = "␣"
 _SIGNS = {"\n": "↵", "\t": "⇥", "\x7f": "^?"}
@@ -20,7 +20,7 @@ def label(name: str, *, max_length: int = 16) -> str:
     Control characters are shown in caret notation ("^A"), other invisible characters as code points ("U+200D").
 
     Args:
-        name: see `service.logprobs.token_name`.
+        name: see `service.logprobs.format_token_name`.
         max_length: maximum characters. A longer label is cut and ends in an ellipsis.
     """
     if name.startswith(_BYTES):

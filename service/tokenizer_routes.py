@@ -7,12 +7,12 @@ from fastapi.responses import Response
 
 from service.chat import ChatPrompts
 from service.chat_schemas import TokenizeRequest
-from service.logprobs import token_name
-from service.plan import LONG_TEXT, Planner
+from service.logprobs import format_token_name
+from service.request_processor import MAX_INLINE_CHARACTERS, RequestProcessor
 from service.requests import json_response, read_body
 from service.responses import Detokenized, Tokenized, TokenizerInfo
 from service.schemas import DetokenizeRequest, parse_body
-from service.serving import Serving
+from service.served_model import ServedModel
 
 
 class TokenizerRoutes:
@@ -22,17 +22,19 @@ class TokenizerRoutes:
         chat: renders and tokenizes conversations.
     """
 
-    def __init__(self, serving: Serving, *, planner: Planner, chat: ChatPrompts, max_body_bytes: int) -> None:
-        self._serving = serving
-        self._tokenizer = serving.tokenizer
-        self._planner = planner
+    def __init__(
+        self, served: ServedModel, *, processor: RequestProcessor, chat: ChatPrompts, max_body_bytes: int
+    ) -> None:
+        self._served = served
+        self._tokenizer = served.tokenizer
+        self._processor = processor
         self._chat = chat
         self._max_body_bytes = max_body_bytes
 
     async def tokenize(self, request: Request) -> Response:
         """Handle `POST /tokenize`."""
         asked = parse_body(TokenizeRequest, await read_body(request, max_bytes=self._max_body_bytes))
-        self._planner.check_model(asked.model)
+        self._processor.check_model(asked.model)
         match asked.subject():
             case str() as text if asked.add_special_tokens is False and text in self._tokenizer.special_tokens:
                 # lm-evaluation-harness asks this way for the id of a special token that it got from /tokenizer_info.
@@ -46,24 +48,24 @@ class TokenizerRoutes:
                     more=asked.chat_template_kwargs,
                     add_special_tokens=asked.add_special_tokens is True,
                 )
-        answer = Tokenized(count=len(token_ids), max_model_len=self._serving.max_context_length, tokens=token_ids)
+        answer = Tokenized(count=len(token_ids), max_model_len=self._served.max_context_length, tokens=token_ids)
         if asked.return_token_strs:
-            answer.token_strs = [token_name(self._tokenizer, token_id) for token_id in token_ids]
+            answer.token_strs = [format_token_name(self._tokenizer, token_id) for token_id in token_ids]
         return json_response(answer)
 
     async def detokenize(self, request: Request) -> Response:
         """Handle `POST /detokenize`."""
         asked = parse_body(DetokenizeRequest, await read_body(request, max_bytes=self._max_body_bytes))
-        self._planner.check_model(asked.model)
-        self._planner.check_ids(asked.tokens, "tokens")
+        self._processor.check_model(asked.model)
+        self._processor.check_ids(asked.tokens, "tokens")
         decode = self._tokenizer.decode
-        is_long = len(asked.tokens) > LONG_TEXT
+        is_long = len(asked.tokens) > MAX_INLINE_CHARACTERS
         text = await asyncio.to_thread(decode, asked.tokens) if is_long else decode(asked.tokens)
         return json_response(Detokenized(prompt=text))
 
     async def info(self) -> Response:
         """Handle `GET /tokenizer_info`: special tokens and chat template, for clients that render prompts."""
-        marks, template = self._serving.marks, self._serving.template
+        marks, template = self._served.marks, self._served.template
         return json_response(
             TokenizerInfo(
                 eos_token=marks.get("eos_token"),
@@ -74,6 +76,6 @@ class TokenizerRoutes:
         )
 
     async def _encode(self, text: str, *, begin: bool) -> list[int]:
-        if len(text) > LONG_TEXT:
-            return await asyncio.to_thread(self._planner.encode, text, begin=begin)
-        return self._planner.encode(text, begin=begin)
+        if len(text) > MAX_INLINE_CHARACTERS:
+            return await asyncio.to_thread(self._processor.encode, text, begin=begin)
+        return self._processor.encode(text, begin=begin)

@@ -27,12 +27,12 @@ class Truncation:
             return None
         return cls(num_kept=None if asked == _AS_MANY_AS_FIT else asked, keeps_end=request.truncation_side != "right")
 
-    def cut(self, token_ids: list[int], *, room: int, num_marks: int = 0) -> list[int]:
+    def cut(self, token_ids: list[int], *, room: int, num_special_tokens: int = 0) -> list[int]:
         """Return the kept tokens of a prompt. A prompt that is short enough is returned unchanged.
 
         Args:
             room: maximum tokens of a prompt. If under 1, nothing is cut, since no length would fit.
-            num_marks: number of leading special tokens that the server added. They are kept first.
+            num_special_tokens: number of leading special tokens that the server added. They are kept first.
 
         Raises:
             InvalidRequest: `num_kept` is over `room`.
@@ -48,6 +48,6 @@ class Truncation:
             )
         if kept >= len(token_ids):
             return token_ids
-        if not self.keeps_end or kept <= num_marks:
+        if not self.keeps_end or kept <= num_special_tokens:
             return token_ids[:kept]
-        return token_ids[:num_marks] + token_ids[len(token_ids) - kept + num_marks :]
+        return token_ids[:num_special_tokens] + token_ids[len(token_ids) - kept + num_special_tokens :]

@@ -26,17 +26,17 @@ from litserve.specs.base import LitSpec
 from model.manifest import Manifest
 from service import logs
 from service.checkpoint_stamp import check_unchanged, stamps_of
-from service.driver import Driver, Parcel
+from service.engine_loop import EngineLoop, Parcel
 from service.lifecycle import Lifecycle, Phase, name_process
 from service.messages import (
     API_PATH,
     Event,
-    Hello,
+    WorkerReady,
     encode_events,
 )
 from service.metrics import WORKER, Metrics
 from service.server_memory import ServerNeeds
-from service.serving_path import path_of
+from service.serving_path import get_serving_path
 from service.settings import ServeSettings, SettingsError, effective_values
 from service.standby import wait_for_word
 
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 # Exit codes of a worker that cannot start and has printed the reason, so that main prints nothing more. The second code
 # means that a setting cannot be used.
-EXIT_TOLD, EXIT_SETTINGS = 3, 4
+EXIT_START_FAILED, EXIT_SETTINGS = 3, 4
 # Text of torch's error for exhausted CPU memory, which is a plain RuntimeError.
 _CPU_MEMORY = "can't allocate memory"
 # Tokens of the warm-up step on a CPU. A longer step takes seconds with a large model and has no further use.
@@ -111,7 +111,7 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
             import torch
         except (ImportError, MemoryError, OSError) as error:  # a library that cannot be mapped is an ImportError
             self._print_failure(error, is_memory=True)
-            raise SystemExit(EXIT_TOLD) from None
+            raise SystemExit(EXIT_START_FAILED) from None
         self.started_seconds = self.lifecycle.epoch_seconds.value
         try:
             check_unchanged(self.stamps)
@@ -123,7 +123,7 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
         except (ValueError, RuntimeError, MemoryError, OSError) as error:
             is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _CPU_MEMORY in str(error)
             self._print_failure(error, is_memory=is_memory)
-            raise SystemExit(EXIT_SETTINGS if isinstance(error, SettingsError) else EXIT_TOLD) from None
+            raise SystemExit(EXIT_SETTINGS if isinstance(error, SettingsError) else EXIT_START_FAILED) from None
 
     def build(self) -> "tuple[Engine, EngineFacts]":
         """Return a warmed-up engine and its resolved settings. Raises what `engine_builder.build_engine` raises."""
@@ -146,7 +146,7 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
         print(f"kvasir serve: {first_line}{advice}", file=sys.stderr, flush=True)
 
 
-class EngineLoop(LitLoop):  # type: ignore[misc]
+class WorkerLoop(LitLoop):  # type: ignore[misc]
     """Engine loop of the worker. LitServe calls it once, after `EngineAPI.setup`."""
 
     def __call__(
@@ -178,7 +178,7 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
         pump.start()
         metrics = Metrics(lit_api.settings.model_name or lit_api.manifest.name, process=WORKER)
         facts = lit_api.facts
-        hello = Hello(
+        hello = WorkerReady(
             worker_id=worker_id,
             epoch=lit_api.lifecycle.epoch.value,
             device=facts.device,
@@ -192,11 +192,11 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
             startup_seconds=time.monotonic() - lit_api.started_seconds,
         )
         metrics.observe_worker_start(hello)
-        metrics.observe_path(path_of(hello))
+        metrics.record_serving_path(get_serving_path(hello))
         logger.info("%s, ready after %.1f s", facts, hello.startup_seconds)
         send(0, [hello])
         lit_api.lifecycle.ready_epoch.value = hello.epoch
-        driver = Driver(
+        engine_loop = EngineLoop(
             lit_api.engine,
             inbox=inbox,
             send=send,
@@ -207,7 +207,7 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
         gc.collect()
         gc.freeze()  # long-lived objects: scanning them in later collections would delay every stream
         while True:
-            driver.turn()
+            engine_loop.run_once()
 
     def _carry(self, outbox: SimpleQueue[tuple[int, list[Event]]], transport: Any) -> NoReturn:
         """Send events to the API process while the next step computes. Sending blocks while the API process is behind.
@@ -244,7 +244,7 @@ class EngineLoop(LitLoop):  # type: ignore[misc]
 def _empty(request_queue: Any) -> None:
     """Drop the queue's items, which were sent to an earlier worker.
 
-    The API process sends all unfinished requests again after this worker's `Hello`.
+    The API process sends all unfinished requests again after this worker's `WorkerReady`.
     """
     with suppress(Empty):
         while True:

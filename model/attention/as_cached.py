@@ -18,13 +18,13 @@ from model.kv_cache import KVCache, rounded
 
 @dataclass(frozen=True, slots=True)
 class AsCached:
-    """Wrapper of `backend` that rounds keys and values to the cache dtype `held_as`.
+    """Wrapper of `backend` that rounds keys and values to the cache dtype `cache_dtype`.
 
     See `model.attention.interface.AttentionBackend`.
     """
 
     backend: AttentionBackend
-    held_as: torch.dtype
+    cache_dtype: torch.dtype
 
     def attend(
         self,
@@ -37,5 +37,5 @@ class AsCached:
         kv_cache: KVCache | None,
     ) -> Tensor:
         """Return the backend's attention over the rounded keys and values. The dtype is the backend's own."""
-        k_TKD, v_TKD = (rounded(x_TKD, self.held_as).to(x_TKD.dtype) for x_TKD in (k_TKD, v_TKD))
+        k_TKD, v_TKD = (rounded(x_TKD, self.cache_dtype).to(x_TKD.dtype) for x_TKD in (k_TKD, v_TKD))
         return self.backend.attend(q_THD, k_TKD, v_TKD, form=form, metadata=metadata, kv_cache=kv_cache)

@@ -142,7 +142,7 @@ def is_known(q_THD: Tensor, v_TKD: Tensor, form: AttentionForm, kv_cache: KVCach
     """Return whether the kernel supports the layer and the cache."""
     return (
         kv_cache.keys_LNPKD.device.type == "cpu"
-        and (kv_cache.dtype, kv_cache.held_as) in KERNEL_NAMES
+        and (kv_cache.dtype, kv_cache.cache_dtype) in KERNEL_NAMES
         and q_THD.dtype == v_TKD.dtype == kv_cache.dtype
         and 0 < q_THD.shape[-1] == v_TKD.shape[-1] <= _LARGEST_HEAD
         and (form.bias is None or isinstance(form.bias, RelativeBias | AlibiBias))
@@ -217,7 +217,7 @@ def _attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, form: AttentionForm, st
         form.scale,
     )
     assert step.loaded is not None
-    kernel = step.loaded.function(KERNEL_NAMES[kv_cache.dtype, kv_cache.held_as], _POINTER, _POINTER)
+    kernel = step.loaded.function(KERNEL_NAMES[kv_cache.dtype, kv_cache.cache_dtype], _POINTER, _POINTER)
     kernel(ctypes.byref(step.batch), ctypes.byref(layer))
     return out_THD
 

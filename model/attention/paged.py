@@ -19,7 +19,7 @@ from model.attention.sdpa import SdpaAttention
 from model.kv_cache import KVCache
 
 
-class DecodeWay(Protocol):
+class DecodeKernel(Protocol):
     """Attention kernel for sequences that compute one token."""
 
     def __call__(
@@ -33,7 +33,7 @@ class DecodeWay(Protocol):
         ...
 
 
-class ChunkWay(Protocol):
+class ChunkKernel(Protocol):
     """Attention kernel for prompt chunks."""
 
     def __call__(self, q_XHD: Tensor, form: AttentionForm, view: RaggedView, kv_cache: KVCache) -> Tensor:
@@ -47,7 +47,7 @@ class ChunkWay(Protocol):
 class PagedAttention:
     """Attention backend for paged GPU caches. See `model.attention.interface.AttentionBackend`."""
 
-    def __init__(self, decode: DecodeWay, chunks: ChunkWay) -> None:
+    def __init__(self, decode: DecodeKernel, chunks: ChunkKernel) -> None:
         self._decode = decode
         self._chunks = chunks
         self._others = SdpaAttention()

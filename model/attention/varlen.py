@@ -72,7 +72,7 @@ def arguments(names: Collection[str], *, scale: float, window: int | None, group
 
 
 class VarlenChunks:
-    """A `model.attention.paged.ChunkWay` that computes all chunks in one call of `varlen_attn`.
+    """A `model.attention.paged.ChunkKernel` that computes all chunks in one call of `varlen_attn`.
 
     Keys and values of the chunks' contexts are first copied from the cache into one packed tensor.
 

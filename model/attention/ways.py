@@ -19,7 +19,7 @@ from model.attention.biases import SCORE_BIASES
 from model.attention.eager import EagerAttention
 from model.attention.form import AttentionForm, visible
 from model.attention.metadata import AttentionMetadata
-from model.attention.paged import ChunkWay, DecodeWay, PagedAttention
+from model.attention.paged import ChunkKernel, DecodeKernel, PagedAttention
 from model.attention.ragged import RaggedView
 from model.attention.sdpa import causal
 from model.attention.varlen import VarlenChunks, VarlenError, varlen_attn
@@ -38,7 +38,7 @@ _TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4, t
 _CONTEXTS = (1, 5, 16, 17, 133, 401, 700)
 _QUERIES = (1, 1, 7, 17, 1, 120, 3)
 
-Way = TypeVar("Way", DecodeWay, ChunkWay)
+Way = TypeVar("Way", DecodeKernel, ChunkKernel)
 
 
 class Unavailable(Exception):
@@ -46,7 +46,7 @@ class Unavailable(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class KernelContext:
     """Device, dtype, block size and model configuration that attention kernels must support."""
 
     config: ModelConfig
@@ -56,7 +56,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
+class SelectedKernels:
     """Chosen backend.
 
     Attributes:
@@ -85,7 +85,7 @@ def fits(config: ModelConfig) -> bool:
 
 
 def gathered(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: Tensor, kv_cache: KVCache) -> Tensor:
-    """Decode with PyTorch's fused kernel over copies of all slots in the block tables. A `DecodeWay` for any device.
+    """Decode with PyTorch's fused kernel over copies of all slots in the block tables. A `DecodeKernel` for any device.
 
     Slots that a query does not see are replaced by the query's own slot: a hidden slot may hold NaN from another
     sequence.
@@ -105,14 +105,14 @@ def gathered(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN:
 
 
 def one_by_one(q_XHD: Tensor, form: AttentionForm, view: RaggedView, kv_cache: KVCache) -> Tensor:
-    """Compute prompt chunks with PyTorch's fused kernel, one after the other. A `ChunkWay` for any device."""
+    """Compute prompt chunks with PyTorch's fused kernel, one after the other. A `ChunkKernel` for any device."""
     k_SKD, v_SKD = kv_cache.gather_slots(form.layer, view.slots_S)
     contexts = view.context_lengths
     parts = zip(q_XHD.split(view.query_lengths), k_SKD.split(contexts), v_SKD.split(contexts), strict=True)
     return torch.cat([causal(q_QHD, k_SKD, v_SKD, form) for q_QHD, k_SKD, v_SKD in parts])
 
 
-def _triton(place: Place) -> DecodeWay:
+def _triton(place: KernelContext) -> DecodeKernel:
     if paged_kernel is None:
         raise Unavailable("triton is not installed")
     if place.device.type != "cuda":
@@ -122,7 +122,7 @@ def _triton(place: Place) -> DecodeWay:
     return paged_kernel.attend
 
 
-def _varlen(place: Place) -> ChunkWay:
+def _varlen(place: KernelContext) -> ChunkKernel:
     if place.device.type != "cuda":
         raise Unavailable("needs a CUDA device")
     if place.dtype not in (torch.bfloat16, torch.float16):
@@ -133,15 +133,21 @@ def _varlen(place: Place) -> ChunkWay:
         raise Unavailable(str(error)) from error
 
 
-DECODE_WAYS: Mapping[str, Callable[[Place], DecodeWay]] = {"triton": _triton, "gathered": lambda place: gathered}
-CHUNK_WAYS: Mapping[str, Callable[[Place], ChunkWay]] = {"varlen": _varlen, "one by one": lambda place: one_by_one}
+DECODE_WAYS: Mapping[str, Callable[[KernelContext], DecodeKernel]] = {
+    "triton": _triton,
+    "gathered": lambda place: gathered,
+}
+CHUNK_WAYS: Mapping[str, Callable[[KernelContext], ChunkKernel]] = {
+    "varlen": _varlen,
+    "one by one": lambda place: one_by_one,
+}
 
 
 def choose(
-    place: Place,
-    decode_ways: Mapping[str, Callable[[Place], DecodeWay]] = DECODE_WAYS,
-    chunk_ways: Mapping[str, Callable[[Place], ChunkWay]] = CHUNK_WAYS,
-) -> Chosen:
+    place: KernelContext,
+    decode_ways: Mapping[str, Callable[[KernelContext], DecodeKernel]] = DECODE_WAYS,
+    chunk_ways: Mapping[str, Callable[[KernelContext], ChunkKernel]] = CHUNK_WAYS,
+) -> SelectedKernels:
     """Return a backend made of the first kernel of each table that works on this device.
 
     Raises:
@@ -149,22 +155,22 @@ def choose(
     """
     left_out: list[str] = []
 
-    def decoding(way: DecodeWay) -> PagedAttention:
+    def decoding(way: DecodeKernel) -> PagedAttention:
         return PagedAttention(way, one_by_one)
 
-    def chunking(way: ChunkWay) -> PagedAttention:
+    def chunking(way: ChunkKernel) -> PagedAttention:
         return PagedAttention(gathered, way)
 
     decode_name, decode = _first(decode_ways, place, decoding, queries=(1,) * len(_CONTEXTS), left_out=left_out)
     chunk_name, chunks = _first(chunk_ways, place, chunking, queries=_QUERIES, left_out=left_out)
-    return Chosen(
+    return SelectedKernels(
         backend=PagedAttention(decode, chunks), decode=decode_name, chunks=chunk_name, left_out=tuple(left_out)
     )
 
 
 def _first(
-    ways: Mapping[str, Callable[[Place], Way]],
-    place: Place,
+    ways: Mapping[str, Callable[[KernelContext], Way]],
+    place: KernelContext,
     whole: Callable[[Way], PagedAttention],
     *,
     queries: tuple[int, ...],
@@ -187,7 +193,7 @@ def _line(error: Exception) -> str:
 
 
 @torch.inference_mode()
-def check(backend: PagedAttention, place: Place, queries: tuple[int, ...] = _QUERIES) -> None:
+def check(backend: PagedAttention, place: KernelContext, queries: tuple[int, ...] = _QUERIES) -> None:
     """Compare a backend with the reference implementation on random data with the model's heads.
 
     Every window that a layer of the model has is checked, on the device.
@@ -207,7 +213,7 @@ def check(backend: PagedAttention, place: Place, queries: tuple[int, ...] = _QUE
 
 
 def _both(
-    backend: PagedAttention, form: AttentionForm, place: Place, queries: tuple[int, ...]
+    backend: PagedAttention, form: AttentionForm, place: KernelContext, queries: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs of the backend and of the reference implementation, float32 on the CPU.
 

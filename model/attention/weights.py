@@ -55,7 +55,7 @@ def weights_of_layer(
     token_ids: Sequence[int],
     *,
     layer: int,
-    held_as: torch.dtype | None = None,
+    cache_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return the attention weights HTS of one layer, float32, on the CPU. Row t holds the weights of token t.
 
@@ -64,7 +64,7 @@ def weights_of_layer(
     model's layers and restores them at its end.
 
     Args:
-        held_as: dtype of the KV-cache to imitate: keys and values are rounded to it. None: no rounding.
+        cache_dtype: dtype of the KV-cache to imitate: keys and values are rounded to it. None: no rounding.
 
     Raises:
         ValueError: the layer does not exist, there are no tokens or more than the maximum context length, or a token
@@ -82,8 +82,8 @@ def weights_of_layer(
     attentions = [cast(Block, block).attention for block in model.layers[: layer + 1]]
     backends: list[AttentionBackend] = [attention.backend for attention in attentions]
     meanwhile: list[AttentionBackend] = [*backends[:-1], _RecordingAttention()]
-    if held_as is not None:
-        meanwhile = [AsCached(backend, held_as) for backend in meanwhile]
+    if cache_dtype is not None:
+        meanwhile = [AsCached(backend, cache_dtype) for backend in meanwhile]
     try:
         _set_backends(attentions, meanwhile)
         model(torch.tensor(token_ids, device=device), metadata, None)

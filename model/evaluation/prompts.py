@@ -63,7 +63,7 @@ def read_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate:
     if template is None:
         template = ChatTemplate(source=PLAIN_SOURCE, origin="plain")
     marks = {"bos_token": tokenizer.bos_token_id, "eos_token": next(iter(tokenizer.eos_token_ids), None)}
-    own = {name: tokenizer.token_name(token_id) for name, token_id in marks.items() if token_id is not None}
+    own = {name: tokenizer.format_token_name(token_id) for name, token_id in marks.items() if token_id is not None}
     return dataclasses.replace(template, special_tokens={**own, **read_special_tokens(directory)})
 
 

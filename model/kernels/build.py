@@ -32,7 +32,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from model.kernels.levels import LEVELS, Level, levels_here
-from model.parent_death import bound_to_us
+from model.parent_death import bind_command_to_parent
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +62,8 @@ _UNFINISHED = ".building-"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 # Compiles all sources in parallel, then links them: a service waits for the result at its first start. The shell is in
 # one process group with the compilers. On SIGTERM it ends the group and removes the temporary files. Linux sends the
-# SIGTERM when the process that started the build ends (`bound_to_us`). Niceness 10 lets other processes run first, and
-# leaves the compilers about a tenth of a busy CPU; niceness 19 would leave a hundredth.
+# SIGTERM when the process that started the build ends (`bind_command_to_parent`). Niceness 10 lets other processes run
+# first, and leaves the compilers about a tenth of a busy CPU; niceness 19 would leave a hundredth.
 _KEEPER = """
 made=$1 sources=$2
 shift 2
@@ -171,7 +171,7 @@ def _compile(compiler: str, level: Level, made: Path) -> None:
     """Compile the sources into `made`. The directory of `made` is removed if this process ends meanwhile."""
     sources = " ".join(path.name for path in _sources("*.cpp"))
     command = ["sh", "-c", _KEEPER, "sh", str(made.resolve()), sources, compiler, *_FLAGS, *level.flags]
-    command = bound_to_us(command, signal.SIGTERM)
+    command = bind_command_to_parent(command, signal.SIGTERM)
     nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
     with subprocess.Popen(command, cwd=SOURCES, stdin=nothing, stdout=nothing, stderr=pipe, process_group=0) as keeper:
         try:

@@ -98,7 +98,7 @@ def _post_processor(tokenizer: Tokenizer) -> dict[str, Any] | None:
     """Return the `post_processor` that puts the BOS token before a text; None without a BOS token."""
     if tokenizer.bos_token_id is None:
         return None
-    name = tokenizer.token_name(tokenizer.bos_token_id)
+    name = tokenizer.format_token_name(tokenizer.bos_token_id)
     mark = {"SpecialToken": {"id": name, "type_id": 0}}
     return {
         "type": "TemplateProcessing",

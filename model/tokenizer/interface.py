@@ -70,7 +70,7 @@ class Tokenizer(Protocol):
             IndexError: the id is not in the vocabulary.
         """
 
-    def token_name(self, token_id: int) -> str:
+    def format_token_name(self, token_id: int) -> str:
         """Return the text to show for a single token: its text with invalid UTF-8 as U+FFFD, or its special name.
 
         Raises:

@@ -68,7 +68,7 @@ class Vocabulary:
             raise IndexError(token_id)
         return self._token_bytes[token_id]
 
-    def token_name(self, token_id: int) -> str:
+    def format_token_name(self, token_id: int) -> str:
         """See `interface.Tokenizer`."""
         return self._special_names.get(token_id) or self.token_bytes(token_id).decode("utf-8", "replace")
 

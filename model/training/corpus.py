@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from model.chatml import knows_chatml
+from model.chatml import supports_chatml
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.native import SPEC_FILE, load_native, save_native
 from model.training.bpe import train_bpe
@@ -158,7 +158,7 @@ def _tokenizer(
         texts = (document.text for source in sources if source.config.repeats for document in source.train)
         save_native(train_bpe(texts, config.vocab_size, chat=config.chat_steps > 0), directory)
     tokenizer = load_native(directory)
-    if config.chat_steps and not knows_chatml(tokenizer.special_tokens):
+    if config.chat_steps and not supports_chatml(tokenizer.special_tokens):
         raise ValueError(
             f"{directory}: the run began without conversations, and its tokenizer has no ChatML tokens; set "
             f"chat_steps = 0, or use another --run-directory"

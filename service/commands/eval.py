@@ -15,7 +15,6 @@ from model.attention.as_cached import AsCached
 from model.attention.interface import ATTENTION_BACKENDS
 from model.checkpoint import load_model
 from model.config import ModelConfig
-from model.eight_bits import EightBits
 from model.error_line import error_line
 from model.evaluation.evaluation import Evaluation, evaluate_checkpoint
 from model.evaluation.harness import PAIRS_NAME, export_tasks
@@ -23,6 +22,7 @@ from model.evaluation.held_out import rolling_log_likelihoods
 from model.evaluation.pairs import accuracy, by_group, read_pairs
 from model.evaluation.samples import Sampler
 from model.manifest import Manifest, file_digest, read_manifest
+from model.quantization import Quantization
 from model.system.limits import usable_cpus
 from model.tokenizer.interface import Tokenizer
 from model.training.config import SourceConfig, load_train_config
@@ -30,7 +30,7 @@ from model.training.data import check_sources, read_source
 from model.transformer import Transformer
 from service.batch_completion import complete_batch
 from service.command_settings import EvalSettings
-from service.engine_builder import find_cache_dtype, find_device, find_eight_bits, prepare_matrices
+from service.engine_builder import find_cache_dtype, find_device, find_quantization, prepare_matrices
 from service.settings import SettingsError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -148,11 +148,11 @@ def _evenly(texts: list[str], most: int | None) -> list[str]:
 def _load(settings: EvalSettings, manifest: Manifest) -> Transformer:
     torch.set_num_threads(usable_cpus() if settings.threads == "auto" else settings.threads)
     device, dtype = find_device(settings.device), _DTYPES[settings.dtype]
-    eight_bits, held_as = _find_quantization(settings)
+    quantization, cache_dtype = _find_quantization(settings)
     attention = ATTENTION_BACKENDS["sdpa"]
-    model = load_model(manifest, device=device, dtype=dtype, attention=AsCached(attention, held_as))
+    model = load_model(manifest, device=device, dtype=dtype, attention=AsCached(attention, cache_dtype))
     if settings.quantize != "none":
-        prepare_matrices(model, settings.quantize, eight_bits)
+        prepare_matrices(model, settings.quantize, quantization)
     return model
 
 
@@ -167,7 +167,7 @@ def _evaluate_unquantized(
     return evaluate_checkpoint(model, tokenizer, splits=splits, max_context_length=length, report=report)
 
 
-def _find_quantization(settings: EvalSettings) -> tuple[EightBits | None, torch.dtype]:
+def _find_quantization(settings: EvalSettings) -> tuple[Quantization | None, torch.dtype]:
     """Return the quantization of the weights, and the dtype of the KV-cache.
 
     Raises:
@@ -175,7 +175,7 @@ def _find_quantization(settings: EvalSettings) -> tuple[EightBits | None, torch.
     """
     device, dtype = find_device(settings.device), _DTYPES[settings.dtype]
     return (
-        find_eight_bits(settings.quantize, device, dtype),
+        find_quantization(settings.quantize, device, dtype),
         find_cache_dtype(settings.kv_cache_dtype, device, dtype),
     )
 

@@ -10,7 +10,7 @@ from model.sampling_params import SamplingParams
 from model.tokenizer.interface import Tokenizer
 from service.engine_builder import build_engine
 from service.messages import Finish, Submit
-from service.serving import Defaults, read_defaults
+from service.served_model import RequestDefaults, read_defaults
 from service.settings import GenerateSettings, SettingsError, context_length
 
 
@@ -47,7 +47,9 @@ def main(settings: GenerateSettings) -> int:
     return 0
 
 
-def _submit(settings: GenerateSettings, tokenizer: Tokenizer, defaults: Defaults, max_context_length: int) -> Submit:
+def _submit(
+    settings: GenerateSettings, tokenizer: Tokenizer, defaults: RequestDefaults, max_context_length: int
+) -> Submit:
     """Build the engine request. A given flag overrides the checkpoint's default, which overrides the flag's default.
 
     Raises:

@@ -89,7 +89,7 @@ def _token_rows(manifest: Manifest, tokenizer: Tokenizer) -> Rows:
     wanted = read_generation_config(manifest.directory)
 
     def named(ids: Sequence[int]) -> str:
-        return ", ".join(f"{token_id} {tokenizer.token_name(token_id)!r}" for token_id in ids) if ids else "none"
+        return ", ".join(f"{token_id} {tokenizer.format_token_name(token_id)!r}" for token_id in ids) if ids else "none"
 
     yield "vocabulary", f"{tokenizer.vocab_size:,}, including {len(tokenizer.special_tokens)} special tokens"
     yield "begin-of-text token", named([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id])

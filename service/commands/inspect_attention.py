@@ -17,7 +17,7 @@ from model.config import ModelConfig
 from model.manifest import CheckpointError, Manifest, read_manifest
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from service.command_settings import InspectAttentionSettings
-from service.logprobs import token_name
+from service.logprobs import format_token_name
 from service.settings import SettingsError
 from service.token_labels import MAX_TOKENS, SUFFIXES, label
 
@@ -37,7 +37,7 @@ def main(settings: InspectAttentionSettings) -> int:
         token_ids = _token_ids(settings, manifest, tokenizer)
         model = load_model(manifest, device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["sdpa"])
         weights_HTT = weights_of_layer(model, token_ids, layer=settings.layer)[heads]
-        names = [token_name(tokenizer, token_id) for token_id in token_ids]
+        names = [format_token_name(tokenizer, token_id) for token_id in token_ids]
         labels = [label(name) for name in names]
         print(*_summary_lines(weights_HTT, labels, layer=settings.layer, heads=heads), sep="\n")
         if settings.out is not None:

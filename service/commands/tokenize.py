@@ -6,7 +6,7 @@ from model.manifest import CheckpointError, read_manifest
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import TokenizerError
 from service.command_settings import TokenizeSettings
-from service.logprobs import token_name
+from service.logprobs import format_token_name
 
 
 def main(settings: TokenizeSettings) -> int:
@@ -27,7 +27,7 @@ def main(settings: TokenizeSettings) -> int:
         print(*token_ids)
         return 0
     for token_id in token_ids:
-        name = token_name(tokenizer, token_id)
+        name = format_token_name(tokenizer, token_id)
         print(f"{token_id:>8}  {name if name.startswith('bytes:') else repr(name)}")
     size, num_text = len(text.encode("utf-8", "surrogateescape")), len(token_ids) - len(begin)
     count = f"{len(token_ids)} token{'' if len(token_ids) == 1 else 's'}{' (1 is begin-of-text)' if begin else ''}"

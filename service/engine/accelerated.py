@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from model.attention.interface import ATTENTION_BACKENDS, AttentionBackend
-from model.attention.ways import Chosen, Place, choose, fits
-from model.eight_bits import EightBits
-from model.eight_bits import choose as choose_eight_bits
+from model.attention.ways import KernelContext, SelectedKernels, choose, fits
 from model.fused import fuse
 from model.kernels.levels import has_vector_level
+from model.quantization import Quantization
+from model.quantization import choose as select_quantization
 from model.transformer import Transformer
 from service.engine.config import EngineConfig
+from service.engine.graph_memory import graph_bytes
 from service.engine.graphs import Capture, CudaCapture
 from service.engine.memory import LargestStep, free_device_bytes, measure
-from service.engine.prompt_graphs import CudaPieces, Pieces, record_prompts
-from service.engine.recording_memory import recorded_bytes
+from service.engine.prompt_graphs import CudaPieces, Pieces, capture_prompts
 from service.engine.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Attending:
     recordable: bool
 
 
-def attention_for(wanted: str, place: Place) -> Attending:
+def choose_attention(wanted: str, place: KernelContext) -> Attending:
     """Return the attention backend of an --attention setting.
 
     auto is native on a CPU whose vector instructions the native kernels support. Their scalar code is slower than
@@ -57,14 +57,14 @@ def attention_for(wanted: str, place: Place) -> Attending:
         return Attending(backend=ATTENTION_BACKENDS[wanted], name=wanted, recordable=False)
     if not fitting:
         raise ValueError("--attention paged does not support this model's attention layers; choose --attention sdpa")
-    chosen: Chosen = choose(place)
+    chosen: SelectedKernels = choose(place)
     for reason in chosen.left_out:
         level = logging.WARNING if place.device.type == "cuda" else logging.INFO
         logger.log(level, "attention kernel disabled: %s", reason)
     return Attending(backend=chosen.backend, name=str(chosen), recordable=True)
 
 
-def eight_bits_for(quantize: str, device: torch.device, dtype: torch.dtype) -> EightBits | None:
+def choose_quantization(quantize: str, device: torch.device, dtype: torch.dtype) -> Quantization | None:
     """Return the GPU quantization of a --quantize setting after a trial; None on a CPU, and for `none`.
 
     Raises:
@@ -76,7 +76,7 @@ def eight_bits_for(quantize: str, device: torch.device, dtype: torch.dtype) -> E
         if quantize == "fp8":
             raise ValueError("--quantize fp8 works only on a GPU; choose --quantize int8, or omit it")
         return None
-    chosen = choose_eight_bits(quantize, device, dtype)
+    chosen = select_quantization(quantize, device, dtype)
     if chosen.left_out is not None:
         logger.warning("Triton kernels for quantized matrices disabled: %s", chosen.left_out)
     logger.info("%s", chosen)
@@ -118,7 +118,7 @@ def cache_bytes(model: Transformer, largest: LargestStep, share: float, *, recor
     capture, pieces = capture_for(device), pieces_for(device)
     if records and capture is not None and pieces is not None:
         try:
-            taken = recorded_bytes(model, largest, capture=capture, pieces=pieces, free_bytes=free_device_bytes)
+            taken = graph_bytes(model, largest, capture=capture, pieces=pieces, free_bytes=free_device_bytes)
         except Exception as error:  # the driver, the allocator or a third-party kernel may raise anything
             logger.warning("memory of CUDA graphs is unknown and not reserved: %s", error)
         else:
@@ -127,7 +127,7 @@ def cache_bytes(model: Transformer, largest: LargestStep, share: float, *, recor
     return memory.for_cache(share)
 
 
-def recorded_runner(
+def create_graphed_runner(
     model: Transformer, config: EngineConfig, vocab_size: int, capture: Capture, pieces: Pieces | None = None
 ) -> ModelRunner:
     """Return a runner with CUDA graphs: whole for decode steps, piecewise for steps with prefills.
@@ -157,7 +157,7 @@ def recorded_runner(
 
 def _record_prompts(model: Transformer, pieces: Pieces, max_rows: int) -> None:
     try:
-        rows = record_prompts(model, pieces, max_rows)
+        rows = capture_prompts(model, pieces, max_rows)
     except Exception as error:  # the driver, the allocator or a third-party kernel may raise anything
         logger.warning("CUDA graphs of prefill steps disabled: %s", error)
     else:

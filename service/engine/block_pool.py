@@ -126,15 +126,15 @@ class BlockPool:
         Raises:
             AssertionError: a block leaked, occurs twice in one table, or is cached under a wrong hash.
         """
-        owners = Counter[int]()
+        tenants = Counter[int]()
         for table in tables:
             assert len(set(table)) == len(table), f"a block occurs twice in the table {table}"
-            owners.update(table)
+            tenants.update(table)
         for block, count in enumerate(self._reference_counts):
-            assert count == owners[block], f"block {block}: reference count {count}, but in {owners[block]} tables"
+            assert count == tenants[block], f"block {block}: reference count {count}, but in {tenants[block]} tables"
             assert (count == 0) == (block in self._free), (
                 f"block {block}: reference count {count} contradicts the free list"
             )
-        assert len(self._free) + len(owners) == self.num_blocks
+        assert len(self._free) + len(tenants) == self.num_blocks
         mirrored = {content: block for block, content in self._hash_of_block.items()}
         assert mirrored == self._block_of_hash, "the hash maps differ"

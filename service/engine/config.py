@@ -17,7 +17,7 @@ class EngineConfig:
     kv_cache_dtype: dtype of keys and values in the pool; auto: the dtype of the model.
     max_context_length: maximum length of a sequence, prompt included; None: the number of the model's positions.
     max_draft_tokens: maximum draft tokens of a sequence in one step, see `prompt_lookup`; 0: no speculative decoding.
-    prompt_slowdown: maximum slowdown of a decode step by one prompt, see `prompt_pace`; infinite: no limit.
+    prompt_slowdown: maximum slowdown of a decode step by one prompt, see `prefill_budget`; infinite: no limit.
     target_itl_seconds: target inter-token latency, see `running_limit`; infinite: no target.
 
     Raises:

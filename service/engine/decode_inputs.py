@@ -17,7 +17,7 @@ from service.engine.grammars import Masks
 from service.engine.inputs import ModelInputs, build_inputs, forbidden_ids
 from service.engine.plan import Chunk, StepPlan
 from service.engine.scheduler import Scheduler
-from service.engine.sequence import Sequence
+from service.engine.sequence import SequenceState
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class _Kept:
     """
 
     inputs: ModelInputs
-    sequences: list[Sequence]
+    sequences: list[SequenceState]
     tables: list[list[int]]
     contexts: list[int]
     min_rows: int
@@ -60,7 +60,7 @@ class DecodeInputs:
         """Return the same inputs as `build_inputs`."""
         kept, chunks = self._kept, plan.chunks
         if kept is not None and plan.is_decode and kept.min_rows == min_rows and self._goes_on(kept, chunks):
-            return self._moved_on(kept, plan.after_rows, masks)
+            return self._moved_on(kept, plan.previous_rows, masks)
         inputs = build_inputs(
             plan,
             self._scheduler,
@@ -81,9 +81,9 @@ class DecodeInputs:
             and max(kept.contexts) < kept.tables_TN.shape[1] * self._block_size
         )
 
-    def _moved_on(self, kept: _Kept, after_rows: tuple[int, ...], masks: Masks | None) -> ModelInputs:
+    def _moved_on(self, kept: _Kept, previous_rows: tuple[int, ...], masks: Masks | None) -> ModelInputs:
         size, sequences = self._block_size, kept.sequences
-        kept.ids_T[:] = 0 if after_rows else [sequence.token_ids[-1] for sequence in sequences]
+        kept.ids_T[:] = 0 if previous_rows else [sequence.token_ids[-1] for sequence in sequences]
         kept.positions_T += 1
         kept.slots_T += 1
         kept.contexts_B += 1
@@ -112,7 +112,7 @@ class DecodeInputs:
             rules=before.rules,
             prompt_rows=(),
             masks=masks,
-            after_rows=after_rows,
+            previous_rows=previous_rows,
         )
         return kept.inputs
 

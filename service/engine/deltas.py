@@ -1,11 +1,11 @@
 """Final messages of a sequence: its last `TokenDelta` and its `Finish`."""
 
-from service.engine.sequence import Sequence
+from service.engine.sequence import SequenceState
 from service.messages import Finish, TokenDelta, TokenLogprob
 
 
 def ending(
-    sequence: Sequence,
+    sequence: SequenceState,
     *,
     finish: Finish,
     text: str = "",
@@ -26,7 +26,7 @@ def ending(
     )
 
 
-def finish_of(sequence: Sequence, error: str | None = None) -> Finish:
+def create_finish(sequence: SequenceState, error: str | None = None) -> Finish:
     """Return the finish reason, token counts and timings of a finished sequence."""
     assert sequence.finish_reason is not None
     scheduled, first, last = (
@@ -48,7 +48,7 @@ def finish_of(sequence: Sequence, error: str | None = None) -> Finish:
     )
 
 
-def no_token(sequence: Sequence) -> str:
+def no_token(sequence: SequenceState) -> str:
     """Return the error message for a request whose rules forbid every next token."""
     return (
         f"no token may follow the {sequence.num_completion_tokens} tokens of this completion: allowed_token_ids, "

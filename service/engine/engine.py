@@ -14,15 +14,15 @@ from model.sampling_params import SamplingParams
 from model.tokenizer.interface import Tokenizer
 from model.transformer import Transformer
 from service.engine.config import EngineConfig
-from service.engine.deltas import ending, finish_of, no_token
+from service.engine.deltas import create_finish, ending, no_token
 from service.engine.detokenizer import Detokenizer
 from service.engine.grammars import Grammars
 from service.engine.plan import Chunk, StepPlan
 from service.engine.pooling import Pool
 from service.engine.runner import ModelRunner, Runner, StepOutputs
 from service.engine.scheduler import Scheduler
-from service.engine.sequence import Sequence
-from service.engine.steps import Steps
+from service.engine.sequence import SequenceState
+from service.engine.step_executor import StepExecutor
 from service.messages import NON_FINITE, FinishReason, StepStats, Submit, TokenDelta, TokenLogprob
 
 
@@ -38,7 +38,7 @@ class StepResult:
 class _Text:
     """Output state of a sequence: detokenizer, prompt logprobs not yet reported, and the pool of its embedding."""
 
-    sequence: Sequence
+    sequence: SequenceState
     detokenizer: Detokenizer
     prompt_logprobs: list[TokenLogprob] | None
     pool: Pool = field(default_factory=Pool)
@@ -80,12 +80,12 @@ class Engine:
                 num_blocks=config.num_blocks,
                 block_size=config.block_size,
                 vocab_size=tokenizer.vocab_size,
-                held_as=torch.float16 if config.kv_cache_dtype == "float16" else None,
+                cache_dtype=torch.float16 if config.kv_cache_dtype == "float16" else None,
             )
         self._runner = runner
         if looks_ahead is None:
             looks_ahead = runner.is_asynchronous
-        self._steps = Steps(runner, self._scheduler, config, looks_ahead=looks_ahead)
+        self._executor = StepExecutor(runner, self._scheduler, config, looks_ahead=looks_ahead)
         self._grammars = Grammars(tokenizer)
         self._texts: dict[str, _Text] = {}  # by uid, until the sequence's ending is reported
         self._rejections: list[TokenDelta] = []
@@ -128,7 +128,7 @@ class Engine:
         )
         while self.has_work:
             self.step()
-        self._scheduler.forget_prefixes()
+        self._scheduler.reset_prefix_cache()
 
     def submit(self, submit: Submit) -> None:
         """Accept a submission. If it cannot be computed, the next step ends it with an error.
@@ -146,7 +146,7 @@ class Engine:
     def _enqueue(self, submit: Submit) -> None:
         """Add a submission, whose grammar is compiled, to the waiting sequences."""
         self._num_submitted += 1
-        sequence = Sequence.from_submit(
+        sequence = SequenceState.from_submit(
             submit,
             arrival_number=self._num_submitted,
             max_context_length=self._max_context_length,
@@ -159,7 +159,7 @@ class Engine:
         except ValueError as error:
             self._grammars.forget(submit.uid)
             sequence.finish_reason = FinishReason.ERROR
-            self._rejections.append(ending(sequence, finish=finish_of(sequence, str(error))))
+            self._rejections.append(ending(sequence, finish=create_finish(sequence, str(error))))
             return
         wanted = submit.params.prompt_logprobs
         first = TokenLogprob(token_id=submit.prompt_token_ids[0], logprob=None, rank=None, top=())
@@ -191,14 +191,14 @@ class Engine:
         began = time.perf_counter()
         for submit in self._grammars.take_compiled(may_wait=not (self._scheduler.has_work or self._rejections)):
             self._enqueue(submit)
-        if not self._steps.is_under_way:
+        if not self._executor.is_under_way:
             plan = self._scheduler.schedule()
             if before is not None:
                 before([chunk.sequence.uid for chunk in plan.chunks])
-            self._steps.begin(plan, self._grammars.masks(plan))
-        plan, outputs, failed = self._steps.finish()
+            self._executor.begin(plan, self._grammars.masks(plan))
+        plan, outputs, failed = self._executor.finish()
         for sequence in failed:
-            self._rejections.append(ending(sequence, finish=finish_of(sequence, NON_FINITE)))
+            self._rejections.append(ending(sequence, finish=create_finish(sequence, NON_FINITE)))
             del self._texts[sequence.uid]
             self._grammars.forget(sequence.uid)
         self._scheduler.commit(plan, outputs.token_ids)
@@ -208,7 +208,7 @@ class Engine:
         return StepResult(events, self._stats(plan, events, len(failed), time.perf_counter() - began))
 
     def attention_weights(self, token_ids: tuple[int, ...], *, layer: int, heads: tuple[int, ...]) -> bytes:
-        """Return the attention weights of a text, as in `service.messages.Looked`.
+        """Return the attention weights of a text, as in `service.messages.AttentionResult`.
 
         The computation does not touch sequences or the KV-cache.
 
@@ -225,8 +225,8 @@ class Engine:
         events = list(self._rejections)
         for text in self._texts.values():
             self._scheduler.finish(text.sequence, FinishReason.ERROR)
-            events.append(ending(text.sequence, finish=finish_of(text.sequence, error)))
-        self._scheduler.forget_prefixes()
+            events.append(ending(text.sequence, finish=create_finish(text.sequence, error)))
+        self._scheduler.reset_prefix_cache()
         for uid in self._grammars.uids:
             self._grammars.forget(uid)
         self._rejections.clear()
@@ -264,7 +264,7 @@ class Engine:
         events = list(self._rejections)
         for sequence in plan.ended:
             text = self._texts[sequence.uid].detokenizer.flush().text
-            events.append(ending(sequence, text=text, finish=finish_of(sequence)))
+            events.append(ending(sequence, text=text, finish=create_finish(sequence)))
         for uid, logprobs in outputs.prompt_logprobs.items():
             scored = self._texts[uid].prompt_logprobs
             assert scored is not None
@@ -272,11 +272,11 @@ class Engine:
         for chunk in plan.chunks if outputs.pooled else ():
             if (sum_E := outputs.pooled.get(chunk.sequence.uid)) is not None:
                 self._texts[chunk.sequence.uid].pool.add(chunk, sum_E)
-        for chunk, rows in zip(plan.chunks, plan.drawn_rows, strict=True):
+        for chunk, rows in zip(plan.chunks, plan.sampled_rows, strict=True):
             if rows:
                 events.append(self._token_event(chunk, rows, outputs))
             elif chunk.sequence.finish_reason is not None:  # prefill only: the sequence ends without a sampled token
-                output, finish = self._texts[chunk.sequence.uid], finish_of(chunk.sequence)
+                output, finish = self._texts[chunk.sequence.uid], create_finish(chunk.sequence)
                 embedding = None if chunk.sequence.pooling is None else output.pool.embedding()
                 scores = output.prompt_logprobs
                 events.append(ending(chunk.sequence, prompt_logprobs=scores, embedding=embedding, finish=finish))
@@ -298,7 +298,7 @@ class Engine:
         new_ids = sequence.token_ids[num_known:]
         if not new_ids:
             reason = self._grammars.complaint(sequence.uid) or no_token(sequence)
-            return ending(sequence, finish=finish_of(sequence, reason))
+            return ending(sequence, finish=create_finish(sequence, reason))
         text = self._texts[sequence.uid]
         shown, stop = "", None
         for number, token_id in enumerate(new_ids, 1):
@@ -328,7 +328,7 @@ class Engine:
             text=shown,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            finish=None if sequence.finish_reason is None else finish_of(sequence),
+            finish=None if sequence.finish_reason is None else create_finish(sequence),
         )
 
     def _stats(self, plan: StepPlan, events: list[TokenDelta], num_non_finite: int, seconds: float) -> StepStats:

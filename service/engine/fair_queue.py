@@ -12,7 +12,7 @@ The counters are reset when the queue is empty, because there is no contention.
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from service.engine.sequence import Sequence, by_rank
+from service.engine.sequence import SequenceState, by_rank
 
 # Maximum number of tenants with a counter. Beyond it, counters of tenants that do not wait are dropped.
 _MAX_OWNERS = 4096
@@ -22,51 +22,51 @@ class FairQueue:
     """Waiting sequences. The order is a deterministic function of the calls of `add`, `remove` and `charge`."""
 
     def __init__(self) -> None:
-        self._queues: dict[str, list[Sequence]] = {}  # by tenant, each sorted by rank
+        self._queues: dict[str, list[SequenceState]] = {}  # by tenant, each sorted by rank
         self._num_served: dict[str, int] = {}  # tokens by tenant: all waiting tenants, and some others
         self._length = 0
 
     def __len__(self) -> int:
         return self._length
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[SequenceState]:
         """Iterate over the waiting sequences, tenant by tenant."""
         for queue in self._queues.values():
             yield from queue
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: SequenceState) -> None:
         """Add a waiting sequence."""
-        owner = sequence.owner
-        if owner not in self._queues:
-            self._join(owner)
-        insort(self._queues[owner], sequence, key=by_rank)
+        tenant = sequence.tenant
+        if tenant not in self._queues:
+            self._join(tenant)
+        insort(self._queues[tenant], sequence, key=by_rank)
         self._length += 1
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: SequenceState) -> None:
         """Remove a sequence, which must be in the queue."""
-        queue = self._queues[sequence.owner]
+        queue = self._queues[sequence.tenant]
         index = bisect_left(queue, sequence.rank, key=by_rank)
         assert queue[index] is sequence
         del queue[index]
         self._length -= 1
         if not queue:
-            del self._queues[sequence.owner]
+            del self._queues[sequence.tenant]
 
-    def first(self) -> Sequence:
+    def first(self) -> SequenceState:
         """Return the sequence to admit next. The queue must not be empty."""
         served, queues = self._num_served, self._queues
-        owner = min(queues, key=lambda name: (served[name], queues[name][0].rank))
-        return queues[owner][0]
+        tenant = min(queues, key=lambda name: (served[name], queues[name][0].rank))
+        return queues[tenant][0]
 
-    def expired(self, now: float) -> list[Sequence]:
+    def expired(self, now: float) -> list[SequenceState]:
         """Return the sequences that have never run and whose deadline has passed."""
         late = (s for s in self if s.deadline_seconds is not None and s.deadline_seconds < now)
         return [sequence for sequence in late if sequence.first_scheduled_seconds is None]
 
-    def charge(self, owner: str, num_tokens: int) -> None:
+    def charge(self, tenant: str, num_tokens: int) -> None:
         """Charge computed tokens to a tenant. A tenant without a counter is ignored."""
-        if owner in self._num_served:
-            self._num_served[owner] += num_tokens
+        if tenant in self._num_served:
+            self._num_served[tenant] += num_tokens
 
     def check_integrity(self) -> None:
         """Check that each sequence is in its tenant's queue, sorted by rank, and that no tenant's queue is empty.
@@ -76,17 +76,17 @@ class FairQueue:
         """
         assert self._length == sum(map(len, self._queues.values()))
         assert self._queues.keys() <= self._num_served.keys()
-        for owner, queue in self._queues.items():
-            assert queue, f"{owner} has an empty queue"
-            assert all(sequence.owner == owner for sequence in queue)
+        for tenant, queue in self._queues.items():
+            assert queue, f"{tenant} has an empty queue"
+            assert all(sequence.tenant == tenant for sequence in queue)
             assert queue == sorted(queue, key=by_rank), "waiting sequences are not sorted by rank"
 
-    def _join(self, owner: str) -> None:
+    def _join(self, tenant: str) -> None:
         """Add a tenant that had no waiting sequence."""
         if not self._queues:
             self._num_served.clear()
         elif len(self._num_served) >= _MAX_OWNERS:
             self._num_served = {name: self._num_served[name] for name in self._queues}
         least = min((self._num_served[name] for name in self._queues), default=0)
-        self._num_served[owner] = max(least, self._num_served.get(owner, 0))
-        self._queues[owner] = []
+        self._num_served[tenant] = max(least, self._num_served.get(tenant, 0))
+        self._queues[tenant] = []

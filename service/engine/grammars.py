@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from model.grammar import GrammarError, Vocabulary, compile_grammar
 from model.tokenizer.interface import Tokenizer
 from service.engine.plan import StepPlan
-from service.engine.sequence import Sequence
+from service.engine.sequence import SequenceState
 from service.messages import FinishReason, Submit
 
 # Maximum number of cached grammars, megabytes each. The least recently used grammar is evicted.
@@ -134,7 +134,7 @@ class Grammars:
         work = [(self._matchers[sequence.uid], sequence.params.ignore_eos) for _, sequence in asked]
         return Masks(tuple(row for row, _ in asked), self._masks_thread.submit(self._allowed, work))
 
-    def advance(self, plan: StepPlan, token_ids: Ordered[int | None]) -> Iterator[Sequence]:
+    def advance(self, plan: StepPlan, token_ids: Ordered[int | None]) -> Iterator[SequenceState]:
         """Feed the sampled tokens of a step to the matchers. Yield the sequences whose grammar is now complete."""
         sampled = iter(token_ids)
         for chunk in plan.chunks if self._matchers else ():
@@ -146,7 +146,7 @@ class Grammars:
             if matcher.consume_token(token_id) and (matcher.is_stopped() or self._can_only_end(sequence, matcher)):
                 yield sequence
 
-    def _can_only_end(self, sequence: Sequence, matcher: LLMatcher) -> bool:
+    def _can_only_end(self, sequence: SequenceState, matcher: LLMatcher) -> bool:
         """Return True if only the end of text may follow, and the end of text cannot be sampled."""
         params = sequence.params
         can_draw_end = self._eos_token_ids and not params.ignore_eos

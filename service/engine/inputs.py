@@ -20,7 +20,7 @@ from service.engine.grammars import Masks
 from service.engine.plan import MIN_ROWS, Chunk, StepPlan
 from service.engine.pooling import PooledRows, pooled_rows
 from service.engine.scheduler import Scheduler
-from service.engine.sequence import Sequence
+from service.engine.sequence import SequenceState
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class ModelInputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Inputs of one forward pass. A token is sampled from each of the first `len(params)` logit rows.
 
     Attributes:
-        token_ids_T: packed token ids; 0 for the tokens of `after_rows`.
-        params: sampling parameters of the sampled rows, in the order of `StepPlan.drawn_rows`.
+        token_ids_T: packed token ids; 0 for the tokens of `previous_rows`.
+        params: sampling parameters of the sampled rows, in the order of `StepPlan.sampled_rows`.
         all_greedy: all `params` are greedy.
         wants_logprobs: some of `params` request logprobs.
         forbidden: forbidden token ids of each sampled row; empty if no row has any.
         rules: token rules of each sampled row, which the commit of the step will change; empty if no row has any.
         masks: grammar masks, possibly still being computed.
-        after_rows: rows of the previous step whose sampled tokens are the first token ids. The device knows these
+        previous_rows: rows of the previous step whose sampled tokens are the first token ids. The device knows these
             tokens before the host. Empty if the host knows all token ids.
     """
 
@@ -59,7 +59,7 @@ class ModelInputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     prompt_rows: tuple[PromptRows, ...]
     masks: Masks | None = None
     pooled_rows: tuple[PooledRows, ...] = ()
-    after_rows: tuple[int, ...] = ()
+    previous_rows: tuple[int, ...] = ()
 
 
 def build_inputs(
@@ -82,8 +82,8 @@ def build_inputs(
     lengths, contexts = _lengths(chunks)
     lengths += [1] * num_padding
     contexts += [1] * num_padding
-    token_ids = [0] * len(plan.after_rows)
-    for chunk in () if plan.after_rows else chunks:
+    token_ids = [0] * len(plan.previous_rows)
+    for chunk in () if plan.previous_rows else chunks:
         token_ids += chunk.sequence.token_ids[chunk.start : chunk.num_known_tokens]
         token_ids += chunk.draft
     token_ids += [0] * num_padding
@@ -120,11 +120,11 @@ def build_inputs(
         prompt_rows=prompt_rows,
         masks=masks,
         pooled_rows=pooled_rows(chunks),
-        after_rows=plan.after_rows,
+        previous_rows=plan.previous_rows,
     )
 
 
-def forbidden_ids(scheduler: Scheduler, sequences: list[Sequence]) -> tuple[tuple[int, ...], ...]:
+def forbidden_ids(scheduler: Scheduler, sequences: list[SequenceState]) -> tuple[tuple[int, ...], ...]:
     """Return the forbidden token ids of each sequence; empty if no sequence has any."""
     forbidden = tuple([scheduler.forbidden_token_ids(sequence) for sequence in sequences])
     return forbidden if any(forbidden) else ()

@@ -15,7 +15,7 @@ from service.engine.plan import Chunk, StepPlan, step_plan
 from service.engine.sequence import SequenceStatus
 
 
-def goes_on(chunk: Chunk) -> bool:
+def may_continue(chunk: Chunk) -> bool:
     """Return True if the sequence may get another token after the token being sampled, as far as its length says."""
     sequence = chunk.sequence
     return sequence.status is SequenceStatus.RUNNING and chunk.num_known_tokens + 1 < sequence.max_length
@@ -32,7 +32,7 @@ def plan_ahead(plan: StepPlan, pool: BlockPool, block_size: int, *, num_running:
     following = [
         (row, Chunk(chunk.sequence, chunk.num_known_tokens, 1, True))
         for row, chunk in enumerate(plan.chunks)
-        if goes_on(chunk)
+        if may_continue(chunk)
     ]
     chunks = tuple([chunk for _, chunk in following])
     lacking = [chunk.sequence for chunk in chunks if chunk.start >= len(chunk.sequence.block_table) * block_size]
@@ -41,4 +41,4 @@ def plan_ahead(plan: StepPlan, pool: BlockPool, block_size: int, *, num_running:
         return None
     for sequence, block in zip(lacking, blocks, strict=True):
         sequence.block_table.append(block)
-    return step_plan(chunks, after_rows=tuple([row for row, _ in following]))
+    return step_plan(chunks, previous_rows=tuple([row for row, _ in following]))

@@ -47,13 +47,13 @@ class LargestStep:
 
     block_size: tokens per KV block.
     num_tokens: maximum number of tokens in the step.
-    num_draws: maximum number of sampled tokens in the step.
+    num_sampled: maximum number of sampled tokens in the step.
     max_context_length: maximum number of tokens of one sequence.
     """
 
     block_size: int
     num_tokens: int
-    num_draws: int
+    num_sampled: int
     max_context_length: int
 
     @property
@@ -103,9 +103,9 @@ def measure(model: Transformer, largest: LargestStep) -> DeviceMemory:
     ).to(device)
     x_TE = model.hidden(torch.zeros(len(positions_T), dtype=torch.int64, device=device), metadata, cache)
     top_logprobs(model.logits(x_TE), [0] * len(x_TE), num_top=1)
-    rows = x_TE[:1].expand(largest.num_draws, -1)
-    params = [SamplingParams(max_tokens=1, top_p=0.9)] * largest.num_draws
-    sample(model.logits(rows), params, range(largest.num_draws))
+    rows = x_TE[:1].expand(largest.num_sampled, -1)
+    params = [SamplingParams(max_tokens=1, top_p=0.9)] * largest.num_sampled
+    sample(model.logits(rows), params, range(largest.num_sampled))
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - cache.num_bytes
     del cache, x_TE, rows

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from service.engine.sequence import Sequence
+from service.engine.sequence import SequenceState
 
 # Matrix products of one to three rows use other CPU kernels, and round differently, than products of four or more rows
 # (measured with float32 and bfloat16, oneDNN and MKL). Padding to four rows makes the results batch-invariant.
@@ -21,7 +21,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False, gc=False):
         draft: draft tokens, the last of the `num_tokens` tokens. A token is sampled after each draft token too.
     """
 
-    sequence: Sequence
+    sequence: SequenceState
     start: int
     num_tokens: int
     draws: bool
@@ -38,13 +38,13 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     Attributes:
         chunks: the computation of each sequence.
-        drawn_rows: indices of each chunk's sampled tokens among all sampled tokens of the step; empty if the chunk
+        sampled_rows: indices of each chunk's sampled tokens among all sampled tokens of the step; empty if the chunk
             samples none. Tokens sampled after known tokens come first, in the order of the chunks. Tokens sampled after
             draft tokens follow.
         is_decode: every chunk computes one token and samples the next token, without drafts.
         ended: sequences that end without computation: an expired deadline, or nothing left to compute.
-        after_rows: for each chunk of a step launched ahead (`service.engine.lookahead`), the index of its input token
-            among the tokens that the previous step samples. Empty in other steps.
+        previous_rows: for each chunk of a step launched ahead (`service.engine.lookahead`), the index of its input
+            token among the tokens that the previous step samples. Empty in other steps.
         num_cached_prompt_tokens: prompt tokens found in the prefix cache by sequences admitted for the first time.
         num_prefix_queries: tokens looked up in the prefix cache, counted as in vLLM.
         num_prefix_hits: tokens found in the prefix cache.
@@ -52,14 +52,14 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """
 
     chunks: tuple[Chunk, ...]
-    drawn_rows: list[tuple[int, ...]]
+    sampled_rows: list[tuple[int, ...]]
     is_decode: bool
-    ended: tuple[Sequence, ...]
+    ended: tuple[SequenceState, ...]
     num_cached_prompt_tokens: int
     num_prefix_queries: int
     num_prefix_hits: int
     num_preemptions: int
-    after_rows: tuple[int, ...]
+    previous_rows: tuple[int, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -75,30 +75,30 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 def step_plan(
     chunks: Iterable[Chunk],
     *,
-    ended: tuple[Sequence, ...] = (),
+    ended: tuple[SequenceState, ...] = (),
     num_cached_prompt_tokens: int = 0,
     num_prefix_queries: int = 0,
     num_prefix_hits: int = 0,
     num_preemptions: int = 0,
-    after_rows: tuple[int, ...] = (),
+    previous_rows: tuple[int, ...] = (),
 ) -> StepPlan:
-    """Create a plan, with `drawn_rows` and `is_decode` derived from its chunks."""
+    """Create a plan, with `sampled_rows` and `is_decode` derived from its chunks."""
     chunks = tuple(chunks)
     return StepPlan(
         chunks=chunks,
-        drawn_rows=drawn_rows(chunks),
+        sampled_rows=sampled_rows(chunks),
         is_decode=all(chunk.num_tokens == 1 and chunk.draws for chunk in chunks),
         ended=ended,
         num_cached_prompt_tokens=num_cached_prompt_tokens,
         num_prefix_queries=num_prefix_queries,
         num_prefix_hits=num_prefix_hits,
         num_preemptions=num_preemptions,
-        after_rows=after_rows,
+        previous_rows=previous_rows,
     )
 
 
-def drawn_rows(chunks: Iterable[Chunk]) -> list[tuple[int, ...]]:
-    """Return the indices of each chunk's sampled tokens, see `StepPlan.drawn_rows`."""
+def sampled_rows(chunks: Iterable[Chunk]) -> list[tuple[int, ...]]:
+    """Return the indices of each chunk's sampled tokens, see `StepPlan.sampled_rows`."""
     after = sum([chunk.draws for chunk in chunks])
     row = 0
     found: list[tuple[int, ...]] = []

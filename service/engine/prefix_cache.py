@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from service.engine.block_pool import BlockPool, block_hash
 from service.engine.config import EngineConfig
-from service.engine.sequence import Sequence
+from service.engine.sequence import SequenceState
 from service.messages import Pooling
 
 
@@ -21,7 +21,7 @@ class PrefixCache:
         self._block_size = config.block_size
         self._enabled = config.enable_prefix_cache
 
-    def find(self, sequence: Sequence) -> tuple[list[int], int]:
+    def find(self, sequence: SequenceState) -> tuple[list[int], int]:
         """Return the cached leading blocks of a sequence, not yet acquired, and the number of tokens looked up."""
         if not self._enabled:
             return [], 0
@@ -35,7 +35,7 @@ class PrefixCache:
         self._extend_hashes(sequence, num_full)
         return self._pool.find(sequence.block_hashes[:num_full]), len(sequence.token_ids)
 
-    def register(self, sequence: Sequence, num_tokens: int) -> None:
+    def register(self, sequence: SequenceState, num_tokens: int) -> None:
         """Register the blocks that are full once the first `num_tokens` tokens are computed."""
         num_full = num_tokens // self._block_size
         if num_full <= sequence.num_registered_blocks or not self._enabled:
@@ -53,7 +53,7 @@ class PrefixCache:
         """Clear the cache, because a failed step has not filled the blocks registered for it."""
         self._pool.forget()
 
-    def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
+    def _extend_hashes(self, sequence: SequenceState, num_blocks: int) -> None:
         """Compute missing hashes of the first `num_blocks` blocks. Hashes stay valid: token ids are append-only."""
         size, hashes = self._block_size, sequence.block_hashes
         for index in range(len(hashes), num_blocks):

@@ -202,7 +202,7 @@ class PromptGraphs:
             raise ValueError(f"{count} rows differ by {error:.1e} of the largest number")
 
 
-class RecordedTransformer(Transformer):
+class GraphedTransformer(Transformer):
     """Transformer that replays piecewise graphs for steps over a KV-cache that fit a captured size."""
 
     prompt_graphs: PromptGraphs
@@ -214,7 +214,7 @@ class RecordedTransformer(Transformer):
 
 
 @torch.inference_mode()
-def record_prompts(model: Transformer, pieces: Pieces, max_rows: int) -> tuple[int, ...]:
+def capture_prompts(model: Transformer, pieces: Pieces, max_rows: int) -> tuple[int, ...]:
     """Capture a model's layers for steps of up to `max_rows` rows, and return the captured numbers of rows.
 
     From then on the model replays these graphs. Whole graphs of decode steps must be captured before.
@@ -225,7 +225,7 @@ def record_prompts(model: Transformer, pieces: Pieces, max_rows: int) -> tuple[i
     """
     rows = prompt_rows(max_rows)
     graphs = PromptGraphs(model, pieces, rows)
-    model.__class__ = RecordedTransformer
-    assert isinstance(model, RecordedTransformer)
+    model.__class__ = GraphedTransformer
+    assert isinstance(model, GraphedTransformer)
     model.prompt_graphs = graphs
     return rows

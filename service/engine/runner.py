@@ -12,10 +12,10 @@ from torch import Tensor
 from model.attention.weights import weights_of_layer
 from model.kv_cache import KVCache
 from model.native_decode import Decoded
-from model.native_transformer import NativeTransformer, by_native_kernels
+from model.native_transformer import NativeTransformer, to_native
 from model.sampling import NO_TOKEN, most_likely, sample, sample_on_device, top_logprobs
 from model.sampling_params import SamplingParams
-from model.token_masks import only_allowed
+from model.token_masks import mask_logits
 from model.transformer import Transformer
 from service.engine.graphs import Bucket, Capture, DecodeGraphs, buckets
 from service.engine.inputs import ModelInputs
@@ -71,12 +71,12 @@ class Runner(Protocol):
     def launch(self, inputs: ModelInputs) -> Launched:
         """Launch a step after all steps launched before. The step must not need rules, masks or logprobs.
 
-        The caller may overwrite the inputs once this returns. `after_rows` refers to the step launched last.
+        The caller may overwrite the inputs once this returns. `previous_rows` refers to the step launched last.
         """
         ...
 
     def attention_weights(self, token_ids: Sequence[int], *, layer: int, heads: Sequence[int]) -> bytes:
-        """Return the attention weights of a text, as in `service.messages.Looked`."""
+        """Return the attention weights of a text, as in `service.messages.AttentionResult`."""
         ...
 
 
@@ -92,7 +92,7 @@ class ModelRunner:
         block_size: tokens per KV block.
         vocab_size: only token ids below it are sampled. Embeddings are often padded beyond the tokenizer's vocabulary,
             and the ids of the padding have no text.
-        held_as: dtype of the KV-cache; None for the dtype of the model.
+        cache_dtype: dtype of the KV-cache; None for the dtype of the model.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class ModelRunner:
         num_blocks: int,
         block_size: int,
         vocab_size: int,
-        held_as: torch.dtype | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
-        self._model = by_native_kernels(model)
+        self._model = to_native(model)
         self._vocab_size = vocab_size
         weight = model.token_embedding.weight
         self._device = weight.device
@@ -115,7 +115,7 @@ class ModelRunner:
             block_size=block_size,
             dtype=weight.dtype,
             device=weight.device,
-            held_as=held_as,
+            cache_dtype=cache_dtype,
         )
         self._graphs: DecodeGraphs | None = None
         self._sampled_B: Tensor | None = None  # sampled by the step launched last, on its device
@@ -153,7 +153,7 @@ class ModelRunner:
 
     def _compute(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Return the hidden states TE of a step, and the requested logits RV."""
-        sampled_B = self._previous_tokens(inputs.after_rows) if inputs.after_rows else None
+        sampled_B = self._previous_tokens(inputs.previous_rows) if inputs.previous_rows else None
         x_TE = None if self._graphs is None else self._graphs.hidden(inputs, sampled_B)
         if x_TE is None:
             token_ids_T, metadata = inputs.token_ids_T, inputs.metadata
@@ -233,8 +233,8 @@ class ModelRunner:
         Raises:
             ValueError: the layer or the token ids are invalid, see `weights_of_layer`.
         """
-        held_as = self._cache.held_as
-        weights_HTT = weights_of_layer(self._model, token_ids, layer=layer, held_as=held_as)[list(heads)]
+        cache_dtype = self._cache.cache_dtype
+        weights_HTT = weights_of_layer(self._model, token_ids, layer=layer, cache_dtype=cache_dtype)[list(heads)]
         rows, columns = torch.tril_indices(len(token_ids), len(token_ids))
         return weights_HTT[:, rows, columns].numpy().tobytes()
 
@@ -291,7 +291,7 @@ def _sample(logits_RV: Tensor, inputs: ModelInputs, likely: list[int] | None) ->
     without_token: list[int] = []
     if inputs.masks is not None:
         rows, allowed_RV = inputs.masks.rows, torch.from_numpy(inputs.masks.allowed())
-        logits_BV = only_allowed(logits_BV, rows, allowed_RV)
+        logits_BV = mask_logits(logits_BV, rows, allowed_RV)
         without_token = [row for row, some in zip(rows, allowed_RV.any(dim=1).tolist(), strict=True) if not some]
     ids = sample(logits_BV, inputs.params, inputs.positions, forbidden=inputs.forbidden, rules=inputs.rules)
     sampled = [None if token_id == NO_TOKEN else token_id for token_id in ids]

@@ -2,7 +2,7 @@
 
 There are no separate prefill and decode phases. Each sequence has `num_computed_tokens`, which must catch up with its
 number of tokens. A step has one budget of `max_batched_tokens`. Sequences that lack one token (decodes) are served
-first. The rest of the budget goes to longer prefills in rank order, limited per sequence by `prompt_pace`. This rule
+first. The rest of the budget goes to longer prefills in rank order, limited per sequence by `prefill_budget`. This rule
 covers continuous batching, chunked prefill, prefix-cache hits, and resumption after a preemption or a crash. (vLLM:
 Kwon et al. 2023, arXiv 2309.06180. Sarathi: Agrawal et al. 2023, arXiv 2308.16369.)
 
@@ -19,15 +19,15 @@ from collections.abc import Callable, Iterable, Mapping
 
 from service.engine.block_pool import BlockPool
 from service.engine.config import EngineConfig
-from service.engine.drafting import Drafting
-from service.engine.endings import Endings
+from service.engine.draft_policy import DraftPolicy
 from service.engine.fair_queue import FairQueue
-from service.engine.lookahead import goes_on, plan_ahead
+from service.engine.lookahead import may_continue, plan_ahead
 from service.engine.plan import Chunk, StepPlan, step_plan
+from service.engine.prefill_budget import PrefillBudget
 from service.engine.prefix_cache import PrefixCache
-from service.engine.prompt_pace import PromptPace
 from service.engine.running_limit import RunningLimit
-from service.engine.sequence import Sequence, SequenceStatus, by_rank
+from service.engine.sequence import SequenceState, SequenceStatus, by_rank
+from service.engine.stop_conditions import StopConditions
 from service.messages import FinishReason
 
 
@@ -51,18 +51,18 @@ class Scheduler:
     ) -> None:
         self._config = config
         self._max_context_length = max_context_length
-        self._endings = Endings(eos_token_ids)
+        self._stop_conditions = StopConditions(eos_token_ids)
         self._clock = clock
         self._pool = BlockPool(config.num_blocks)
         self._prefix_cache = PrefixCache(self._pool, config)
-        self._drafting = Drafting(config, self._pool)
-        self._pace = PromptPace(config.prompt_slowdown)
+        self._draft_policy = DraftPolicy(config, self._pool)
+        self._prefill_budget = PrefillBudget(config.prompt_slowdown)
         self._limit = RunningLimit(config.target_itl_seconds, config.max_num_running)
         self._scheduled_seconds = self._committed_seconds = 0.0
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences: dict[str, SequenceState] = {}
         self._waiting = FairQueue()
-        self._running: list[Sequence] = []  # by rank
-        self._ended: list[Sequence] = []
+        self._running: list[SequenceState] = []  # by rank
+        self._ended: list[SequenceState] = []
         self._num_with_deadline = 0
         self._num_preemptions = 0
 
@@ -91,15 +91,15 @@ class Scheduler:
         """True if a step has something to compute or to end."""
         return bool(self._waiting or self._running or self._ended)
 
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[SequenceState]:
         """Return all unfinished sequences."""
         return list(self._sequences.values())
 
-    def get(self, uid: str) -> Sequence | None:
+    def get(self, uid: str) -> SequenceState | None:
         """Return the unfinished sequence of a uid, or None."""
         return self._sequences.get(uid)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: SequenceState) -> None:
         """Add a sequence to the waiting queue.
 
         Raises:
@@ -116,7 +116,7 @@ class Scheduler:
         self._sequences[sequence.uid] = sequence
         self._waiting.add(sequence)
         self._num_with_deadline += sequence.deadline_seconds is not None
-        if sequence.num_prior_tokens and self._endings.ends(sequence):
+        if sequence.num_prior_tokens and self._stop_conditions.ends(sequence):
             self._ended.append(sequence)  # the previous attempt had sampled all tokens, and only its ending was lost
 
     def cancel(self, uid: str) -> bool:
@@ -133,9 +133,9 @@ class Scheduler:
         self._scheduled_seconds = self._clock()
         ended = self._take_ended()
         budget, size = self._config.max_batched_tokens, self._config.block_size
-        self._drafting.begin(len(self._running))
+        self._draft_policy.begin(len(self._running))
         chunks: list[Chunk] = []
-        behind: list[Sequence] = []
+        behind: list[SequenceState] = []
         # A copy, because reserving blocks may preempt sequences at the end of the list.
         for sequence in tuple(self._running):
             if sequence.status is not SequenceStatus.RUNNING:
@@ -144,10 +144,10 @@ class Scheduler:
             if end - sequence.num_computed_tokens != 1:
                 behind.append(sequence)
             elif budget and (end <= len(sequence.block_table) * size or self._reserve(sequence, end)):
-                draft = self._drafting.draft(sequence) if sequence.lookup is not None else ()
+                draft = self._draft_policy.draft(sequence) if sequence.lookup is not None else ()
                 chunks.append(self._plan(sequence, 1, draft))
                 budget -= 1 + len(draft)
-        most = self._pace.most_tokens(len(chunks))
+        most = self._prefill_budget.max_allowed_tokens(len(chunks))
         for sequence in behind:
             wanted = min(sequence.num_remaining_tokens, budget, most)
             if wanted == 0:
@@ -184,37 +184,37 @@ class Scheduler:
         A `commit` of both steps must follow. The second commit must omit sequences that end in the first step.
         """
         self._end_expired()
-        may_admit = self._waiting and sum(map(goes_on, plan.chunks)) < self._limit.num_sequences
+        may_admit = self._waiting and sum(map(may_continue, plan.chunks)) < self._limit.num_sequences
         if self._ended or may_admit:
             return None
         ahead = plan_ahead(plan, self._pool, self._config.block_size, num_running=len(self._running))
         for chunk in () if ahead is None else ahead.chunks:
-            self._waiting.charge(chunk.sequence.owner, 1)
+            self._waiting.charge(chunk.sequence.tenant, 1)
         return ahead
 
-    def commit(self, plan: StepPlan, token_ids: Iterable[int | None]) -> list[Sequence]:
+    def commit(self, plan: StepPlan, token_ids: Iterable[int | None]) -> list[SequenceState]:
         """Append the sampled tokens of a step to their sequences and return the sequences that ended.
 
         The blocks of ended sequences are free.
 
         Args:
-            token_ids: sampled tokens, assigned to chunks by `StepPlan.drawn_rows`; None if no token may follow.
+            token_ids: sampled tokens, assigned to chunks by `StepPlan.sampled_rows`; None if no token may follow.
         """
         sampled = list(token_ids)
         now = self._clock()
-        self._drafting.observe(plan, now - self._scheduled_seconds)
-        self._pace.observe(plan, now - self._scheduled_seconds)
-        finished: list[Sequence] = []
-        for chunk, rows in zip(plan.chunks, plan.drawn_rows, strict=True):
+        self._draft_policy.observe(plan, now - self._scheduled_seconds)
+        self._prefill_budget.observe(plan, now - self._scheduled_seconds)
+        finished: list[SequenceState] = []
+        for chunk, rows in zip(plan.chunks, plan.sampled_rows, strict=True):
             sequence = chunk.sequence
-            if plan.after_rows:  # the token ids, and so the block hashes, were unknown when the step was planned
+            if plan.previous_rows:  # the token ids, and so the block hashes, were unknown when the step was planned
                 self._prefix_cache.register(sequence, chunk.num_known_tokens)
             sequence.num_computed_tokens += chunk.num_tokens - len(chunk.draft)
             if sequence.num_scored_tokens < sequence.num_prompt_tokens - 1:
                 scored = min(sequence.num_computed_tokens, sequence.num_prompt_tokens - 1)
                 sequence.num_scored_tokens = max(sequence.num_scored_tokens, scored)
             if rows:
-                ends = self._endings.take(chunk, [sampled[row] for row in rows], now)
+                ends = self._stop_conditions.append(chunk, [sampled[row] for row in rows], now)
             else:
                 ends = not sequence.num_remaining_tokens
                 if ends:
@@ -228,7 +228,7 @@ class Scheduler:
         self._scheduled_seconds = now  # a step launched ahead counts from here
         return finished
 
-    def end_non_finite(self, plan: StepPlan, starts: Mapping[str, int]) -> list[Sequence]:
+    def end_non_finite(self, plan: StepPlan, starts: Mapping[str, int]) -> list[SequenceState]:
         """End the sequences whose numbers in a computed step are NaN or infinite. `commit` must follow without them.
 
         The blocks that the step wrote for them leave the prefix cache. Another sequence that shares these blocks is
@@ -237,7 +237,7 @@ class Scheduler:
         Args:
             starts: uid to the first position that the step computed.
         """
-        ended: list[Sequence] = []
+        ended: list[SequenceState] = []
         for chunk in plan.chunks:
             sequence = chunk.sequence
             if sequence.uid not in starts or sequence.status is not SequenceStatus.RUNNING:
@@ -252,7 +252,7 @@ class Scheduler:
                 self._preempt(other)
         return ended
 
-    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+    def finish(self, sequence: SequenceState, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """End a sequence for a reason outside its token ids: a stop string, a failure or a cancellation.
 
         The reason replaces a reason that `commit` has set, because a stop string ends before the last token.
@@ -263,7 +263,7 @@ class Scheduler:
             self._retire(sequence)
             self._ended = [ended for ended in self._ended if ended is not sequence]
 
-    def end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+    def end(self, sequence: SequenceState, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """Let the next step end a sequence without computing it.
 
         An earlier reason is kept, except that STOP replaces LENGTH.
@@ -274,18 +274,18 @@ class Scheduler:
             return
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Clear the prefix cache and the estimates of step durations.
 
         Must follow a step that failed between `schedule` and `commit`.
         """
         self._prefix_cache.forget()
-        self._pace.forget()
+        self._prefill_budget.forget()
         self._limit.forget()
 
-    def forbidden_token_ids(self, sequence: Sequence) -> tuple[int, ...]:
-        """Return the tokens that must not be sampled next, see `Endings.forbidden`."""
-        return self._endings.forbidden(sequence)
+    def forbidden_token_ids(self, sequence: SequenceState) -> tuple[int, ...]:
+        """Return the tokens that must not be sampled next, see `StopConditions.forbidden`."""
+        return self._stop_conditions.forbidden(sequence)
 
     def check_integrity(self) -> None:
         """Check that each sequence is in exactly one queue, and that block tables match the reference counts.
@@ -303,7 +303,7 @@ class Scheduler:
         assert sum(s.deadline_seconds is not None for s in placed) == self._num_with_deadline
         self._pool.check_integrity([sequence.block_table for sequence in self._running])
 
-    def _take_ended(self) -> tuple[Sequence, ...]:
+    def _take_ended(self) -> tuple[SequenceState, ...]:
         """Retire and return the sequences that end without computation."""
         self._end_expired()
         ended, self._ended = tuple(self._ended), []
@@ -317,7 +317,7 @@ class Scheduler:
             for sequence in self._waiting.expired(self._clock()):
                 self.end(sequence, FinishReason.ABORT)
 
-    def _plan(self, sequence: Sequence, num_tokens: int, draft: tuple[int, ...] = ()) -> Chunk:
+    def _plan(self, sequence: SequenceState, num_tokens: int, draft: tuple[int, ...] = ()) -> Chunk:
         """Plan the next `num_tokens` tokens of a sequence, then its draft.
 
         The blocks become findable at once, so a planned sequence must not be preempted later in the same step.
@@ -326,11 +326,11 @@ class Scheduler:
         end = start + num_tokens
         if end // self._config.block_size > sequence.num_registered_blocks:
             self._prefix_cache.register(sequence, end)
-        self._waiting.charge(sequence.owner, num_tokens)
+        self._waiting.charge(sequence.tenant, num_tokens)
         draws = end == len(sequence.token_ids) < sequence.max_length
         return Chunk(sequence, start, num_tokens + len(draft), draws, draft)
 
-    def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+    def _reserve(self, sequence: SequenceState, num_tokens: int) -> bool:
         """Allocate blocks for the first `num_tokens` tokens. Preempt sequences of higher rank if blocks are short.
 
         Return False if blocks are still short. The sequence then keeps its blocks and skips this step.
@@ -348,7 +348,7 @@ class Scheduler:
         sequence.block_table += blocks
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: SequenceState) -> None:
         """Move a sequence back to the waiting queue and free its blocks. Its tokens are recomputed later."""
         self._running.remove(sequence)
         self._pool.free(sequence.block_table)
@@ -359,7 +359,7 @@ class Scheduler:
         self._waiting.add(sequence)
         self._num_preemptions += 1
 
-    def _admit(self) -> tuple[Sequence, int] | None:
+    def _admit(self) -> tuple[SequenceState, int] | None:
         """Admit the first waiting sequence with blocks for all its tokens; None if blocks are short.
 
         Cached blocks are shared. Return the sequence and the number of tokens looked up in the prefix cache.
@@ -384,7 +384,7 @@ class Scheduler:
         insort(self._running, sequence, key=by_rank)
         return sequence, num_queried
 
-    def _retire(self, sequence: Sequence) -> None:
+    def _retire(self, sequence: SequenceState) -> None:
         """Remove a sequence from its queue and free its blocks."""
         if sequence.status is SequenceStatus.RUNNING:
             self._running.remove(sequence)

@@ -28,7 +28,7 @@ class SequenceStatus(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class SequenceState:
     """Prompt and completion ids, of which the first `num_computed_tokens` have their keys and values in the cache.
 
     Attributes:
@@ -42,7 +42,7 @@ class Sequence:
         rules: logit bias, penalties, allowed tokens and bad words of the request, with their state; None without rules.
         root_hash: parent hash of the first block.
         pooling: pooling of the requested embedding, for which no token is sampled; None for a completion.
-        owner: tenant of the request, see `service.engine.fair_queue`.
+        tenant: API key or address of the client, see `service.engine.fair_queue`.
         lookup: source of draft tokens; None without speculative decoding.
         *_seconds: timestamps of `time.monotonic()`; None for events that have not happened.
     """
@@ -60,7 +60,7 @@ class Sequence:
     arrival_seconds: float
     deadline_seconds: float | None
     pooling: Pooling | None = None
-    owner: str = ""
+    tenant: str = ""
     lookup: PromptLookup | None = None
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
@@ -89,7 +89,7 @@ class Sequence:
     @classmethod
     def from_submit(
         cls, submit: Submit, *, arrival_number: int, max_context_length: int, max_draft_tokens: int = 0
-    ) -> "Sequence":
+    ) -> "SequenceState":
         """Create a sequence from a submission, with the prior tokens of an earlier attempt.
 
         Sequences with rules or a grammar get no drafts, because their allowed tokens depend on the tokens before.
@@ -116,11 +116,11 @@ class Sequence:
             arrival_seconds=submit.arrival_seconds,
             deadline_seconds=submit.deadline_seconds,
             pooling=submit.pooling,
-            owner=submit.owner,
+            tenant=submit.tenant,
             lookup=PromptLookup(max_draft_tokens) if drafts else None,
         )
 
 
-def by_rank(sequence: Sequence) -> tuple[float, int]:
+def by_rank(sequence: SequenceState) -> tuple[float, int]:
     """Return the rank of a sequence, as a sort key."""
     return sequence.rank

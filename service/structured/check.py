@@ -139,9 +139,9 @@ def main() -> None:
     """Check grammars for the parent process: read requests as JSON lines, and write responses as JSON lines.
 
     The process ends when the parent closes the pipe, or when a limit ends it. The first line is `{"tokens",
-    "mark_ids", "eos_token_ids", "memory_bytes", "cpu_seconds"}`, with each token's bytes decoded as Latin-1. Its
-    response is sent once the vocabulary is built. Each further line is `{"kind", "content", "lenient"}`. A response is
-    `{"grammar"}` or `{"error"}`.
+    "special_token_ids", "eos_token_ids", "memory_bytes", "cpu_seconds"}`, with each token's bytes decoded as Latin-1.
+    Its response is sent once the vocabulary is built. Each further line is `{"kind", "content", "lenient"}`. A response
+    is `{"grammar"}` or `{"error"}`.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles these signals and then closes the pipe
         signal.signal(number, signal.SIG_IGN)
@@ -149,7 +149,7 @@ def main() -> None:
     order = json.loads(sys.stdin.readline())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokens = [token.encode("latin-1") for token in order["tokens"]]
-    vocabulary = Vocabulary(tokens, order["mark_ids"], order["eos_token_ids"]).for_masks()
+    vocabulary = Vocabulary(tokens, order["special_token_ids"], order["eos_token_ids"]).for_masks()
     resource.setrlimit(resource.RLIMIT_AS, (order["memory_bytes"],) * 2)
     answer, cpu_seconds = {"grammar": ""}, order["cpu_seconds"]
     while True:

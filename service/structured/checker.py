@@ -15,11 +15,11 @@ from functools import partial
 import msgspec
 
 from model.tokenizer.interface import Tokenizer
-from service.bounded_process import BoundedProcess, ProcessEnded, program_of
+from service.bounded_process import BoundedProcess, ProcessEnded, python_arguments
 from service.errors import EngineFailed, InvalidRequest
-from service.live_request import Choice
-from service.structured.formats import Wanted
-from service.turns import Turns
+from service.inflight import Choice
+from service.serial_executor import SerialExecutor
+from service.structured.formats import OutputConstraint
 
 WAIT_SECONDS = 5.0
 _MAX_REMEMBERED = 128
@@ -56,14 +56,14 @@ class GrammarChecker:
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = Limits() if limits is None else limits
-        self._process = BoundedProcess(program_of("service.structured.check"))
-        self._turns = Turns(
+        self._process = BoundedProcess(python_arguments("service.structured.check"))
+        self._executor = SerialExecutor(
             "schemas and grammars", "the grammar compiler", max_waiting=max_waiting, wait_seconds=wait_seconds
         )
         self._observe = observe
         self._answers: OrderedDict[bytes, dict[str, str]] = OrderedDict()
 
-    async def grammar(self, wanted: Wanted | None) -> str | None:
+    async def grammar(self, wanted: OutputConstraint | None) -> str | None:
         """Return the grammar for `Submit.grammar`, or None if the request has no constraint.
 
         Raises:
@@ -80,7 +80,7 @@ class GrammarChecker:
             answer = self._answers[key]
             self._answers.move_to_end(key)
         else:
-            answer, seconds = await self._turns.run(partial(self._ask, order))
+            answer, seconds = await self._executor.run(partial(self._ask, order))
             self._answers[key] = answer
             if len(self._answers) > _MAX_REMEMBERED:
                 self._answers.popitem(last=False)
@@ -89,7 +89,7 @@ class GrammarChecker:
             raise InvalidRequest(f"{wanted.param}: {answer['error']}", param=wanted.param)
         return answer["grammar"]
 
-    async def attach(self, wanted: Wanted | None, choices: Iterable[Choice]) -> None:
+    async def attach(self, wanted: OutputConstraint | None, choices: Iterable[Choice]) -> None:
         """Attach the requested grammar to every completion of a request. Raises the errors of `grammar`."""
         if (grammar := await self.grammar(wanted)) is not None:
             for choice in choices:
@@ -98,7 +98,7 @@ class GrammarChecker:
 
     def close(self) -> None:
         """End the thread and the child process."""
-        self._turns.close()
+        self._executor.close()
         self._process.close()
 
     def _ask(self, order: dict[str, object]) -> tuple[dict[str, str], float]:
@@ -121,7 +121,7 @@ class GrammarChecker:
             self._process.start(
                 {
                     "tokens": [tokenizer.token_bytes(i).decode("latin-1") for i in range(tokenizer.vocab_size)],
-                    "mark_ids": [*tokenizer.special_tokens.values()],
+                    "special_token_ids": [*tokenizer.special_tokens.values()],
                     "eos_token_ids": [*tokenizer.eos_token_ids],
                     "memory_bytes": self._limits.memory_bytes,
                     "cpu_seconds": self._limits.cpu_seconds,

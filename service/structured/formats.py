@@ -34,7 +34,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class OutputConstraint:
     """Constraint that a completion must follow, and the request field (`param`) that set it.
 
     If `lenient`, schema keywords that cannot be enforced are ignored.
@@ -67,7 +67,7 @@ class ResponseFormat(RequestModel):
         if self.json_schema is not None:
             yield "response_format.json_schema.", self.json_schema
 
-    def wanted(self) -> Wanted | None:
+    def wanted(self) -> OutputConstraint | None:
         """Return the constraint, or None for any text.
 
         Raises:
@@ -79,10 +79,10 @@ class ResponseFormat(RequestModel):
         if self.type == "text":
             return None
         if self.json_schema is None:
-            return Wanted(Kind.JSON, {"type": "object"}, "response_format")
+            return OutputConstraint(Kind.JSON, {"type": "object"}, "response_format")
         param = "response_format.json_schema.schema"
         lenient = self.json_schema.strict is False
-        return Wanted(Kind.JSON, _checked(self.json_schema.schema_, param), param, lenient)
+        return OutputConstraint(Kind.JSON, _checked(self.json_schema.schema_, param), param, lenient)
 
 
 class StructuredOutputs(RequestModel):
@@ -99,7 +99,7 @@ class StructuredOutputs(RequestModel):
         """See `RequestModel`."""
         yield "structured_outputs.", self
 
-    def wanted(self) -> Wanted:
+    def wanted(self) -> OutputConstraint:
         """Return the constraint.
 
         Raises:
@@ -120,10 +120,12 @@ class StructuredOutputs(RequestModel):
             )
         ((kind, content),) = given
         param = f"structured_outputs.{kind}"
-        return Wanted(kind, _checked(content, param) if kind is Kind.JSON else content, param)
+        return OutputConstraint(kind, _checked(content, param) if kind is Kind.JSON else content, param)
 
 
-def wanted_output(response_format: ResponseFormat | None, structured: StructuredOutputs | None) -> Wanted | None:
+def output_constraint(
+    response_format: ResponseFormat | None, structured: StructuredOutputs | None
+) -> OutputConstraint | None:
     """Return the constraint that a request sets, or None for any text.
 
     Raises:

@@ -40,7 +40,7 @@ def snippet(client: str, language: str) -> str:
     return block[1]
 
 
-def program_of(environment: str, name: str) -> str:
+def python_arguments(environment: str, name: str) -> str:
     """An executable of a client's environment; `own` is the one the tests run in."""
     if environment == "own":
         return sys.executable

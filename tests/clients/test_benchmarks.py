@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients.environments import CHECKPOINT, ROOT, URL, program_of, run, snippet
+from tests.clients.environments import CHECKPOINT, ROOT, URL, python_arguments, run, snippet
 from tests.e2e.process import Service, clean_environment
 
 NUM_REQUESTS, NUM_TOKENS = 6, 8
@@ -30,7 +30,7 @@ def command(client: str, service: Service) -> list[str]:
     text = snippet(client, "console").replace("\\\n", "").replace(URL, service.url)
     line = re.search(rf"^\$ {client} (.*)", text, re.M)
     assert line is not None
-    return [program_of(client, client), *shlex.split(line[1])]
+    return [python_arguments(client, client), *shlex.split(line[1])]
 
 
 def counts(service: Service) -> tuple[float, float]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.clients.environments import KEY, MODEL, PROGRAMS, URL, node, program_of, run, snippet
+from tests.clients.environments import KEY, MODEL, PROGRAMS, URL, node, python_arguments, run, snippet
 from tests.e2e.process import Service
 
 PROMPT = "Once upon a time"
@@ -36,7 +36,7 @@ LIBRARIES = [
 
 
 def interpreter(library: Library, directory: Path) -> str:
-    return node(directory) if library.environment == "node" else program_of(library.environment, "python")
+    return node(directory) if library.environment == "node" else python_arguments(library.environment, "python")
 
 
 def talk(service: Service) -> tuple[str, list[int]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.environments import MODEL, URL, program_of, run, snippet
+from tests.clients.environments import MODEL, URL, python_arguments, run, snippet
 from tests.clients.test_libraries import PROMPT, SAMPLING, talk
 from tests.e2e.process import Service
 
@@ -24,7 +24,7 @@ def home(service: Service, tmp_path: Path) -> Path:
 
 def say(command: str, home: Path, *more: str) -> str:
     words = shlex.split(command)
-    return run([program_of("llm", "llm"), *words[1:], *more], home, LLM_USER_PATH=str(home))
+    return run([python_arguments("llm", "llm"), *words[1:], *more], home, LLM_USER_PATH=str(home))
 
 
 @pytest.mark.parametrize("more", [(), ("--no-stream",)], ids=["streamed", "whole"])

@@ -15,7 +15,7 @@ from model.attention.interface import ATTENTION_BACKENDS
 from model.attention.weights import weights_of_layer
 from model.checkpoint import load_model
 from model.manifest import read_manifest
-from model.native_transformer import by_native_kernels
+from model.native_transformer import to_native
 from tests.e2e.process import Service, serving, wait_until
 from tests.e2e.slow_looks import VARIABLE
 
@@ -31,7 +31,7 @@ def test_tells_the_models_own_weights(service: Service, tiny_checkpoint: Path) -
     )
     told, wanted = (
         torch.tensor(body["weights"]),
-        weights_of_layer(by_native_kernels(loaded), body["token_ids"], layer=1),
+        weights_of_layer(to_native(loaded), body["token_ids"], layer=1),
     )
     torch.testing.assert_close(told, wanted, atol=1e-6, rtol=0)  # the route writes six decimals
     assert told.triu(1).count_nonzero() == 0

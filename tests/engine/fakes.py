@@ -82,7 +82,7 @@ class FakeRunner:
         return launched
 
     def run(self, inputs: ModelInputs) -> StepOutputs:
-        assert not inputs.after_rows
+        assert not inputs.previous_rows
         self.order.append(0)
         self.compute_queue()
         return self._compute(inputs)
@@ -99,7 +99,7 @@ class FakeRunner:
 
     def _compute(self, inputs: ModelInputs) -> StepOutputs:
         metadata = inputs.metadata
-        for row, before in enumerate(inputs.after_rows):
+        for row, before in enumerate(inputs.previous_rows):
             assert inputs.token_ids_T[row] == 0
             inputs.token_ids_T[row] = self._drawn[before]
         self._seconds += self.step_seconds + self.row_seconds * len(inputs.token_ids_T)

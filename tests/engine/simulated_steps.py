@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from service.engine.config import EngineConfig
 from service.engine.scheduler import Scheduler
-from service.engine.sequence import Sequence
+from service.engine.sequence import SequenceState
 from tests.engine.fakes import EOS, make_submit
 
 MEAN_TOKENS = 60
@@ -16,7 +16,7 @@ MEAN_TOKENS = 60
 class Answer:
     """A sequence, and the times of its tokens."""
 
-    sequence: Sequence
+    sequence: SequenceState
     arrival_seconds: float
     first_seconds: float = math.inf
     last_seconds: float = math.inf
@@ -79,7 +79,7 @@ class SimulatedSteps:
         self.num_arrived += 1
         num_tokens = 2 + int(self.draw.lognormvariate(math.log(MEAN_TOKENS * 0.83), 0.6))
         submit = make_submit(f"s{self.num_arrived}", [7] * 64, max_tokens=num_tokens, ignore_eos=True)
-        sequence = Sequence.from_submit(submit, arrival_number=self.num_arrived, max_context_length=4000)
+        sequence = SequenceState.from_submit(submit, arrival_number=self.num_arrived, max_context_length=4000)
         self.scheduler.add(sequence)
         answer = Answer(sequence, self.now if at_seconds is None else at_seconds)
         self.answers[sequence.uid] = answer

@@ -13,18 +13,18 @@ from model.attention.eager import EagerAttention
 from model.attention.native import NativeAttention
 from model.attention.paged import PagedAttention
 from model.attention.sdpa import SdpaAttention
-from model.attention.ways import Place
-from model.eight_bits import FORMATS, PLAIN, EightBits
+from model.attention.ways import KernelContext
 from model.manifest import read_manifest
+from model.quantization import FORMATS, PLAIN, Quantization
 from service import engine_builder
 from service.engine import accelerated
 from service.engine.accelerated import (
-    attention_for,
     cache_bytes,
     capture_for,
-    eight_bits_for,
+    choose_attention,
+    choose_quantization,
+    create_graphed_runner,
     pieces_for,
-    recorded_runner,
 )
 from service.engine.config import EngineConfig
 from service.engine.graphs import call_again
@@ -37,7 +37,7 @@ from tests.engine.fakes import make_submit
 from tests.model.configs import VARIANTS, build
 
 GIB = 2**30
-CPU = Place(config=VARIANTS["rotary-gqa"], device=torch.device("cpu"), dtype=torch.float32, block_size=4)
+CPU = KernelContext(config=VARIANTS["rotary-gqa"], device=torch.device("cpu"), dtype=torch.float32, block_size=4)
 CUDA = replace(CPU, device=torch.device("cuda"))
 
 
@@ -54,61 +54,61 @@ def test_the_cache_takes_what_the_largest_step_and_others_leave_of_the_share() -
 
 
 def test_the_largest_step_is_prompts_as_long_as_they_may_be() -> None:
-    step = LargestStep(block_size=16, num_tokens=512, num_draws=64, max_context_length=2048)
+    step = LargestStep(block_size=16, num_tokens=512, num_sampled=64, max_context_length=2048)
     assert step.lengths == (512,)
     assert replace(step, max_context_length=200).lengths == (200, 200, 112)
     assert replace(step, max_context_length=256).lengths == (256, 256)
 
 
 def test_on_a_cpu_half_of_free_memory_is_the_rule_and_nothing_is_recorded() -> None:
-    step = LargestStep(block_size=4, num_tokens=8, num_draws=2, max_context_length=64)
+    step = LargestStep(block_size=4, num_tokens=8, num_sampled=2, max_context_length=64)
     assert cache_bytes(build(VARIANTS["rotary-gqa"]), step, 0.9, records=True) is None
     assert capture_for(torch.device("cpu")) is None
     assert pieces_for(torch.device("cpu")) is None
 
 
 def test_auto_is_paged_where_a_gpu_and_the_model_allow_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Place] = []
+    asked: list[KernelContext] = []
     chosen = accelerated.choose(CPU)
     monkeypatch.setattr(accelerated, "choose", lambda place: asked.append(place) or chosen)
-    attending = attention_for("auto", CUDA)
+    attending = choose_attention("auto", CUDA)
     assert (attending.backend, attending.recordable, asked) == (chosen.backend, True, [CUDA])
     assert attending.name == "paged (decode: gathered, prompts: one by one)"
     for wanted, place in (("auto", replace(CUDA, config=VARIANTS["alibi"])), ("sdpa", CUDA)):
-        attending = attention_for(wanted, place)
+        attending = choose_attention(wanted, place)
         assert isinstance(attending.backend, SdpaAttention)
         assert (attending.name, attending.recordable) == ("sdpa", False)
-    assert isinstance(attention_for("eager", CUDA).backend, EagerAttention)
-    assert isinstance(attention_for("auto", CPU).backend, NativeAttention)
+    assert isinstance(choose_attention("eager", CUDA).backend, EagerAttention)
+    assert isinstance(choose_attention("auto", CPU).backend, NativeAttention)
     with pytest.raises(ValueError, match="--attention native works only on a CPU; omit it, or choose --device cpu"):
-        attention_for("native", CUDA)
+        choose_attention("native", CUDA)
     assert len(asked) == 1
     with pytest.raises(ValueError, match=r"--attention paged does not support .*choose --attention sdpa"):
-        attention_for("paged", replace(CPU, config=VARIANTS["alibi"]))
+        choose_attention("paged", replace(CPU, config=VARIANTS["alibi"]))
 
 
 def test_what_is_left_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "service.engine.accelerated")
-    assert isinstance(attention_for("paged", CPU).backend, PagedAttention)
+    assert isinstance(choose_attention("paged", CPU).backend, PagedAttention)
     assert "attention kernel disabled: varlen: needs a CUDA device" in caplog.text
 
 
 @pytest.mark.parametrize("left_out", [None, "triton is not installed"])
-def test_how_matrices_in_eight_bits_are_multiplied_is_told(
+def test_how_matrices_in_int8_are_multiplied_is_told(
     left_out: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "service.engine.accelerated")
-    chosen = EightBits(form=FORMATS["int8"], kernels=PLAIN, left_out=left_out)
-    monkeypatch.setattr(accelerated, "choose_eight_bits", lambda *given: chosen)
-    assert eight_bits_for("int8", CUDA.device, torch.bfloat16) is chosen
+    chosen = Quantization(form=FORMATS["int8"], kernels=PLAIN, left_out=left_out)
+    monkeypatch.setattr(accelerated, "select_quantization", lambda *given: chosen)
+    assert choose_quantization("int8", CUDA.device, torch.bfloat16) is chosen
     warned = [(r.levelname, r.getMessage()) for r in caplog.records if r.levelname == "WARNING"]
     expected = [("WARNING", f"Triton kernels for quantized matrices disabled: {left_out}")]
     assert warned == ([] if left_out is None else expected)
     assert "int8 matrices by torch._int_mm" in caplog.text
     for quantize, device in (("none", CUDA.device), ("int8", CPU.device)):
-        assert eight_bits_for(quantize, device, torch.bfloat16) is None
+        assert choose_quantization(quantize, device, torch.bfloat16) is None
     with pytest.raises(ValueError, match="--quantize fp8 works only on a GPU; choose --quantize int8, or omit it"):
-        eight_bits_for("fp8", CPU.device, torch.bfloat16)
+        choose_quantization("fp8", CPU.device, torch.bfloat16)
 
 
 def test_a_recording_that_fails_leaves_the_plain_runner(caplog: pytest.LogCaptureFixture) -> None:
@@ -117,9 +117,9 @@ def test_a_recording_that_fails_leaves_the_plain_runner(caplog: pytest.LogCaptur
 
     model = build(VARIANTS["rotary-gqa"])
     for layer in model.layers:
-        layer.attention.backend = attention_for("paged", CPU).backend
+        layer.attention.backend = choose_attention("paged", CPU).backend
     config = EngineConfig(block_size=4, num_blocks=20, max_num_running=4, max_batched_tokens=16)
-    runner = recorded_runner(model, config, 257, capture)
+    runner = create_graphed_runner(model, config, 257, capture)
     assert runner._graphs is None
     assert "CUDA graphs of decode steps disabled: operation not permitted when stream is capturing" in caplog.text
 
@@ -161,7 +161,7 @@ def test_the_service_launches_ahead_where_it_is_told_to(
     launch = ModelRunner.launch
 
     def noted(runner: ModelRunner, inputs: ModelInputs) -> Launched:
-        launched.append(inputs.after_rows)
+        launched.append(inputs.previous_rows)
         return launch(runner, inputs)
 
     monkeypatch.setattr(ModelRunner, "is_asynchronous", True)
@@ -188,7 +188,7 @@ def test_a_gpus_share_bounds_the_cache(tiny_checkpoint: Path, monkeypatch: pytes
     def usable(model: object, largest: LargestStep, share: float, *, records: bool) -> int:
         shares.append(share)
         assert not records, "the CPU's attention is none that can be recorded"
-        assert (largest.num_tokens, largest.num_draws, largest.max_context_length) == (512, 64, 256)
+        assert (largest.num_tokens, largest.num_sampled, largest.max_context_length) == (512, 64, 256)
         return round(10 * share * 256 * 256)
 
     monkeypatch.setattr(engine_builder, "cache_bytes", usable)

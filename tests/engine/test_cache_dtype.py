@@ -55,7 +55,7 @@ def test_a_look_is_at_what_is_served() -> None:
         looks[config.kv_cache_dtype] = torch.frombuffer(
             bytearray(engine.attention_weights((9, 8, 7), layer=1, heads=(2,))), dtype=torch.float32
         )
-    wanted = weights_of_layer(model, (9, 8, 7), layer=1, held_as=torch.float16)[2]
+    wanted = weights_of_layer(model, (9, 8, 7), layer=1, cache_dtype=torch.float16)[2]
     rows, columns = torch.tril_indices(3, 3)
     assert torch.equal(looks["float16"], wanted[rows, columns])
     assert not torch.equal(looks["float16"], looks["auto"])

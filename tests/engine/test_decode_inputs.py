@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from model.attention.metadata import AttentionMetadata
-from service.engine import steps
+from service.engine import step_executor
 from service.engine.decode_inputs import DecodeInputs
 from service.engine.inputs import ModelInputs, build_inputs
 from service.engine.plan import MIN_ROWS, StepPlan
@@ -46,7 +46,7 @@ def plain(inputs: ModelInputs) -> dict[str, Any]:
 def compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Compared, "num_moved", 0)
     monkeypatch.setattr(Compared, "num_steps", 0)
-    monkeypatch.setattr(steps, "DecodeInputs", Compared)
+    monkeypatch.setattr(step_executor, "DecodeInputs", Compared)
 
 
 def random_submit(uid: str, rng: random.Random) -> Any:

@@ -4,7 +4,7 @@ import pytest
 
 from service.engine.config import EngineConfig
 from service.engine.scheduler import Scheduler
-from service.engine.sequence import Sequence
+from service.engine.sequence import SequenceState
 from service.messages import FinishReason
 from tests.engine.fakes import make_submit
 
@@ -12,7 +12,7 @@ ENDS = (7, 9)
 CONFIG = EngineConfig(block_size=2, num_blocks=16, max_num_running=2, max_batched_tokens=16)
 
 
-def run(scheduler: Scheduler, sequence: Sequence, drawn: list[int]) -> None:
+def run(scheduler: Scheduler, sequence: SequenceState, drawn: list[int]) -> None:
     """Commit the tokens one by one; the last token ends the sequence."""
     scheduler.add(sequence)
     for index, token_id in enumerate(drawn):
@@ -21,9 +21,9 @@ def run(scheduler: Scheduler, sequence: Sequence, drawn: list[int]) -> None:
     scheduler.check_integrity()
 
 
-def make(ends: tuple[int, ...], **params: object) -> tuple[Scheduler, Sequence]:
+def make(ends: tuple[int, ...], **params: object) -> tuple[Scheduler, SequenceState]:
     submit = make_submit("a", [1, 2], **{"max_tokens": 6, **params})
-    sequence = Sequence.from_submit(submit, arrival_number=1, max_context_length=24)
+    sequence = SequenceState.from_submit(submit, arrival_number=1, max_context_length=24)
     return Scheduler(CONFIG, max_context_length=24, eos_token_ids=ends), sequence
 
 

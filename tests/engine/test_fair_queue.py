@@ -8,29 +8,29 @@ from hypothesis import strategies as st
 
 from service.engine.engine import Engine
 from service.engine.fair_queue import FairQueue
-from service.engine.sequence import Sequence
+from service.engine.sequence import SequenceState
 from service.messages import Submit
 from tests.engine.fakes import make_engine, make_submit
 
 
-def make_sequence(number: int, owner: str, *, priority: int = 0) -> Sequence:
+def make_sequence(number: int, tenant: str, *, priority: int = 0) -> SequenceState:
     submit = make_submit(str(number), [1], arrival=float(number), priority=priority)
-    submit = msgspec.structs.replace(submit, owner=owner)
-    return Sequence.from_submit(submit, arrival_number=number, max_context_length=16)
+    submit = msgspec.structs.replace(submit, tenant=tenant)
+    return SequenceState.from_submit(submit, arrival_number=number, max_context_length=16)
 
 
 def take(queue: FairQueue, *, num_tokens: int = 10) -> str:
     """Take and serve the next sequence."""
     sequence = queue.first()
     queue.remove(sequence)
-    queue.charge(sequence.owner, num_tokens)
+    queue.charge(sequence.tenant, num_tokens)
     queue.check_integrity()
     return sequence.uid
 
 
-def fill(queue: FairQueue, *owners: str, start: int = 0) -> None:
-    for number, owner in enumerate(owners, start):
-        queue.add(make_sequence(number, owner))
+def fill(queue: FairQueue, *tenants: str, start: int = 0) -> None:
+    for number, tenant in enumerate(tenants, start):
+        queue.add(make_sequence(number, tenant))
 
 
 def test_one_owner_alone_goes_by_rank() -> None:
@@ -51,9 +51,9 @@ def test_turns_are_by_tokens_and_not_by_requests() -> None:
     fill(queue, *"aaa", *"bbbbbb")
     order = []
     while queue:
-        owner = queue.first().owner
-        take(queue, num_tokens=30 if owner == "a" else 10)
-        order.append(owner)
+        tenant = queue.first().tenant
+        take(queue, num_tokens=30 if tenant == "a" else 10)
+        order.append(tenant)
     assert "".join(order) == "abbbabbba"
 
 
@@ -98,7 +98,7 @@ def test_everybody_leaves_once_and_the_served_stay_close(
     arrivals: list[tuple[str, int]], moves: list[int | None]
 ) -> None:
     queue, left = FairQueue(), []
-    waiting = {str(i): make_sequence(i, owner, priority=priority) for i, (owner, priority) in enumerate(arrivals)}
+    waiting = {str(i): make_sequence(i, tenant, priority=priority) for i, (tenant, priority) in enumerate(arrivals)}
     for sequence in waiting.values():
         queue.add(sequence)
     for move in moves:
@@ -112,8 +112,8 @@ def test_everybody_leaves_once_and_the_served_stay_close(
     assert len(set(left)) == len(left)
 
 
-def owned(submit: Submit, owner: str) -> Submit:
-    return msgspec.structs.replace(submit, owner=owner)
+def owned(submit: Submit, tenant: str) -> Submit:
+    return msgspec.structs.replace(submit, tenant=tenant)
 
 
 def run(engine: Engine) -> list[str]:

@@ -13,7 +13,7 @@ from service.engine.block_pool import BlockPool
 from service.engine.engine import Engine
 from service.engine.lookahead import plan_ahead
 from service.engine.plan import Chunk, step_plan
-from service.engine.sequence import Sequence, SequenceStatus
+from service.engine.sequence import SequenceState, SequenceStatus
 from service.messages import FinishReason, Pooling, Submit, TokenDelta
 from tests.engine.fakes import CONTEXT, FakeRunner, expected_tokens, make_engine, make_submit
 
@@ -82,9 +82,9 @@ def test_of_those_that_reach_their_length_no_row_is_launched() -> None:
 def test_the_row_of_a_sequence_that_ended_is_passed_over() -> None:
     """The stop token was unknown when the next step was launched. The blocks of the sequence are freed and reused."""
     engine, runner = ahead()
-    stops, goes_on = stopping("stops", [5, 6], at=3), unending("goes on", [7], max_tokens=12)
+    stops, may_continue = stopping("stops", [5, 6], at=3), unending("goes on", [7], max_tokens=12)
     engine.submit(stops)
-    engine.submit(goes_on)
+    engine.submit(may_continue)
     events: list[TokenDelta] = []
     while not any(event.finish for event in events):
         events += engine.step().events
@@ -198,14 +198,14 @@ def test_while_every_place_is_taken_those_who_wait_hold_nothing_up() -> None:
 def test_what_is_computed_ahead_counts_as_service() -> None:
     """Tenant x runs two sequences, tenant y one with a long prompt: after a dozen steps, x has been served more."""
     engine, runner = ahead(max_num_running=3, num_blocks=40, max_batched_tokens=20)
-    for owner, uid, length, max_tokens in (
+    for tenant, uid, length, max_tokens in (
         ("x", "x1", 1, 13),
         ("x", "x2", 1, 16),
         ("y", "y1", 8, 16),
         ("x", "x3", 1, 2),
         ("y", "y2", 1, 2),
     ):
-        engine.submit(msgspec.structs.replace(unending(uid, [7] * length, max_tokens=max_tokens), owner=owner))
+        engine.submit(msgspec.structs.replace(unending(uid, [7] * length, max_tokens=max_tokens), tenant=tenant))
     began = list(dict.fromkeys(event.uid for event in drive(engine)))
     assert set(began[:3]) == {"x1", "x2", "y1"}
     assert began[3:] == ["y2", "x3"]
@@ -219,7 +219,7 @@ def test_nothing_is_planned_ahead_where_blocks_are_short_or_another_sits_the_ste
     """A sequence has a full block, in a pool of one or two blocks."""
     pool = BlockPool(num_blocks)
     submit = unending("a", [1, 2], max_tokens=8)
-    sequence = Sequence.from_submit(submit, arrival_number=1, max_context_length=CONTEXT)
+    sequence = SequenceState.from_submit(submit, arrival_number=1, max_context_length=CONTEXT)
     sequence.status, sequence.block_table = SequenceStatus.RUNNING, pool.allocate(1) or []
     plan = plan_ahead(step_plan([Chunk(sequence, 0, 2, True)]), pool, 2, num_running=num_running)
     assert (plan is not None) == is_planned
@@ -334,5 +334,5 @@ def test_a_step_ahead_is_timed_from_the_end_of_the_one_before() -> None:
         engine, _ = make_engine(looks_ahead=looks_ahead, fakes_time=True, prompt_slowdown=2.0)
         engine.submit(unending("a", [1], max_tokens=9))
         drive(engine)
-        pace = engine._scheduler._pace
+        pace = engine._scheduler._prefill_budget
         assert pace._row_seconds == pytest.approx(1.0 / 17, rel=1e-6)

@@ -30,7 +30,7 @@ class Counting(ModelRunner):
 
     def launch(self, inputs: ModelInputs) -> Launched:
         self.num_launched += 1
-        self.num_ahead += bool(inputs.after_rows)
+        self.num_ahead += bool(inputs.previous_rows)
         return super().launch(inputs)
 
     def run(self, inputs: ModelInputs) -> Any:

@@ -26,8 +26,8 @@ from service.engine.engine import Engine
 from service.engine.graphs import call_again
 from service.engine.plan import Chunk, StepPlan, step_plan
 from service.engine.runner import ModelRunner
-from service.engine.sequence import Sequence
-from service.engine.steps import sound_chunks
+from service.engine.sequence import SequenceState
+from service.engine.step_executor import split_non_finite
 from service.messages import NON_FINITE, FinishReason, Pooling, Submit, TokenDelta
 from tests.engine.fakes import make_submit
 from tests.model.configs import VARIANTS, build
@@ -269,7 +269,8 @@ def test_steps_that_are_recorded_and_launched_ahead() -> None:
 def test_a_draft_is_cut_before_what_is_not_finite() -> None:
     """A drafted token is committed only when sampled: the next step computes it again and detects the failure."""
     first, second = (
-        Sequence.from_submit(make_submit(uid, [1, 2, 3, 4, 5]), arrival_number=1, max_context_length=64) for uid in "ab"
+        SequenceState.from_submit(make_submit(uid, [1, 2, 3, 4, 5]), arrival_number=1, max_context_length=64)
+        for uid in "ab"
     )
     plan = step_plan((Chunk(first, 4, 4, True, (7, 8, 9)), Chunk(second, 0, 5, False)))
     assert sound(plan, frozenset({2})) == ({}, [(2, (7,)), (5, ())])
@@ -280,7 +281,7 @@ def test_a_draft_is_cut_before_what_is_not_finite() -> None:
 
 
 def sound(plan: StepPlan, rows: frozenset[int]) -> tuple[dict[str, int], list[tuple[int, tuple[int, ...]]]]:
-    starts, chunks = sound_chunks(plan, rows)
+    starts, chunks = split_non_finite(plan, rows)
     return starts, [(chunk.num_tokens, chunk.draft) for chunk in chunks]
 
 
@@ -293,7 +294,7 @@ def test_a_decode_step_sees_a_hidden_state_that_no_norm_can_take(level: str) -> 
 
 
 @pytest.mark.parametrize("level", BEST)
-def test_rounding_to_eight_bits_does_not_hide_what_overflows_in_a_layer(level: str) -> None:
+def test_rounding_quantize_rows_does_not_hide_what_overflows_in_a_layer(level: str) -> None:
     """Inside an MLP, infinity times 0 is NaN; the residual stream before it is finite."""
     model = poisoned("sdpa", "float32", 0.0)
     block: Any = model.layers[0]

@@ -15,16 +15,16 @@ from model.attention.form import AttentionForm
 from model.attention.metadata import AttentionMetadata
 from model.attention.paged import PagedAttention
 from model.attention.ways import fits, gathered, one_by_one
-from model.eight_bits import FORMATS, PLAIN, EightBits
 from model.generate import generate
-from model.linear import replace_each
+from model.linear import replace_linears_by
+from model.quantization import FORMATS, PLAIN, Quantization
 from model.transformer import Transformer
 from service.engine import prompt_graphs
-from service.engine.accelerated import recorded_runner
+from service.engine.accelerated import create_graphed_runner
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.graphs import call_again
-from service.engine.prompt_graphs import Between, CudaPieces, RecordedTransformer, prompt_rows, record_prompts, uncut
+from service.engine.prompt_graphs import Between, CudaPieces, GraphedTransformer, capture_prompts, prompt_rows, uncut
 from tests.engine.test_parity import EOS, TOKENIZER, submissions
 from tests.model.configs import VARIANTS, build
 
@@ -72,9 +72,9 @@ def test_a_recorded_engine_gives_the_tokens_of_the_slow_twin(
     monkeypatch.setattr(prompt_graphs, "_MIN_ROWS", 8)
     calls: list[int] = []
     model = paged(variant)
-    runner = recorded_runner(model, CONFIG, TOKENIZER.vocab_size, call_again, counted(calls))
+    runner = create_graphed_runner(model, CONFIG, TOKENIZER.vocab_size, call_again, counted(calls))
     assert "CUDA graphs captured for prefill steps of up to 40 tokens (6 sizes)" in caplog.text
-    assert type(model) is RecordedTransformer
+    assert type(model) is GraphedTransformer
     calls.clear()
     engine = Engine(model, TOKENIZER, CONFIG, runner=runner)
     submits = submissions(8, seed=4)
@@ -93,9 +93,9 @@ def test_a_recorded_engine_gives_the_tokens_of_the_slow_twin(
 @torch.inference_mode()
 def test_padding_changes_no_number_and_larger_steps_are_computed_as_ever() -> None:
     model, calls = paged("qwen2"), list[int]()
-    replace_each(model, EightBits(form=FORMATS["int8"], kernels=PLAIN, left_out=None).make)
-    record_prompts(model, counted(calls), 70)
-    assert isinstance(model, RecordedTransformer)
+    replace_linears_by(model, Quantization(form=FORMATS["int8"], kernels=PLAIN, left_out=None).make)
+    capture_prompts(model, counted(calls), 70)
+    assert isinstance(model, GraphedTransformer)
     for lengths in ((3,), (20, 9), (60, 4), (60, 11)):
         ids, metadata = torch.arange(sum(lengths)), AttentionMetadata.uncached(lengths)
         expected = Transformer.hidden(model, ids, metadata, None)
@@ -189,7 +189,7 @@ def test_what_fails_or_differs_leaves_the_model_as_it_was(
 ) -> None:
     model = paged("rotary-gqa")
     before = [layer.attention.backend for layer in model.layers]
-    runner = recorded_runner(model, CONFIG, TOKENIZER.vocab_size, call_again, pieces)
+    runner = create_graphed_runner(model, CONFIG, TOKENIZER.vocab_size, call_again, pieces)
     assert runner._graphs is not None
     (message,) = [record.getMessage() for record in caplog.records if "prefill steps" in record.getMessage()]
     assert re.match(f"CUDA graphs of prefill steps disabled: {reason}", message)

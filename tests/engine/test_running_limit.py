@@ -7,7 +7,7 @@ import pytest
 
 from service.engine.plan import Chunk, step_plan
 from service.engine.running_limit import RunningLimit
-from service.engine.sequence import Sequence
+from service.engine.sequence import SequenceState
 from tests.engine.fakes import make_submit
 from tests.engine.simulated_steps import SimulatedSteps
 
@@ -128,7 +128,7 @@ def test_what_was_learned_is_forgotten_after_a_failure() -> None:
     limited = machine()
     limited.run_full(100)
     assert limited.scheduler.max_num_running < 64
-    limited.scheduler.forget_prefixes()
+    limited.scheduler.reset_prefix_cache()
     assert limited.scheduler.max_num_running == 64
 
 
@@ -137,7 +137,7 @@ def test_tokens_of_a_draft_count_each() -> None:
     limits = []
     for num_drafted, seconds in ((0, 0.03), (2, 0.09)):
         limit = RunningLimit(TARGET, 64)
-        sequence = Sequence.from_submit(make_submit("a", [7] * 4), arrival_number=1, max_context_length=100)
+        sequence = SequenceState.from_submit(make_submit("a", [7] * 4), arrival_number=1, max_context_length=100)
         sequence.token_ids += [7] * (1 + num_drafted)
         chunk = Chunk(sequence, 4, 1 + num_drafted, True, (7,) * num_drafted)
         sequence.token_ids += [7]

@@ -5,7 +5,7 @@ import pytest
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.scheduler import Scheduler
-from service.engine.sequence import Sequence
+from service.engine.sequence import SequenceState
 from service.messages import FinishReason, Submit
 from tests.engine.fakes import CONTEXT, EOS, expected_tokens, make_engine, make_submit
 
@@ -112,7 +112,7 @@ def test_deadlines_apply_to_the_wait_and_not_to_what_has_begun() -> None:
     config = EngineConfig(block_size=2, num_blocks=8, max_num_running=1, max_batched_tokens=8)
     scheduler = Scheduler(config, max_context_length=16, eos_token_ids=(EOS,), clock=lambda: now[0])
     begun, waiting = (
-        Sequence.from_submit(make_submit(uid, [1, 2], deadline=5.0), arrival_number=number, max_context_length=16)
+        SequenceState.from_submit(make_submit(uid, [1, 2], deadline=5.0), arrival_number=number, max_context_length=16)
         for number, uid in enumerate("ab")
     )
     scheduler.add(begun)

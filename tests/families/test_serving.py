@@ -16,7 +16,7 @@ from model.conversion.nanogpt import convert_nanogpt
 from model.sampling_params import SamplingParams
 from model.tokenizer.files import load_tokenizer
 from service.batch_completion import complete_batch
-from service.logprobs import token_name
+from service.logprobs import format_token_name
 from tests.e2e.process import serving
 from tests.families.models import WINDOW, Case, load, read_by_library
 from tests.families.nanogpt import ARGUMENTS, logits, random_state, write_checkpoint
@@ -104,7 +104,7 @@ def test_greedy_tokens_over_http_are_those_of_the_library(tmp_path: Path, name: 
         assert service.get("/v1/models").json()["data"][0]["id"] == name
     assert body["usage"]["prompt_tokens"] == len(prompt_ids)
     (choice,) = body["choices"]
-    assert choice["logprobs"]["tokens"] == [token_name(tokenizer, token) for token in tokens]
+    assert choice["logprobs"]["tokens"] == [format_token_name(tokenizer, token) for token in tokens]
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(best[:, 0].tolist(), abs=1e-4)
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.eight_bits import FORMATS, PLAIN, EightBits, choose
 from model.manifest import read_manifest
+from model.quantization import FORMATS, PLAIN, Quantization, choose
 from service.engine.graphs import CudaCapture
 from service.engine_builder import build_engine
 from service.settings import ModelSettings
@@ -19,7 +19,7 @@ CUDA = torch.device("cuda")
 SHAPES = [(48, 64), (53, 37), (1536, 8960), (2048, 1536), (17_920, 1536), (151_936, 1536)]
 
 
-def chosen(name: str) -> EightBits:
+def chosen(name: str) -> Quantization:
     if name == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.fail("this card has no fp8")
     return choose(name, CUDA, torch.bfloat16)
@@ -44,7 +44,7 @@ def test_our_kernels_compute_what_pytorch_does(name: str, shape: tuple[int, int]
     weight_FE, bias_F, x_TE = matrix(shape)
     eight = chosen(name)
     ours, plain = (
-        EightBits(form=eight.form, kernels=kernels, left_out=None).make(weight_FE, bias_F if has_bias else None)
+        Quantization(form=eight.form, kernels=kernels, left_out=None).make(weight_FE, bias_F if has_bias else None)
         for kernels in (eight.kernels, PLAIN)
     )
     for rows in (1, 4, 16, 17, 64, 65, 200):

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.attention.ways import Place, choose, fits
+from model.attention.ways import KernelContext, choose, fits
 from model.generate import generate
 from model.manifest import read_manifest
 from model.transformer import Transformer
-from service.engine.accelerated import recorded_runner
+from service.engine.accelerated import create_graphed_runner
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.graphs import CudaCapture
@@ -39,11 +39,11 @@ def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def accelerated(variant: str, dtype: torch.dtype) -> tuple[Engine, ModelRunner]:
     model = build(VARIANTS[variant]).to("cuda", dtype)
-    place = Place(config=model.config, device=torch.device("cuda"), dtype=dtype, block_size=CONFIG.block_size)
+    place = KernelContext(config=model.config, device=torch.device("cuda"), dtype=dtype, block_size=CONFIG.block_size)
     backend = choose(place).backend
     for layer in model.layers:
         layer.attention.backend = backend
-    runner = recorded_runner(model, CONFIG, TOKENIZER.vocab_size, CudaCapture())
+    runner = create_graphed_runner(model, CONFIG, TOKENIZER.vocab_size, CudaCapture())
     return Engine(model, TOKENIZER, CONFIG, runner=runner), runner
 
 
@@ -77,7 +77,7 @@ def test_steps_launched_ahead_give_the_tokens_of_the_slow_twin(monkeypatch: pyte
     launch = ModelRunner.launch
 
     def noted(runner: ModelRunner, inputs: ModelInputs) -> Launched:
-        ahead.append(bool(inputs.after_rows))
+        ahead.append(bool(inputs.previous_rows))
         return launch(runner, inputs)
 
     monkeypatch.setattr(ModelRunner, "launch", noted)
@@ -123,14 +123,14 @@ def test_recordings_share_their_memory() -> None:
     torch.cuda.empty_cache()
     model = build(VARIANTS["rotary-gqa"]).to("cuda")
     before = torch.cuda.memory_reserved()
-    recorded_runner(model, CONFIG, TOKENIZER.vocab_size, CudaCapture())
+    create_graphed_runner(model, CONFIG, TOKENIZER.vocab_size, CudaCapture())
     assert torch.cuda.memory_reserved() - before < 256 * 2**20
 
 
 def test_the_memory_of_the_largest_step_is_measured() -> None:
     model = build(VARIANTS["rotary-gqa"]).to("cuda")
     small, large = (
-        measure(model, LargestStep(block_size=4, num_tokens=tokens, num_draws=8, max_context_length=64))
+        measure(model, LargestStep(block_size=4, num_tokens=tokens, num_sampled=8, max_context_length=64))
         for tokens in (64, 16_384)
     )
     assert large.peak > small.peak + 16_384 * 300 * 4  # the logits alone

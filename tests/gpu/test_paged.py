@@ -9,7 +9,7 @@ from torch import Tensor
 
 from model.attention.form import AttentionForm
 from model.attention.paged import PagedAttention
-from model.attention.ways import CHUNK_WAYS, DECODE_WAYS, Place, check, choose, gathered, one_by_one
+from model.attention.ways import CHUNK_WAYS, DECODE_WAYS, KernelContext, check, choose, gathered, one_by_one
 from model.config import ModelConfig
 from model.kv_cache import KVCache
 from service.engine.graphs import CudaCapture
@@ -27,8 +27,10 @@ def config(heads: tuple[int, int, int], **changes: Any) -> ModelConfig:
     return ModelConfig.from_dict({**ROTARY, "max_context_length": 8192, **sizes, **changes})
 
 
-def place(heads: tuple[int, int, int], dtype: torch.dtype, block_size: int = 16, **changes: Any) -> Place:
-    return Place(config=config(heads, **changes), device=torch.device("cuda"), dtype=dtype, block_size=block_size)
+def place(heads: tuple[int, int, int], dtype: torch.dtype, block_size: int = 16, **changes: Any) -> KernelContext:
+    return KernelContext(
+        config=config(heads, **changes), device=torch.device("cuda"), dtype=dtype, block_size=block_size
+    )
 
 
 @pytest.mark.parametrize("way", DECODE_WAYS)
@@ -60,7 +62,7 @@ def test_the_fast_ways_are_taken() -> None:
     assert choose(place((12, 2, 128), torch.float32)).decode == "triton"
 
 
-def decoding(where: Place) -> tuple[Tensor, Tensor, Tensor, KVCache]:
+def decoding(where: KernelContext) -> tuple[Tensor, Tensor, Tensor, KVCache]:
     """Queries, positions, tables and a cache of sequences of very different lengths."""
     shape = where.config
     needs = [-(-context // where.block_size) for context in CONTEXTS]

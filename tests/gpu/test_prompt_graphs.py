@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from model.attention.metadata import AttentionMetadata
-from model.attention.ways import Place, choose
-from model.eight_bits import FORMATS
-from model.eight_bits import choose as choose_eight_bits
+from model.attention.ways import KernelContext, choose
 from model.fused import fuse
 from model.kv_cache import KVCache
-from model.linear import replace_each
+from model.linear import replace_linears_by
+from model.quantization import FORMATS
+from model.quantization import choose as select_quantization
 from model.transformer import Transformer
-from service.engine.accelerated import recorded_runner
+from service.engine.accelerated import create_graphed_runner
 from service.engine.config import EngineConfig
 from service.engine.graphs import CudaCapture
-from service.engine.prompt_graphs import CudaPieces, RecordedTransformer, record_prompts
+from service.engine.prompt_graphs import CudaPieces, GraphedTransformer, capture_prompts
 from tests.model.configs import VARIANTS, build
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +27,7 @@ SIZE, ROWS = 16, 300
 
 def paged(variant: str) -> Transformer:
     model = build(VARIANTS[variant]).to("cuda", torch.bfloat16)
-    place = Place(config=model.config, device=CUDA, dtype=torch.bfloat16, block_size=SIZE)
+    place = KernelContext(config=model.config, device=CUDA, dtype=torch.bfloat16, block_size=SIZE)
     backend = choose(place).backend
     for layer in model.layers:
         layer.attention.backend = backend
@@ -57,9 +57,9 @@ def step(lengths: tuple[int, ...]) -> tuple[torch.Tensor, AttentionMetadata]:
 def test_a_recorded_step_is_the_step(variant: str, quantize: str) -> None:
     model = paged(variant)
     if quantize != "none":
-        replace_each(model, choose_eight_bits(quantize, CUDA, torch.bfloat16).make)
+        replace_linears_by(model, select_quantization(quantize, CUDA, torch.bfloat16).make)
     before = torch.cuda.memory_reserved()
-    assert record_prompts(model, CudaPieces(), ROWS)[0] == ROWS
+    assert capture_prompts(model, CudaPieces(), ROWS)[0] == ROWS
     assert torch.cuda.memory_reserved() - before < 512 * 2**20
     longest = model.config.max_context_length
     for count in (1, 5, 64, 65, 200, ROWS, ROWS + 1):
@@ -77,7 +77,7 @@ def test_the_engines_runner_records_them(caplog: pytest.LogCaptureFixture) -> No
     caplog.set_level(logging.INFO, "service.engine.accelerated")
     model = paged("qwen2")
     config = EngineConfig(block_size=SIZE, num_blocks=64, max_num_running=4, max_batched_tokens=128)
-    recorded_runner(model, config, 257, CudaCapture())
-    assert type(model) is RecordedTransformer
+    create_graphed_runner(model, config, 257, CudaCapture())
+    assert type(model) is GraphedTransformer
     assert "CUDA graphs captured for prefill steps of up to 128 tokens (3 sizes)" in caplog.text
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -155,7 +155,7 @@ def test_steps_of_prompts_in_small() -> None:
     assert all(row["ms_without_graphs"] > 0 for row in told["rows"])
 
 
-def test_matrices_in_eight_bits_in_small() -> None:
+def test_matrices_in_int8_in_small() -> None:
     told = quantized(BENCH)
     assert told["int8"]["matrices"] == "int8 matrices by torch._int_mm"
     assert told["int8"]["left_out"] == "triton is not installed"

@@ -15,7 +15,7 @@ BLOCK_SIZE = 4
 class PagedRun:
     """Sequences with blocks scattered and interleaved in one pool, optionally with another cache dtype."""
 
-    def __init__(self, model: Transformer, sequences: Sequence[Tensor], held_as: torch.dtype | None = None) -> None:
+    def __init__(self, model: Transformer, sequences: Sequence[Tensor], cache_dtype: torch.dtype | None = None) -> None:
         weight = model.token_embedding.weight
         self.model = model
         self.device = weight.device
@@ -30,7 +30,7 @@ class PagedRun:
             block_size=BLOCK_SIZE,
             dtype=weight.dtype,
             device=weight.device,
-            held_as=held_as,
+            cache_dtype=cache_dtype,
         )
 
     def forward_in_chunks(self, chunk: int) -> list[Tensor]:

@@ -54,7 +54,7 @@ def test_the_weights_make_the_outputs_of_the_fused_kernel(name: str) -> None:
     assert len(spy.passed) == model.config.num_layers
     for layer, (v_TKD, out_THD) in spy.passed.items():
         weights_HTS = weights_of_layer(model, TOKENS, layer=layer)
-        v_THD = v_TKD.repeat_interleave(model.config.query_groups, dim=1)
+        v_THD = v_TKD.repeat_interleave(model.config.num_queries_per_kv_head, dim=1)
         assert_close(torch.einsum("hts,shd->thd", weights_HTS, v_THD), out_THD)
 
 

@@ -57,7 +57,8 @@ def test_it_gives_the_models_dtype_and_takes_half_the_memory() -> None:
     config = VARIANTS["rotary-gqa"]
     sizes = {"num_blocks": 3, "block_size": 4}
     whole, half = (
-        KVCache(config, **sizes, dtype=torch.float32, device="cpu", held_as=held_as) for held_as in (None, HALF)
+        KVCache(config, **sizes, dtype=torch.float32, device="cpu", cache_dtype=cache_dtype)
+        for cache_dtype in (None, HALF)
     )
     assert half.num_bytes * 2 == whole.num_bytes
     assert half.num_bytes == 12 * config.kv_bytes_per_token(HALF.itemsize)
@@ -122,7 +123,7 @@ def test_what_is_looked_at_is_what_is_served() -> None:
     backends = [cast(Block, block).attention.backend for block in model.layers]
     ids: Sequence[int] = IDS.tolist()
     for layer, wanted in enumerate(spy.weights):
-        assert torch.equal(weights_of_layer(model, ids, layer=layer, held_as=HALF), wanted)
+        assert torch.equal(weights_of_layer(model, ids, layer=layer, cache_dtype=HALF), wanted)
         exact = weights_of_layer(model, ids, layer=layer)
         assert not torch.equal(exact, wanted)
         assert_close(exact, wanted, atol=5e-3, rtol=5e-3)

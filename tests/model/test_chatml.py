@@ -12,7 +12,7 @@ import transformers
 from model.attention.interface import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.chat_template import TEMPLATE_FILE, load_chat_template
-from model.chatml import END, START, TEMPLATE, knows_chatml
+from model.chatml import END, START, TEMPLATE, supports_chatml
 from model.checkpoint import load_model
 from model.conversion.hugging_face import export_checkpoint
 from model.generation_config import GENERATION_CONFIG_FILE, read_generation_config
@@ -73,7 +73,7 @@ def test_a_model_that_knows_no_conversations_has_no_template(checkpoint: Path) -
     assert not (checkpoint / GENERATION_CONFIG_FILE).exists()
     assert {TEMPLATE_FILE, GENERATION_CONFIG_FILE}.isdisjoint(read_manifest(checkpoint).files)
     read_manifest(checkpoint).verify()
-    assert not knows_chatml({START: 1})
+    assert not supports_chatml({START: 1})
 
 
 def test_it_is_the_same_in_hugging_faces_format(checkpoint: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import sys
 
 _PROGRAM = """
 import ctypes, psutil
-from model.freed_memory import give_back_freed_memory
+from model.freed_memory import trim_heap
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
 libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
@@ -17,7 +17,7 @@ kept = libc.malloc(2**20)
 for block in blocks:
     libc.free(block)
 before = psutil.Process().memory_info().rss
-give_back_freed_memory()
+trim_heap()
 print((before - psutil.Process().memory_info().rss) >> 20)
 """
 

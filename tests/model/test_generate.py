@@ -38,5 +38,5 @@ def test_min_tokens_forbids_the_end() -> None:
 
 @pytest.mark.parametrize("length", [0, 65])
 def test_refuses_prompts_that_do_not_fit(length: int) -> None:
-    with pytest.raises(ValueError, match=f"{length} prompt tokens"):
+    with pytest.raises(ValueError, match=f"the prompt has {length} tokens"):
         generate(MODEL, [1] * length, GREEDY, eos_token_ids=(0,))

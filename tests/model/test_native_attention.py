@@ -47,7 +47,7 @@ class Scene:
     lengths: Sequence[tuple[int, int]]
     dtype: torch.dtype = torch.float32
     unwritten: float = torch.nan
-    held_as: torch.dtype | None = None
+    cache_dtype: torch.dtype | None = None
     texts: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # q, k, v of each context
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class Scene:
             block_size=block_size,
             dtype=self.dtype,
             device="cpu",
-            held_as=self.held_as,
+            cache_dtype=self.cache_dtype,
         )
         cache.keys_LNPKD.fill_(self.unwritten)
         cache.values_LNPKD.fill_(self.unwritten)
@@ -100,7 +100,9 @@ class Scene:
         for row, of in zip(rows, slots, strict=True):
             for which, pool_LNPKD in ((1, cache.keys_LNPKD), (2, cache.values_LNPKD)):
                 flat, new = pool_LNPKD[form.layer].flatten(0, 1), self.texts[row][which][-len(of) :]
-                assert torch.equal(flat[of].nan_to_num(), rounded(new, cache.held_as).nan_to_num()), "they are written"
+                assert torch.equal(flat[of].nan_to_num(), rounded(new, cache.cache_dtype).nan_to_num()), (
+                    "they are written"
+                )
         return list(out.split(list(metadata.query_lengths)))
 
 

@@ -23,7 +23,7 @@ CASES = [(level, shape) for level in BUILDABLE for shape in ([*SHAPES, *SHARED] 
 @pytest.mark.parametrize(("level", "shape"), CASES)
 @torch.no_grad()
 def test_it_equals_the_oracle(level: str, shape: tuple[int, int, int, int]) -> None:
-    scene, biases = Scene(shape, LENGTHS, held_as=HALF), biases_of(shape)
+    scene, biases = Scene(shape, LENGTHS, cache_dtype=HALF), biases_of(shape)
     exact = Scene(shape, LENGTHS)
     for window, name in ((None, "none"), (100, "none"), (5, "relative"), (None, "alibi")):
         form = AttentionForm(layer=1, scale=0.2, window=window, bias=biases[name])
@@ -45,7 +45,7 @@ def set_threads() -> Iterator[Callable[[int], None]]:
 def test_the_same_bits_alone_and_in_any_batch(
     level: str, shape: tuple[int, int, int, int], set_threads: Callable[[int], None]
 ) -> None:
-    scene = Scene(shape, (*LENGTHS, (1, 1600)), held_as=HALF)
+    scene = Scene(shape, (*LENGTHS, (1, 1600)), cache_dtype=HALF)
     form = AttentionForm(layer=1, scale=0.2, window=None, bias=biases_of(shape)["alibi"])
     set_threads(1)
     together = scene.attend(native(level), form)
@@ -63,9 +63,9 @@ def test_the_same_bits_decoded_and_in_chunks_of_any_size(
     """A token attends to its own rounded key and value, whether they were written earlier or in this step."""
     form = AttentionForm(layer=1, scale=0.2, window=window, bias=None)
     length = 600
-    (whole,) = Scene(shape, ((length, length),), held_as=HALF).attend(native(level), form)
+    (whole,) = Scene(shape, ((length, length),), cache_dtype=HALF).attend(native(level), form)
     for queries, context in ((1, 1), (2, 64), (1, 65), (13, 130), (1, 513), (1, length)):
-        scene = Scene(shape, ((queries, length),), held_as=HALF)
+        scene = Scene(shape, ((queries, length),), cache_dtype=HALF)
         cut = [(q[:context], k[:context], v[:context]) for q, k, v in scene.texts]
         (part,) = dataclasses.replace(scene, lengths=((queries, context),), texts=cut).attend(native(level), form)
         assert torch.equal(part, whole[context - queries : context]), (queries, context)
@@ -87,7 +87,7 @@ def test_every_number_is_written_and_read_as_pytorch_does(level: str, size: int)
     v_TKD = torch.nn.functional.pad(numbers, (0, -len(numbers) % size)).view(-1, 1, size)
     count = len(v_TKD)
     config = dataclasses.replace(VARIANTS["none"], num_heads=1, num_kv_heads=1, head_dim=size)
-    cache = KVCache(config, num_blocks=count, block_size=1, dtype=torch.float32, device="cpu", held_as=HALF)
+    cache = KVCache(config, num_blocks=count, block_size=1, dtype=torch.float32, device="cpu", cache_dtype=HALF)
     places_T = torch.arange(count)
     metadata = AttentionMetadata(
         query_lengths=(1,) * count,
@@ -107,7 +107,7 @@ def test_every_number_is_written_and_read_as_pytorch_does(level: str, size: int)
 @pytest.mark.parametrize("level", BUILDABLE)
 def test_what_is_no_number_stays_none(level: str) -> None:
     for size in (16, 7):
-        scene = Scene((2, 2, size, 4), ((1, 9), (1, 9)), held_as=HALF)
+        scene = Scene((2, 2, size, 4), ((1, 9), (1, 9)), cache_dtype=HALF)
         scene.texts[0][1][8, 0, 2] = torch.nan  # written by this step
         damaged, whole = scene.attend(native(level))
         assert damaged[0, 0].isnan().all()

@@ -53,7 +53,7 @@ def test_packed_matrices_are_packed_anew(level: str) -> None:
 
 @pytest.mark.parametrize("level", BUILDABLE)
 @pytest.mark.parametrize("variant", SOME)
-def test_eight_bits_on_every_level(variant: str, level: str) -> None:
+def test_int8_on_every_level(variant: str, level: str) -> None:
     """Inputs that differ in their last bits may be quantized differently, hence the tolerance."""
     theirs, ours = twins(variant, level, torch.float32, "int8")
     assert (theirs - ours).abs().mean() < 0.01 * theirs.std()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import sampling
-from model.sampling import draws_alone, most_likely, sample, sample_on_device, top_logprobs, uniform
+from model.sampling import can_sample_without_host, most_likely, sample, sample_on_device, top_logprobs, uniform
 from model.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -85,7 +85,9 @@ NOT_ALONE = [
 
 def test_what_a_device_draws_alone_is_drawn_without_asking_it_anything() -> None:
     """Tensors on the meta device hold no values: reading a value raises an error."""
-    assert [draws_alone(params) for params in ALONE + NOT_ALONE] == [True] * len(ALONE) + [False] * len(NOT_ALONE)
+    assert [can_sample_without_host(params) for params in ALONE + NOT_ALONE] == [True] * len(ALONE) + [False] * len(
+        NOT_ALONE
+    )
     for some in (ALONE, *([params] for params in ALONE)):
         ids = sample_on_device(torch.zeros(len(some), 1000, device="meta"), some, range(len(some)))
         assert (ids.device.type, tuple(ids.shape)) == ("meta", (len(some),))

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.messages import Finish, FinishReason, Hello, StepStats
+from service.messages import Finish, FinishReason, StepStats, WorkerReady
 from service.metrics import EngineState, Metrics, render
-from service.serving_path import path_of
+from service.serving_path import get_serving_path
 
 MODEL = "tales"
 
-HELLO = Hello(
+HELLO = WorkerReady(
     worker_id=0,
     epoch=0,
     device="cpu",
@@ -139,7 +139,7 @@ OBSERVATIONS = (
     ),
     Observation(
         name="path",
-        make=lambda metrics: metrics.observe_path(path_of(HELLO)),
+        make=lambda metrics: metrics.record_serving_path(get_serving_path(HELLO)),
         changes={
             'serving_path{attention="native",device="cpu",dtype="float32",'
             'kernels="own",level="avx2",matrices="packed"}': 1,

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from service.metrics import Metrics
-from service.serving_path import path_of
+from service.serving_path import get_serving_path
 from tests.ops.observations import HELLO, scrape
 
 
@@ -15,11 +15,11 @@ def paths() -> dict[str, float]:
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "paged (decode: in place, prompts: one by one)"])
 def test_a_path_of_pytorchs_kernels(metrics: Metrics, attention: str) -> None:
     hello = msgspec.structs.replace(HELLO, attention=attention, kernel_level=None)
-    metrics.observe_path(path_of(hello))
+    metrics.record_serving_path(get_serving_path(hello))
     labels = f'attention="{attention.split()[0]}",device="cpu",dtype="float32",kernels="pytorch",level="",'
     assert paths() == {f'serving_path{{{labels}matrices="packed"}}': 1}
 
 
 def test_labels_are_those_that_the_metric_has() -> None:
-    assert path_of(HELLO).labels == ("own", "avx2", "native", "packed", "float32", "cpu")
-    assert path_of(msgspec.structs.replace(HELLO, kernel_level=None)).labels[:2] == ("pytorch", "")
+    assert get_serving_path(HELLO).labels == ("own", "avx2", "native", "packed", "float32", "cpu")
+    assert get_serving_path(msgspec.structs.replace(HELLO, kernel_level=None)).labels[:2] == ("pytorch", "")

@@ -11,13 +11,13 @@ from starlette.testclient import TestClient
 from model.manifest import read_manifest
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.files import load_tokenizer
-from service.access import middlewares
 from service.api_keys import read_api_keys
+from service.auth import middlewares
 from service.frontend import Frontend
 from service.lifecycle import Lifecycle, Phase
 from service.metrics import Metrics
 from service.requests import install_error_handlers
-from service.serving import read_serving
+from service.served_model import read_served_model
 from service.settings import ServeSettings
 from tests.service.echo import EchoQueue
 from tests.tiny_model import tiny_tokenizer
@@ -55,8 +55,8 @@ def settings(tiny_checkpoint: Path) -> ServeSettings:
 
 @pytest.fixture
 def frontend(settings: ServeSettings, metrics: Metrics, lifecycle: Lifecycle, queue: EchoQueue) -> Iterator[Frontend]:
-    serving = read_serving(settings, read_manifest(settings.checkpoint), load_tokenizer(settings.checkpoint))
-    frontend = Frontend(settings, serving=serving, lifecycle=lifecycle, metrics=metrics)
+    serving = read_served_model(settings, read_manifest(settings.checkpoint), load_tokenizer(settings.checkpoint))
+    frontend = Frontend(settings, served=serving, lifecycle=lifecycle, metrics=metrics)
     frontend.request_queue, frontend.response_queue_id, frontend.inboxes = queue, 0, (queue,)
     frontend.pre_setup(None)
     queue.frontend = frontend
@@ -67,7 +67,9 @@ def frontend(settings: ServeSettings, metrics: Metrics, lifecycle: Lifecycle, qu
 @pytest.fixture
 def client(frontend: Frontend, settings: ServeSettings) -> Iterator[TestClient]:
     app = FastAPI()
-    for kind, arguments in middlewares(settings, read_api_keys(settings), frontend.count_error, frontend.refuse_unread):
+    for kind, arguments in middlewares(
+        settings, read_api_keys(settings), frontend.count_error, frontend.reject_from_headers
+    ):
         app.add_middleware(kind, **arguments)
     install_error_handlers(app, frontend.count_error)
     for path, endpoint, methods in frontend.endpoints:

@@ -1,29 +1,29 @@
-"""A journal, and all that it says."""
+"""An engine client with a record of its calls."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from service.admission import Admission
-from service.journal import Journal
-from service.live_request import Choice, LiveRequest
-from service.messages import Command, Hello, Submit
+from service.engine_client import EngineClient
+from service.inflight import Choice, InflightRequest
+from service.messages import Command, Submit, WorkerReady
 from tests.service.sequences import make_request
 
 
 class Desk:
-    """A journal and everything it says."""
+    """An engine client with a record of its calls."""
 
     def __init__(self, *, waiting: int = 10) -> None:
         self.sent: list[Command] = []
-        self.hellos: list[Hello] = []
+        self.hellos: list[WorkerReady] = []
         self.outcomes: list[str] = []
         self.late: list[int] = []
         self.admission = Admission(max_num_running=2, max_waiting_requests=waiting, max_waiting_tokens=10_000)
-        self.journal = Journal(
+        self.engine_client = EngineClient(
             send=self._send,
             admission=self.admission,
-            on_hello=self.hellos.append,
+            on_worker_ready=self.hellos.append,
             on_replay=self.outcomes.append,
             on_late=self.late.append,
         )
@@ -31,9 +31,9 @@ class Desk:
     def _send(self, commands: Sequence[Command]) -> None:
         self.sent += commands
 
-    def open(self, *choices: Choice) -> LiveRequest:
+    def open(self, *choices: Choice) -> InflightRequest:
         request = make_request(*choices)
-        self.journal.open(request)
+        self.engine_client.open(request)
         return request
 
     def submits(self) -> list[Submit]:
@@ -44,5 +44,5 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
-async def texts(request: LiveRequest) -> list[tuple[int, str]]:
+async def texts(request: InflightRequest) -> list[tuple[int, str]]:
     return [(choice.index, delta.text) for choice, delta in await request.next_deltas()]

@@ -2,7 +2,7 @@
 
 from service.admission import Admission
 from service.errors import Overloaded
-from service.queue_terms import QueueTerms
+from service.queue_policy import QueuePolicy
 
 
 class Clock:
@@ -28,7 +28,7 @@ class Service:
             draw=lambda: draw,
         )
 
-    def refused(self, token_counts: list[int], terms: QueueTerms | None = None) -> Overloaded | None:
+    def refused(self, token_counts: list[int], terms: QueuePolicy | None = None) -> Overloaded | None:
         """None when it was admitted."""
         try:
             self.admission.admit(token_counts, terms)
@@ -36,14 +36,14 @@ class Service:
             return refusal
         return None
 
-    def seconds_refused(self, token_counts: list[int], terms: QueueTerms | None = None) -> float:
+    def seconds_refused(self, token_counts: list[int], terms: QueuePolicy | None = None) -> float:
         refusal = self.refused(token_counts, terms)
         assert refusal is not None
         return refusal.retry_after_seconds
 
-    def begin_and_end(self, num_tokens: int, owner: str = "") -> None:
-        self.admission.started(num_tokens, owner)
-        self.admission.ended(owner)
+    def begin_and_end(self, num_tokens: int, tenant: str = "") -> None:
+        self.admission.started(num_tokens, tenant)
+        self.admission.ended(tenant)
 
     def work(self, num: int, *, seconds: float, num_tokens: int = 10) -> None:
         """So many times one ends after so many seconds, the next begins, and another comes to wait."""

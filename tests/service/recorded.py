@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from service.recordings import Recordings
+from service.response_store import ResponseStore
 from service.responses import encode_event
 
 
@@ -27,7 +27,7 @@ class Client:
         self.received = b""
         self.is_complete = False
 
-    async def ask(self, kept: Recordings, make: Callable[[], Coroutine[Any, Any, Response]]) -> None:
+    async def ask(self, kept: ResponseStore, make: Callable[[], Coroutine[Any, Any, Response]]) -> None:
         response = await kept.answer(Request(self.scope), self.body, make)
         await response(self.scope, self._receive, self.send)
 
@@ -87,12 +87,12 @@ class Events(Response):
 
 
 class Kept:
-    """Recordings, and what they counted; closed at the end."""
+    """A response store and its counts; closed at the end."""
 
     def __init__(self, keep_seconds: float = 60.0) -> None:
         self.counted: list[str] = []
         self.wasted: list[int] = []
-        self.all = Recordings(keep_seconds=keep_seconds, count=self.counted.append, waste=self.wasted.append)
+        self.all = ResponseStore(keep_seconds=keep_seconds, count=self.counted.append, waste=self.wasted.append)
 
     async def __aenter__(self) -> "Kept":
         return self

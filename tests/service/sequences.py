@@ -3,8 +3,8 @@
 from typing import Any
 
 from model.sampling_params import SamplingParams
-from service.live_request import Choice, LiveRequest
-from service.messages import Finish, FinishReason, Hello, StepStats, Submit, TokenDelta
+from service.inflight import Choice, InflightRequest
+from service.messages import Finish, FinishReason, StepStats, Submit, TokenDelta, WorkerReady
 
 
 def make_submit(uid: str = "a", *, prompt: tuple[int, ...] = (1, 2, 3), **params: Any) -> Submit:
@@ -23,8 +23,8 @@ def make_choice(uid: str = "a", *, index: int = 0, prompt_index: int = 0, text: 
     return Choice(index=index, prompt_index=prompt_index, prompt_text=text, submit=make_submit(uid, **submit))
 
 
-def make_request(*choices: Choice) -> LiveRequest:
-    return LiveRequest(choices=list(choices), arrival_seconds=0.0)
+def make_request(*choices: Choice) -> InflightRequest:
+    return InflightRequest(choices=list(choices), arrival_seconds=0.0)
 
 
 def make_finish(reason: FinishReason = FinishReason.LENGTH, **facts: Any) -> Finish:
@@ -47,8 +47,8 @@ def make_delta(uid: str = "a", *, index: int = 0, ids: tuple[int, ...] = (), tex
     return TokenDelta(uid=uid, index=index, token_ids=ids, text=text, **{**defaults, **more})
 
 
-def make_hello(epoch: int) -> Hello:
-    return Hello(
+def make_hello(epoch: int) -> WorkerReady:
+    return WorkerReady(
         worker_id=0,
         epoch=epoch,
         device="cpu",

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.errors import Overloaded, WaitTooLong
-from service.queue_terms import QueueTerms
-from service.rates import Rate
+from service.queue_policy import QueuePolicy
+from service.rate_estimator import Rate
 from tests.service.doorman import Service
 
 
@@ -93,7 +93,7 @@ def test_before_anything_was_observed_the_wait_is_a_second_and_never_over_two_mi
     assert service.seconds_refused([1]) <= 120.0
 
 
-def make_busy(*, patience: float = math.inf, num_waiting: int = 1) -> tuple[Service, QueueTerms]:
+def make_busy(*, patience: float = math.inf, num_waiting: int = 1) -> tuple[Service, QueuePolicy]:
     """A server of two places, where one sequence has ended and another begun every second, for long; and so many
     wait."""
     service = Service(running=2, waiting=20)
@@ -107,7 +107,7 @@ def make_busy(*, patience: float = math.inf, num_waiting: int = 1) -> tuple[Serv
         service.admission.admit([10])
     for _ in range(num_waiting - 1):
         service.admission.admit([10])
-    return service, QueueTerms(patience_seconds=patience)
+    return service, QueuePolicy(patience_seconds=patience)
 
 
 def test_what_would_wait_too_long_is_refused_and_told_when_it_would_not() -> None:
@@ -118,12 +118,12 @@ def test_what_would_wait_too_long_is_refused_and_told_when_it_would_not() -> Non
     assert refusal.retry_after_seconds == pytest.approx(0.5, rel=0.2)
     assert "would wait about 3.9 s" in refusal.message
     assert "longer than 3.5 s" in refusal.message
-    service.admission.admit([10], QueueTerms(patience_seconds=4.5))  # who has more time may stay
+    service.admission.admit([10], QueuePolicy(patience_seconds=4.5))  # who has more time may stay
     service.admission.admit([10])
 
 
 def test_nobody_is_refused_for_time_where_a_place_is_free_or_no_rate_is_known() -> None:
-    impatient = QueueTerms(patience_seconds=0.001)
+    impatient = QueuePolicy(patience_seconds=0.001)
     service = Service(running=2, waiting=20)
     for _ in range(10):
         service.admission.admit([10], impatient)
@@ -139,30 +139,30 @@ def test_who_comes_back_finds_a_little_more_room() -> None:
     service = Service(running=2, waiting=6)
     service.admission.admit([10] * 8)
     assert service.refused([10]) is not None
-    returned = QueueTerms(is_retry=True)
+    returned = QueuePolicy(is_retry=True)
     service.admission.admit([10, 10], returned)
     assert service.refused([10], returned) is not None
 
     service, terms = make_busy(patience=3.5, num_waiting=3)
     assert service.refused([10], terms) is not None
-    service.admission.admit([10], QueueTerms(patience_seconds=3.5, is_retry=True))
+    service.admission.admit([10], QueuePolicy(patience_seconds=3.5, is_retry=True))
 
 
 def test_what_has_no_chance_whatever_it_is_is_refused_as_if_it_were_the_smallest() -> None:
     service = Service(running=2, waiting=2)
-    service.admission.refuse_hopeless(QueueTerms())
+    service.admission.reject_by_headers(QueuePolicy())
     service.admission.admit([10] * 3)
-    service.admission.refuse_hopeless(QueueTerms())  # one of one would find room, one of two would not
+    service.admission.reject_by_headers(QueuePolicy())  # one of one would find room, one of two would not
     assert service.refused([10, 10]) is not None
     service.admission.admit([10])
     with pytest.raises(Overloaded, match="the server is full"):
-        service.admission.refuse_hopeless(QueueTerms())
+        service.admission.reject_by_headers(QueuePolicy())
     assert service.admission.num_sequences == 4
 
     service, terms = make_busy(patience=3.5, num_waiting=3)
     with pytest.raises(WaitTooLong, match=r"longer than 3\.5 s"):
-        service.admission.refuse_hopeless(terms)
-    service.admission.refuse_hopeless(QueueTerms(patience_seconds=60.0))
+        service.admission.reject_by_headers(terms)
+    service.admission.reject_by_headers(QueuePolicy(patience_seconds=60.0))
 
 
 def test_who_is_refused_stands_in_line_behind_those_that_come_back() -> None:
@@ -174,7 +174,7 @@ def test_who_is_refused_stands_in_line_behind_those_that_come_back() -> None:
         for _ in range(300):
             assert service.refused([10]) is not None
             if returns:
-                assert service.refused([10, 10, 10, 10], QueueTerms(is_retry=True)) is not None
+                assert service.refused([10, 10, 10, 10], QueuePolicy(is_retry=True)) is not None
             service.work(130, seconds=1.0)  # nobody is expected any more
         told.append([service.seconds_refused([10]) for _ in range(4)])
     # The one before has to be served first; who never comes back is no hindrance.
@@ -212,10 +212,10 @@ def test_predictions_are_right_where_the_service_is_steady() -> None:
             assert max(map(abs, service.errors)) <= 0.5
 
 
-ONE, TWO, THREE = (QueueTerms(owner=name) for name in ("one", "two", "three"))
+ONE, TWO, THREE = (QueuePolicy(tenant=name) for name in ("one", "two", "three"))
 
 
-def fill(service: Service, *terms: QueueTerms) -> list[int]:
+def fill(service: Service, *terms: QueuePolicy) -> list[int]:
     """How many each gets, when all flood at once."""
     counts = [0] * len(terms)
     while True:
@@ -249,9 +249,9 @@ def test_tokens_are_shared_too() -> None:
 def test_the_predicted_wait_is_that_of_an_owners_own_queue_and_its_share_of_the_others() -> None:
     service, _ = make_busy(num_waiting=10)
     # One of the ten at most goes before the first of another owner.
-    service.admission.admit([10], QueueTerms(owner="two", patience_seconds=2.5))
-    assert service.refused([10], QueueTerms(owner="two", patience_seconds=2.5)) is not None
-    service.admission.admit([10], QueueTerms(owner="two", patience_seconds=4.5))
+    service.admission.admit([10], QueuePolicy(tenant="two", patience_seconds=2.5))
+    assert service.refused([10], QueuePolicy(tenant="two", patience_seconds=2.5)) is not None
+    service.admission.admit([10], QueuePolicy(tenant="two", patience_seconds=4.5))
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 60), st.floats(0, 5)), max_size=40))
@@ -273,9 +273,9 @@ def test_the_bounds_hold_whatever_comes(arrivals: list[tuple[int, int, float]]) 
 def test_the_first_of_an_owners_line_may_wait_as_long_as_its_timeout() -> None:
     service, _ = make_busy(num_waiting=10)
     for timeout_seconds, is_admitted in ((1.5, False), (2.5, True)):
-        terms = QueueTerms(owner="two", patience_seconds=0.001, timeout_seconds=timeout_seconds)
+        terms = QueuePolicy(tenant="two", patience_seconds=0.001, timeout_seconds=timeout_seconds)
         assert (service.refused([10], terms) is None) == is_admitted
-    assert service.refused([10], QueueTerms(owner="two", patience_seconds=0.001)) is not None
+    assert service.refused([10], QueuePolicy(tenant="two", patience_seconds=0.001)) is not None
 
 
 def test_a_place_that_is_free_for_a_moment_does_not_hide_what_begins_in_it() -> None:
@@ -293,6 +293,6 @@ def test_a_place_that_is_free_for_a_moment_does_not_hide_what_begins_in_it() -> 
         service.admission.admit([1])
         service.admission.started(1)
     service.admission.admit([1])
-    refusal = service.refused([1], QueueTerms(patience_seconds=0.001))
+    refusal = service.refused([1], QueuePolicy(patience_seconds=0.001))
     assert isinstance(refusal, WaitTooLong)
     assert "would wait about 1.0 s" in refusal.message  # two ahead at two a second

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from service.errors import Overloaded
-from service.queue_terms import QueueTerms
+from service.queue_policy import QueuePolicy
 from tests.service.doorman import Service
 
 NUM_PLACES = 32
 MEAN_TOKENS = 60
 STEP_SECONDS, PROMPT_SECONDS = 0.08, 0.02
-TERMS = QueueTerms(owner="flood", patience_seconds=0.05)
+TERMS = QueuePolicy(tenant="flood", patience_seconds=0.05)
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class Engine:
         admission = self.service.admission
         for sequence in begun:
             self.first_seconds.append(ended - sequence.arrival_seconds)
-            admission.started(1, TERMS.owner, sequence)
+            admission.started(1, TERMS.tenant, sequence)
         self.running += begun
         for sequence in self.running:
             sequence.num_tokens -= 1
@@ -78,7 +78,7 @@ class Engine:
         over = [sequence for sequence in self.running if not sequence.num_tokens]
         for sequence in over:
             self.running.remove(sequence)
-            admission.ended(TERMS.owner, sequence)
+            admission.ended(TERMS.tenant, sequence)
         admission.stepped([1] * (len(self.running) + len(over)))
         self.num_tokens += len(self.running) + len(over)
         self.num_over = len(over)

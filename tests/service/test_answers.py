@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from service.admission import Admission
 from service.delivery import CompletionBody, CompletionStream, Delivery
-from service.dialects import Answer, Chat, Dialect, Text, Wants
 from service.engine.detokenizer import Detokenizer
-from service.journal import Journal
-from service.live_request import Choice
+from service.engine_client import EngineClient
+from service.inflight import Choice
 from service.messages import Command, FinishReason, Submit, TokenDelta, TokenLogprob
+from service.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder, ResponseInfo, ResponseOptions
 from tests.service.sequences import make_choice, make_delta, make_finish, make_hello, make_request
 from tests.service.streams import events, joined
 from tests.tiny_model import tiny_tokenizer
@@ -101,18 +101,18 @@ class Engine:
         )
 
 
-def make_choices(dialect: type[Dialect], wants: Wants, num_samples: int) -> list[Choice]:
-    """As the planner makes them."""
-    prompts = PROMPTS if dialect is Text else PROMPTS[:1]
-    wanted = [wants.prompt_logprobs, wants.logprobs if wants.echo else None]
+def make_choices(builder: type[ResponseBuilder], response_options: ResponseOptions, num_samples: int) -> list[Choice]:
+    """As the request processor makes them."""
+    prompts = PROMPTS if builder is CompletionBuilder else PROMPTS[:1]
+    wanted = [response_options.prompt_logprobs, response_options.logprobs if response_options.echo else None]
     choices = [
         make_choice(
             f"{prompt_index}.{sample}",
             index=prompt_index * num_samples + sample,
             prompt_index=prompt_index,
-            text=f"<{prompt_index}>" if wants.echo else "",
+            text=f"<{prompt_index}>" if response_options.echo else "",
             prompt=prompt,
-            logprobs=wants.logprobs,
+            logprobs=response_options.logprobs,
             prompt_logprobs=None if sample else max((number for number in wanted if number is not None), default=None),
         )
         for prompt_index, prompt in enumerate(prompts)
@@ -127,8 +127,8 @@ def make_choices(dialect: type[Dialect], wants: Wants, num_samples: int) -> list
 class Scene:
     """One request, and what happens to it: whose turn it is, how much is drawn, before which turns the worker dies."""
 
-    dialect: type[Dialect]
-    wants: Wants
+    builder: type[ResponseBuilder]
+    response_options: ResponseOptions
     num_samples: int
     texts: list[list[int]]
     turns: list[tuple[int, int]]
@@ -136,12 +136,12 @@ class Scene:
 
     async def play(self, kind: type[Delivery], deaths: set[int]) -> str:
         """What the client gets."""
-        choices = make_choices(self.dialect, self.wants, self.num_samples)
+        choices = make_choices(self.builder, self.response_options, self.num_samples)
         engine = Engine({choice.submit.uid: self.texts[choice.index] for choice in choices})
-        journal = Journal(
+        engine_client = EngineClient(
             send=engine.take,
             admission=Admission(max_num_running=8, max_waiting_requests=8, max_waiting_tokens=1000),
-            on_hello=lambda hello: None,
+            on_worker_ready=lambda hello: None,
             on_replay=lambda outcome: None,
             on_late=lambda num_tokens: None,
         )
@@ -154,9 +154,9 @@ class Scene:
         async def receive() -> Any:
             await asyncio.Event().wait()
 
-        journal.open(request)
-        answer = Answer(id="id", created=5, model="tiny", wants=self.wants)
-        response = kind(request, self.dialect(answer, TOKENIZER), metrics=SILENT, close=lambda request: None)
+        engine_client.open(request)
+        answer = ResponseInfo(id="id", created=5, model="tiny", response_options=self.response_options)
+        response = kind(request, self.builder(answer, TOKENIZER), metrics=SILENT, close=lambda request: None)
         task = asyncio.create_task(response({}, receive, send))
         turns, number = list(self.turns), 0
         while engine.running:
@@ -164,9 +164,9 @@ class Scene:
             delta = engine.step(engine.next(turn), count)
             if number in deaths:
                 engine.running.clear()  # what it had drawn is lost
-                journal.receive([make_hello(number + 1)])
+                engine_client.receive([make_hello(number + 1)])
             else:
-                journal.receive([delta])
+                engine_client.receive([delta])
             number += 1
             for _ in range(number % 3):  # now and then several deltas arrive at once
                 await asyncio.sleep(0)
@@ -175,7 +175,7 @@ class Scene:
 
 
 WANTS = st.builds(
-    Wants,
+    ResponseOptions,
     logprobs=st.none() | st.integers(0, 3),
     prompt_logprobs=st.none() | st.integers(0, 3),
     token_ids=st.booleans(),
@@ -189,14 +189,16 @@ TOKENS = st.sampled_from([97, 98, 0xF0, 0x9F, *TOKENIZER.encode("😀é"), TOKEN
 
 @st.composite
 def scenes(draw: st.DrawFn) -> Scene:
-    dialect = draw(st.sampled_from([Text, Chat]))
-    wants = draw(WANTS)
+    builder = draw(st.sampled_from([CompletionBuilder, ChatBuilder]))
+    response_options = draw(WANTS)
     num_samples = draw(st.integers(1, 2))
-    if dialect is Chat:  # it has no echo
-        wants = Wants(**{name: getattr(wants, name) for name in Wants.__slots__ if name != "echo"})
+    if builder is ChatBuilder:  # it has no echo
+        response_options = ResponseOptions(
+            **{name: getattr(response_options, name) for name in ResponseOptions.__slots__ if name != "echo"}
+        )
     return Scene(
-        dialect=dialect,
-        wants=wants,
+        builder=builder,
+        response_options=response_options,
         num_samples=num_samples,
         texts=draw(st.lists(st.lists(TOKENS, min_size=1, max_size=6), min_size=4, max_size=4)),
         turns=draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=20)),
@@ -207,12 +209,12 @@ def scenes(draw: st.DrawFn) -> Scene:
 def check_usage(scene: Scene, chunks: list[dict[str, Any]], body: dict[str, Any]) -> None:
     """It grows, comes with every chunk where that was asked for, and ends as the body's."""
     told = [chunk["usage"] for chunk in chunks if "usage" in chunk]
-    assert len(told) == (len(chunks) if scene.wants.running_usage else int(scene.wants.usage))
+    assert len(told) == (len(chunks) if scene.response_options.running_usage else int(scene.response_options.usage))
     totals = [usage["total_tokens"] for usage in told]
     assert totals == sorted(totals)
     assert all(usage["prompt_tokens"] == body["usage"]["prompt_tokens"] for usage in told)
     assert told == [] or told[-1] == body["usage"]
-    assert (chunks[-1]["choices"] == []) is scene.wants.usage
+    assert (chunks[-1]["choices"] == []) is scene.response_options.usage
 
 
 @settings(max_examples=60, deadline=None)
@@ -231,22 +233,26 @@ def test_stream_and_body_say_the_same_with_and_without_deaths(scene: Scene) -> N
 
 def check_choices(scene: Scene, body: dict[str, Any]) -> None:
     """The body tells each token of each text once, and nothing that nobody wants."""
-    wants = scene.wants
+    response_options = scene.response_options
     for choice, ids in zip(body["choices"], scene.texts, strict=False):
-        assert choice.get("token_ids") == (ids if wants.token_ids else None)
-        names = [f"token_id:{i}" for i in ids] if wants.names_are_ids else None
-        if wants.logprobs is None:
+        assert choice.get("token_ids") == (ids if response_options.token_ids else None)
+        names = [f"token_id:{i}" for i in ids] if response_options.names_are_ids else None
+        if response_options.logprobs is None:
             assert choice["logprobs"] is None
-        elif scene.dialect is Chat:
+        elif scene.builder is ChatBuilder:
             content = choice["logprobs"]["content"]
-            assert [len(entry["top_logprobs"]) for entry in content] == [wants.logprobs] * len(ids)
+            assert [len(entry["top_logprobs"]) for entry in content] == [response_options.logprobs] * len(ids)
             assert names is None or [entry["token"] for entry in content] == names
         else:
             told = choice["logprobs"]["tokens"]
             prompt = PROMPTS[choice["index"] // scene.num_samples]
-            assert len(told) == len(ids) + (len(prompt) if wants.echo else 0)
+            assert len(told) == len(ids) + (len(prompt) if response_options.echo else 0)
             assert names is None or told[len(told) - len(ids) :] == names
-        assert ("prompt_logprobs" in choice) is (scene.dialect is Text and wants.prompt_logprobs is not None)
-        assert ("prompt_token_ids" in choice) is (scene.dialect is Text and wants.token_ids)
-    assert ("prompt_logprobs" in body) is (scene.dialect is Chat and wants.prompt_logprobs is not None)
-    assert ("prompt_token_ids" in body) is (scene.dialect is Chat and wants.token_ids)
+        assert ("prompt_logprobs" in choice) is (
+            scene.builder is CompletionBuilder and response_options.prompt_logprobs is not None
+        )
+        assert ("prompt_token_ids" in choice) is (scene.builder is CompletionBuilder and response_options.token_ids)
+    assert ("prompt_logprobs" in body) is (
+        scene.builder is ChatBuilder and response_options.prompt_logprobs is not None
+    )
+    assert ("prompt_token_ids" in body) is (scene.builder is ChatBuilder and response_options.token_ids)

@@ -11,11 +11,18 @@ from uvicorn.server import ServerState
 
 from model.tokenizer.interface import Tokenizer
 from service.delivery import CompletionStream
-from service.dialects import Answer, Chat, Dialect, Piece, Text, Wants
 from service.errors import ApiError
-from service.live_request import News
+from service.inflight import Deltas
 from service.metrics import Metrics
 from service.open_body import extension, open_body
+from service.response_builder import (
+    ChatBuilder,
+    CompletionBuilder,
+    ResponseBuilder,
+    ResponseInfo,
+    ResponseOptions,
+    TokenPiece,
+)
 from service.responses import encode_event
 from tests.service.desk import Desk
 from tests.service.sequences import make_choice, make_delta, make_finish, make_request
@@ -37,9 +44,11 @@ class Body:
         self.exchange.client.body += part
 
 
-def exchange_with(body: Body, tools: Any, dialect: type[Dialect] = Text, **wants: Any) -> Exchange:
+def exchange_with(
+    body: Body, tools: Any, builder: type[ResponseBuilder] = CompletionBuilder, **response_options: Any
+) -> Exchange:
     scope: Scope = {"type": "http", "extensions": extension(body)}
-    body.exchange = Exchange(CompletionStream, make_request(make_choice()), tools, dialect, scope, **wants)
+    body.exchange = Exchange(CompletionStream, make_request(make_choice()), tools, builder, scope, **response_options)
     return body.exchange
 
 
@@ -51,13 +60,15 @@ def tools(tokenizer: Tokenizer, metrics: Metrics) -> tuple[Tokenizer, Metrics]:
 WANTS: list[dict[str, Any]] = [{}, {"usage": True}, {"running_usage": True}, {"token_ids": True}, {"logprobs": 0}]
 
 
-@pytest.mark.parametrize("wants", WANTS, ids=str)
-@pytest.mark.parametrize("dialect", [Text, Chat])
-def test_the_bytes_are_those_that_the_task_sends(tools: Any, dialect: type[Dialect], wants: dict[str, Any]) -> None:
+@pytest.mark.parametrize("response_options", WANTS, ids=str)
+@pytest.mark.parametrize("builder", [CompletionBuilder, ChatBuilder])
+def test_the_bytes_are_those_that_the_task_sends(
+    tools: Any, builder: type[ResponseBuilder], response_options: dict[str, Any]
+) -> None:
     async def test() -> None:
         body = Body()
-        slow = Exchange(CompletionStream, make_request(make_choice()), tools, dialect, **wants)
-        fast = exchange_with(body, tools, dialect, **wants)
+        slow = Exchange(CompletionStream, make_request(make_choice()), tools, builder, **response_options)
+        fast = exchange_with(body, tools, builder, **response_options)
         for text in ("a", 'b"\n', "", "\u2028é", "😀"):
             for exchange in (slow, fast):
                 exchange.push(ids=(97,), text=text, logprobs=())
@@ -68,7 +79,7 @@ def test_the_bytes_are_those_that_the_task_sends(tools: Any, dialect: type[Diale
             await exchange.task
         assert without_times(fast.client.body) == without_times(slow.client.body)
         assert fast.client.is_complete
-        assert len(body.parts) == (4 if wants.get("token_ids") or "logprobs" in wants else 3)
+        assert len(body.parts) == (4 if response_options.get("token_ids") or "logprobs" in response_options else 3)
         assert sample("llm_inter_token_latency_seconds_count") == 2 * 5
 
     run(test)
@@ -121,16 +132,16 @@ def test_one_answer_that_cannot_be_written_hinders_no_other() -> None:
     async def test() -> None:
         desk, written = Desk(), []
 
-        def fail(news: News) -> Callable[[], None]:
+        def fail(news: Deltas) -> Callable[[], None]:
             raise RuntimeError("a bug")
 
-        def write(news: News) -> Callable[[], None]:
+        def write(news: Deltas) -> Callable[[], None]:
             return partial(written.extend, [delta.text for _, delta in news])
 
         ill, well = desk.open(make_choice("a")), desk.open(make_choice("b"))
         waits = [asyncio.create_task(ill.next_deltas(fail)), asyncio.create_task(well.next_deltas(write))]
         await asyncio.sleep(0)
-        desk.journal.receive([make_delta("a", ids=(1,), text="A"), make_delta("b", ids=(1,), text="B")])
+        desk.engine_client.receive([make_delta("a", ids=(1,), text="A"), make_delta("b", ids=(1,), text="B")])
         assert written == ["B"]
         with pytest.raises(ApiError, match="internal error"):
             await waits[0]
@@ -140,12 +151,16 @@ def test_one_answer_that_cannot_be_written_hinders_no_other() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("dialect", [Text, Chat])
+@pytest.mark.parametrize("builder", [CompletionBuilder, ChatBuilder])
 @pytest.mark.parametrize("text", ["a", 'say "hi"\\', "\x85\u2028\u2029", "\0text\0", "é😀\n"])
-def test_a_plain_event_is_the_event_of_its_piece(tokenizer: Tokenizer, dialect: type[Dialect], text: str) -> None:
-    words = dialect(Answer(id="cmpl-1", created=5, model="\0text\0", wants=Wants()), tokenizer)
+def test_a_plain_event_is_the_event_of_its_piece(
+    tokenizer: Tokenizer, builder: type[ResponseBuilder], text: str
+) -> None:
+    words = builder(
+        ResponseInfo(id="cmpl-1", created=5, model="\0text\0", response_options=ResponseOptions()), tokenizer
+    )
     for choice in (make_choice(), make_choice("b", index=1)):
-        piece = Piece(choice=choice, is_first=False, text=text, token_ids=(1,), logprobs=(), finish=None)
+        piece = TokenPiece(choice=choice, is_first=False, text=text, token_ids=(1,), logprobs=(), finish=None)
         assert words.plain_event(choice, text) == encode_event(words.event(piece))
 
 

@@ -9,19 +9,19 @@ import pytest
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from service.delivery import CompletionBody
 from service.errors import InvalidRequest
-from service.live_request import Choice
+from service.inflight import Choice
 from service.messages import TokenLogprob
 from service.metrics import Metrics
-from service.plan import Planner, sample_seed
+from service.request_processor import RequestProcessor, sample_seed
 from service.schemas import CompletionRequest
 from tests.service.sequences import make_choice, make_finish, make_request
 from tests.service.test_delivery import Exchange
 
 
 def plan(tokenizer: ByteLevelTokenizer, **fields: Any) -> list[Choice]:
-    planner = Planner(tokenizer=tokenizer, model_name="tiny", max_context_length=64, max_num_choices=12)
+    processor = RequestProcessor(tokenizer=tokenizer, model_name="tiny", max_context_length=64, max_num_choices=12)
     request = CompletionRequest.parse(json.dumps({"prompt": "abc", **fields}).encode())
-    return planner.plan(request, arrival_seconds=0.0)
+    return processor.plan(request, arrival_seconds=0.0)
 
 
 def test_so_many_are_computed_and_scored(tokenizer: ByteLevelTokenizer) -> None:

@@ -93,7 +93,7 @@ def test_who_leaves_while_rendering_does_not_pass_the_turn_before_its_end(
         with pytest.raises(Overloaded):
             await encoding(prompts)
         busy.set()
-        while prompts._turns._turn.locked():  # until the thread is done, however long that takes
+        while prompts._executor._turn.locked():  # until the thread is done, however long that takes
             await asyncio.sleep(0.001)
         assert await encoding(prompts) == [1]
 

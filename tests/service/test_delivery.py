@@ -12,11 +12,11 @@ from starlette.types import Scope
 from model.tokenizer.interface import Tokenizer
 from service import metrics as exposition
 from service.delivery import CompletionBody, CompletionStream
-from service.dialects import Answer, Dialect, Text, Wants
 from service.errors import Draining, EngineFailed
-from service.live_request import LiveRequest
+from service.inflight import InflightRequest
 from service.messages import FinishReason, TokenLogprob
 from service.metrics import Metrics
+from service.response_builder import CompletionBuilder, ResponseBuilder, ResponseInfo, ResponseOptions
 from service.responses import Completion, encode_event
 from tests.service.sequences import make_choice, make_delta, make_finish, make_request
 
@@ -63,22 +63,24 @@ class Exchange:
     def __init__(
         self,
         kind: type[CompletionBody | CompletionStream],
-        request: LiveRequest,
+        request: InflightRequest,
         tools: Any,
-        dialect: type[Dialect] = Text,
+        builder: type[ResponseBuilder] = CompletionBuilder,
         scope: Scope | None = None,
-        **wants: Any,
+        **response_options: Any,
     ) -> None:
         tokenizer, metrics = tools
-        answer = Answer(id="cmpl-1", created=5, model="tiny", wants=Wants(**wants))
+        answer = ResponseInfo(
+            id="cmpl-1", created=5, model="tiny", response_options=ResponseOptions(**response_options)
+        )
         self.request = request
-        self.closed: list[LiveRequest] = []
+        self.closed: list[InflightRequest] = []
         self.client = Client()
-        response = kind(request, dialect(answer, tokenizer), metrics=metrics, close=self.closed.append)
+        response = kind(request, builder(answer, tokenizer), metrics=metrics, close=self.closed.append)
         self.task = asyncio.create_task(response(scope or {}, self.client.receive, self.client.send))
 
     def push(self, index: int = 0, **delta: Any) -> None:
-        """What the journal does with an event."""
+        """Effect in the engine client of an event."""
         choice = self.request.choices[index]
         event = make_delta(index=len(choice.token_ids), **delta)
         choice.token_ids += event.token_ids

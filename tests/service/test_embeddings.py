@@ -17,9 +17,9 @@ from service.embedding_schemas import EmbeddingRequest, write_vectors
 from service.embeddings import EmbeddingBody, grouped
 from service.errors import Overloaded
 from service.frontend import Frontend
+from service.inflight import InflightRequest
 from service.intake import Intake
 from service.lifecycle import Lifecycle, Phase
-from service.live_request import LiveRequest
 from service.messages import Pooling, encode_events
 from service.metrics import Metrics, render
 from service.settings import ServeSettings
@@ -144,7 +144,7 @@ def test_a_full_server_and_a_draining_one_refuse(
 ) -> None:
     queue.answers = False
     for uid in "abcd":
-        frontend._journal.open(make_request(make_choice(uid)))
+        frontend._engine_client.open(make_request(make_choice(uid)))
     assert client.post(ROUTE, json={"input": "a"}).json()["error"]["code"] == "queue_full"
     lifecycle.enter(Phase.DRAINING)
     assert client.post(ROUTE, json={"input": "a"}).json()["error"]["code"] == "draining"
@@ -159,7 +159,7 @@ def test_a_retry_under_a_key_is_not_computed_twice(client: TestClient, queue: Ec
     assert (other.status_code, other.json()["error"]["code"]) == (400, "idempotency_key_reused")
 
 
-def group(number: int) -> LiveRequest:
+def group(number: int) -> InflightRequest:
     choice = make_choice(str(number), index=number, prompt=(97 + number,), max_tokens=0)
     choice.submit = msgspec.structs.replace(choice.submit, pooling=Pooling.MEAN)
     return make_request(choice)
@@ -169,31 +169,31 @@ class Served:
     """An `EmbeddingBody` of two groups of one text each, driven by hand."""
 
     def __init__(self, frontend: Frontend, metrics: Metrics, *, num_refusals: int) -> None:
-        self.journal = frontend._journal
+        self.engine_client = frontend._engine_client
         self.num_refusals = num_refusals
         self.groups = [group(0), group(1)]
-        self.journal.open(self.groups[0])
+        self.engine_client.open(self.groups[0])
         asked = EmbeddingRequest(input=["a", "b"])
         intake = Intake(
-            refuse_when_draining=lambda: None,
+            reject_when_draining=lambda: None,
             admit=self.admit,
             close=self.close,
-            recordings=frontend._recordings,
+            response_store=frontend._response_store,
             metrics=metrics,
         )
         self.body = EmbeddingBody(self.groups, asked, model="tiny", intake=intake)
         self.sent: list[Message] = []
         self.left = asyncio.Event()
 
-    def admit(self, live: LiveRequest) -> None:
-        assert self.journal.num_requests == 1, "what goes on is never seen as finished"
+    def admit(self, live: InflightRequest) -> None:
+        assert self.engine_client.num_requests == 1, "what goes on is never seen as finished"
         self.num_refusals -= 1
         if self.num_refusals >= 0:
             raise Overloaded("full", retry_after_seconds=0.001)
-        self.journal.open(live)
+        self.engine_client.open(live)
 
-    def close(self, live: LiveRequest) -> None:
-        self.journal.close(live)
+    def close(self, live: InflightRequest) -> None:
+        self.engine_client.close(live)
 
     async def receive(self) -> Message:
         await self.left.wait()
@@ -218,7 +218,7 @@ def test_one_that_has_begun_waits_for_room(frontend: Frontend, metrics: Metrics)
     told = json.loads(body["body"])
     np.testing.assert_allclose(vectors(told), [vector([97]), vector([98])], atol=1e-8)
     assert dict(start["headers"])[b"content-length"] == str(len(body["body"])).encode()
-    assert served.journal.num_requests == 0
+    assert served.engine_client.num_requests == 0
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -237,7 +237,7 @@ def test_who_leaves_is_forgotten(frontend: Frontend, metrics: Metrics, queue: Ec
 
     served = asyncio.run(run())
     assert served.sent == []
-    assert served.journal.num_requests == served.journal.num_choices == 0
+    assert served.engine_client.num_requests == served.engine_client.num_choices == 0
     assert queue.cancelled == ([] if answers else ["0"])
     cancelled = 'llm_requests_cancelled_total{engine="0",model_name="tiny",phase="%s"} 1.0'
     assert cancelled % ("running" if answers else "waiting") in render()[0].decode()
@@ -247,7 +247,7 @@ def test_a_failure_is_an_error(client: TestClient, frontend: Frontend, queue: Ec
     queue.failure = "the engine failed"
     error = client.post(ROUTE, json={"input": "a"})
     assert (error.status_code, error.json()["error"]["code"]) == (500, "engine_failed")
-    assert frontend._journal.num_requests == 0
+    assert frontend._engine_client.num_requests == 0
 
 
 def test_a_dead_workers_texts_are_pooled_by_the_next(frontend: Frontend, metrics: Metrics, queue: EchoQueue) -> None:

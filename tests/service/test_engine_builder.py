@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from model.eight_bits import FORMATS, PLAIN, EightBitLinear, EightBits
 from model.kernels.loading import Kernels
 from model.manifest import Manifest, read_manifest
+from model.quantization import FORMATS, PLAIN, Quantization, QuantizedLinear
 from service import engine_builder, server_memory
 from service.engine.config import EngineConfig
 from service.engine_builder import EngineFacts, build_engine
@@ -280,7 +280,7 @@ def test_a_device_that_is_not_there_is_refused(
         build_engine(settings(tiny_checkpoint, device="cuda"), manifest)
 
 
-def test_matrices_are_packed_or_of_eight_bits(manifest: Manifest, tiny_checkpoint: Path) -> None:
+def test_matrices_are_packed_or_of_int8(manifest: Manifest, tiny_checkpoint: Path) -> None:
     kinds = {}
     for flags in ({}, {"quantize": "int8"}, {"dtype": "float64"}):
         _, facts = build_engine(settings(tiny_checkpoint, **flags), manifest)
@@ -289,7 +289,7 @@ def test_matrices_are_packed_or_of_eight_bits(manifest: Manifest, tiny_checkpoin
     assert list(kinds.values()) == ["packed", "int8", "plain"]
 
 
-def test_eight_bits_serve_in_every_precision_of_the_rest(manifest: Manifest, tiny_checkpoint: Path) -> None:
+def test_int8_serve_in_every_precision_of_the_rest(manifest: Manifest, tiny_checkpoint: Path) -> None:
     told = {}
     for dtype in ("float32", "float64", "bfloat16"):
         engine, facts = build_engine(settings(tiny_checkpoint, quantize="int8", dtype=dtype), manifest)
@@ -313,7 +313,7 @@ def test_attention_that_the_device_does_not_have(
         build_engine(settings(tiny_checkpoint, device="auto", attention="native"), manifest)
 
 
-def test_eight_bits_that_the_device_does_not_have(
+def test_int8_that_the_device_does_not_have(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SettingsError, match="--quantize fp8 works only on a GPU; choose --quantize int8, or omit it"):
@@ -324,15 +324,15 @@ def test_eight_bits_that_the_device_does_not_have(
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_a_gpus_eight_bits_serve(
+def test_a_gpus_int8_serve(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """With the CPU in the GPU's place."""
-    eight_bits = EightBits(form=FORMATS[name], kernels=PLAIN, left_out=None)
-    monkeypatch.setattr(engine_builder, "eight_bits_for", lambda *given: eight_bits)
+    quantization = Quantization(form=FORMATS[name], kernels=PLAIN, left_out=None)
+    monkeypatch.setattr(engine_builder, "choose_quantization", lambda *given: quantization)
     flags = {"quantize": name, "dtype": "bfloat16", "attention": "sdpa"}
     engine, facts = build_engine(settings(tiny_checkpoint, **flags), manifest)
     assert facts.matrices == facts.found()["matrices"] == name
-    assert {type(m) for m in engine._runner._model.modules()} & {EightBitLinear, nn.Linear} == {EightBitLinear}
+    assert {type(m) for m in engine._runner._model.modules()} & {QuantizedLinear, nn.Linear} == {QuantizedLinear}
     engine.warm_up()
     assert not engine.has_work

@@ -12,9 +12,9 @@ from starlette.testclient import TestClient
 from service.errors import QueueTimeout
 from service.frontend import Frontend
 from service.lifecycle import Lifecycle, Phase
-from service.messages import Hello, encode_events
+from service.messages import WorkerReady, encode_events
 from service.metrics import render
-from service.queue_terms import QueueTerms
+from service.queue_policy import QueuePolicy
 from service.readiness import STALL_SECONDS
 from tests.service.bad_requests import BAD_REQUESTS
 from tests.service.echo import EchoQueue
@@ -105,7 +105,7 @@ def test_a_full_server_answers_429_with_all_three_headers(
 ) -> None:
     queue.answers = False
     for uid in "abcd":
-        frontend._journal.open(make_request(make_choice(uid)))
+        frontend._engine_client.open(make_request(make_choice(uid)))
     response = client.post("/v1/completions", json={"prompt": "a"})
     assert response.status_code == 429
     assert response.json()["error"]["code"] == "queue_full"
@@ -123,7 +123,7 @@ def test_a_full_server_reads_nothing_but_what_might_wait_longer(
 ) -> None:
     queue.answers = False
     for uid in "abcd":
-        frontend._journal.open(make_request(make_choice(uid)))
+        frontend._engine_client.open(make_request(make_choice(uid)))
     unread = client.post(route, content=b"no JSON at all")
     assert (unread.status_code, unread.json()["error"]["code"]) == (429, "queue_full")
     assert client.post(route, content=b'{"timeout": no JSON either').status_code == 400
@@ -141,7 +141,7 @@ def test_a_draining_server_answers_503_and_asks_for_another_connection(
     assert client.get("/health").status_code == 200, "alive to the end"
 
 
-def say(frontend: Frontend, hello: Hello) -> None:
+def say(frontend: Frontend, hello: WorkerReady) -> None:
     frontend.receive(encode_events([hello]))
 
 
@@ -188,7 +188,7 @@ def test_a_message_that_cannot_be_read_ends_requests_and_not_the_process(
 ) -> None:
     queue.answers = False
     request = make_request(make_choice("a"))
-    frontend._journal.open(request)
+    frontend._engine_client.open(request)
     frontend.receive(b"\xc1")
     assert request._failure is not None
     assert request._failure.status == 500
@@ -237,8 +237,8 @@ def test_while_it_runs_it_ends_waits_that_are_too_long(
     monkeypatch.setattr("service.frontend._TICK_SECONDS", 0.0)
     say(frontend, make_hello(0))
     request = make_request(make_choice("a"))
-    request.arrival_seconds, request.terms = time.monotonic() - 6.0, QueueTerms(timeout_seconds=5.0)
-    frontend._journal.open(request)
+    request.arrival_seconds, request.terms = time.monotonic() - 6.0, QueuePolicy(timeout_seconds=5.0)
+    frontend._engine_client.open(request)
 
     async def run() -> None:
         tending = asyncio.create_task(frontend.tend())

@@ -14,22 +14,22 @@ from starlette.testclient import TestClient
 
 from model.tokenizer.interface import Tokenizer
 from service.admission import Admission
+from service.engine_client import EngineClient
 from service.errors import ApiError, ClientGone, Draining, EngineFailed, Overloaded, QueueTimeout
-from service.inspection import MAX_LOOKS, Inspection
-from service.journal import Journal
+from service.inspection import MAX_INSPECTIONS, Inspection
 from service.messages import (
+    AttentionQuery,
+    AttentionResult,
     Cancel,
     Command,
-    Look,
-    Looked,
     Started,
     decode_command,
     decode_events,
     encode_command,
     encode_events,
 )
-from service.plan import Planner
-from service.queue_terms import QueueLimits
+from service.queue_policy import QueueLimits
+from service.request_processor import RequestProcessor
 from service.requests import install_error_handlers
 from tests.service.sequences import make_delta, make_hello
 from tests.tiny_model import tiny_config
@@ -38,7 +38,7 @@ ROUTE = "/inspect/attention"
 MAX_TOKENS = 32
 
 
-def even_weights(look: Look) -> bytes:
+def even_weights(look: AttentionQuery) -> bytes:
     """What average attention would answer."""
     lengths = range(1, len(look.token_ids) + 1)
     return array("f", [1 / length for _ in look.heads for length in lengths for _ in range(length)]).tobytes()
@@ -51,25 +51,25 @@ class Bench:
         self.sent: list[Command] = []
         self.counts: list[int] = []
         self.is_draining = False
-        self.weights: Callable[[Look], bytes | None] = even_weights
+        self.weights: Callable[[AttentionQuery], bytes | None] = even_weights
         self.answers = True
-        planner = Planner(tokenizer=tokenizer, model_name="tiny", max_context_length=256, max_num_choices=4)
-        self.journal = Journal(
+        processor = RequestProcessor(tokenizer=tokenizer, model_name="tiny", max_context_length=256, max_num_choices=4)
+        self.engine_client = EngineClient(
             send=self._take,
             admission=Admission(max_num_running=1, max_waiting_requests=1, max_waiting_tokens=100),
-            on_hello=lambda hello: None,
+            on_worker_ready=lambda hello: None,
             on_replay=lambda outcome: None,
             on_late=lambda num_tokens: None,
         )
         self.inspection = Inspection(
-            planner=planner,
+            processor=processor,
             config=tiny_config(274),
             max_tokens=max_tokens,
             max_body_bytes=100_000,
-            refuse_when_draining=self._refuse_when_draining,
-            journal=self.journal,
+            reject_when_draining=self._refuse_when_draining,
+            engine_client=self.engine_client,
             limits=QueueLimits(max_seconds=60.0),
-            on_change=lambda: self.counts.append(self.journal.num_looks),
+            on_change=lambda: self.counts.append(self.engine_client.num_looks),
         )
 
     def _refuse_when_draining(self) -> None:
@@ -79,9 +79,9 @@ class Bench:
     def _take(self, commands: Sequence[Command]) -> None:
         for command in (decode_command(encode_command(command)) for command in commands):
             self.sent.append(command)
-            if isinstance(command, Look) and self.answers:
-                looked = Looked(uid=command.uid, weights=self.weights(command), compute_seconds=0.0125)
-                self.journal.receive(decode_events(encode_events([looked])))
+            if isinstance(command, AttentionQuery) and self.answers:
+                looked = AttentionResult(uid=command.uid, weights=self.weights(command), compute_seconds=0.0125)
+                self.engine_client.receive(decode_events(encode_events([looked])))
 
     def client(self) -> TestClient:
         app = FastAPI()
@@ -131,7 +131,7 @@ def test_all_heads(client: TestClient, bench: Bench) -> None:
             assert sum(row) == pytest.approx(1, abs=1e-5)
             assert row[t + 1 :] == [0.0] * (len(row) - t - 1)
     (look,) = bench.sent
-    assert isinstance(look, Look)
+    assert isinstance(look, AttentionQuery)
     assert (look.layer, look.heads, list(look.token_ids)) == (1, (0, 1, 2, 3), body["token_ids"])
     assert bench.counts == [1, 0]
 
@@ -238,15 +238,15 @@ async def waiting(bench: Bench, count: int, *, leaves: bool = False) -> list["as
 
 def test_only_a_few_at_a_time(bench: Bench) -> None:
     async def crowd() -> None:
-        tasks = await waiting(bench, MAX_LOOKS)
+        tasks = await waiting(bench, MAX_INSPECTIONS)
         with pytest.raises(Overloaded) as refused:
             await bench.inspection.attention(request_of({"prompt": "a", "layer": 0}))
         assert refused.value.status == 429
         assert refused.value.headers()["retry-after"] == "1"
-        assert bench.journal.num_looks == MAX_LOOKS
-        bench.journal.fail_all(ApiError("enough"))
+        assert bench.engine_client.num_looks == MAX_INSPECTIONS
+        bench.engine_client.fail_all(ApiError("enough"))
         assert all(isinstance(ending, ApiError) for ending in await asyncio.gather(*tasks, return_exceptions=True))
-        assert bench.journal.num_looks == 0
+        assert bench.engine_client.num_looks == 0
 
     asyncio.run(crowd())
 
@@ -259,23 +259,27 @@ def test_a_client_that_leaves_cancels(bench: Bench) -> None:
 
     asyncio.run(leave())
     look, cancel = bench.sent
-    assert isinstance(look, Look)
+    assert isinstance(look, AttentionQuery)
     assert cancel == Cancel(uid=look.uid)
     assert bench.counts == [1, 0]
 
 
 def answer_all(bench: Bench) -> None:
     """What a worker answers to all that was sent."""
-    looks = [command for command in bench.sent if isinstance(command, Look)]
-    bench.journal.receive([Looked(uid=k.uid, weights=even_weights(k), compute_seconds=0.0) for k in looks])
+    looks = [command for command in bench.sent if isinstance(command, AttentionQuery)]
+    bench.engine_client.receive(
+        [AttentionResult(uid=k.uid, weights=even_weights(k), compute_seconds=0.0) for k in looks]
+    )
 
 
 def test_a_look_whose_worker_dies_is_computed_by_the_next(bench: Bench) -> None:
     async def die() -> None:
         tasks = await waiting(bench, 2)
-        bench.journal.receive([Looked(uid=bench.sent[1].uid, weights=None, compute_seconds=0.0), make_hello(epoch=1)])
+        bench.engine_client.receive(
+            [AttentionResult(uid=bench.sent[1].uid, weights=None, compute_seconds=0.0), make_hello(epoch=1)]
+        )
         first, _, again = bench.sent
-        assert isinstance(first, Look)
+        assert isinstance(first, AttentionQuery)
         assert again == msgspec.structs.replace(first, attempt=1), "the one without an answer"
         answer_all(bench)
         assert (await tasks[0]).status_code == 200
@@ -283,46 +287,46 @@ def test_a_look_whose_worker_dies_is_computed_by_the_next(bench: Bench) -> None:
             await tasks[1]
 
     asyncio.run(die())
-    assert bench.journal.num_looks == 0
+    assert bench.engine_client.num_looks == 0
 
 
 def test_a_look_that_kills_three_workers_ends(bench: Bench) -> None:
     async def die() -> None:
         (task,) = await waiting(bench, 1)
         for epoch in range(1, 5):  # no worker has begun this attempt when it dies
-            bench.journal.receive([make_hello(epoch), Started(uid=bench.sent[0].uid, attempt=0)])
+            bench.engine_client.receive([make_hello(epoch), Started(uid=bench.sent[0].uid, attempt=0)])
         for epoch in (5, 6, 7):
             assert not task.done()
-            bench.journal.receive([Started(uid=bench.sent[0].uid, attempt=epoch - 1), make_hello(epoch)])
+            bench.engine_client.receive([Started(uid=bench.sent[0].uid, attempt=epoch - 1), make_hello(epoch)])
         with pytest.raises(EngineFailed, match="died repeatedly") as caught:
             await task
         assert caught.value.headers() == {"x-should-retry": "false"}
 
     asyncio.run(die())
-    assert [type(command) for command in bench.sent] == [*[Look] * 7, Cancel]
+    assert [type(command) for command in bench.sent] == [*[AttentionQuery] * 7, Cancel]
 
 
 def test_a_look_that_waits_longer_than_requests_may_ends_with_a_408(bench: Bench) -> None:
     async def wait() -> None:
         began, running = await waiting(bench, 2)
-        bench.journal.receive([Started(uid=bench.sent[1].uid, attempt=0)])
-        bench.journal.expire(time.monotonic() + 59.0, is_stalled=False)
+        bench.engine_client.receive([Started(uid=bench.sent[1].uid, attempt=0)])
+        bench.engine_client.expire(time.monotonic() + 59.0, is_stalled=False)
         await asyncio.sleep(0)
         assert not began.done()
-        bench.journal.expire(time.monotonic() + 61.0, is_stalled=False)
+        bench.engine_client.expire(time.monotonic() + 61.0, is_stalled=False)
         with pytest.raises(QueueTimeout, match="not begun within its time, 60 s"):
             await began
         assert not running.done(), "the worker computes it"
-        bench.journal.expire(time.monotonic() + 61.0, is_stalled=True)
+        bench.engine_client.expire(time.monotonic() + 61.0, is_stalled=True)
         with pytest.raises(QueueTimeout, match="not answered within its time, 60 s"):
             await running
 
     asyncio.run(wait())
-    assert [type(command) for command in bench.sent] == [Look, Look, Cancel, Cancel]
+    assert [type(command) for command in bench.sent] == [AttentionQuery, AttentionQuery, Cancel, Cancel]
 
 
 def test_other_events_and_late_answers_pass_by(bench: Bench) -> None:
     delta = make_delta("a", ids=(1,), text="x")
-    late = Looked(uid="unknown", weights=None, compute_seconds=0.0)
-    bench.journal.receive([late, delta])
-    assert bench.journal.num_looks == 0
+    late = AttentionResult(uid="unknown", weights=None, compute_seconds=0.0)
+    bench.engine_client.receive([late, delta])
+    assert bench.engine_client.num_looks == 0

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from service.errors import Overloaded
-from service.queue_terms import QueueTerms
+from service.queue_policy import QueuePolicy
 from tests.engine.simulated_steps import SimulatedSteps
 from tests.service.doorman import Service
 
 TARGET_TPOT, TARGET_TTFT = 0.05, 0.5
 # Four times what the machine serves within the target.
 REQUESTS_PER_SECOND = 40.0
-TERMS = QueueTerms(owner="flood", patience_seconds=0.05)
+TERMS = QueuePolicy(tenant="flood", patience_seconds=0.05)
 
 
 @dataclass
@@ -46,9 +46,9 @@ class Overload:
         self._arrive_until(machine.now)
         self.service.clock.now = machine.now
         for answer in step.began:
-            admission.started(1, TERMS.owner, answer)
+            admission.started(1, TERMS.tenant, answer)
         for answer in step.ended:
-            admission.ended(TERMS.owner, answer)
+            admission.ended(TERMS.tenant, answer)
         admission.limit_running(machine.scheduler.max_num_running)
         admission.stepped([1] * len(step.served))
 

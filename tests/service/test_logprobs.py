@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from model.tokenizer.interface import Tokenizer
 from model.tokenizer.stream import StreamDecoder
-from service.logprobs import LogprobWriter, Wording, chat_logprobs, prompt_logprobs, prompt_text, token_name
+from service.logprobs import LogprobWriter, Wording, chat_logprobs, format_token_name, prompt_logprobs, prompt_text
 from service.messages import TokenLogprob
 from tests.tiny_model import EOS, tiny_tokenizer
 
@@ -20,11 +20,11 @@ def writer(tokenizer: Tokenizer, num_top: int = 20) -> LogprobWriter:
 
 
 def test_a_token_is_named_by_its_text_its_name_or_its_bytes(tokenizer: Tokenizer) -> None:
-    assert token_name(tokenizer, ord("a")) == "a"
-    assert token_name(tokenizer, tokenizer.special_tokens[EOS]) == EOS
-    assert token_name(tokenizer, 0xF0) == "bytes:\\xf0"
+    assert format_token_name(tokenizer, ord("a")) == "a"
+    assert format_token_name(tokenizer, tokenizer.special_tokens[EOS]) == EOS
+    assert format_token_name(tokenizer, 0xF0) == "bytes:\\xf0"
     (smile_start, _) = tokenizer.encode("😀")
-    assert token_name(tokenizer, smile_start) == "bytes:\\xf0\\x9f"
+    assert format_token_name(tokenizer, smile_start) == "bytes:\\xf0\\x9f"
 
 
 def test_the_token_itself_is_always_among_the_alternatives_with_the_identical_float(tokenizer: Tokenizer) -> None:

@@ -9,9 +9,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from model.tokenizer.byte_level import ByteLevelTokenizer
-from service.plan import LONG_TEXT
+from service.request_processor import MAX_INLINE_CHARACTERS
 
-SHORT, LONG = "abc", "abc " * LONG_TEXT
+SHORT, LONG = "abc", "abc " * MAX_INLINE_CHARACTERS
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_others_are_answered_while_a_long_text_is_tokenized(
     encode = ByteLevelTokenizer.encode
 
     def slowly(self: ByteLevelTokenizer, text: str, *args: Any, **kwargs: Any) -> list[int]:
-        if len(text) > LONG_TEXT:
+        if len(text) > MAX_INLINE_CHARACTERS:
             began.set()
             assert go_on.wait(60)
         return encode(self, text, *args, **kwargs)

@@ -2,13 +2,13 @@
 
 import pytest
 
-from service.messages import Look
+from service.messages import AttentionQuery
 from service.poison_detector import PoisonRequestDetector
 from tests.service.sequences import make_submit
 
 
-def look(uid: str) -> Look:
-    return Look(uid=uid, token_ids=(1,), layer=0, heads=(0,))
+def look(uid: str) -> AttentionQuery:
+    return AttentionQuery(uid=uid, token_ids=(1,), layer=0, heads=(0,))
 
 
 class Bench:

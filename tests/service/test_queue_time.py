@@ -11,7 +11,7 @@ from service.frontend import Frontend
 from service.messages import FinishReason, Submit, decode_command, encode_events
 from service.metrics import render
 from service.openapi import openapi_document
-from service.queue_terms import TIMEOUT_HEADER, QueueTerms
+from service.queue_policy import TIMEOUT_HEADER, QueuePolicy
 from tests.service.echo import EchoQueue
 from tests.service.sequences import make_choice, make_delta, make_finish, make_hello, make_request
 
@@ -54,7 +54,7 @@ def test_a_timeout_becomes_the_deadline_of_a_submission(
         deadline = queue.submits[-1].deadline_seconds
         assert deadline is not None
         assert before + seconds <= deadline <= time.monotonic() + seconds
-        assert queue.submits[-1].owner == "address testclient"
+        assert queue.submits[-1].tenant == "address testclient"
     client.post(path, json=body, headers={"x-request-timeout": "7"})
     last = queue.submits[-1]
     assert last.deadline_seconds is not None
@@ -96,18 +96,18 @@ def test_who_was_not_begun_in_time_is_told_so_and_when_to_come_back(
     assert int(response.headers["retry-after-ms"]) >= 1
     assert response.headers["x-should-retry"] == "true"
     assert 'status="408"} 1.0' in render()[0].decode()
-    assert frontend._journal.num_choices == 0
+    assert frontend._engine_client.num_choices == 0
 
 
 def test_what_has_begun_has_no_deadline_when_a_worker_has_died(frontend: Frontend, queue: EchoQueue) -> None:
     queue.answers = False
-    journal = frontend._journal
+    engine_client = frontend._engine_client
     for uid in ("begun", "waits"):
         request = make_request(make_choice(uid))
-        request.terms = QueueTerms(timeout_seconds=5.0)
-        journal.open(request)
-    journal.receive([make_delta("begun", ids=(1,))])
-    journal.receive([make_hello(1)])
+        request.terms = QueuePolicy(timeout_seconds=5.0)
+        engine_client.open(request)
+    engine_client.receive([make_delta("begun", ids=(1,))])
+    engine_client.receive([make_hello(1)])
     deadlines = {submit.uid: submit.deadline_seconds for submit in queue.submits if submit.attempt == 1}
     assert deadlines == {"begun": None, "waits": 5.0}
 
@@ -116,8 +116,8 @@ def test_who_would_wait_too_long_is_refused_before_it_costs_anything(client: Tes
     """The server of two places begins four requests a second or fewer: it answers at once, so that a slow one is made
     by a rate that was observed before."""
     frontend: Frontend = queue.frontend
-    admission = frontend._journal._admission
-    admission.admit([1, 1], QueueTerms(owner="address testclient"))
+    admission = frontend._engine_client._admission
+    admission.admit([1, 1], QueuePolicy(tenant="address testclient"))
     for _ in range(200):
         admission._started.add(1, 10.0)
     response = client.post("/v1/completions", json={"prompt": "a"})

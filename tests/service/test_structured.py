@@ -11,7 +11,7 @@ import pytest
 from service.errors import InvalidRequest, Overloaded
 from service.schemas import CompletionRequest
 from service.structured.checker import GrammarChecker, Limits
-from service.structured.formats import MAX_SCHEMA_CHARACTERS, Kind, Wanted
+from service.structured.formats import MAX_SCHEMA_CHARACTERS, Kind, OutputConstraint
 from tests.service.sequences import make_choice
 from tests.tiny_model import tiny_tokenizer
 
@@ -32,27 +32,33 @@ def schema_format(**fields: Any) -> dict[str, Any]:
         ({}, None),
         ({"response_format": None, "structured_outputs": None}, None),
         ({"response_format": {"type": "text"}}, None),
-        ({"response_format": {"type": "json_object"}}, Wanted(Kind.JSON, {"type": "object"}, "response_format")),
+        (
+            {"response_format": {"type": "json_object"}},
+            OutputConstraint(Kind.JSON, {"type": "object"}, "response_format"),
+        ),
         (
             {"response_format": schema_format(description="x", strict=True)},
-            Wanted(Kind.JSON, SCHEMA, "response_format.json_schema.schema"),
+            OutputConstraint(Kind.JSON, SCHEMA, "response_format.json_schema.schema"),
         ),
         (
             {"response_format": schema_format(strict=False)},
-            Wanted(Kind.JSON, SCHEMA, "response_format.json_schema.schema", lenient=True),
+            OutputConstraint(Kind.JSON, SCHEMA, "response_format.json_schema.schema", lenient=True),
         ),
-        ({"structured_outputs": {"json": SCHEMA}}, Wanted(Kind.JSON, SCHEMA, "structured_outputs.json")),
-        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, Wanted(Kind.JSON, SCHEMA, "structured_outputs.json")),
-        ({"structured_outputs": {"regex": "a+"}}, Wanted(Kind.REGEX, "a+", "structured_outputs.regex")),
-        ({"structured_outputs": {"choice": ["a"]}}, Wanted(Kind.CHOICE, ["a"], "structured_outputs.choice")),
+        ({"structured_outputs": {"json": SCHEMA}}, OutputConstraint(Kind.JSON, SCHEMA, "structured_outputs.json")),
+        (
+            {"structured_outputs": {"json": json.dumps(SCHEMA)}},
+            OutputConstraint(Kind.JSON, SCHEMA, "structured_outputs.json"),
+        ),
+        ({"structured_outputs": {"regex": "a+"}}, OutputConstraint(Kind.REGEX, "a+", "structured_outputs.regex")),
+        ({"structured_outputs": {"choice": ["a"]}}, OutputConstraint(Kind.CHOICE, ["a"], "structured_outputs.choice")),
         (
             {"structured_outputs": {"grammar": "root ::= [a]", "json": None}, "response_format": {"type": "text"}},
-            Wanted(Kind.GRAMMAR, "root ::= [a]", "structured_outputs.grammar"),
+            OutputConstraint(Kind.GRAMMAR, "root ::= [a]", "structured_outputs.grammar"),
         ),
     ],
 )
-def test_what_is_asked_for(fields: dict[str, Any], wanted: Wanted | None) -> None:
-    assert parse(**fields).wanted_output == wanted
+def test_what_is_asked_for(fields: dict[str, Any], wanted: OutputConstraint | None) -> None:
+    assert parse(**fields).output_constraint == wanted
 
 
 @pytest.mark.parametrize(
@@ -102,7 +108,7 @@ def checker() -> Iterator[GrammarChecker]:
 
 
 def checked(checker: GrammarChecker, kind: Kind, content: Any, *, lenient: bool = False) -> str | None:
-    return asyncio.run(checker.grammar(Wanted(kind, content, "field", lenient)))
+    return asyncio.run(checker.grammar(OutputConstraint(kind, content, "field", lenient)))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +190,7 @@ def test_each_request_is_told_of_and_how_long_it_took_unless_it_was_remembered()
 def test_a_choice_knows_where_its_grammar_is_from(checker: GrammarChecker) -> None:
     """So that a refusal in the middle of a text can name the field."""
     choice = make_choice()
-    asyncio.run(checker.attach(Wanted(Kind.REGEX, "a+", "structured_outputs.regex"), [choice]))
+    asyncio.run(checker.attach(OutputConstraint(Kind.REGEX, "a+", "structured_outputs.regex"), [choice]))
     assert choice.submit.grammar is not None
     assert choice.grammar_param == "structured_outputs.regex"
 
@@ -193,8 +199,8 @@ def test_who_waits_too_long_is_told_to_come_back() -> None:
     checker = GrammarChecker(tiny_tokenizer(), Limits(cpu_seconds=1.0), wait_seconds=0.01)
 
     async def ask_two() -> list[Any]:
-        slow = Wanted(Kind.JSON, {"type": "integer", "multipleOf": 1234567}, "slow")
-        fast = Wanted(Kind.REGEX, "a", "fast")
+        slow = OutputConstraint(Kind.JSON, {"type": "integer", "multipleOf": 1234567}, "slow")
+        fast = OutputConstraint(Kind.REGEX, "a", "fast")
         return await asyncio.gather(checker.grammar(slow), checker.grammar(fast), return_exceptions=True)
 
     slow, fast = asyncio.run(ask_two())

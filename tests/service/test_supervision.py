@@ -12,7 +12,7 @@ import pytest
 from service.lifecycle import Lifecycle, Phase
 from service.metrics import Metrics
 from service.supervision import Supervisor, failed_start
-from service.worker import EXIT_SETTINGS, EXIT_TOLD
+from service.worker import EXIT_SETTINGS, EXIT_START_FAILED
 
 
 class FakeProcess:
@@ -42,7 +42,7 @@ class FakeProcess:
 @pytest.mark.parametrize(
     ("ended", "said", "code"),
     [
-        (EXIT_TOLD, "", 1),
+        (EXIT_START_FAILED, "", 1),
         (EXIT_SETTINGS, "", 2),
         (-9, "the worker was killed by SIGKILL (out of memory?) while starting", 1),
         (1, "the worker ended with exit code 1 while starting", 1),
@@ -105,7 +105,7 @@ class Bench:
             if "worker" in beating:
                 self.lifecycle.beat()
             if "api" in beating:
-                self.lifecycle.beat_api()
+                self.lifecycle.record_api_heartbeat()
             if "queue" in beating:
                 self.supervisor._num_answers += 1
             self.watch()
@@ -138,7 +138,7 @@ def test_the_standby_becomes_the_worker_and_another_one_waits(bench: Bench) -> N
 def test_a_worker_that_ends_is_replaced_at_once_and_again_until_the_service_ends(
     metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.supervision.LOOK_SECONDS", 3600.0)
+    monkeypatch.setattr("service.supervision.CHECK_SECONDS", 3600.0)
     bench = Bench(metrics, has_standby=False)
     launch = bench._launch
 
@@ -158,7 +158,7 @@ def test_a_worker_that_ends_is_replaced_at_once_and_again_until_the_service_ends
 
 
 def test_the_end_of_the_api_process_is_seen_at_once(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.supervision.LOOK_SECONDS", 3600.0)
+    monkeypatch.setattr("service.supervision.CHECK_SECONDS", 3600.0)
     bench = Bench(metrics, has_standby=False)
     has_failed = threading.Event()
 
@@ -211,7 +211,7 @@ def hanging(metrics: Metrics) -> Bench:
     """Ten seconds' patience; the first worker was up after five."""
     bench = Bench(metrics, has_standby=False, hang_seconds=10.0)
     bench.lifecycle.epoch_seconds.value = 95.0
-    bench.lifecycle.beat_api()
+    bench.lifecycle.record_api_heartbeat()
     bench.watch()
     return bench
 
@@ -275,7 +275,7 @@ def test_an_api_process_that_is_not_up_yet_owes_nothing(metrics: Metrics) -> Non
 
 def test_a_limit_of_zero_is_none(metrics: Metrics) -> None:
     bench = Bench(metrics, has_standby=False)
-    bench.lifecycle.beat_api()
+    bench.lifecycle.record_api_heartbeat()
     bench.watch_for(1000.0)
     assert bench.worker.is_alive()
     assert bench.failures == []

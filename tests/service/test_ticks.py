@@ -5,7 +5,7 @@ import inspect
 
 import uvicorn
 
-from service.ticks import tick_seldom
+from service.ticks import slow_down_ticks
 
 _FOR_EVER = 3600.0
 
@@ -28,7 +28,7 @@ class Server:
 def test_a_server_that_is_woken_ends_without_waiting_for_its_next_tick() -> None:
     async def test() -> None:
         server = Server()
-        wake = tick_seldom(server, seconds=_FOR_EVER)
+        wake = slow_down_ticks(server, seconds=_FOR_EVER)
         running = asyncio.create_task(server.main_loop())
         await server.ticked.wait()
         assert not running.done()
@@ -43,7 +43,7 @@ def test_a_server_that_is_woken_ends_without_waiting_for_its_next_tick() -> None
 def test_a_server_that_is_woken_without_need_goes_on_waiting() -> None:
     async def test() -> None:
         server = Server()
-        wake = tick_seldom(server, seconds=_FOR_EVER)
+        wake = slow_down_ticks(server, seconds=_FOR_EVER)
         running = asyncio.create_task(server.main_loop())
         for ticks in (1, 2):
             await server.ticked.wait()
@@ -62,7 +62,7 @@ def test_a_server_that_is_woken_without_need_goes_on_waiting() -> None:
 def test_without_being_woken_it_ticks_again_when_it_is_time() -> None:
     async def test() -> None:
         server = Server()
-        tick_seldom(server, seconds=0.001)
+        slow_down_ticks(server, seconds=0.001)
         running = asyncio.create_task(server.main_loop())
         while len(server.counters) < 3:
             await server.ticked.wait()

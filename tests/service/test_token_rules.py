@@ -11,9 +11,9 @@ from model.tokenizer.interface import TokenizerError
 from service.chat_schemas import ChatCompletionRequest
 from service.errors import InvalidRequest
 from service.messages import Submit
-from service.plan import Planner
+from service.request_processor import RequestProcessor
 from service.schemas import CompletionRequest
-from service.serving import Defaults
+from service.served_model import RequestDefaults
 from tests.tiny_model import tiny_tokenizer
 
 A, B, E = b"abe"
@@ -21,26 +21,26 @@ A, B, E = b"abe"
 
 
 @pytest.fixture
-def planner(tokenizer: ByteLevelTokenizer) -> Planner:
-    return Planner(tokenizer=tokenizer, model_name="tiny", max_context_length=64, max_num_choices=12)
+def processor(tokenizer: ByteLevelTokenizer) -> RequestProcessor:
+    return RequestProcessor(tokenizer=tokenizer, model_name="tiny", max_context_length=64, max_num_choices=12)
 
 
-def submits(planner: Planner, **fields: Any) -> list[Submit]:
+def submits(processor: RequestProcessor, **fields: Any) -> list[Submit]:
     """What both routes submit: they must agree."""
     text = CompletionRequest.parse(json.dumps({"prompt": "abc", "max_tokens": 8, "seed": 1, **fields}).encode())
-    of_text = [choice.submit for choice in planner.plan(text, arrival_seconds=3.0)]
+    of_text = [choice.submit for choice in processor.plan(text, arrival_seconds=3.0)]
     messages = [{"role": "user", "content": "abc"}]
     body = json.dumps({"messages": messages, "max_tokens": 8, "seed": 1, **fields}).encode()
     chat = ChatCompletionRequest.parse(body)
-    planner.check(chat)
-    of_chat = [choice.submit for choice in planner.plan_chat(chat, list(b"abc"), arrival_seconds=3.0)]
+    processor.check(chat)
+    of_chat = [choice.submit for choice in processor.plan_chat(chat, list(b"abc"), arrival_seconds=3.0)]
     for one, other in zip(of_text, of_chat, strict=True):
         assert (one.params, one.priority, one.cache_salt) == (other.params, other.priority, other.cache_salt)
     return of_text
 
 
-def params(planner: Planner, **fields: Any) -> SamplingParams:
-    return submits(planner, **fields)[0].params
+def params(processor: RequestProcessor, **fields: Any) -> SamplingParams:
+    return submits(processor, **fields)[0].params
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def params(planner: Planner, **fields: Any) -> SamplingParams:
     ],
 )
 def test_each_reaches_the_engine_and_nothing_else_changes(
-    planner: Planner, fields: dict[str, Any], expected: dict[str, Any]
+    processor: RequestProcessor, fields: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    plain = params(planner)
+    plain = params(processor)
     assert not plain.has_token_rules
-    ruled = params(planner, **fields)
+    ruled = params(processor, **fields)
     assert ruled.has_token_rules
     for name in SamplingParams.__dataclass_fields__:
         wanted = expected.get(name, getattr(plain, name))
@@ -76,26 +76,26 @@ def test_each_reaches_the_engine_and_nothing_else_changes(
     ],
 )
 def test_a_word_is_its_tokens_with_a_space_before_it_and_without(
-    planner: Planner, words: list[str], ids: tuple[tuple[int, ...], ...]
+    processor: RequestProcessor, words: list[str], ids: tuple[tuple[int, ...], ...]
 ) -> None:
-    assert params(planner, bad_words=words).bad_word_ids == ids
+    assert params(processor, bad_words=words).bad_word_ids == ids
 
 
 @pytest.mark.parametrize("fields", [{"logit_bias": {}}, {"bad_words": []}, {"priority": 0}, {"repetition_penalty": 1}])
-def test_what_asks_for_nothing_is_nothing(planner: Planner, fields: dict[str, Any]) -> None:
-    assert submits(planner, **fields)[0].params == params(planner)
+def test_what_asks_for_nothing_is_nothing(processor: RequestProcessor, fields: dict[str, Any]) -> None:
+    assert submits(processor, **fields)[0].params == params(processor)
 
 
-def test_priority_and_salt_go_with_every_sample(planner: Planner) -> None:
-    for submit in submits(planner, priority=-7, cache_salt="mine", n=3):
+def test_priority_and_salt_go_with_every_sample(processor: RequestProcessor) -> None:
+    for submit in submits(processor, priority=-7, cache_salt="mine", n=3):
         assert (submit.priority, submit.cache_salt) == (-7, "mine")
-    assert [(submit.priority, submit.cache_salt) for submit in submits(planner)] == [(0, "")]
+    assert [(submit.priority, submit.cache_salt) for submit in submits(processor)] == [(0, "")]
 
 
 @pytest.mark.parametrize("key", ["-1", "+1", "01", "1.0", " 1", "a", "", "٣", "9" * 5000])
-def test_a_key_that_is_no_token_id_is_refused(planner: Planner, key: str) -> None:
+def test_a_key_that_is_no_token_id_is_refused(processor: RequestProcessor, key: str) -> None:
     with pytest.raises(InvalidRequest, match="is not a token id") as caught:
-        submits(planner, logit_bias={key: 1})
+        submits(processor, logit_bias={key: 1})
     assert caught.value.param == "logit_bias"
     assert len(caught.value.message) < 200
 
@@ -118,9 +118,11 @@ def test_a_key_that_is_no_token_id_is_refused(planner: Planner, key: str) -> Non
         ),
     ],
 )
-def test_what_leaves_no_token_is_refused(planner: Planner, fields: dict[str, Any], param: str, said: str) -> None:
+def test_what_leaves_no_token_is_refused(
+    processor: RequestProcessor, fields: dict[str, Any], param: str, said: str
+) -> None:
     with pytest.raises(InvalidRequest, match=said) as caught:
-        submits(planner, **fields)
+        submits(processor, **fields)
     assert caught.value.param == param
 
 
@@ -133,11 +135,13 @@ def test_what_leaves_no_token_is_refused(planner: Planner, fields: dict[str, Any
         {"allowed_token_ids": [A], "bad_words": ["aa"]},  # the first one may come
     ],
 )
-def test_what_leaves_one_is_not(planner: Planner, fields: dict[str, Any]) -> None:
-    assert params(planner, **fields).allowed_token_ids
+def test_what_leaves_one_is_not(processor: RequestProcessor, fields: dict[str, Any]) -> None:
+    assert params(processor, **fields).allowed_token_ids
 
 
-def test_a_word_that_cannot_be_tokenized_is_refused(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_word_that_cannot_be_tokenized_is_refused(
+    processor: RequestProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = ByteLevelTokenizer.encode
 
     def refuse(self: ByteLevelTokenizer, text: str, *, parse_special: bool = False) -> list[int]:
@@ -148,12 +152,12 @@ def test_a_word_that_cannot_be_tokenized_is_refused(planner: Planner, monkeypatc
     monkeypatch.setattr(ByteLevelTokenizer, "encode", refuse)
     for word, said in (("xyz", "'xyz': no token stands for it"), ("empty", "makes no token of 'empty'")):
         with pytest.raises(InvalidRequest, match=said) as caught:
-            submits(planner, bad_words=["fine", word])
+            submits(processor, bad_words=["fine", word])
         assert caught.value.param == "bad_words"
 
 
 def test_a_words_tokens_are_made_once_for_all_prompts_and_samples(
-    planner: Planner, monkeypatch: pytest.MonkeyPatch
+    processor: RequestProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded: list[str] = []
     whole = ByteLevelTokenizer.encode
@@ -164,17 +168,17 @@ def test_a_words_tokens_are_made_once_for_all_prompts_and_samples(
 
     monkeypatch.setattr(ByteLevelTokenizer, "encode", count)
     request = CompletionRequest.parse(json.dumps({"prompt": ["a", "b"], "n": 3, "bad_words": ["word"]}).encode())
-    assert len(planner.plan(request, arrival_seconds=0.0)) == 6
+    assert len(processor.plan(request, arrival_seconds=0.0)) == 6
     assert sorted(encoded) == [" word", "a", "b", "word"]
 
 
 def test_a_checkpoints_repetition_penalty_is_the_requests(tokenizer: ByteLevelTokenizer) -> None:
-    planner = Planner(
+    processor = RequestProcessor(
         tokenizer=tokenizer,
         model_name="tiny",
         max_context_length=64,
         max_num_choices=12,
-        defaults=Defaults(sampling={"repetition_penalty": 1.25}),
+        defaults=RequestDefaults(sampling={"repetition_penalty": 1.25}),
     )
-    assert params(planner).repetition_penalty == 1.25
-    assert params(planner, repetition_penalty=1.0).repetition_penalty == 1.0
+    assert params(processor).repetition_penalty == 1.25
+    assert params(processor, repetition_penalty=1.0).repetition_penalty == 1.0

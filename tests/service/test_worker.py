@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from service import driver
-from service.driver import Driver, Parcel
+from service import engine_loop
+from service.engine_loop import EngineLoop, Parcel
 from service.messages import (
     Cancel,
     Command,
@@ -91,12 +91,12 @@ class Bench:
         self.inbox: SimpleQueue[Parcel] = SimpleQueue()
         self.sent: list[tuple[int, list[Event]]] = []
         self.sent_now: list[tuple[int, list[Event]]] = []
-        self.num_beats = 0
-        self.driver = self.make_driver(metrics)
+        self.num_heartbeats = 0
+        self.engine_loop = self.make_engine_loop(metrics)
 
-    def make_driver(self, metrics: Metrics, **more: Any) -> Driver:
+    def make_engine_loop(self, metrics: Metrics, **more: Any) -> EngineLoop:
         engine: Any = self.engine
-        return Driver(
+        return EngineLoop(
             engine,
             inbox=self.inbox,
             send=lambda api, events: self.sent.append((api, events)),
@@ -107,7 +107,7 @@ class Bench:
         )
 
     def _beat(self) -> None:
-        self.num_beats += 1
+        self.num_heartbeats += 1
 
     def put(self, *commands: Command, api: int = 0) -> None:
         self.inbox.put((api, tuple(map(encode_command, commands))))
@@ -129,7 +129,7 @@ def bench(metrics: Metrics) -> Bench:
 def test_a_step_sends_one_message_with_everybodys_events(bench: Bench) -> None:
     bench.put(make_submit("a"), make_submit("b"))
     bench.put(make_submit("c"))
-    bench.driver.turn()
+    bench.engine_loop.run_once()
     assert bench.uids() == [["a", "b", "c"]]
     assert bench.engine.calls == [("submit", "a", 0), ("submit", "b", 0), ("submit", "c", 0), "step"]
 
@@ -137,7 +137,7 @@ def test_a_step_sends_one_message_with_everybodys_events(bench: Bench) -> None:
 def test_each_api_process_gets_its_own_events(bench: Bench) -> None:
     bench.put(make_submit("a"), api=0)
     bench.put(make_submit("b"), api=1)
-    bench.driver.turn()
+    bench.engine_loop.run_once()
     assert [(api, [e.uid for e in events]) for api, events in bench.sent if all(hasattr(e, "uid") for e in events)] == [
         (0, ["a"]),
         (1, ["b"]),
@@ -150,37 +150,37 @@ def test_a_changed_limit_on_running_sequences_goes_once_with_the_next_events(ben
         return [each for each in told if each]
 
     bench.put(make_submit("a"))
-    bench.driver.turn()
+    bench.engine_loop.run_once()
     assert not limits()
     for limit in (5, 5, 7):
         bench.engine.max_num_running = limit
-        bench.driver.turn()
+        bench.engine_loop.run_once()
     assert limits() == [[5], [7]]
 
 
 def test_commands_that_arrive_during_a_step_act_before_the_next(bench: Bench) -> None:
     bench.put(make_submit("a"))
     bench.engine.before_step = lambda: bench.put(make_submit("b"))
-    bench.driver.turn()
+    bench.engine_loop.run_once()
     bench.engine.before_step = lambda: None
-    bench.driver.turn()
+    bench.engine_loop.run_once()
     assert bench.uids() == [["a"], ["a", "b"]]
 
 
 def test_a_cancelled_sequence_is_gone_before_the_next_step(bench: Bench) -> None:
     bench.put(make_submit("a"), make_submit("b"))
-    bench.driver.turn()
+    bench.engine_loop.run_once()
     bench.put(Cancel(uid="a"), Cancel(uid="unknown"))
-    bench.driver.turn()
+    bench.engine_loop.run_once()
     assert bench.uids() == [["a", "b"], ["b"]]
     assert bench.engine.calls[-2:] == [("cancel", "a"), "step"]
 
 
 def test_a_finished_sequence_can_no_longer_be_cancelled(bench: Bench) -> None:
     bench.put(make_submit("a", max_tokens=1), make_submit("b"))
-    bench.driver.turn()
+    bench.engine_loop.run_once()
     bench.put(Cancel(uid="a"))
-    bench.driver.turn()
+    bench.engine_loop.run_once()
     assert ("cancel", "a") not in bench.engine.calls
 
 
@@ -188,37 +188,37 @@ def test_only_the_newest_attempt_is_heard(bench: Bench) -> None:
     first = make_submit("a")
     again = Submit(**{**{f: getattr(first, f) for f in first.__struct_fields__}, "attempt": 1})
     bench.put(first)
-    bench.driver.turn()
+    bench.engine_loop.run_once()
     bench.put(again)
-    bench.driver.turn()
+    bench.engine_loop.run_once()
     assert bench.engine.calls == [("submit", "a", 0), "step", ("submit", "a", 1), "step"]
     attempts = [event.attempt for _, events in bench.sent for event in events if isinstance(event, TokenDelta)]
     assert attempts == [0, 1]
     bench.engine.events_of_the_dead = [make_delta("a", index=1, ids=(1,), attempt=0)]
-    bench.driver.turn()
+    bench.engine_loop.run_once()
     assert [e.attempt for e in bench.sent[-1][1] if isinstance(e, TokenDelta)] == [1]
 
 
 def test_when_the_engine_raises_every_request_ends_with_an_error_and_the_next_is_served(bench: Bench) -> None:
     bench.put(make_submit("a"), make_submit("b"))
     bench.engine.failures = [ZeroDivisionError("at /some/path")]
-    bench.driver.turn()
+    bench.engine_loop.run_once()
     ((_, events),) = bench.sent
     finishes = [event.finish for event in events if isinstance(event, TokenDelta)]
     assert [finish and finish.reason for finish in finishes] == [FinishReason.ERROR] * 2
     assert all(finish and "path" not in (finish.error or "") for finish in finishes)
     bench.put(make_submit("c"))
-    bench.driver.turn()
+    bench.engine_loop.run_once()
     assert bench.uids()[1] == ["c"]
 
 
 def test_an_engine_that_fails_twice_in_a_row_is_given_up(bench: Bench) -> None:
     bench.engine.failures = [ValueError("once"), ValueError("twice")]
     bench.put(make_submit("a"))
-    bench.driver.turn()
+    bench.engine_loop.run_once()
     bench.put(make_submit("b"))
     with pytest.raises(RuntimeError, match="twice in a row"):
-        bench.driver.turn()
+        bench.engine_loop.run_once()
     assert bench.uids() == [["a"], ["b"]], "the second one has its ending, too"
 
 
@@ -226,16 +226,16 @@ def test_failures_with_success_between_them_are_survived(bench: Bench) -> None:
     for uid in ("a", "b", "c"):
         bench.engine.failures = [ValueError(uid)]
         bench.put(make_submit(uid))
-        bench.driver.turn()
+        bench.engine_loop.run_once()
         bench.put(make_submit(uid + "!", max_tokens=1))
-        bench.driver.turn()
+        bench.engine_loop.run_once()
     assert bench.uids() == [["a"], ["a!"], ["b"], ["b!"], ["c"], ["c!"]]
 
 
 def test_an_idle_turn_does_not_walk_the_block_pool(bench: Bench) -> None:
     for uid in ("a", "b"):
         bench.put(make_submit(uid, max_tokens=1))
-        bench.driver.turn()
+        bench.engine_loop.run_once()
     assert bench.engine.calls == [("submit", "a", 0), "step", ("submit", "b", 0), "step"]
     assert bench.inbox.empty()
 
@@ -245,17 +245,17 @@ def test_what_begins_is_told_before_it_is_computed_and_once(bench: Bench) -> Non
     bench.engine.before_step = lambda: told.append(len(bench.started()))
     bench.put(make_submit("a", max_tokens=3))
     bench.put(make_submit("b", max_tokens=3), api=1)
-    bench.driver.turn()
-    bench.driver.turn()
+    bench.engine_loop.run_once()
+    bench.engine_loop.run_once()
     assert told == [2, 2]
     assert bench.started() == [(0, "a", 0), (1, "b", 0)]
 
 
 def test_a_newer_attempt_begins_anew(bench: Bench) -> None:
     bench.put(make_submit("a"))
-    bench.driver.turn()
+    bench.engine_loop.run_once()
     bench.put(msgspec.structs.replace(make_submit("a"), attempt=1))
-    bench.driver.turn()
+    bench.engine_loop.run_once()
     assert bench.started() == [(0, "a", 0), (0, "a", 1)]
 
 
@@ -263,27 +263,27 @@ def test_a_grammar_begins_when_it_comes(bench: Bench) -> None:
     """It is compiled beside the steps, long before its sequence is computed."""
     bench.engine.submit = lambda submit: bench.engine.calls.append(len(bench.started()))  # type: ignore[method-assign]
     bench.put(msgspec.structs.replace(make_submit("a"), grammar="start: /a+/"), make_submit("b"))
-    bench.driver.turn()
+    bench.engine_loop.run_once()
     assert bench.engine.calls == [1, 1]
     assert bench.started() == [(0, "a", 0)]
 
 
 def test_every_turn_is_a_sign_of_life(bench: Bench) -> None:
     bench.put(make_submit("a", max_tokens=3))
-    bench.driver.turn()
-    before = bench.num_beats
-    bench.driver.turn()
-    bench.driver.turn()
-    assert bench.num_beats == before + 2
+    bench.engine_loop.run_once()
+    before = bench.num_heartbeats
+    bench.engine_loop.run_once()
+    bench.engine_loop.run_once()
+    assert bench.num_heartbeats == before + 2
 
 
 def test_a_worker_that_waits_gives_signs_of_life(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "_BEAT_SECONDS", 0.001)
-    turn = threading.Thread(target=bench.driver.turn, daemon=True)
-    turn.start()
-    while bench.num_beats < 5:
-        turn.join(0.001)
-    assert turn.is_alive(), "there is nothing to do"
+    monkeypatch.setattr(engine_loop, "_BEAT_SECONDS", 0.001)
+    thread = threading.Thread(target=bench.engine_loop.run_once, daemon=True)
+    thread.start()
+    while bench.num_heartbeats < 5:
+        thread.join(0.001)
+    assert thread.is_alive(), "there is nothing to do"
     bench.put(make_submit("a", max_tokens=1))
-    turn.join(60)
+    thread.join(60)
     assert bench.uids() == [["a"]]

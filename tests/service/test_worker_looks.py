@@ -17,7 +17,7 @@ from model.sampling_params import SamplingParams
 from model.tokenizer.files import load_tokenizer
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
-from service.messages import Cancel, Look, Looked, Submit, TokenDelta
+from service.messages import AttentionQuery, AttentionResult, Cancel, Submit, TokenDelta
 from service.metrics import Metrics
 from tests.service.sequences import make_submit
 from tests.service.test_worker import Bench
@@ -31,7 +31,7 @@ class LookingBench(Bench):
         engine: Any = self.engine
         engine.attention_weights = self._attention_weights
         engine.before_step = lambda: self._spend(self.step_seconds)
-        self.driver = self.make_driver(metrics, clock=lambda: self.now)
+        self.engine_loop = self.make_engine_loop(metrics, clock=lambda: self.now)
         self.fails = False
         self.now = 0.0
         self.step_seconds, self.look_seconds = 3.0, 1.0
@@ -48,7 +48,7 @@ class LookingBench(Bench):
 
     def looked(self) -> list[tuple[int, str, bytes | None]]:
         events = [(api, event) for api, events in self.sent for event in events]
-        return [(api, event.uid, event.weights) for api, event in events if isinstance(event, Looked)]
+        return [(api, event.uid, event.weights) for api, event in events if isinstance(event, AttentionResult)]
 
 
 @pytest.fixture
@@ -56,27 +56,27 @@ def bench(metrics: Metrics) -> LookingBench:
     return LookingBench(metrics)
 
 
-def look(uid: str) -> Look:
-    return Look(uid=uid, token_ids=(1, 2), layer=1, heads=(0, 3))
+def look(uid: str) -> AttentionQuery:
+    return AttentionQuery(uid=uid, token_ids=(1, 2), layer=1, heads=(0, 3))
 
 
 def test_a_look_alone(bench: LookingBench) -> None:
     bench.put(look("a"), api=2)
-    bench.driver.turn()
+    bench.engine_loop.run_once()
     assert bench.engine.calls == [("look", (1, 2), 1, (0, 3))]
     assert bench.looked() == [(2, "a", b"weights")]
 
 
 def test_a_look_is_told_before_it_is_computed(bench: LookingBench) -> None:
     bench.put(msgspec.structs.replace(look("a"), attempt=2), api=1)
-    bench.driver.turn()
+    bench.engine_loop.run_once()
     assert bench.started() == [(1, "a", 2)]
 
 
 def test_streams_get_a_step_between_two_looks(bench: LookingBench) -> None:
     bench.put(make_submit("s"), look("a"), look("b"))
     for _ in range(3):
-        bench.driver.turn()
+        bench.engine_loop.run_once()
     did = [call if isinstance(call, str) else call[0] for call in bench.engine.calls]
     assert did == ["submit", "step", "look", "step", "look", "step"]
     assert [uid for _, uid, _ in bench.looked()] == ["a", "b"]
@@ -86,7 +86,7 @@ def test_looks_get_a_quarter_of_the_time_beside_streams(bench: LookingBench) -> 
     bench.step_seconds, bench.look_seconds = 0.5, 2.0
     bench.put(make_submit("s", max_tokens=100), *(look(uid) for uid in "abc"))
     for _ in range(30):
-        bench.driver.turn()
+        bench.engine_loop.run_once()
     did = [call if isinstance(call, str) else call[0] for call in bench.engine.calls]
     looks = [place for place, call in enumerate(did) if call == "look"]
     assert did[looks[0] + 1 : looks[1]] == did[looks[1] + 1 : looks[2]] == ["step"] * 12
@@ -96,28 +96,28 @@ def test_looks_have_all_the_time_when_nothing_streams(bench: LookingBench) -> No
     bench.look_seconds = 5.0
     bench.put(*(look(uid) for uid in "abc"))
     for _ in range(3):
-        bench.driver.turn()
+        bench.engine_loop.run_once()
     assert [uid for _, uid, _ in bench.looked()] == ["a", "b", "c"]
 
 
 def test_waiting_looks_need_no_further_command(bench: LookingBench) -> None:
     bench.put(look("a"), look("b"))
-    bench.driver.turn()
-    bench.driver.turn()
+    bench.engine_loop.run_once()
+    bench.engine_loop.run_once()
     assert [uid for _, uid, _ in bench.looked()] == ["a", "b"]
 
 
 def test_a_cancelled_look_is_not_computed(bench: LookingBench) -> None:
     bench.put(look("a"), look("b"), Cancel(uid="a"))
-    bench.driver.turn()
+    bench.engine_loop.run_once()
     assert [uid for _, uid, _ in bench.looked()] == ["b"]
 
 
 def test_a_look_that_fails_is_answered_and_streams_go_on(bench: LookingBench) -> None:
     bench.fails = True
     bench.put(make_submit("s"), look("a"))
-    bench.driver.turn()
-    bench.driver.turn()
+    bench.engine_loop.run_once()
+    bench.engine_loop.run_once()
     assert bench.looked() == [(0, "a", None)]
     assert bench.uids() == [["s"], [], ["s"]]
 

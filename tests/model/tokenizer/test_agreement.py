@@ -77,7 +77,7 @@ def test_marks_in_text_are_text_unless_they_are_asked_for(name: str) -> None:
     for mark, token_id in ours.special_tokens.items():
         assert token_id not in ours.encode(f"a{mark}b")
         assert token_id in ours.encode(f"a{mark}b", parse_special=True)
-        assert (ours.token_bytes(token_id), ours.token_name(token_id)) == (b"", mark)
+        assert (ours.token_bytes(token_id), ours.format_token_name(token_id)) == (b"", mark)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -101,4 +101,4 @@ def test_ids_outside_the_vocabulary_are_refused_and_gaps_are_empty(name: str) ->
         with pytest.raises(IndexError):
             ours.decode([unknown])
     for gap in set(range(ours.vocab_size)) - set(library.get_vocab().values()):
-        assert (ours.token_bytes(gap), ours.token_name(gap), ours.decode([gap])) == (b"", "", "")
+        assert (ours.token_bytes(gap), ours.format_token_name(gap), ours.decode([gap])) == (b"", "", "")

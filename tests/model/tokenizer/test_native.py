@@ -55,9 +55,9 @@ def test_stream_never_shows_half_a_character(text: str) -> None:
 
 
 def test_special_tokens_have_names_but_no_text() -> None:
-    assert TOKENIZER.decode([END]) == TOKENIZER.token_name(END) == END_OF_TEXT
+    assert TOKENIZER.decode([END]) == TOKENIZER.format_token_name(END) == END_OF_TEXT
     assert TOKENIZER.token_bytes(END) == b""
-    assert TOKENIZER.token_name(0xFF) == "\ufffd"
+    assert TOKENIZER.format_token_name(0xFF) == "\ufffd"
     for unknown in (-1, TOKENIZER.vocab_size):
         with pytest.raises(IndexError):
             TOKENIZER.token_bytes(unknown)

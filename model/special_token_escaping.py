@@ -1,0 +1,119 @@
+"""Special tokens in a rendered conversation: the template's take effect, a client's are encoded as plain text.
+
+A special token has a text, such as `<|im_end|>`, that the tokenizer maps to one id. Rendering joins template and
+messages into one string, in which both kinds of text look alike. A message that contains special tokens could then
+end itself and continue as the system.
+
+So before rendering, a breaker character is inserted into every special token in the client's texts. The breaker is a
+character that the client did not send. After rendering, unbroken special tokens become ids, and the rest is encoded
+as text with the breaker removed. transformers does the same if asked for with `sanitize_control_tokens=True`.
+
+Limit: a special token that begins with the template's own characters and ends with the client's is not detected. No
+template ends a literal text with part of a special token.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from model.tokenizer.interface import Tokenizer
+
+# Unicode noncharacters, reserved for internal use by programs.
+_BREAKERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+
+
+class ForbiddenText(ValueError):
+    """Error of messages whose special tokens cannot be broken. One line."""
+
+
+class SpecialTokenEscaper:
+    """Special tokens of one tokenizer, and the means to keep clients from sending them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids = tokenizer.special_tokens
+        marks = tuple(self._ids)
+        self._single = tuple(mark for mark in marks if len(mark) == 1)
+        self._whole = re.compile(f"({_one_of(marks)})")
+        # Matches the first character of every special token, also of those that overlap.
+        self._starts = re.compile(f"(?=(?:{_one_of(marks)}))(.)", re.DOTALL)
+        # A special token may begin in one text and end in the next; templates may strip the whitespace between.
+        beginnings = {mark[:end] for mark in marks for end in range(1, len(mark))}
+        self._begun = re.compile(f"(?:{_one_of(beginnings)})(?=\\s*\\Z)")
+        self._longest = max(map(len, marks), default=0)
+
+    def shield(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str | None]:
+        """Return the messages with every special token broken, and the breaker; None if no text had to change.
+
+        Raises:
+            ForbiddenText: a special token of one character, which cannot be broken, is in a text, or every possible
+                breaker is.
+        """
+        texts = _texts(messages)
+        if mark := next((mark for mark in self._single if any(mark in text for text in texts)), None):
+            raise ForbiddenText(f"a message contains the special token {mark!r}; remove it")
+        free = next((char for char in _BREAKERS if not any(char in text for text in texts)), None)
+        shielded = [self._broken(message, free if free is not None else _BREAKERS[0]) for message in messages]
+        if shielded == list(messages):
+            return shielded, None
+        if free is None:
+            raise ForbiddenText("the messages contain all noncharacters from U+FDD0 to U+FDEF; remove one of them")
+        return shielded, free
+
+    def encode(self, text: str, breaker: str | None) -> list[int]:
+        """Return the token ids of a rendered conversation; `breaker` is the one that `shield` returned.
+
+        With a breaker, the text between special tokens is encoded piece by piece. A tokenizer whose result depends on
+        text before a special token may then split pieces differently than the whole.
+
+        Raises:
+            TokenizerError: the tokenizer cannot encode the text.
+        """
+        if breaker is None or breaker not in text:
+            return self._tokenizer.encode(text, parse_special=True)
+        ids: list[int] = []
+        for number, piece in enumerate(self._whole.split(text)):
+            if number % 2:
+                ids.append(self._ids[piece])
+            elif plain := piece.replace(breaker, ""):
+                ids += self._tokenizer.encode(plain)
+        return ids
+
+    def _broken(self, value: Any, breaker: str) -> Any:
+        if isinstance(value, str):
+            value = self._starts.sub(f"\\1{breaker}", value)
+            # Only the end of the text can begin a special token that the next text completes.
+            stripped = len(value.rstrip())
+            tail = max(0, stripped - self._longest)
+            if (found := self._begun.search(value, tail)) is not None:
+                value = value[: found.end()] + breaker + value[found.end() :]
+            return value
+        if isinstance(value, Mapping):
+            return {key: self._broken(item, breaker) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._broken(item, breaker) for item in value]
+        return value
+
+
+def _one_of(texts: Iterable[str]) -> str:
+    """Return a pattern that matches the longest of the texts at a position, as a prefix tree.
+
+    Python's `re` holds the GIL while it searches. In 2 MB of text, 700 special tokens took 5 to 9 s as a plain
+    alternation, and take under 0.1 s as a tree.
+    """
+    tails: dict[str, set[str]] = {}
+    for text in texts:
+        tails.setdefault(text[:1], set()).add(text[1:])
+    branches = [
+        re.escape(first) + (f"(?:{_one_of(rest - {''})})" + ("?" if "" in rest else "") if rest != {""} else "")
+        for first, rest in sorted(tails.items())
+    ]
+    return "|".join(branches) if branches else "(?!)"
+
+
+def _texts(value: Any) -> list[str]:
+    """Return every string in a JSON-like value, except keys."""
+    if isinstance(value, str):
+        return [value]
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return [text for item in items for text in _texts(item)]

@@ -1,0 +1,28 @@
+"""Quality loss of int8 matrices in the shipped model, measured on held-out texts."""
+
+from pathlib import Path
+
+import torch
+
+from model.attention.interface import ATTENTION_BACKENDS
+from model.checkpoint import load_model
+from model.evaluation.held_out import evaluate
+from model.linear import Int8Linear, replace_linears
+from model.manifest import read_manifest
+from model.tokenizer.native import load_native
+from tests.model.tokenizer.texts import stories
+
+CHECKPOINT = Path(__file__).parents[1] / "checkpoints" / "kvasir-9m"
+_MOST = 0.01  # as a share of its bits per byte
+
+
+def test_int8_cost_at_most_a_hundredth() -> None:
+    manifest, texts = read_manifest(CHECKPOINT), stories()[::32]
+    model = load_model(manifest, device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["sdpa"])
+    tokenizer = load_native(CHECKPOINT)
+    plain = evaluate(model, tokenizer, texts).bits_per_byte
+    replace_linears(model, "int8")
+    assert any(isinstance(module, Int8Linear) for module in model.modules())
+    rounded = evaluate(model, tokenizer, texts).bits_per_byte
+    assert rounded != plain
+    assert rounded <= (1 + _MOST) * plain
