@@ -93,10 +93,9 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
         """
 
     def setup(self, device: str) -> None:
-        """Build the engine. LitServe's `device` is ignored in favour of the settings' device.
+        """Build the engine, or print in one line why that failed and end the process.
 
-        Raises:
-            SystemExit: the engine cannot be built. The reason was printed to stderr in one line.
+        LitServe's `device` is ignored in favour of the settings' device.
         """
         logs.configure(self.settings.log_level)
         self.lifecycle.die_with_main()
@@ -110,8 +109,7 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
             # there would cost 2 s and 217 MiB.
             import torch
         except (ImportError, MemoryError, OSError) as error:  # a library that cannot be mapped is an ImportError
-            self._print_failure(error, is_memory=True)
-            raise SystemExit(EXIT_START_FAILED) from None
+            _end_start(error, is_memory=True)
         self.started_seconds = self.lifecycle.epoch_seconds.value
         try:
             check_unchanged(self.stamps)
@@ -122,8 +120,7 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
                     print("\n".join(effective_values(self.settings, found)), flush=True)
         except (ValueError, RuntimeError, MemoryError, OSError) as error:
             is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _CPU_MEMORY in str(error)
-            self._print_failure(error, is_memory=is_memory)
-            raise SystemExit(EXIT_SETTINGS if isinstance(error, SettingsError) else EXIT_START_FAILED) from None
+            _end_start(error, is_memory=is_memory)
 
     def build(self) -> "tuple[Engine, EngineFacts]":
         """Return a warmed-up engine and its resolved settings. Raises what `engine_builder.build_engine` raises."""
@@ -137,13 +134,6 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
             lifecycle.has_standby_memory.value = facts.has_standby
         engine.warm_up(_CPU_WARM_UP_TOKENS if facts.device == "cpu" else None)
         return engine, facts
-
-    def _print_failure(self, error: Exception, *, is_memory: bool) -> None:
-        """Print in one line why the engine cannot be built."""
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        first_line = first_line[max(0, first_line.find(_CPU_MEMORY)) :]  # skip torch's source file and line number
-        advice = "; lower --kv-cache-memory or --max-context-length, or use a smaller model" if is_memory else ""
-        print(f"kvasir serve: {first_line}{advice}", file=sys.stderr, flush=True)
 
 
 class WorkerLoop(LitLoop):  # type: ignore[misc]
@@ -239,6 +229,19 @@ class WorkerLoop(LitLoop):  # type: ignore[misc]
             if item is not None:
                 api_id, _, _, payload = item
                 inbox.put((api_id, payload))
+
+
+def _end_start(error: Exception, *, is_memory: bool) -> NoReturn:
+    """Print in one line why the engine cannot be built, and end this process.
+
+    The process ends without the interpreter's finalization, which would abort it while a thread is inside torch.
+    """
+    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    first_line = first_line[max(0, first_line.find(_CPU_MEMORY)) :]  # skip torch's source file and line number
+    advice = "; lower --kv-cache-memory or --max-context-length, or use a smaller model" if is_memory else ""
+    with suppress(OSError):  # stderr may be closed
+        print(f"kvasir serve: {first_line}{advice}", file=sys.stderr, flush=True)
+    os._exit(EXIT_SETTINGS if isinstance(error, SettingsError) else EXIT_START_FAILED)
 
 
 def _empty(request_queue: Any) -> None:

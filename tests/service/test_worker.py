@@ -1,5 +1,7 @@
 """The loop around the engine: order of commands, one message a step, endings for everybody when it fails."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ from service.messages import (
     encode_command,
 )
 from service.metrics import Metrics
+from service.worker import EXIT_SETTINGS
 from tests.service.sequences import make_delta, make_finish, make_stats, make_submit
 
 
@@ -287,3 +290,37 @@ def test_a_worker_that_waits_gives_signs_of_life(bench: Bench, monkeypatch: pyte
     bench.put(make_submit("a", max_tokens=1))
     thread.join(60)
     assert bench.uids() == [["a"]]
+
+
+_REFUSED_START = """
+import threading
+from types import SimpleNamespace
+import torch
+from service.settings import SettingsError
+from service.worker import EngineAPI
+
+class Refusing(EngineAPI):
+    def __init__(self):
+        self.settings = SimpleNamespace(log_level="warning")
+        self.lifecycle = SimpleNamespace(die_with_main=lambda: None, epoch_seconds=SimpleNamespace(value=0.0))
+        self.word, self.stamps = None, {}
+
+    def build(self):
+        computing, matrix = threading.Event(), torch.ones(1000, 1000)
+
+        def compute():
+            while True:
+                torch.mm(matrix, matrix)
+                computing.set()
+
+        threading.Thread(target=compute, daemon=True).start()
+        computing.wait()
+        raise SettingsError("--kv-cache-memory holds too little")
+
+Refusing().setup("cpu")
+"""
+
+
+def test_a_refused_start_is_one_line_while_a_thread_computes() -> None:
+    done = subprocess.run([sys.executable, "-c", _REFUSED_START], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (EXIT_SETTINGS, "kvasir serve: --kv-cache-memory holds too little\n")
