@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.attention_noise import differences, losses, mean_loss, seed_spread
-from loadtest.attention_plot import draw, shows
+from loadtest.attention_plot import draw
+from loadtest.provenance import shows
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results" / "attention.json"
@@ -212,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     if arguments.check:
-        if old == new and shows(arguments.picture, results["train"]):
+        if old == new and shows(arguments.picture, results["train"]["rows"]):
             return 0
         print(f"page or picture does not match {arguments.results}; run {parser.prog}", file=sys.stderr)
         return 1

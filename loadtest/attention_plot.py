@@ -1,7 +1,5 @@
 """Picture of docs/attention.md: held-out loss during training, and at the end."""
 
-import hashlib
-import json
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,18 +11,9 @@ from matplotlib.figure import Figure
 
 from loadtest.attention_noise import losses, mean_loss, seed_spread
 from loadtest.attention_rows import BASELINE
+from loadtest.provenance import digest
 
 _FROM_STEP = 150  # before this step, all curves fall steeply and alike
-
-
-def digest(training: Mapping[str, Any]) -> str:
-    """Return a digest of the plotted results. It is stored in the picture, so that an outdated picture is detected."""
-    return hashlib.sha256(json.dumps(training["rows"], sort_keys=True).encode()).hexdigest()
-
-
-def shows(path: Path, training: Mapping[str, Any]) -> bool:
-    """Return True if the file is a picture of these results."""
-    return path.is_file() and digest(training).encode() in path.read_bytes()
 
 
 def draw(path: Path, training: Mapping[str, Any]) -> None:
@@ -37,7 +26,7 @@ def draw(path: Path, training: Mapping[str, Any]) -> None:
     curves, finals = figure.subplots(1, 2, width_ratios=(1.15, 1))
     _draw_curves(curves, rows, ordered, colours)
     _draw_finals(finals, rows, ordered, colours)
-    figure.savefig(path, dpi=110, metadata={"Source": digest(training), "Software": None})
+    figure.savefig(path, dpi=110, metadata={"Source": digest(training["rows"]), "Software": None})
 
 
 def _draw_curves(axes: Axes, rows: Mapping[str, Any], ordered: list[str], colours: Mapping[str, Any]) -> None:

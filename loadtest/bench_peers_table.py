@@ -11,7 +11,7 @@ from loadtest.bench_peers_cells import DEFAULTS, PROMPT_TOKENS, Cell
 from loadtest.bench_peers_install import Place, openvino_weights, our_weights
 from loadtest.bench_peers_processes import Driver, Server
 from loadtest.shape_names import SHAPE_SIZES
-from service.cli import LIBRARY_ENVIRONMENT
+from service.library_environment import LIBRARY_ENVIRONMENT
 
 _MIB = 2**20
 _SLOT_TOKENS = 256  # tokens of each of llama-server's 64 slots: prompt and completion fit

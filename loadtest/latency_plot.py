@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from loadtest.performance_plot import digest
+from loadtest.provenance import digest
 
 _DPI = 80
 # Aim: maximum ratio of the streams' ITL p99 during an arrival to that before.

@@ -24,6 +24,7 @@ from loadtest import (
     scaling_plot,
 )
 from loadtest.page_text import command, model, spread, table
+from loadtest.provenance import shows
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -256,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             PICTURES[name][1](path, results[name])
             print(path)
         return 0
-    stale = [path for name, path in pictures.items() if not performance_plot.shows(path, results[name])]
+    stale = [path for name, path in pictures.items() if not shows(path, results[name])]
     if not arguments.page.is_file() or arguments.page.read_text(encoding="utf-8") != page:
         stale.insert(0, arguments.page)
     for path in stale:

@@ -1,7 +1,5 @@
 """Pictures of docs/performance.md: step time against the roofline, and tokens/s of each engine."""
 
-import hashlib
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,18 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from loadtest.bench_peers_cells import is_sound
+from loadtest.provenance import digest
 
 _DPI = 80
-
-
-def digest(result: Mapping[str, Any]) -> str:
-    """Return a digest of a result. It is stored in the picture, so that an outdated picture is detected."""
-    return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
-
-
-def shows(path: Path, result: Mapping[str, Any]) -> bool:
-    """Return True if the file is a picture of this result."""
-    return path.is_file() and digest(result).encode() in path.read_bytes()
 
 
 def draw_engine(path: Path, result: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Provenance of a figure: commit, machine, versions, time and command."""
 
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -117,3 +118,13 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return known
+
+
+def digest(result: object) -> str:
+    """Return a digest of a result. It is stored in the picture, so that an outdated picture is detected."""
+    return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
+
+
+def shows(path: Path, result: object) -> bool:
+    """Return True if the file is a picture of this result."""
+    return path.is_file() and digest(result).encode() in path.read_bytes()

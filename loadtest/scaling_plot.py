@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from loadtest.performance_plot import digest
+from loadtest.provenance import digest
 
 _DPI = 80
 

@@ -34,7 +34,7 @@ from service.errors import (
 )
 from service.half_close import HalfCloseProbe
 from service.open_body import ChunkedBody, extension
-from service.queue_policy import TIMEOUT_HEADER
+from service.requests import TIMEOUT_HEADER
 from service.responses import encode
 
 # nginx accepts 32 KiB by default, and browsers send fewer than 100 fields.

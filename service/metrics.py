@@ -32,11 +32,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from service.messages import Finish, FinishReason, StepStats, WorkerReady
+from service.metric_directory import claim, remove_stale_directories, reserve
 from service.metric_families import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Family, Kind
 from service.metric_families import EngineState as EngineState
-from service.preflight import reserve
 from service.serving_path import ServingPath
-from service.stale_directories import claim, remove_stale_directories
 from service.step_metrics_buffer import StepMetricsBuffer
 from service.tally import Tally
 

@@ -1,13 +1,11 @@
 """Checks of the machine before the service starts: shared memory, temporary files, port, disk space."""
 
 import errno
-import os
 import shutil
 import socket
 import tempfile
 from ctypes import c_int
 from multiprocessing.sharedctypes import RawValue
-from pathlib import Path
 from typing import Final
 
 # The metric files of three processes take less than 2 MiB; multiprocessing adds a few sockets.
@@ -48,20 +46,3 @@ def check_port(host: str, port: int) -> str | None:
             reason = "is in use; choose another with --port" if error.errno == errno.EADDRINUSE else error.strerror
             return f"port {port} on {host} {reason}"
     return None
-
-
-def reserve(directory: str, process: str | int) -> None:
-    """Allocate disk space for the memory-mapped files of a process now.
-
-    If the disk were full later, a write to a page without disk space would kill the process (SIGBUS).
-
-    Raises:
-        OSError: the disk is full.
-    """
-    for path in Path(directory).glob(f"*_{process}.db"):
-        with path.open("r+b") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-            except OSError as error:
-                if error.errno != errno.EOPNOTSUPP:  # the file system does not support allocation
-                    raise

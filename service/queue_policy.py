@@ -18,9 +18,9 @@ from starlette.requests import Request
 
 from service.auth import KEY_NAME
 from service.errors import InvalidRequest
+from service.requests import TIMEOUT_HEADER
 from service.settings import ServeSettings
 
-TIMEOUT_HEADER = "x-request-timeout"
 _SDK_TIMEOUTS = ("x-stainless-read-timeout", "x-stainless-timeout")
 # Header of OpenAI's SDKs: number of earlier attempts at this request that failed or were rejected.
 _RETRY_COUNT = "x-stainless-retry-count"

@@ -20,6 +20,7 @@ MAX_CONTAINERS = 20_000
 # Matches one more opening bracket than the limit, outside strings. Possessive quantifiers prevent backtracking.
 _TOO_MANY = re.compile(rb'(?:(?:[^"\[{]++|"(?:[^"\\]++|\\.)*+"?)*+[\[{]){%d}+' % (MAX_CONTAINERS + 1), re.DOTALL)
 REQUEST_ID = "x-request-id"
+TIMEOUT_HEADER = "x-request-timeout"
 # Request ids that are safe to echo into a header and a log line.
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 

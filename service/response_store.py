@@ -21,8 +21,8 @@ from starlette.responses import Response
 
 from service.auth import KEY_NAME
 from service.errors import IdempotencyKeyReused, InvalidRequest, ResponseGone
-from service.queue_policy import TIMEOUT_HEADER
 from service.recorded_response import Asked, BufferedResponse, BufferedResponseReplay, Make
+from service.requests import TIMEOUT_HEADER
 
 # Limit of all buffers together. Over the limit, finished buffers without readers are dropped, oldest first.
 MAX_KEPT_BYTES: Final = 64 * 2**20

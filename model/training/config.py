@@ -1,70 +1,22 @@
 """Complete configuration of a training run: read from TOML, immutable, unknown keys rejected."""
 
 import dataclasses
-import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from model.config import ModelConfig
 from model.kinds import SCORED_POSITIONS, AttentionKind
+from model.training.source_config import SourceConfig, check_texts, check_types
 
 _T = TypeVar("_T")
 _ADVICE = "give a recipe, such as model/training/configs/tales.toml; see docs/training.md"
 MAX_NAME_CHARACTERS = 200  # it is a directory name, and the manifest has this limit
 MAX_VOCAB_SIZE = 2**16  # the token ids of a corpus are held in memory as uint16
-# Integers: the largest seed of a generator. Other numbers: far above any useful value, and safe in float32.
-_LARGEST: Mapping[object, int] = {int: 2**63 - 1, (int, float): 10**9}
 _OF_SOURCES = ("sources", "description", "sample_prompts")  # the last two describe the texts of the sources
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SourceConfig:
-    """One corpus: a .txt file (documents separated by blank lines) or .jsonl file, optionally .xz.
-
-    path: the file; relative paths start at the directory of the config file.
-    repeats: number of times each document occurs in an epoch of the mixture, possibly a fraction; 0 for never.
-    held_out: share of the documents kept for validation, chosen by hash; 1 keeps all.
-    held_out_ids: documents kept for validation by their "id", such as whole books.
-    licence, attribution: for the model card.
-    chat: the `ConversationKind` into which the chat phase turns a document; "" uses the plain text.
-    chat_repeats: as `repeats`, for the chat phase.
-    chat_draws: number of conversations, with different wordings, made from each document.
-    """
-
-    name: str
-    path: Path
-    repeats: float
-    held_out: float
-    licence: str
-    held_out_ids: tuple[str, ...] = ()
-    attribution: str = ""
-    chat: str = ""
-    chat_repeats: float = 0.0
-    chat_draws: int = 1
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "held_out_ids", _texts("held_out_ids", self.held_out_ids))
-        _check_types(
-            self,
-            integers=("chat_draws",),
-            numbers=("repeats", "held_out", "chat_repeats"),
-            texts=("name", "licence", "attribution", "chat"),
-        )
-        if not 1 <= self.chat_draws <= 1000:
-            raise ValueError(f"source {self.name}: chat_draws must be 1 to 1,000")
-        if not 0.0 <= self.held_out <= 1.0 or not all(0 <= n <= 10_000 for n in (self.repeats, self.chat_repeats)):
-            raise ValueError(
-                f"source {self.name}: repeats and chat_repeats must be 0 to 10,000, held_out between 0 and 1"
-            )
-
-    @property
-    def is_trained_on(self) -> bool:
-        """True if the run trains on this source."""
-        return self.repeats > 0 or self.chat_repeats > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +64,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         integers = ("seed", "vocab_size", "sequence_length", "batch_size", "steps", "warmup_steps", "decay_steps")
         numbers = ("matrix_lr", "adam_lr", "weight_decay", "grad_clip", "checkpoint_minutes", "dropout")
-        _check_types(
+        check_types(
             self, integers=(*integers, "evaluate_every", "chat_steps"), numbers=numbers, texts=("name", "description")
         )
         if not re.fullmatch(r"[\w.-]+", self.name) or self.name.startswith("."):
@@ -126,7 +78,7 @@ class TrainConfig:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
         if self.weight_decay < 0 or self.seed < 0:
             raise ValueError("weight_decay and seed must not be negative")
-        object.__setattr__(self, "sample_prompts", _texts("sample_prompts", self.sample_prompts))
+        object.__setattr__(self, "sample_prompts", check_texts("sample_prompts", self.sample_prompts))
         for name in ("vocab_size", "sequence_length", "batch_size", "steps", "evaluate_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
@@ -183,7 +135,7 @@ def load_train_config(path: Path) -> TrainConfig:
     try:
         model = ModelConfig.from_dict({**values.pop("model"), "vocab_size": values["vocab_size"]})
         sources = tuple(_build(SourceConfig, entry) for entry in values.pop("sources"))
-        values["sample_prompts"] = _texts("sample_prompts", values.get("sample_prompts", []))
+        values["sample_prompts"] = check_texts("sample_prompts", values.get("sample_prompts", []))
         return _build(TrainConfig, {**values, "model": model, "sources": sources})
     except KeyError as error:
         raise ValueError(f"{path}: missing {error}") from error
@@ -227,34 +179,6 @@ def _check_shape(values: Mapping[str, Any]) -> None:
         isinstance(entry, dict) and isinstance(entry.get("path", ""), str) for entry in sources
     ):
         raise ValueError("sources must be tables, each with a path")
-
-
-def _texts(name: str, value: object) -> tuple[str, ...]:
-    """Return a TOML list of strings as a tuple.
-
-    Raises:
-        ValueError: `value` is not a list of non-empty strings.
-    """
-    if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) and text for text in value):
-        raise ValueError(f"{name} must be a list of non-empty strings")
-    return tuple(value)
-
-
-def _check_types(config: object, *, integers: Sequence[str], numbers: Sequence[str], texts: Sequence[str]) -> None:
-    """Reject values of a wrong type, non-finite numbers and too large numbers, with the name of the field."""
-    for names, kinds, what in (
-        (integers, int, "an integer"),
-        (numbers, (int, float), "a number"),
-        (texts, str, "a string"),
-    ):
-        for name in names:
-            value = getattr(config, name)
-            if not isinstance(value, kinds) or isinstance(value, bool):
-                raise ValueError(f"{name} must be {what}, not {value!r}")
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{name} must be finite, not {value!r}")
-            if isinstance(value, (int, float)) and abs(value) > (largest := _LARGEST[kinds]):
-                raise ValueError(f"{name} must be at most {largest:,}")
 
 
 def _build(kind: type[_T], values: Mapping[str, Any]) -> _T:

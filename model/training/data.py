@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from model.manifest import file_digest
-from model.training.config import SourceConfig
+from model.training.source_config import SourceConfig
 
 # A whole book is cut into parts of about this many characters, which count as separate documents.
 MAX_DOCUMENT_CHARACTERS = 8000

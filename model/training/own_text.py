@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.training.bpe import END_OF_TEXT
-from model.training.config import SourceConfig
 from model.training.contamination import leave_out_held_out
 from model.training.data import CorpusError, Document, Source
+from model.training.source_config import SourceConfig
 
 LEAST_BYTES = 20_000
 MOST_BYTES = 2**30

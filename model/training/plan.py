@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.config import ModelConfig
-from model.training.config import SourceConfig, TrainConfig
+from model.training.config import TrainConfig
 from model.training.pace import DECAY_SHARE
+from model.training.source_config import SourceConfig
 
 # A model must see this many tokens per parameter, or this many passes over a small text. With less of both, a smaller
 # model reaches a lower loss in the same time.

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from model.training.config import SourceConfig, TrainConfig
+from model.training.config import TrainConfig
+from model.training.source_config import SourceConfig
 
 
 def write_recipe(path: Path, config: TrainConfig, comments: tuple[str, ...] = ()) -> None:

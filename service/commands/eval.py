@@ -25,8 +25,9 @@ from model.manifest import Manifest, file_digest, read_manifest
 from model.quantization import Quantization
 from model.system.limits import usable_cpus
 from model.tokenizer.interface import Tokenizer
-from model.training.config import SourceConfig, load_train_config
+from model.training.config import load_train_config
 from model.training.data import check_sources, read_source
+from model.training.source_config import SourceConfig
 from model.transformer import Transformer
 from service.batch_completion import complete_batch
 from service.command_settings import EvalSettings

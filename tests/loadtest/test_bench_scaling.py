@@ -8,7 +8,7 @@ import pytest
 from loadtest import roofline, scaling_engine
 from loadtest.in_process import InProcess
 from loadtest.page_scaling import section
-from loadtest.performance_plot import shows
+from loadtest.provenance import shows
 from loadtest.scaling_engine import Prefixes, Steps, kv_memory
 from loadtest.scaling_fits import fits, line, power_law
 from loadtest.scaling_plot import draw_scaling

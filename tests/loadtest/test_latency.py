@@ -11,7 +11,7 @@ import pytest
 from loadtest import bench_latency, latency_plot, page_latency
 from loadtest.bench_latency import Arrivals
 from loadtest.interruption import gaps_within, percentile, steps_between
-from loadtest.performance_plot import shows
+from loadtest.provenance import shows
 from loadtest.service_process import ServiceFailed
 from loadtest.sse_client import Target
 from loadtest.steady_streams import Stream, random_prompt

@@ -6,13 +6,12 @@ import shutil
 import tempfile
 from collections import namedtuple
 from multiprocessing.sharedctypes import RawValue
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
 from service.open_files import RESERVED, limit_connections
-from service.preflight import check_machine, reserve
+from service.preflight import check_machine
 from service.settings import SettingsError
 
 _Usage = namedtuple("_Usage", "total used free")
@@ -40,21 +39,6 @@ def test_what_is_missing_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: _Usage(2**30, 2**30 - 2**20, 2**20))
         assert "has 1024 KiB free, and the service needs 8192; make room" in str(check_machine())
-
-
-def test_room_is_taken_before_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, other = tmp_path / f"counter_{os.getpid()}.db", tmp_path / "counter_1.db"
-    for path in (ours, other):
-        with path.open("wb") as file:
-            file.truncate(65536)
-    assert (ours.stat().st_blocks, other.stat().st_blocks) == (0, 0)
-    reserve(str(tmp_path), os.getpid())
-    assert (ours.stat().st_blocks, other.stat().st_blocks) == (128, 0)
-    monkeypatch.setattr(os, "posix_fallocate", refuse(errno.EOPNOTSUPP))
-    reserve(str(tmp_path), os.getpid())
-    monkeypatch.setattr(os, "posix_fallocate", refuse(errno.ENOSPC))
-    with pytest.raises(OSError, match="No space left"):
-        reserve(str(tmp_path), os.getpid())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from service.frontend import Frontend
 from service.messages import FinishReason, Submit, decode_command, encode_events
 from service.metrics import render
 from service.openapi import openapi_document
-from service.queue_policy import TIMEOUT_HEADER, QueuePolicy
+from service.queue_policy import QueuePolicy
+from service.requests import TIMEOUT_HEADER
 from tests.service.echo import EchoQueue
 from tests.service.sequences import make_choice, make_delta, make_finish, make_hello, make_request
 

@@ -19,9 +19,10 @@ from model.manifest import CheckpointError, read_manifest
 from model.sampling_params import SamplingParams
 from model.tokenizer.interface import Tokenizer
 from model.tokenizer.native import load_native
-from model.training.config import SourceConfig, TrainConfig, load_train_config
+from model.training.config import TrainConfig, load_train_config
 from model.training.data import CorpusError
 from model.training.optimizer import rate_factor
+from model.training.source_config import SourceConfig
 from model.training.state import StateError, locked, read_log
 from model.training.train import RunSettings, train
 from model.transformer import Transformer

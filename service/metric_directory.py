@@ -1,9 +1,10 @@
-"""Removal of stale temporary directories of killed services.
+"""Directory of prometheus_client's shared metric files: its lock, its disk space, and removal of stale directories.
 
 A service holds a lock (flock) on a file in its directory. The kernel releases the lock when the last process of the
 service ends. A process id would not work: containers that share the directory have different process ids.
 """
 
+import errno
 import fcntl
 import os
 import shutil
@@ -29,3 +30,20 @@ def remove_stale_directories(parent: Path, prefix: str) -> None:
                 shutil.rmtree(directory, ignore_errors=True)
             finally:
                 os.close(descriptor)
+
+
+def reserve(directory: str, process: str | int) -> None:
+    """Allocate disk space for the memory-mapped files of a process now.
+
+    If the disk were full later, a write to a page without disk space would kill the process (SIGBUS).
+
+    Raises:
+        OSError: the disk is full.
+    """
+    for path in Path(directory).glob(f"*_{process}.db"):
+        with path.open("r+b") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+            except OSError as error:
+                if error.errno != errno.EOPNOTSUPP:  # the file system does not support allocation
+                    raise
