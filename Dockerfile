@@ -81,7 +81,7 @@ RUN cd /opt/kvasir/lib/python*/site-packages \
     && if [ "$TORCH_VARIANT" = cpu ]; then pip uninstall --quiet --yes sympy mpmath networkx; fi \
     && pip uninstall --quiet --yes pip \
     && python -m compileall -q model service \
-    && python -c "import service.cli, service.commands.serve, service.engine_builder, service.worker, pydantic.v1, \
+    && python -c "import service.cli.main, service.cli.serve, service.worker.engine_factory, service.worker.worker, pydantic.v1, \
         uvicorn.lifespan.on, uvicorn.loops.auto, uvicorn.protocols.http.auto, uvicorn.protocols.websockets.auto"
 
 FROM base AS service
@@ -104,5 +104,5 @@ ENV KVASIR_CHECKPOINT=/checkpoint \
 WORKDIR /tmp
 USER 10001:10001
 EXPOSE 8000
-HEALTHCHECK --interval=5s --timeout=5s --start-period=120s --retries=3 CMD ["python", "-m", "service.healthcheck"]
+HEALTHCHECK --interval=5s --timeout=5s --start-period=120s --retries=3 CMD ["python", "-m", "service.cli.healthcheck"]
 CMD ["kvasir", "serve"]

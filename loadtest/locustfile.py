@@ -7,15 +7,15 @@ Rows by request type: E2E once per request, TTFT and TPOT once per stream, ITL o
 first, SHED for a 429 (shed load is not an error) and LEFT for a client that disconnects as planned. A failed
 request is an E2E row with its kind as the failure.
 
-Times come from `loadtest.sse_client`. The streaming helpers of locust 2.47 buffer 1,024 bytes, and time a streamed
-request to its headers.
+Times come from `loadtest.client.sse_client`. The streaming helpers of locust 2.47 buffer 1,024 bytes, and time a
+streamed request to its headers.
 
 locust patches the standard library for gevent when it is imported: never import this file in a program that uses
 asyncio.
 
-`locust --help` does not show a locustfile's options. They are those of `python -m loadtest.bench_http --help`, with
---results for its --out. The API key in KVASIR_API_KEY, if set, is sent to the service. The environment sets
-defaults, as for locust's options (LOCUST_HOST, LOCUST_USERS, ...): LOCUST_RESULTS for --results.
+`locust --help` does not show a locustfile's options. They are those of `python -m loadtest.scenarios.bench_http
+--help`, with --results for its --out. The API key in KVASIR_API_KEY, if set, is sent to the service. The environment
+sets defaults, as for locust's options (LOCUST_HOST, LOCUST_USERS, ...): LOCUST_RESULTS for --results.
 """
 
 import itertools
@@ -35,13 +35,13 @@ from locust.env import Environment
 from locust.exception import StopUser
 from locust.runners import LocalRunner
 
-from loadtest import report, slo
-from loadtest.discovery import discover
-from loadtest.outcome import Ending, Outcome
-from loadtest.provenance import provenance
-from loadtest.slo import Slo
-from loadtest.sse_client import COMPLETIONS_PATH, Target, api_key_given, complete_blocking
-from loadtest.workload import Workload, add_workload_arguments, spec_from_arguments
+from loadtest.client import report, slo
+from loadtest.client.discovery import discover
+from loadtest.client.outcome import Ending, Outcome
+from loadtest.client.slo import Slo
+from loadtest.client.sse_client import COMPLETIONS_PATH, Target, api_key_given, complete_blocking
+from loadtest.client.workload import Workload, add_workload_arguments, spec_from_arguments
+from loadtest.measurement.provenance import provenance
 
 log = logging.getLogger("loadtest")
 

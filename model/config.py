@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
 
-from model.kinds import (
+from model.config_enums import (
     SCORED_POSITIONS,
     AttentionKind,
     MlpKind,

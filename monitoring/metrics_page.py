@@ -1,4 +1,4 @@
-"""Generator of docs/metrics.md from service/metric_families.py.
+"""Generator of docs/metrics.md from service/metrics/definitions.py.
 
 python -m monitoring.metrics_page            writes the page
 python -m monitoring.metrics_page --check    exit code 1 if the page is out of date
@@ -7,14 +7,14 @@ python -m monitoring.metrics_page --check    exit code 1 if the page is out of d
 from pathlib import Path
 
 from monitoring.written_file import write_or_check
-from service.metric_families import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Family, Kind
+from service.metrics.definitions import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Family, Kind
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
 _HEAD = f"""# Metrics
 
 `GET /metrics` returns the series below in Prometheus' text format, summed over all processes of the service. This page
-is generated from `service/metric_families.py` by `python -m monitoring.metrics_page`.
+is generated from `service/metrics/definitions.py` by `python -m monitoring.metrics_page`.
 
 Every series also has the labels {" and ".join(f"`{label}`" for label in COMMON_LABELS)}. If the last column names a
 `{VLLM_PREFIX}` series, the same samples are also exposed under that name. Dashboards, autoscalers and benchmark tools

@@ -24,25 +24,25 @@ from fastapi import FastAPI
 from litserve import LitServer
 from litserve.utils import WorkerSetupStatus
 
-from model.manifest import read_manifest
-from service.api_keys import ApiKeys, read_api_keys
-from service.auth import middlewares
-from service.early_worker import EARLY_WORKER
-from service.event_channel import EventChannel
-from service.first_worker import launch_worker
-from service.frontend import Frontend
-from service.http_protocol import BoundedHttpProtocol, ConnectionLimits
-from service.lifecycle import Lifecycle, Phase, name_process
-from service.metrics import Metrics, prepare_directory
-from service.open_files import limit_connections
-from service.openapi import openapi_document
-from service.preflight import check_machine, check_port
-from service.requests import install_error_handlers
-from service.served_model import read_served_model
-from service.settings import ServeSettings
-from service.supervision import StartError, Supervisor, cause_of_death, failed_start
-from service.ticks import slow_down_ticks
-from service.worker import EngineAPI, WorkerLoop
+from model.checkpoint.manifest import read_manifest
+from service.api.app import Frontend
+from service.api.openapi import openapi_document
+from service.config.settings import ServeSettings
+from service.http.api_keys import ApiKeys, read_api_keys
+from service.http.auth import middlewares
+from service.http.connection import BoundedHttpProtocol, ConnectionLimits
+from service.http.event_loop import slow_down_ticks
+from service.http.fd_limits import limit_connections
+from service.http.request_io import install_error_handlers
+from service.ipc.channel import EventChannel
+from service.ipc.shared_state import Lifecycle, Phase, name_process
+from service.metrics.recorder import Metrics, prepare_directory
+from service.preprocess.served_model import read_served_model
+from service.supervisor.preflight import check_machine, check_port
+from service.supervisor.prespawned_worker import EARLY_WORKER
+from service.supervisor.supervisor import StartError, Supervisor, cause_of_death, failed_start
+from service.supervisor.worker_launch import launch_worker
+from service.worker.worker import EngineAPI, WorkerLoop
 
 logger = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from model.attention.interface import ATTENTION_BACKENDS
-from model.chatml import END, START
-from model.checkpoint import save_checkpoint
+from model.attention.backends import ATTENTION_BACKENDS
+from model.chat.chatml import END, START
+from model.checkpoint.loading import save_checkpoint
+from model.nn.transformer import Transformer
 from model.tokenizer.byte_level import ByteLevelTokenizer
-from model.training.bpe import END_OF_TEXT, SPLIT_PATTERN
-from model.transformer import Transformer
+from model.training.data.bpe import END_OF_TEXT, SPLIT_PATTERN
 from tests.tiny_model import tiny_config, tiny_tokenizer
 
 NAME = "tiny-talker"

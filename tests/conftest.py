@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from model.kernels.build import CACHE
-from model.kernels.loading import KERNELS
+from model.kernels.library import KERNELS
 from tests.tiny_model import save_tiny_checkpoint
 
 ROOT = Path(__file__).parent
@@ -24,7 +24,7 @@ LONGEST = (
     "hostile/test_http.py",
     "e2e/test_lifecycle.py",
     "e2e/test_chat.py",
-    "service/test_train_own_text.py",
+    "service/cli/test_train_own_text.py",
     "hostile/test_clients.py",
     "hostile/test_bodies.py",
     "e2e/test_worker_death.py",

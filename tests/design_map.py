@@ -22,16 +22,20 @@ def design_map() -> str:
 
 
 def source_files() -> list[Path]:
-    """Return the Python and C++ files that git tracks in `PACKAGES`, or would track once added."""
+    """Return the Python and C++ files of `PACKAGES`."""
+    return sorted(ROOT / path for path in listed_files(*PACKAGES) if path.suffix in (".py", ".cpp", ".h"))
+
+
+def listed_files(*folders: str) -> list[Path]:
+    """Return the files in these folders that git tracks, or would track once added, relative to `ROOT`."""
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *PACKAGES],
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *folders],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    names = {name for name in listed.stdout.splitlines() if name.endswith((".py", ".cpp", ".h"))}
-    return sorted(ROOT / name for name in names if (ROOT / name).is_file())
+    return sorted({Path(name) for name in listed.stdout.splitlines() if (ROOT / name).is_file()})
 
 
 def summary(path: Path) -> str:

@@ -3,13 +3,13 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.design_map import BEGIN, END, PAGE, design_map
+from tests.design_map import BEGIN, END, PAGE, design_map, listed_files
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("model", "service", "loadtest")
@@ -20,35 +20,37 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAY_IMPORT = {
     "model.training": {"model"},
     "model": set[str](),
-    "service.engine": {"model", "service.messages"},
-    "service.commands": {"model", "model.training", "service", "service.engine", "loadtest"},
-    "service": {"model", "service.engine"},
-    "loadtest": {"model", "model.training", "service", "service.engine"},
+    "service.engine": {"model", "service.ipc"},
+    "service.ipc": {"model"},
+    "service.cli": {"model", "model.training", "service", "service.engine", "service.ipc", "loadtest"},
+    "service": {"model", "service.engine", "service.ipc"},
+    "loadtest": {"model", "model.training", "service", "service.engine", "service.ipc"},
 }
+MAX_ENTRIES = 20
 # Files of `service` that run in the worker or build it. All other files must work without torch.
 ENGINE_SIDE = {
-    "service/engine_builder.py",
-    "service/commands/eval.py",
-    "service/commands/generate.py",
-    "service/commands/inspect_attention.py",
-    "service/commands/train.py",
+    "service/worker/engine_factory.py",
+    "service/cli/eval.py",
+    "service/cli/generate.py",
+    "service/cli/inspect_attention.py",
+    "service/cli/train.py",
 }
 # Main also imports the worker's module, so it imports torch inside methods that LitServe calls in the worker process.
 IMPORTS_LATE = {
-    ("service/worker.py", "setup"),
-    ("service/worker.py", "build"),
-    ("service/commands/inspect_attention.py", "_draw"),  # matplotlib is an extra
-    ("loadtest/instant_engine.py", "build"),
+    ("service/worker/worker.py", "setup"),
+    ("service/worker/worker.py", "build"),
+    ("service/cli/inspect_attention.py", "_draw"),  # matplotlib is an extra
+    ("loadtest/scenarios/instant_engine.py", "build"),
 }
 TORCH_FREE = [
-    "service.frontend",
+    "service.api.app",
     "service.server",
-    "service.metrics",
-    "service.cli",
-    "service.commands.tokenize",
-    "service.commands.inspect",
-    "model.families.export",
-    "model.families.nanogpt",
+    "service.metrics.recorder",
+    "service.cli.main",
+    "service.cli.tokenize",
+    "service.cli.inspect",
+    "model.huggingface.export",
+    "model.huggingface.families.nanogpt",
 ]
 
 
@@ -87,30 +89,71 @@ def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 def test_imports_point_one_way(path: Path) -> None:
     part = part_of(module_of(path))
     for imported in imports(tree(path)):
-        if imported.split(".")[0] not in PACKAGES or part_of(imported) == part:
-            continue
-        allowed = MAY_IMPORT[part]
-        assert part_of(imported) in allowed or imported in allowed, f"{name_of(path)} imports {imported}"
+        if imported.split(".")[0] in PACKAGES and part_of(imported) != part:
+            assert part_of(imported) in MAY_IMPORT[part], f"{name_of(path)} imports {imported}"
 
 
-def test_no_import_cycles() -> None:
-    graph = {module_of(path): {name for name in imports(tree(path)) if name in modules()} for path in SOURCES}
+def test_imports_between_folders_form_no_cycle() -> None:
+    graph: dict[str, set[str]] = {}
+    for path in SOURCES:
+        folder = folder_of(path)
+        imported = {found for name in imported_modules(path) if (found := folder_of(modules()[name])) != folder}
+        graph.setdefault(folder, set()).update(imported)
+    assert find_cycle(graph) is None
+
+
+def test_imports_between_files_form_no_cycle() -> None:
+    assert find_cycle({module_of(path): set(imported_modules(path)) for path in SOURCES}) is None
+
+
+def test_the_cycle_search_finds_a_cycle() -> None:
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
+
+
+def folder_of(path: Path) -> str:
+    return str(path.parent.relative_to(ROOT))
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Yield the repository's modules that a file imports, where `from package import module` imports the module."""
+    for node in ast.walk(tree(path)):
+        names = list(imports(node)) if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names] + names
+        found = [name for name in names if name in modules() and modules()[name] != path]
+        yield from found[:1] if isinstance(node, ast.ImportFrom) and len(node.names) == 1 else found
+
+
+def find_cycle(graph: Mapping[str, Set[str]]) -> list[str] | None:
+    """Return the nodes of one cycle, with the first node again at its end; None without a cycle."""
     done: set[str] = set()
 
-    def visit(module: str, path: tuple[str, ...]) -> None:
-        assert module not in path, f"import cycle: {' -> '.join((*path, module))}"
-        if module not in done:
-            for imported in sorted(graph[module]):
-                visit(imported, (*path, module))
-            done.add(module)
+    def visit(node: str, path: tuple[str, ...]) -> list[str] | None:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node not in done:
+            for following in sorted(graph[node]):
+                if (cycle := visit(following, (*path, node))) is not None:
+                    return cycle
+            done.add(node)
+        return None
 
-    for module in graph:
-        visit(module, ())
+    return next((cycle for node in sorted(graph) if (cycle := visit(node, ())) is not None), None)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_folders_have_few_entries(package: str) -> None:
+    contents: dict[Path, set[str]] = {}
+    for path in listed_files(package):
+        for depth in range(1, len(path.parts)):
+            contents.setdefault(Path(*path.parts[:depth]), set()).add(path.parts[depth])
+    assert {str(folder): len(names) for folder, names in contents.items() if len(names) > MAX_ENTRIES} == {}
 
 
 @cache
-def modules() -> frozenset[str]:
-    return frozenset(map(module_of, SOURCES))
+def modules() -> dict[str, Path]:
+    return {module_of(path): path for path in SOURCES}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
@@ -177,7 +220,7 @@ def test_the_api_process_imports_no_torch(module: str) -> None:
 
 def test_a_worker_imports_no_compiler_of_pytorch() -> None:
     """torch._dynamo and its imports double the import time of a worker and take 70 MB."""
-    code = "import sys, service.engine_builder; sys.exit('torch._dynamo' in sys.modules)"
+    code = "import sys, service.worker.engine_factory; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
@@ -202,8 +245,13 @@ def test_settings_are_the_only_reader_of_the_environment() -> None:
     # services, benchmarks and tests. The health check runs every few seconds, and importing the settings would
     # take 0.4 s of CPU time.
     assert set(readers) <= {
-        *("service/settings.py", "service/metrics.py", "service/cli.py", "service/early_worker.py"),
-        *("service/healthcheck.py", "model/kernels/build.py"),
+        *(
+            "service/config/settings.py",
+            "service/metrics/recorder.py",
+            "service/cli/main.py",
+            "service/supervisor/prespawned_worker.py",
+        ),
+        *("service/cli/healthcheck.py", "model/kernels/build.py"),
     }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from service.cli import COMMANDS
+from service.cli.main import COMMANDS
 from tests.e2e.process import PATIENCE_SECONDS, Service, serving
 
 ROOT = Path(__file__).parents[1]
@@ -117,9 +117,9 @@ def test_training_on_ones_own_text_begins_as_shown(tmp_path: Path) -> None:
 def test_a_model_trained_on_ones_own_text(tmp_path: Path) -> None:
     """The text is cut short, so that training takes seconds and needs no compilation."""
     mine, corpus = shlex.quote(str(tmp_path / "mine")), tmp_path / "tales.txt"
-    corpus.write_text((ROOT / "loadtest" / "tales.txt").read_text()[:24_000])
+    corpus.write_text((ROOT / "loadtest" / "client" / "tales.txt").read_text()[:24_000])
     trained, generated, served = [command.replace("checkpoints/mine", mine) for command in TRAIN_YOUR_OWN]
-    trained = trained.replace("loadtest/tales.txt", shlex.quote(str(corpus)))
+    trained = trained.replace("loadtest/client/tales.txt", shlex.quote(str(corpus)))
     said = shell(f"{trained} --no-compile --run-directory {shlex.quote(str(tmp_path / 'run'))}")
     assert f"serve --checkpoint {mine}" in said
     assert shell(generated).strip()

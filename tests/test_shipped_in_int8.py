@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
-from model.attention.interface import ATTENTION_BACKENDS
-from model.checkpoint import load_model
+from model.attention.backends import ATTENTION_BACKENDS
+from model.checkpoint.loading import load_model
+from model.checkpoint.manifest import read_manifest
 from model.evaluation.held_out import evaluate
-from model.linear import Int8Linear, replace_linears
-from model.manifest import read_manifest
+from model.nn.linear import Int8Linear, replace_linears
 from model.tokenizer.native import load_native
 from tests.model.tokenizer.texts import stories
 

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.attention.interface import ATTENTION_BACKENDS
-from model.chatml import END
-from model.checkpoint import load_model
+from model.attention.backends import ATTENTION_BACKENDS
+from model.chat.chatml import END
+from model.checkpoint.loading import load_model
+from model.checkpoint.manifest import read_manifest
 from model.evaluation.held_out import evaluate
 from model.evaluation.prompts import PROMPTS, Prompt, PromptKind, prompt_ids, read_template
-from model.generate import generate
-from model.generation_config import read_generation_config
-from model.manifest import read_manifest
-from model.sampling_params import SamplingParams
+from model.nn.reference_generate import generate
+from model.nn.transformer import Transformer
+from model.sampling.generation_config import read_generation_config
+from model.sampling.params import SamplingParams
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.native import load_native
 from model.training.config import load_train_config
-from model.transformer import Transformer
 from tests.model.tokenizer.texts import stories
 
 ROOT = Path(__file__).parents[1]

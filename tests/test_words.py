@@ -19,10 +19,10 @@ PHRASES = re.compile(r"\b(of late|of our own|told|(?<!there )is none|so many|in 
 
 # Texts about people: prompts, stories, questions, and the words of a trained model.
 DATA = {
-    "model/chatml.py",
+    "model/chat/chatml.py",
     "model/evaluation/prompts.py",
-    "model/training/encyclopedia_questions.py",
-    "model/training/story_requests.py",
+    "model/training/data/encyclopedia_questions.py",
+    "model/training/data/story_requests.py",
 }
 
 

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import torch
 
-from model.attention.interface import ATTENTION_BACKENDS
-from model.checkpoint import save_checkpoint
+from model.attention.backends import ATTENTION_BACKENDS
+from model.checkpoint.loading import save_checkpoint
 from model.config import ModelConfig
-from model.kinds import MlpKind, NormKind, PositionKind
+from model.config_enums import MlpKind, NormKind, PositionKind
+from model.nn.transformer import Transformer
 from model.tokenizer.byte_level import ByteLevelTokenizer
-from model.transformer import Transformer
 
 NAME = "tiny"
 EOS = "<|endoftext|>"

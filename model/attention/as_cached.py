@@ -10,17 +10,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.attention.form import AttentionForm
-from model.attention.interface import AttentionBackend
+from model.attention.backends import AttentionBackend
+from model.attention.kv_cache import KVCache, rounded
+from model.attention.layer_spec import AttentionForm
 from model.attention.metadata import AttentionMetadata
-from model.kv_cache import KVCache, rounded
 
 
 @dataclass(frozen=True, slots=True)
 class AsCached:
     """Wrapper of `backend` that rounds keys and values to the cache dtype `cache_dtype`.
 
-    See `model.attention.interface.AttentionBackend`.
+    See `model.attention.backends.AttentionBackend`.
     """
 
     backend: AttentionBackend

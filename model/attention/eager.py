@@ -8,13 +8,13 @@ Legend: T packed tokens, Q query tokens of one sequence, S its context, H query 
 import torch
 from torch import Tensor
 
-from model.attention.form import AttentionForm, visible
+from model.attention.kv_cache import KVCache
+from model.attention.layer_spec import AttentionForm, visible
 from model.attention.metadata import AttentionMetadata
-from model.kv_cache import KVCache
 
 
 class EagerAttention:
-    """Reference attention backend. See `model.attention.interface.AttentionBackend`."""
+    """Reference attention backend. See `model.attention.backends.AttentionBackend`."""
 
     def attend(
         self,

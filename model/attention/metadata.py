@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from model.attention.form import visible
+from model.attention.layer_spec import visible
 from model.attention.ragged import RaggedView, ragged_view
 
 

@@ -1,4 +1,4 @@
-"""Native CPU attention that reads the blocks of the KV-cache in place: model/kernels/attention.cpp.
+"""Native CPU attention that reads the blocks of the KV-cache in place: model/kernels/src/attention.cpp.
 
 The kernel neither pads nor copies keys. It computes each sequence and each key/value head separately, in an order of
 sums that depends only on a token's position. A token's output is therefore bitwise identical for every batch, number
@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.attention.biases import AlibiBias, RelativeBias
-from model.attention.form import AttentionForm
+from model.attention.kv_cache import KVCache
+from model.attention.layer_spec import AttentionForm
 from model.attention.metadata import AttentionMetadata
+from model.attention.score_biases import AlibiBias, RelativeBias
 from model.attention.sdpa import SdpaAttention
-from model.kernels.loading import KERNELS, KernelLibrary, Kernels
-from model.kv_cache import KVCache
+from model.kernels.library import KERNELS, KernelLibrary, Kernels
 
 # By the dtypes of computation and of the KV-cache.
 KERNEL_NAMES = {
@@ -92,7 +92,7 @@ class _Latest(threading.local):
 
 
 class NativeAttention:
-    """Native CPU attention backend. See `model.attention.interface.AttentionBackend`.
+    """Native CPU attention backend. See `model.attention.backends.AttentionBackend`.
 
     Args:
         kernels: holder of the kernel library; the library may be loaded later.

@@ -1,8 +1,8 @@
 """GPU attention over a paged KV-cache, with separate kernels for decodes and prompt chunks.
 
-The two kernels are arguments of the backend; `model.attention.ways` chooses them. The decode kernel reads only tensors
-on the device, and their shapes do not depend on context lengths. A decode step can therefore be captured as a CUDA
-graph. `SdpaAttention` handles layers with a bias, keys with D = 0, and sequences without a cache.
+The two kernels are arguments of the backend; `model.attention.kernel_selection` chooses them. The decode kernel reads
+only tensors on the device, and their shapes do not depend on context lengths. A decode step can therefore be captured
+as a CUDA graph. `SdpaAttention` handles layers with a bias, keys with D = 0, and sequences without a cache.
 
 Legend: T packed tokens, B sequences that compute one token, X packed tokens of chunks, H query heads, K key/value
 heads, D head dimension.
@@ -12,11 +12,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from model.attention.form import AttentionForm
+from model.attention.kv_cache import KVCache
+from model.attention.layer_spec import AttentionForm
 from model.attention.metadata import AttentionMetadata
 from model.attention.ragged import RaggedView
 from model.attention.sdpa import SdpaAttention
-from model.kv_cache import KVCache
 
 
 class DecodeKernel(Protocol):
@@ -45,7 +45,7 @@ class ChunkKernel(Protocol):
 
 
 class PagedAttention:
-    """Attention backend for paged GPU caches. See `model.attention.interface.AttentionBackend`."""
+    """Attention backend for paged GPU caches. See `model.attention.backends.AttentionBackend`."""
 
     def __init__(self, decode: DecodeKernel, chunks: ChunkKernel) -> None:
         self._decode = decode

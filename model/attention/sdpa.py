@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from model.attention.form import AttentionForm, visible
+from model.attention.kv_cache import KVCache
+from model.attention.layer_spec import AttentionForm, visible
 from model.attention.metadata import AttentionMetadata
-from model.kv_cache import KVCache
 
 
 class SdpaAttention:
-    """Attention backend of PyTorch's fused kernel. See `model.attention.interface.AttentionBackend`."""
+    """Attention backend of PyTorch's fused kernel. See `model.attention.backends.AttentionBackend`."""
 
     def attend(
         self,

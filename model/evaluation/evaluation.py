@@ -8,8 +8,8 @@ from model.evaluation.diversity import Diversity
 from model.evaluation.held_out import HeldOut, evaluate
 from model.evaluation.pairs import Pair, PairScore, accuracy, by_group, score_pairs
 from model.evaluation.samples import TEMPERATURES, Sample, Sampler
+from model.nn.transformer import Transformer
 from model.tokenizer.interface import Tokenizer
-from model.transformer import Transformer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

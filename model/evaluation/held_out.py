@@ -7,8 +7,8 @@ from functools import reduce
 from operator import add
 
 from model.evaluation.likelihood import Score, begin_of_text, end_of_text, rolling_windows, score_windows
+from model.nn.transformer import Transformer
 from model.tokenizer.interface import Tokenizer
-from model.transformer import Transformer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

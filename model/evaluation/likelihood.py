@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from model.attention.metadata import AttentionMetadata
+from model.nn.transformer import Transformer
 from model.tokenizer.interface import Tokenizer, TokenizerError
-from model.transformer import Transformer
 
 # Limits of one forward pass. Logits use most of the memory: 2**26 float32 logits are 256 MiB.
 _MAX_TOKENS = 8192

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.error_line import error_line
 from model.evaluation.likelihood import Window, begin_of_text, score_windows
+from model.io.error_line import error_line
+from model.nn.transformer import Transformer
 from model.tokenizer.interface import Tokenizer
-from model.transformer import Transformer
 
 _GROUP_KEYS = ("UID", "field")
 

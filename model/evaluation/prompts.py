@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from model.chat_template import PLAIN_SOURCE, ChatTemplate, load_chat_template, read_special_tokens
+from model.chat.template import PLAIN_SOURCE, ChatTemplate, load_chat_template, read_special_tokens
 from model.tokenizer.interface import Tokenizer
 
 

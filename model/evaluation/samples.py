@@ -6,11 +6,11 @@ from pathlib import Path
 
 from model.evaluation.diversity import Diversity, measure_diversity
 from model.evaluation.prompts import PROMPTS, Prompt, PromptKind, prompt_ids, read_template
-from model.generate import generate
-from model.sampling_params import SamplingParams
+from model.nn.reference_generate import generate
+from model.nn.transformer import Transformer
+from model.sampling.params import SamplingParams
 from model.tokenizer.interface import Tokenizer
 from model.tokenizer.stream import StreamDecoder
-from model.transformer import Transformer
 
 TEMPERATURES = (0.5, 0.8, 1.0)
 SHOWN_TEMPERATURE, SHOWN_TOP_P, SHOWN_TOKENS = 0.8, 0.95, 200

@@ -31,14 +31,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from model.kernels.levels import LEVELS, Level, levels_here
-from model.parent_death import bind_command_to_parent
+from model.kernels.cpu_features import LEVELS, Level, levels_here
+from model.system.parent_death import bind_command_to_parent
 
 logger = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).parent
+SOURCES = Path(__file__).parent / "src"
 # Directory of the libraries shipped in an image or a package.
-SHIPPED = SOURCES / "built"
+SHIPPED = Path(__file__).parent / "built"
 
 
 def cache_directory() -> Path:

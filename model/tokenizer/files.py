@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from model.json_file import is_named
+from model.io.json_file import is_named
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from model.tokenizer.marks import read_object, read_tokenizer_config
 from model.tokenizer.native import RANKS_FILE, SPEC_FILE, load_native

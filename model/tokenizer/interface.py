@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from model.error_line import error_line
+from model.io.error_line import error_line
 
 
 class TokenizerError(ValueError):

@@ -5,9 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.generation_config import GENERATION_CONFIG_FILE, GenerationConfigError, read_generation_config, token_ids
-from model.json_file import FileError
-from model.json_file import read_object as read_file
+from model.io.json_file import FileError
+from model.io.json_file import read_object as read_file
+from model.sampling.generation_config import (
+    GENERATION_CONFIG_FILE,
+    GenerationConfigError,
+    read_generation_config,
+    token_ids,
+)
 from model.tokenizer.interface import TokenizerError
 
 CONFIG_FILE = "config.json"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from model.json_file import FileError, read_bytes, read_object
+from model.io.json_file import FileError, read_bytes, read_object
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.interface import TokenizerError
 

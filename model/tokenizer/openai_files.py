@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from model.json_file import FileError, read_bytes, read_text
+from model.io.json_file import FileError, read_bytes, read_text
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from model.tokenizer.marks import TokenizerConfig, end_marks, read_object, read_tokenizer_config

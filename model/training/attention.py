@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, library
 
-from model.attention.form import AttentionForm
-from model.attention.interface import AttentionBackend
+from model.attention.backends import AttentionBackend
+from model.attention.kv_cache import KVCache
+from model.attention.layer_spec import AttentionForm
 from model.attention.metadata import AttentionMetadata
-from model.kv_cache import KVCache
-from model.training.packing import PackedDocuments
+from model.training.data.packing import PackedDocuments
 
 _QUERIES = 256  # the fastest of 128, 256 and 512 for long documents
 _MASK_SIZES = 512

@@ -8,14 +8,14 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from model.config import ModelConfig
+from model.config_enums import AttentionKind, NormKind, NormPlacement, PositionKind
 from model.evaluation.diversity import Diversity
 from model.evaluation.evaluation import Evaluation
 from model.evaluation.held_out import HeldOut
 from model.evaluation.prompts import PromptKind
 from model.evaluation.samples import COUNTED_TOKENS, SHOWN_TEMPERATURE, SHOWN_TOP_P, Sample
-from model.kinds import AttentionKind, NormKind, NormPlacement, PositionKind
 from model.training.config import TrainConfig
-from model.training.contamination import RUN_WORDS
+from model.training.data.contamination import RUN_WORDS
 
 LOSS_CURVE_FILE = "loss.png"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from model.config import ModelConfig
-from model.kinds import SCORED_POSITIONS, AttentionKind
-from model.training.source_config import SourceConfig, check_texts, check_types
+from model.config_enums import SCORED_POSITIONS, AttentionKind
+from model.training.data.source_config import SourceConfig, check_texts, check_types
 
 _T = TypeVar("_T")
 _ADVICE = "give a recipe, such as model/training/configs/tales.toml; see docs/training.md"

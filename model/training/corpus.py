@@ -8,16 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from model.chatml import supports_chatml
+from model.chat.chatml import supports_chatml
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.native import SPEC_FILE, load_native, save_native
-from model.training.bpe import train_bpe
 from model.training.config import TrainConfig
-from model.training.contamination import leave_out_held_out
-from model.training.conversations import conversation, encode_conversation
-from model.training.data import CorpusError, Source, read_source
-from model.training.mixture import Mixture, TokenizedSource
-from model.training.packing import ROUND_BATCHES, Batches
+from model.training.data.bpe import train_bpe
+from model.training.data.contamination import leave_out_held_out
+from model.training.data.conversations import conversation, encode_conversation
+from model.training.data.mixture import Mixture, TokenizedSource
+from model.training.data.packing import ROUND_BATCHES, Batches
+from model.training.data.sources import CorpusError, Source, read_source
 
 _PRETRAINING, _CHAT = 0, 1  # seed tags, so that the phases shuffle differently
 _STREAM_BATCHES = ROUND_BATCHES // 8  # piece length, in batches, for a token stream: a round holds several pieces

@@ -14,19 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.attention.interface import ATTENTION_BACKENDS
-from model.checkpoint import load_model, save_checkpoint
+from model.attention.backends import ATTENTION_BACKENDS
+from model.checkpoint.loading import load_model, save_checkpoint
+from model.checkpoint.manifest import read_manifest
 from model.evaluation.evaluation import evaluate_checkpoint
 from model.evaluation.samples import Complete, Sample, Sampler
-from model.manifest import read_manifest
-from model.sampling_params import SamplingParams
+from model.nn.transformer import Transformer
+from model.sampling.params import SamplingParams
 from model.tokenizer.stream import StreamDecoder
 from model.training.card import LOSS_CURVE_FILE, draw_loss_curve, write_model_card
 from model.training.config import TrainConfig
 from model.training.corpus import Corpus
-from model.training.data import Source
+from model.training.data.sources import Source
 from model.training.state import read_log
-from model.transformer import Transformer
 
 _FINAL_STEPS = 100  # the final training loss is the mean over these steps
 _SHOWN_SAMPLES = 6  # printed; the card has all samples

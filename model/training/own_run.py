@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from model.checkpoint import check_writable
+from model.checkpoint.loading import check_writable
+from model.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE
+from model.checkpoint.shards import SHARD_PATTERNS
 from model.evaluation.samples import Complete, complete_one_by_one
-from model.manifest import CONFIG_FILE, MANIFEST_FILE
-from model.shards import SHARD_PATTERNS
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.native import RANKS_FILE, SPEC_FILE, save_native
-from model.training.bpe import train_bpe
 from model.training.card import LOSS_CURVE_FILE
 from model.training.config import TrainConfig, load_train_config
+from model.training.data.bpe import train_bpe
 from model.training.own_text import OwnText, hold_out, num_bytes, read_own_text, size_in_words
 from model.training.pace import Clock, Deadline
 from model.training.plan import HELD_OUT_FILE, TRAIN_FILE, Task, make_plan, vocabulary_size

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.training.bpe import END_OF_TEXT
-from model.training.contamination import leave_out_held_out
-from model.training.data import CorpusError, Document, Source
-from model.training.source_config import SourceConfig
+from model.training.data.bpe import END_OF_TEXT
+from model.training.data.contamination import leave_out_held_out
+from model.training.data.source_config import SourceConfig
+from model.training.data.sources import CorpusError, Document, Source
 
 LEAST_BYTES = 20_000
 MOST_BYTES = 2**30

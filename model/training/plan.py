@@ -12,8 +12,8 @@ from pathlib import Path
 
 from model.config import ModelConfig
 from model.training.config import TrainConfig
+from model.training.data.source_config import SourceConfig
 from model.training.pace import DECAY_SHARE
-from model.training.source_config import SourceConfig
 
 # A model must see this many tokens per parameter, or this many passes over a small text. With less of both, a smaller
 # model reaches a lower loss in the same time.

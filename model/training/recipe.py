@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from model.training.config import TrainConfig
-from model.training.source_config import SourceConfig
+from model.training.data.source_config import SourceConfig
 
 
 def write_recipe(path: Path, config: TrainConfig, comments: tuple[str, ...] = ()) -> None:

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from model.attention.interface import ATTENTION_BACKENDS
+from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
+from model.nn.transformer import Transformer
 from model.training.config import TrainConfig
 from model.training.optimizer import Optimizers
-from model.transformer import Transformer
 
 _STEPS = 3
 

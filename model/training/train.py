@@ -19,30 +19,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.attention.interface import ATTENTION_BACKENDS
+from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
-from model.checkpoint import check_writable
+from model.checkpoint.loading import check_writable
 from model.evaluation.held_out import evaluate
 from model.evaluation.samples import Complete, complete_one_by_one
+from model.nn.transformer import Block, Transformer
 from model.training.attention import DocumentAttention
 from model.training.config import TrainConfig
 from model.training.corpus import Corpus, read_corpus
-from model.training.data import check_sources
+from model.training.data.packing import UNTRAINED, Batch, Batches, PackedDocuments
+from model.training.data.sources import check_sources
 from model.training.finish import FinishedRun, finish
 from model.training.optimizer import Optimizers
 from model.training.pace import Pace
-from model.training.packing import UNTRAINED, Batch, Batches, PackedDocuments
 from model.training.progress import Progress
-from model.training.state import (
-    RunLog,
-    RunState,
-    clone_tensors,
-    deterministic,
-    load_state,
-    locked,
-    save_state,
-)
-from model.transformer import Block, Transformer
+from model.training.state import RunLog, RunState, clone_tensors, deterministic, load_state, locked, save_state
 
 _HELD_OUT_TEXTS = 64
 

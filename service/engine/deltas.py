@@ -1,7 +1,7 @@
 """Final messages of a sequence: its last `TokenDelta` and its `Finish`."""
 
-from service.engine.sequence import SequenceState
-from service.messages import Finish, TokenDelta, TokenLogprob
+from service.engine.scheduling.sequence import SequenceState
+from service.ipc.messages import Finish, TokenDelta, TokenLogprob
 
 
 def ending(

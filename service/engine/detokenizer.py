@@ -7,7 +7,7 @@ text of a stop token or a stop string is returned only with `include_stop_str_in
 
 import msgspec
 
-from model.sampling_params import SamplingParams
+from model.sampling.params import SamplingParams
 from model.tokenizer.interface import Tokenizer
 from model.tokenizer.stream import StreamDecoder
 

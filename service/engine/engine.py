@@ -9,21 +9,21 @@ from dataclasses import dataclass, field
 
 import torch
 
-from model.native_transformer import NativeTransformer
-from model.sampling_params import SamplingParams
+from model.native.native_transformer import NativeTransformer
+from model.nn.transformer import Transformer
+from model.sampling.params import SamplingParams
 from model.tokenizer.interface import Tokenizer
-from model.transformer import Transformer
-from service.engine.config import EngineConfig
 from service.engine.deltas import create_finish, ending, no_token
 from service.engine.detokenizer import Detokenizer
-from service.engine.grammars import Grammars
-from service.engine.plan import Chunk, StepPlan
-from service.engine.pooling import Pool
-from service.engine.runner import ModelRunner, Runner, StepOutputs
-from service.engine.scheduler import Scheduler
-from service.engine.sequence import SequenceState
-from service.engine.step_executor import StepExecutor
-from service.messages import NON_FINITE, FinishReason, StepStats, Submit, TokenDelta, TokenLogprob
+from service.engine.execution.embedding_pooling import Pool
+from service.engine.execution.grammar_masks import Grammars
+from service.engine.execution.model_runner import ModelRunner, Runner, StepOutputs
+from service.engine.execution.step_executor import StepExecutor
+from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.scheduler import Scheduler
+from service.engine.scheduling.sequence import SequenceState
+from service.engine.scheduling.step_plan import Chunk, StepPlan
+from service.ipc.messages import NON_FINITE, FinishReason, StepStats, Submit, TokenDelta, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class Engine:
         tokenizer: the model's tokenizer.
         config: sizes and budgets.
         runner: computes the steps; None for a `ModelRunner` of the model.
-        looks_ahead: launch a step before the previous step's tokens are read, see `service.engine.lookahead`; None: if
-            the runner is asynchronous.
+        looks_ahead: launch a step before the previous step's tokens are read, see
+            `service.engine.scheduling.lookahead`; None: if the runner is asynchronous.
         clock: time in seconds for sequences and steps; tests replace `time.monotonic`.
     """
 
@@ -208,7 +208,7 @@ class Engine:
         return StepResult(events, self._stats(plan, events, len(failed), time.perf_counter() - began))
 
     def attention_weights(self, token_ids: tuple[int, ...], *, layer: int, heads: tuple[int, ...]) -> bytes:
-        """Return the attention weights of a text, as in `service.messages.AttentionResult`.
+        """Return the attention weights of a text, as in `service.ipc.messages.AttentionResult`.
 
         The computation does not touch sequences or the KV-cache.
 

@@ -6,10 +6,10 @@ A violation ends the worker with a traceback. The service leaves these checks ou
 import sys
 from typing import Any
 
-from service import logs
+from service.config import log_setup
+from service.config.settings import ServeSettings, read_settings
 from service.server import build_server
-from service.settings import ServeSettings, read_settings
-from service.worker import EngineAPI
+from service.worker.worker import EngineAPI
 
 
 class CheckedEngine:
@@ -40,5 +40,5 @@ class CheckedAPI(EngineAPI):
 
 if __name__ == "__main__":
     settings = read_settings(ServeSettings, sys.argv[2:], command="serve", summary="")
-    logs.configure(settings.log_level)
+    log_setup.configure(settings.log_level)
     raise SystemExit(build_server(settings, engine_api=CheckedAPI).serve())

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from service import logs
+from service.config import log_setup
+from service.config.settings import ServeSettings, read_settings
 from service.server import build_server
-from service.settings import ServeSettings, read_settings
-from service.worker import EngineAPI
+from service.worker.worker import EngineAPI
 
 POISON = 1
 
@@ -29,5 +29,5 @@ class DamagedAPI(EngineAPI):
 
 if __name__ == "__main__":
     settings = read_settings(ServeSettings, sys.argv[2:], command="serve", summary="")
-    logs.configure(settings.log_level)
+    log_setup.configure(settings.log_level)
     raise SystemExit(build_server(settings, engine_api=DamagedAPI).serve())

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from service import logs
-from service.messages import Submit
+from service.config import log_setup
+from service.config.settings import ServeSettings, read_settings
+from service.ipc.messages import Submit
 from service.server import build_server
-from service.settings import ServeSettings, read_settings
-from service.worker import EngineAPI
+from service.worker.worker import EngineAPI
 
 KILLS = [1, 2, 1, 2]
 
@@ -52,5 +52,5 @@ class PoisonedAPI(EngineAPI):
 
 if __name__ == "__main__":
     settings = read_settings(ServeSettings, sys.argv[2:], command="serve", summary="")
-    logs.configure(settings.log_level)
+    log_setup.configure(settings.log_level)
     raise SystemExit(build_server(settings, engine_api=PoisonedAPI).serve())

@@ -5,9 +5,9 @@ Six deaths take six starts, and where a start takes ten seconds they are not wit
 
 import sys
 
-from service import supervision
-from service.cli import main
+from service.cli.main import main
+from service.supervisor import supervisor
 
 if __name__ == "__main__":
-    supervision._MAX_WORKER_DEATHS_A_MINUTE = 1
+    supervisor._MAX_WORKER_DEATHS_A_MINUTE = 1
     raise SystemExit(main(sys.argv[1:]))

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from model.attention.interface import ATTENTION_BACKENDS
-from model.checkpoint import load_model
-from model.generate import generate
-from model.manifest import read_manifest
-from model.sampling_params import SamplingParams
+from model.attention.backends import ATTENTION_BACKENDS
+from model.checkpoint.loading import load_model
+from model.checkpoint.manifest import read_manifest
+from model.nn.reference_generate import generate
+from model.sampling.params import SamplingParams
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.stream import StreamDecoder
 

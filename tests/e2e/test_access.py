@@ -12,13 +12,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from model.attention.interface import ATTENTION_BACKENDS
+from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
-from model.checkpoint import load_model
-from model.manifest import read_manifest
+from model.checkpoint.loading import load_model
+from model.checkpoint.manifest import read_manifest
+from model.nn.transformer import Transformer
 from model.tokenizer.files import load_tokenizer
-from model.transformer import Transformer
-from service.http_protocol import MAX_HEAD_BYTES
+from service.http.connection import MAX_HEAD_BYTES
 from tests.e2e.process import Service, serving, wait_until
 from tests.hostile.raw import exchange
 

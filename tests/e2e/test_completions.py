@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from model.attention.metadata import AttentionMetadata
-from service.request_processor import sample_seed
+from service.preprocess.request_processor import sample_seed
 from tests.e2e.process import Service
 from tests.e2e.slow_twin import Oracle
 from tests.service import streams

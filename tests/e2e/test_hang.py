@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from service.metric_families import EngineState
+from service.metrics.definitions import EngineState
 from tests.e2e.process import START_SECONDS, Service, serving, wait_until
 
 pytestmark = pytest.mark.slow

@@ -11,11 +11,11 @@ import psutil
 import pytest
 import torch
 
-from model.attention.interface import ATTENTION_BACKENDS
-from model.attention.weights import weights_of_layer
-from model.checkpoint import load_model
-from model.manifest import read_manifest
-from model.native_transformer import to_native
+from model.attention.backends import ATTENTION_BACKENDS
+from model.checkpoint.loading import load_model
+from model.checkpoint.manifest import read_manifest
+from model.inspect.attention_weights import weights_of_layer
+from model.native.native_transformer import to_native
 from tests.e2e.process import Service, serving, wait_until
 from tests.e2e.slow_looks import VARIABLE
 

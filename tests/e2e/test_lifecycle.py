@@ -15,9 +15,9 @@ import httpx
 import psutil
 import pytest
 
-from model.manifest import write_manifest
-from model.safetensors_header import read_headers
-from service.cli import main
+from model.checkpoint.manifest import write_manifest
+from model.io.safetensors_header import read_headers
+from service.cli.main import main
 from tests.e2e.process import (
     PATIENCE_SECONDS,
     START_SECONDS,

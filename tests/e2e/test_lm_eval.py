@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from model.manifest import read_manifest
-from service.cli import main
+from model.checkpoint.manifest import read_manifest
+from service.cli.main import main
 from tests.e2e.process import Service, clean_environment, serving
 
 ROOT = Path(__file__).parents[2]

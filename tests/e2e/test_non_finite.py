@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.messages import NON_FINITE
+from service.ipc.messages import NON_FINITE
 from tests.e2e.non_finite import POISON
 from tests.e2e.process import PATIENCE_SECONDS, Service, serving
 

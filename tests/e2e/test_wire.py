@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from service.openapi import openapi_document
+from service.api.openapi import openapi_document
 from tests.clients.environments import MODEL, URL, snippet
 from tests.e2e.process import PATIENCE_SECONDS, Service, serving
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import msgspec
 
-from model.sampling_params import SamplingParams
-from model.training.bpe import train_bpe
-from service.engine.config import EngineConfig
+from model.sampling.params import SamplingParams
+from model.training.data.bpe import train_bpe
 from service.engine.engine import Engine
-from service.engine.inputs import ModelInputs
-from service.engine.plan import MIN_ROWS
-from service.engine.runner import StepOutputs
-from service.messages import Submit, TokenLogprob
+from service.engine.execution.model_inputs import ModelInputs
+from service.engine.execution.model_runner import StepOutputs
+from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.step_plan import MIN_ROWS
+from service.ipc.messages import Submit, TokenLogprob
 
 VOCAB_SIZE = 257
 EOS = 256

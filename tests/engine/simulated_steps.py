@@ -4,9 +4,9 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from service.engine.config import EngineConfig
-from service.engine.scheduler import Scheduler
-from service.engine.sequence import SequenceState
+from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.scheduler import Scheduler
+from service.engine.scheduling.sequence import SequenceState
 from tests.engine.fakes import EOS, make_submit
 
 MEAN_TOKENS = 60

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from model.attention.eager import EagerAttention
+from model.attention.kernel_selection import KernelContext
 from model.attention.native import NativeAttention
 from model.attention.paged import PagedAttention
 from model.attention.sdpa import SdpaAttention
-from model.attention.ways import KernelContext
-from model.manifest import read_manifest
-from model.quantization import FORMATS, PLAIN, Quantization
-from service import engine_builder
-from service.engine import accelerated
-from service.engine.accelerated import (
+from model.checkpoint.manifest import read_manifest
+from model.gpu.quantization import FORMATS, PLAIN, Quantization
+from service.config.settings import ModelSettings
+from service.engine.execution import gpu_setup
+from service.engine.execution.cuda_graphs import call_again
+from service.engine.execution.gpu_memory import DeviceMemory, LargestStep
+from service.engine.execution.gpu_setup import (
     cache_bytes,
     capture_for,
     choose_attention,
@@ -26,13 +28,11 @@ from service.engine.accelerated import (
     create_graphed_runner,
     pieces_for,
 )
-from service.engine.config import EngineConfig
-from service.engine.graphs import call_again
-from service.engine.inputs import ModelInputs
-from service.engine.memory import DeviceMemory, LargestStep
-from service.engine.runner import Launched, ModelRunner
-from service.engine_builder import build_engine
-from service.settings import ModelSettings
+from service.engine.execution.model_inputs import ModelInputs
+from service.engine.execution.model_runner import Launched, ModelRunner
+from service.engine.scheduling.config import EngineConfig
+from service.worker import engine_factory
+from service.worker.engine_factory import build_engine
 from tests.engine.fakes import make_submit
 from tests.model.configs import VARIANTS, build
 
@@ -69,8 +69,8 @@ def test_on_a_cpu_half_of_free_memory_is_the_rule_and_nothing_is_recorded() -> N
 
 def test_auto_is_paged_where_a_gpu_and_the_model_allow_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[KernelContext] = []
-    chosen = accelerated.choose(CPU)
-    monkeypatch.setattr(accelerated, "choose", lambda place: asked.append(place) or chosen)
+    chosen = gpu_setup.choose(CPU)
+    monkeypatch.setattr(gpu_setup, "choose", lambda place: asked.append(place) or chosen)
     attending = choose_attention("auto", CUDA)
     assert (attending.backend, attending.recordable, asked) == (chosen.backend, True, [CUDA])
     assert attending.name == "paged (decode: gathered, prompts: one by one)"
@@ -88,7 +88,7 @@ def test_auto_is_paged_where_a_gpu_and_the_model_allow_it(monkeypatch: pytest.Mo
 
 
 def test_what_is_left_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "service.engine.accelerated")
+    caplog.set_level(logging.INFO, "service.engine.execution.gpu_setup")
     assert isinstance(choose_attention("paged", CPU).backend, PagedAttention)
     assert "attention kernel disabled: varlen: needs a CUDA device" in caplog.text
 
@@ -97,9 +97,9 @@ def test_what_is_left_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
 def test_how_matrices_in_int8_are_multiplied_is_told(
     left_out: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "service.engine.accelerated")
+    caplog.set_level(logging.INFO, "service.engine.execution.gpu_setup")
     chosen = Quantization(form=FORMATS["int8"], kernels=PLAIN, left_out=left_out)
-    monkeypatch.setattr(accelerated, "select_quantization", lambda *given: chosen)
+    monkeypatch.setattr(gpu_setup, "select_quantization", lambda *given: chosen)
     assert choose_quantization("int8", CUDA.device, torch.bfloat16) is chosen
     warned = [(r.levelname, r.getMessage()) for r in caplog.records if r.levelname == "WARNING"]
     expected = [("WARNING", f"Triton kernels for quantized matrices disabled: {left_out}")]
@@ -129,8 +129,8 @@ def test_the_service_records_where_it_is_told_to(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, graphs: bool
 ) -> None:
     """Uses a CPU stand-in for CUDA graphs; the engine then gives the same completions."""
-    caplog.set_level(logging.INFO, "service.engine.accelerated")
-    monkeypatch.setattr(engine_builder, "capture_for", lambda device: call_again)
+    caplog.set_level(logging.INFO, "service.engine.execution.gpu_setup")
+    monkeypatch.setattr(engine_factory, "capture_for", lambda device: call_again)
     answers = []
     threads = torch.get_num_threads()
     for attention in ("paged", "sdpa"):
@@ -191,7 +191,7 @@ def test_a_gpus_share_bounds_the_cache(tiny_checkpoint: Path, monkeypatch: pytes
         assert (largest.num_tokens, largest.num_sampled, largest.max_context_length) == (512, 64, 256)
         return round(10 * share * 256 * 256)
 
-    monkeypatch.setattr(engine_builder, "cache_bytes", usable)
+    monkeypatch.setattr(engine_factory, "cache_bytes", usable)
     settings = ModelSettings(checkpoint=tiny_checkpoint, device="cpu", threads=torch.get_num_threads())
     for share, contexts in ((0.9, 9), (0.5, 5)):
         changed = settings.model_copy(update={"gpu_memory_share": share})

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from service.engine.block_pool import BlockPool, block_hash, root_hash
+from service.engine.scheduling.block_pool import BlockPool, block_hash, root_hash
 
 NUM_BLOCKS = 7
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from model.attention.weights import weights_of_layer
+from model.inspect.attention_weights import weights_of_layer
 from service.engine.engine import Engine
 from tests.engine.test_native_engine import CONFIG, CROWDED, TOKENIZER, answer, drive, loaded, native_model, submissions
 from tests.model.configs import VARIANTS, build

@@ -8,10 +8,10 @@ import pytest
 from torch import Tensor
 
 from model.attention.metadata import AttentionMetadata
-from service.engine import step_executor
-from service.engine.decode_inputs import DecodeInputs
-from service.engine.inputs import ModelInputs, build_inputs
-from service.engine.plan import MIN_ROWS, StepPlan
+from service.engine.execution import step_executor
+from service.engine.execution.decode_inputs import DecodeInputs
+from service.engine.execution.model_inputs import ModelInputs, build_inputs
+from service.engine.scheduling.step_plan import MIN_ROWS, StepPlan
 from tests.engine.fakes import make_engine, make_submit
 
 _TENSORS = ("positions_T", "logit_rows_R", "slot_mapping_T", "block_tables_BN")

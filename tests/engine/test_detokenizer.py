@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.sampling_params import SamplingParams
-from model.training.bpe import train_bpe
+from model.sampling.params import SamplingParams
+from model.training.data.bpe import train_bpe
 from service.engine.detokenizer import Detokenizer
 
 TOKENIZER = train_bpe(["abab abc cab bca aabbcc ä€😀"] * 4, 290)

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from model.attention.metadata import AttentionMetadata
-from model.transformer import Transformer
-from service.messages import FinishReason, Pooling, Submit
+from model.nn.transformer import Transformer
+from service.ipc.messages import FinishReason, Pooling, Submit
 from tests.engine.fakes import make_submit
 from tests.engine.test_parity import EOS, Run, submissions
 from tests.model.configs import VARIANTS

@@ -2,10 +2,10 @@
 
 import pytest
 
-from service.engine.config import EngineConfig
-from service.engine.scheduler import Scheduler
-from service.engine.sequence import SequenceState
-from service.messages import FinishReason
+from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.scheduler import Scheduler
+from service.engine.scheduling.sequence import SequenceState
+from service.ipc.messages import FinishReason
 from tests.engine.fakes import make_submit
 
 ENDS = (7, 9)

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.engine.engine import Engine
-from service.engine.fair_queue import FairQueue
-from service.engine.sequence import SequenceState
-from service.messages import Submit
+from service.engine.scheduling.fair_queue import FairQueue
+from service.engine.scheduling.sequence import SequenceState
+from service.ipc.messages import Submit
 from tests.engine.fakes import make_engine, make_submit
 
 

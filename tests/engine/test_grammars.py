@@ -10,14 +10,14 @@ import msgspec
 import pytest
 from llguidance import LLMatcher
 
-from model.generate import generate
-from model.grammar import GrammarError, Vocabulary, compile_grammar, json_grammar
+from model.nn.reference_generate import generate
+from model.structured_output.grammar import GrammarError, Vocabulary, compile_grammar, json_grammar
 from model.tokenizer.byte_level import ByteLevelTokenizer
-from service.engine import grammars
-from service.engine.config import EngineConfig
 from service.engine.engine import Engine
-from service.engine.grammars import Grammars
-from service.messages import FinishReason, StepStats, TokenDelta
+from service.engine.execution import grammar_masks
+from service.engine.execution.grammar_masks import Grammars
+from service.engine.scheduling.config import EngineConfig
+from service.ipc.messages import FinishReason, StepStats, TokenDelta
 from tests.engine.grammar_runs import TOKENIZER, ask, drive, make_engine, model
 
 (EOS,) = TOKENIZER.eos_token_ids
@@ -174,7 +174,7 @@ def slow_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         return compile_grammar(vocabulary, grammar)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(grammars, "compile_grammar", compile_later)
+        patch.setattr(grammar_masks, "compile_grammar", compile_later)
         try:
             yield may_go
         finally:
@@ -210,7 +210,7 @@ def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         compiled.append(grammar)
         return compile_grammar(vocabulary, grammar)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(grammars, "compile_grammar", count)
+    monkeypatch.setattr(grammar_masks, "compile_grammar", count)
     drive(make_engine(), [ask(f"s{i}", [CHOICE, REGEX][i % 2], seed=i) for i in range(10)])
     assert sorted(compiled) == sorted([CHOICE, REGEX])
 

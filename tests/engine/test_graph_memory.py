@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.attention.kernel_selection import gathered, one_by_one
 from model.attention.paged import PagedAttention
-from model.attention.ways import gathered, one_by_one
-from model.transformer import Transformer
-from service.engine import accelerated
-from service.engine.accelerated import cache_bytes, create_graphed_runner
-from service.engine.config import EngineConfig
-from service.engine.graph_memory import graph_bytes
-from service.engine.graphs import buckets, call_again
-from service.engine.memory import DeviceMemory, LargestStep
-from service.engine.prompt_graphs import Between, prompt_rows, uncut
+from model.nn.transformer import Transformer
+from service.engine.execution import gpu_setup
+from service.engine.execution.cuda_graphs import buckets, call_again
+from service.engine.execution.gpu_memory import DeviceMemory, LargestStep
+from service.engine.execution.gpu_setup import cache_bytes, create_graphed_runner
+from service.engine.execution.graph_memory import graph_bytes
+from service.engine.execution.prefill_graphs import Between, prompt_rows, uncut
+from service.engine.scheduling.config import EngineConfig
 from tests.model.configs import VARIANTS, build
 
 LARGEST = LargestStep(block_size=4, num_tokens=200, num_sampled=9, max_context_length=64)
@@ -80,10 +80,10 @@ def test_the_cache_leaves_room_for_them(monkeypatch: pytest.MonkeyPatch, records
     """Uses a model that claims to be on a GPU."""
     tried: Any = SimpleNamespace(token_embedding=SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda"))))
     memory = DeviceMemory(total=1000, free=900, reserved=100, peak=100)
-    monkeypatch.setattr(accelerated, "measure", lambda *given: memory)
+    monkeypatch.setattr(gpu_setup, "measure", lambda *given: memory)
     for name in ("capture_for", "pieces_for"):
-        monkeypatch.setattr(accelerated, name, lambda device: call_again)
-    monkeypatch.setattr(accelerated, "graph_bytes", lambda *given, **more: 70)
+        monkeypatch.setattr(gpu_setup, name, lambda device: call_again)
+    monkeypatch.setattr(gpu_setup, "graph_bytes", lambda *given, **more: 70)
     assert cache_bytes(tried, LARGEST, 0.9, records=records) == (730 if records else 800)
 
 
@@ -94,9 +94,9 @@ def test_a_device_that_records_nothing_is_no_reason_not_to_start(
         raise RuntimeError("operation not permitted when stream is capturing")
 
     tried: Any = SimpleNamespace(token_embedding=SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda"))))
-    monkeypatch.setattr(accelerated, "measure", lambda *given: DeviceMemory(total=9, free=9, reserved=0, peak=2))
+    monkeypatch.setattr(gpu_setup, "measure", lambda *given: DeviceMemory(total=9, free=9, reserved=0, peak=2))
     for name in ("capture_for", "pieces_for"):
-        monkeypatch.setattr(accelerated, name, lambda device: call_again)
-    monkeypatch.setattr(accelerated, "graph_bytes", fail)
+        monkeypatch.setattr(gpu_setup, name, lambda device: call_again)
+    monkeypatch.setattr(gpu_setup, "graph_bytes", fail)
     assert cache_bytes(tried, LARGEST, 1.0, records=True) == 7
     assert "memory of CUDA graphs is unknown and not reserved: operation not permitted" in caplog.text

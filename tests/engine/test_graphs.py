@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.attention.kernel_selection import gathered, one_by_one
 from model.attention.metadata import AttentionMetadata
 from model.attention.paged import PagedAttention
-from model.attention.ways import gathered, one_by_one
-from model.generate import generate
-from service.engine.config import EngineConfig
+from model.nn.reference_generate import generate
 from service.engine.engine import Engine
-from service.engine.graphs import Bucket, DecodeGraphs, StaticInputs, buckets, call_again, smallest
-from service.engine.inputs import ModelInputs
-from service.engine.runner import ModelRunner
-from service.messages import Submit
+from service.engine.execution.cuda_graphs import Bucket, DecodeGraphs, StaticInputs, buckets, call_again, smallest
+from service.engine.execution.model_inputs import ModelInputs
+from service.engine.execution.model_runner import ModelRunner
+from service.engine.scheduling.config import EngineConfig
+from service.ipc.messages import Submit
 from tests.engine.fakes import make_submit
 from tests.engine.test_parity import EOS, TOKENIZER, submissions
 from tests.model.configs import VARIANTS, build

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from service.engine.block_pool import BlockPool
 from service.engine.engine import Engine
-from service.engine.lookahead import plan_ahead
-from service.engine.plan import Chunk, step_plan
-from service.engine.sequence import SequenceState, SequenceStatus
-from service.messages import FinishReason, Pooling, Submit, TokenDelta
+from service.engine.scheduling.block_pool import BlockPool
+from service.engine.scheduling.lookahead import plan_ahead
+from service.engine.scheduling.sequence import SequenceState, SequenceStatus
+from service.engine.scheduling.step_plan import Chunk, step_plan
+from service.ipc.messages import FinishReason, Pooling, Submit, TokenDelta
 from tests.engine.fakes import CONTEXT, FakeRunner, expected_tokens, make_engine, make_submit
 
 

@@ -8,14 +8,14 @@ import msgspec
 import pytest
 from llguidance import LLMatcher
 
+from model.attention.kernel_selection import gathered, one_by_one
 from model.attention.paged import PagedAttention
-from model.attention.ways import gathered, one_by_one
-from service.engine.config import EngineConfig
 from service.engine.engine import Engine
-from service.engine.graphs import call_again
-from service.engine.inputs import ModelInputs
-from service.engine.runner import Launched, ModelRunner
-from service.messages import Submit, TokenDelta
+from service.engine.execution.cuda_graphs import call_again
+from service.engine.execution.model_inputs import ModelInputs
+from service.engine.execution.model_runner import Launched, ModelRunner
+from service.engine.scheduling.config import EngineConfig
+from service.ipc.messages import Submit, TokenDelta
 from tests.engine.fakes import make_submit
 from tests.engine.test_parity import EOS, TOKENIZER
 from tests.model.configs import VARIANTS, build

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from model.attention.native import NativeAttention
-from model.kernels.loading import Kernels
-from model.linear import can_pack, replace_linears
-from model.native_transformer import NativeTransformer
-from model.training.bpe import train_bpe
-from model.transformer import Block, Transformer
-from service.engine.config import EngineConfig
+from model.kernels.library import Kernels
+from model.native.native_transformer import NativeTransformer
+from model.nn.linear import can_pack, replace_linears
+from model.nn.transformer import Block, Transformer
+from model.training.data.bpe import train_bpe
 from service.engine.engine import Engine
-from service.engine.plan import MIN_ROWS
-from service.messages import StepStats, Submit, TokenDelta, TokenLogprob
+from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.step_plan import MIN_ROWS
+from service.ipc.messages import StepStats, Submit, TokenDelta, TokenLogprob
 from tests.engine.fakes import make_submit
 from tests.model.configs import VARIANTS, build
 from tests.model.kernel_libraries import BUILDABLE, library_of

@@ -14,21 +14,21 @@ import msgspec
 import pytest
 import torch
 
+from model.attention.kernel_selection import gathered, one_by_one
 from model.attention.native import NativeAttention
 from model.attention.paged import PagedAttention
-from model.attention.ways import gathered, one_by_one
-from model.kernels.loading import Kernels
-from model.linear import replace_linears
-from model.training.bpe import train_bpe
-from model.transformer import Transformer
-from service.engine.config import EngineConfig
+from model.kernels.library import Kernels
+from model.nn.linear import replace_linears
+from model.nn.transformer import Transformer
+from model.training.data.bpe import train_bpe
 from service.engine.engine import Engine
-from service.engine.graphs import call_again
-from service.engine.plan import Chunk, StepPlan, step_plan
-from service.engine.runner import ModelRunner
-from service.engine.sequence import SequenceState
-from service.engine.step_executor import split_non_finite
-from service.messages import NON_FINITE, FinishReason, Pooling, Submit, TokenDelta
+from service.engine.execution.cuda_graphs import call_again
+from service.engine.execution.model_runner import ModelRunner
+from service.engine.execution.step_executor import split_non_finite
+from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.sequence import SequenceState
+from service.engine.scheduling.step_plan import Chunk, StepPlan, step_plan
+from service.ipc.messages import NON_FINITE, FinishReason, Pooling, Submit, TokenDelta
 from tests.engine.fakes import make_submit
 from tests.model.configs import VARIANTS, build
 from tests.model.kernel_libraries import BUILDABLE, library_of

@@ -1,4 +1,4 @@
-"""The engine's tokens equal those of `model/generate.py`: batched, in chunks, preempted, with prefix-cache hits.
+"""The engine's tokens equal those of `model.nn.reference_generate`: batched, chunked, preempted, prefix-cached.
 
 float32, token for token, greedy and seeded. Each test also asserts that its condition occurred.
 """
@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from model.attention.metadata import AttentionMetadata
-from model.generate import generate
-from model.sampling_params import SamplingParams
+from model.nn.reference_generate import generate
+from model.sampling.params import SamplingParams
 from model.tokenizer.stream import StreamDecoder
-from model.training.bpe import train_bpe
-from service.engine.config import EngineConfig
+from model.training.data.bpe import train_bpe
 from service.engine.engine import Engine
-from service.messages import FinishReason, StepStats, Submit, TokenDelta
+from service.engine.scheduling.config import EngineConfig
+from service.ipc.messages import FinishReason, StepStats, Submit, TokenDelta
 from tests.engine.fakes import make_submit
 from tests.model.configs import VARIANTS, build
 

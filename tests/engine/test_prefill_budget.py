@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from service.engine.config import EngineConfig
-from service.engine.scheduler import Scheduler
-from service.engine.sequence import SequenceState
+from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.scheduler import Scheduler
+from service.engine.scheduling.sequence import SequenceState
 from tests.engine.fakes import EOS, make_submit
 
 # Step times of this machine, in seconds.

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from service.engine.engine import Engine
-from service.engine.sequence import AGEING_SECONDS
+from service.engine.scheduling.sequence import AGEING_SECONDS
 from tests.engine.fakes import CONTEXT, expected_tokens, make_engine, make_submit
 
 

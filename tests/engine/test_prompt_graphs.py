@@ -11,20 +11,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention.form import AttentionForm
+from model.attention.kernel_selection import fits, gathered, one_by_one
+from model.attention.layer_spec import AttentionForm
 from model.attention.metadata import AttentionMetadata
 from model.attention.paged import PagedAttention
-from model.attention.ways import fits, gathered, one_by_one
-from model.generate import generate
-from model.linear import replace_linears_by
-from model.quantization import FORMATS, PLAIN, Quantization
-from model.transformer import Transformer
-from service.engine import prompt_graphs
-from service.engine.accelerated import create_graphed_runner
-from service.engine.config import EngineConfig
+from model.gpu.quantization import FORMATS, PLAIN, Quantization
+from model.nn.linear import replace_linears_by
+from model.nn.reference_generate import generate
+from model.nn.transformer import Transformer
 from service.engine.engine import Engine
-from service.engine.graphs import call_again
-from service.engine.prompt_graphs import Between, CudaPieces, GraphedTransformer, capture_prompts, prompt_rows, uncut
+from service.engine.execution import prefill_graphs
+from service.engine.execution.cuda_graphs import call_again
+from service.engine.execution.gpu_setup import create_graphed_runner
+from service.engine.execution.prefill_graphs import (
+    Between,
+    CudaPieces,
+    GraphedTransformer,
+    capture_prompts,
+    prompt_rows,
+    uncut,
+)
+from service.engine.scheduling.config import EngineConfig
 from tests.engine.test_parity import EOS, TOKENIZER, submissions
 from tests.model.configs import VARIANTS, build
 
@@ -59,7 +66,7 @@ def test_a_third_at_most_is_padding() -> None:
     assert prompt_rows(512) == (512, 384, 256, 192, 128, 96, 64)
     assert prompt_rows(500)[:2] == (500, 384)
     assert prompt_rows(40) == (40,)
-    assert prompt_rows(1 << 20)[0] == prompt_graphs.MAX_ROWS
+    assert prompt_rows(1 << 20)[0] == prefill_graphs.MAX_ROWS
     sizes = prompt_rows(2048)
     assert all(after / before >= 2 / 3 - 0.01 for before, after in itertools.pairwise(sizes))
 
@@ -68,8 +75,8 @@ def test_a_third_at_most_is_padding() -> None:
 def test_a_recorded_engine_gives_the_tokens_of_the_slow_twin(
     variant: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "service.engine.accelerated")
-    monkeypatch.setattr(prompt_graphs, "_MIN_ROWS", 8)
+    caplog.set_level(logging.INFO, "service.engine.execution.gpu_setup")
+    monkeypatch.setattr(prefill_graphs, "_MIN_ROWS", 8)
     calls: list[int] = []
     model = paged(variant)
     runner = create_graphed_runner(model, CONFIG, TOKENIZER.vocab_size, call_again, counted(calls))

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from service.engine.plan import MIN_ROWS
-from service.engine.prompt_lookup import PromptLookup
-from service.messages import FinishReason, Submit
+from service.engine.scheduling.ngram_proposer import PromptLookup
+from service.engine.scheduling.step_plan import MIN_ROWS
+from service.ipc.messages import FinishReason, Submit
 from tests.engine.fakes import CONTEXT, expected_tokens, make_engine, make_submit
 from tests.engine.test_parity import EOS, TOKENIZER, Run
 from tests.model.configs import VARIANTS

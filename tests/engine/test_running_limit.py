@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from service.engine.plan import Chunk, step_plan
-from service.engine.running_limit import RunningLimit
-from service.engine.sequence import SequenceState
+from service.engine.scheduling.running_limit import RunningLimit
+from service.engine.scheduling.sequence import SequenceState
+from service.engine.scheduling.step_plan import Chunk, step_plan
 from tests.engine.fakes import make_submit
 from tests.engine.simulated_steps import SimulatedSteps
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from model.attention.native import NativeAttention
-from model.kernels.loading import Kernels
-from model.linear import replace_linears
-from model.training.bpe import train_bpe
-from model.transformer import Transformer
-from service.engine.config import EngineConfig
+from model.kernels.library import Kernels
+from model.nn.linear import replace_linears
+from model.nn.transformer import Transformer
+from model.training.data.bpe import train_bpe
 from service.engine.engine import Engine
-from service.messages import Pooling, Submit
+from service.engine.scheduling.config import EngineConfig
+from service.ipc.messages import Pooling, Submit
 from tests.engine.fakes import make_submit
 from tests.model.configs import VARIANTS, build
 from tests.model.kernel_libraries import BUILDABLE, library_of

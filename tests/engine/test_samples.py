@@ -5,7 +5,7 @@ import random
 import pytest
 
 from service.engine.engine import Engine
-from service.messages import Submit
+from service.ipc.messages import Submit
 from tests.engine.fakes import CONTEXT, expected_tokens, make_engine, make_submit
 
 

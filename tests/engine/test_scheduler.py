@@ -2,11 +2,11 @@
 
 import pytest
 
-from service.engine.config import EngineConfig
 from service.engine.engine import Engine
-from service.engine.scheduler import Scheduler
-from service.engine.sequence import SequenceState
-from service.messages import FinishReason, Submit
+from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.scheduler import Scheduler
+from service.engine.scheduling.sequence import SequenceState
+from service.ipc.messages import FinishReason, Submit
 from tests.engine.fakes import CONTEXT, EOS, expected_tokens, make_engine, make_submit
 
 

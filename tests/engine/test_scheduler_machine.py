@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from service.engine.engine import StepResult
-from service.messages import Finish, FinishReason, Submit
+from service.ipc.messages import Finish, FinishReason, Submit
 from tests.engine.fakes import CONTEXT, EOS, expected_tokens, make_engine, make_submit
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from service.engine.step_cost import StepCost
+from service.engine.scheduling.step_cost import StepCost
 
 
 def measured(*steps: tuple[int, float]) -> StepCost:

@@ -4,8 +4,8 @@ import json
 
 import jsonschema
 
-from model.grammar import json_grammar
-from service.messages import FinishReason
+from model.structured_output.grammar import json_grammar
+from service.ipc.messages import FinishReason
 from tests.engine.grammar_runs import ask, drive, make_engine, schemas
 
 _NUM_SCHEMAS, _NUM_DOCUMENTS = 50, 20

@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from model.generate import generate
-from model.sampling_params import SamplingParams
-from service.messages import FinishReason, Submit
+from model.nn.reference_generate import generate
+from model.sampling.params import SamplingParams
+from service.ipc.messages import FinishReason, Submit
 from tests.engine.fakes import make_submit
 from tests.engine.test_parity import EOS, Run
 

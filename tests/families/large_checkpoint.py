@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from model.families.family import sources
-from model.families.table import read_family_config
+from model.huggingface.families.family import sources
+from model.huggingface.table import read_family_config
 
 ROOT = Path(__file__).parents[2]
 MEGABYTE = 2**20
@@ -36,9 +36,9 @@ _LOAD = """
 import sys
 from pathlib import Path
 import torch
-from model.attention.interface import ATTENTION_BACKENDS
-from model.checkpoint import load_model
-from model.manifest import read_manifest
+from model.attention.backends import ATTENTION_BACKENDS
+from model.checkpoint.loading import load_model
+from model.checkpoint.manifest import read_manifest
 
 def kilobytes(name):
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":")]

@@ -11,10 +11,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the library's own imports
     import transformers
 
-from model.attention.interface import ATTENTION_BACKENDS
-from model.checkpoint import load_model
-from model.manifest import read_manifest
-from model.transformer import Transformer
+from model.attention.backends import ATTENTION_BACKENDS
+from model.checkpoint.loading import load_model
+from model.checkpoint.manifest import read_manifest
+from model.nn.transformer import Transformer
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from model.attention.weights import weights_of_layer
+from model.inspect.attention_weights import weights_of_layer
 from tests.families.models import CASES, LAYERS, VOCAB_SIZE, load, read_by_library
 
 LENGTH = 31

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from model.checkpoint_files import CheckpointError
 from model.config import ModelConfig
-from model.families.table import FAMILIES, read_family_config
-from model.kinds import RopeScaling, RopeScalingKind
+from model.config_enums import RopeScaling, RopeScalingKind
+from model.huggingface.table import FAMILIES, read_family_config
+from model.io.checkpoint_files import CheckpointError
 from tests.families.models import CASES, transformers
 from tests.families.public_configs import PUBLIC
 

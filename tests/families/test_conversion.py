@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file
 
 from model.attention.metadata import AttentionMetadata
-from model.checkpoint_files import CheckpointError
-from model.conversion.hugging_face import export_checkpoint
-from model.conversion.nanogpt import convert_nanogpt
-from model.conversion.safetensors_directory import convert_pickles
-from model.families.directory import INDEX_FILE, SINGLE_FILE
-from model.manifest import read_manifest
+from model.checkpoint.conversion.hugging_face import export_checkpoint
+from model.checkpoint.conversion.nanogpt import convert_nanogpt
+from model.checkpoint.conversion.safetensors_directory import convert_pickles
+from model.checkpoint.manifest import read_manifest
+from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
+from model.io.checkpoint_files import CheckpointError
 from model.tokenizer.files import load_tokenizer
-from service.cli import main
+from service.cli.main import main
 from tests.families.models import CASES, load, read_by_library, transformers
 from tests.families.nanogpt import ARGUMENTS, random_state, write_checkpoint
 from tests.families.test_nanogpt import Evil, meta
@@ -45,7 +45,7 @@ def test_the_library_computes_the_shipped_model_alike(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back_is_the_same_checkpoint(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.shards.MAX_SHARD_BYTES", 30_000)
+    monkeypatch.setattr("model.checkpoint.shards.MAX_SHARD_BYTES", 30_000)
     CASES[case].build().bfloat16().save_pretrained(tmp_path / "first")
     write_byte_level(tmp_path / "first", 300)
     second = export_checkpoint(tmp_path / "first", tmp_path / "second")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.safetensors_header import WEIGHT_BYTES
+from model.io.safetensors_header import WEIGHT_BYTES
 from tests.families.large_checkpoint import MEGABYTE, measure, write_large
 from tests.families.models import CASES, load
 
@@ -50,8 +50,8 @@ def test_slices_are_put_where_they_belong(tmp_path: Path, case: str, monkeypatch
     """Cut so small that every tensor is many slices and every file is opened many times."""
     CASES[case].build().save_pretrained(tmp_path, max_shard_size=20_000)
     whole = load(tmp_path).state_dict()
-    monkeypatch.setattr("model.weights.SLICE_BYTES", 700)
-    monkeypatch.setattr("model.weights.MAPPED_BYTES", 2_000)
+    monkeypatch.setattr("model.checkpoint.weights.SLICE_BYTES", 700)
+    monkeypatch.setattr("model.checkpoint.weights.MAPPED_BYTES", 2_000)
     sliced = load(tmp_path).state_dict()
     assert list(sliced) == list(whole)
     for name, tensor in whole.items():

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from model.attention.metadata import AttentionMetadata
-from model.checkpoint_files import CheckpointError
-from model.conversion.nanogpt import convert_nanogpt
-from model.manifest import read_manifest
+from model.checkpoint.conversion.nanogpt import convert_nanogpt
+from model.checkpoint.manifest import read_manifest
+from model.io.checkpoint_files import CheckpointError
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import TokenizerError
-from service.cli import main
+from service.cli.main import main
 from tests.families.models import load, transformers
 from tests.families.nanogpt import ARGUMENTS, logits, random_state, write_checkpoint
 from tests.families.tokenizer_files import END, write_byte_level

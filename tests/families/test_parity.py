@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention.interface import ATTENTION_BACKENDS
+from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
-from model.families.table import FAMILIES
-from model.kinds import MlpKind
-from model.manifest import read_manifest
-from model.transformer import Transformer
+from model.checkpoint.manifest import read_manifest
+from model.config_enums import MlpKind
+from model.huggingface.table import FAMILIES
+from model.nn.transformer import Transformer
 from tests.families.models import CASES, VOCAB_SIZE, WINDOW, load, read_by_library
 from tests.model.paging import PagedRun
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model.checkpoint_files import CheckpointError
-from model.families.directory import INDEX_FILE, find_weight_files
-from model.families.table import FAMILIES, read_family_config
-from model.safetensors_header import read_headers
+from model.huggingface.directory import INDEX_FILE, find_weight_files
+from model.huggingface.table import FAMILIES, read_family_config
+from model.io.checkpoint_files import CheckpointError
+from model.io.safetensors_header import read_headers
 from tests.families.models import CASES
 
 JSON = st.recursive(

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.families.table import read_family_config
-from model.kinds import PositionKind
-from model.positions import RotaryPositions
+from model.config_enums import PositionKind
+from model.huggingface.table import read_family_config
+from model.nn.position_embeddings import RotaryPositions
 from tests.families.models import CLASSES, transformers
 from tests.families.public_configs import PUBLIC
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.conversion.nanogpt import convert_nanogpt
-from model.sampling_params import SamplingParams
+from model.checkpoint.conversion.nanogpt import convert_nanogpt
+from model.sampling.params import SamplingParams
 from model.tokenizer.files import load_tokenizer
-from service.batch_completion import complete_batch
-from service.logprobs import format_token_name
+from service.engine.offline import complete_batch
+from service.protocol.logprobs import format_token_name
 from tests.e2e.process import serving
 from tests.families.models import WINDOW, Case, load, read_by_library
 from tests.families.nanogpt import ARGUMENTS, logits, random_state, write_checkpoint

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from model.checkpoint_files import CheckpointError
-from model.conversion.whole import written_whole
-from model.manifest import read_manifest
-from service.cli import main
+from model.checkpoint.conversion.whole import written_whole
+from model.checkpoint.manifest import read_manifest
+from model.io.checkpoint_files import CheckpointError
+from service.cli.main import main
 from tests.families.nanogpt import ARGUMENTS, random_state, write_checkpoint
 from tests.families.test_conversion import PICKLE, SHIPPED, write_pickles
 from tests.families.test_nanogpt import meta
@@ -64,7 +64,7 @@ def test_what_fails_late_leaves_nothing(
     def refuse(manifest: object) -> None:
         raise CheckpointError(f"{manifest.directory}: is damaged")  # type: ignore[attr-defined]
 
-    monkeypatch.setattr("model.manifest.Manifest.verify", refuse)
+    monkeypatch.setattr("model.checkpoint.manifest.Manifest.verify", refuse)
     assert main(["convert", *flags, "--out", str(out)]) == 1
     assert sorted(tmp_path.rglob("*")) == before
     where = SHIPPED if source is export else out  # an export begins by verifying its source

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from model.manifest import CheckpointError, read_manifest
+from model.checkpoint.manifest import CheckpointError, read_manifest
 
 
 def _file(name: str) -> Callable[[Path], Path]:

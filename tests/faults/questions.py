@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 TEXT, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
-_TALES = Path(__file__).parents[2] / "loadtest" / "tales.txt"
+_TALES = Path(__file__).parents[2] / "loadtest" / "client" / "tales.txt"
 _SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "minLength": 30, "maxLength": 60}, "count": {"type": "integer"}},

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from safetensors.numpy import save
 
-from service.openapi import openapi_document
+from service.api.openapi import openapi_document
 from tests.families.models import CASES
 from tests.model.tokenizer import makers
 from tests.tiny_model import save_tiny_checkpoint

@@ -11,16 +11,16 @@ from typing import Final
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from model.checkpoint_files import CheckpointError
-from model.manifest import CONFIG_FILE, MANIFEST_FILE, read_manifest
-from model.safetensors_header import read_headers
+from model.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, read_manifest
+from model.io.checkpoint_files import CheckpointError
+from model.io.safetensors_header import read_headers
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import TokenizerError
 from model.tokenizer.stream import StreamDecoder
-from service.chat_schemas import ChatCompletionRequest, TokenizeRequest
-from service.embedding_schemas import EmbeddingRequest
-from service.errors import InvalidRequest
-from service.schemas import CompletionRequest, DetokenizeRequest, parse_body
+from service.protocol.chat import ChatCompletionRequest, TokenizeRequest
+from service.protocol.completions import CompletionRequest, DetokenizeRequest, parse_body
+from service.protocol.embeddings import EmbeddingRequest
+from service.protocol.errors import InvalidRequest
 from tests.service.wire import connect
 from tests.tiny_model import tiny_tokenizer
 

@@ -8,14 +8,14 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from model.attention.form import AttentionForm
-from model.attention.interface import ATTENTION_BACKENDS
+from model.attention.backends import ATTENTION_BACKENDS
+from model.attention.layer_spec import AttentionForm
 from model.attention.metadata import AttentionMetadata
-from model.generate import generate
-from model.sampling_params import SamplingParams
-from model.training.bpe import train_bpe
-from service.engine.config import EngineConfig
+from model.nn.reference_generate import generate
+from model.sampling.params import SamplingParams
+from model.training.data.bpe import train_bpe
 from service.engine.engine import Engine
+from service.engine.scheduling.config import EngineConfig
 from tests.engine.fakes import make_submit
 from tests.model.configs import VARIANTS, build
 from tests.model.paging import PagedRun

@@ -6,20 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.attention.ways import KernelContext, choose, fits
-from model.generate import generate
-from model.manifest import read_manifest
-from model.transformer import Transformer
-from service.engine.accelerated import create_graphed_runner
-from service.engine.config import EngineConfig
+from model.attention.kernel_selection import KernelContext, choose, fits
+from model.checkpoint.manifest import read_manifest
+from model.nn.reference_generate import generate
+from model.nn.transformer import Transformer
+from service.config.settings import ModelSettings
 from service.engine.engine import Engine
-from service.engine.graphs import CudaCapture
-from service.engine.inputs import ModelInputs
-from service.engine.memory import LargestStep, measure
-from service.engine.runner import Launched, ModelRunner
-from service.engine_builder import build_engine
-from service.messages import Submit
-from service.settings import ModelSettings
+from service.engine.execution.cuda_graphs import CudaCapture
+from service.engine.execution.gpu_memory import LargestStep, measure
+from service.engine.execution.gpu_setup import create_graphed_runner
+from service.engine.execution.model_inputs import ModelInputs
+from service.engine.execution.model_runner import Launched, ModelRunner
+from service.engine.scheduling.config import EngineConfig
+from service.ipc.messages import Submit
+from service.worker.engine_factory import build_engine
 from tests.engine.fakes import make_submit
 from tests.engine.test_graphs import step
 from tests.engine.test_parity import EOS, TOKENIZER, submissions
@@ -60,7 +60,7 @@ def answers(engine: Engine, submits: list[Submit]) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("variant", FITTING)
 def test_recorded_steps_give_the_tokens_of_the_slow_twin(variant: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "service.engine.accelerated")
+    caplog.set_level(logging.INFO, "service.engine.execution.gpu_setup")
     engine, _ = accelerated(variant, torch.float32)
     assert "CUDA graphs captured for decode steps of up to 16 sequences (3 shapes)" in caplog.text
     assert "CUDA graphs captured for prefill steps of up to 64 tokens (1 sizes)" in caplog.text
@@ -138,7 +138,7 @@ def test_the_memory_of_the_largest_step_is_measured() -> None:
 
 
 def test_the_service_takes_it_all_on_a_gpu(tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "service.engine.accelerated")
+    caplog.set_level(logging.INFO, "service.engine.execution.gpu_setup")
     settings = ModelSettings(checkpoint=tiny_checkpoint, max_num_running=4)
     engine, facts = build_engine(settings, read_manifest(tiny_checkpoint))
     assert (facts.device, facts.dtype) == ("cuda", "bfloat16")

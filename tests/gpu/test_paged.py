@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention.form import AttentionForm
+from model.attention.kernel_selection import CHUNK_WAYS, DECODE_WAYS, KernelContext, check, choose, gathered, one_by_one
+from model.attention.kv_cache import KVCache
+from model.attention.layer_spec import AttentionForm
 from model.attention.paged import PagedAttention
-from model.attention.ways import CHUNK_WAYS, DECODE_WAYS, KernelContext, check, choose, gathered, one_by_one
 from model.config import ModelConfig
-from model.kv_cache import KVCache
-from service.engine.graphs import CudaCapture
+from service.engine.execution.cuda_graphs import CudaCapture
 from tests.model.configs import ROTARY
 
 pytestmark = pytest.mark.gpu

@@ -5,18 +5,18 @@ import logging
 import pytest
 import torch
 
+from model.attention.kernel_selection import KernelContext, choose
+from model.attention.kv_cache import KVCache
 from model.attention.metadata import AttentionMetadata
-from model.attention.ways import KernelContext, choose
-from model.fused import fuse
-from model.kv_cache import KVCache
-from model.linear import replace_linears_by
-from model.quantization import FORMATS
-from model.quantization import choose as select_quantization
-from model.transformer import Transformer
-from service.engine.accelerated import create_graphed_runner
-from service.engine.config import EngineConfig
-from service.engine.graphs import CudaCapture
-from service.engine.prompt_graphs import CudaPieces, GraphedTransformer, capture_prompts
+from model.gpu.fused_modules import fuse
+from model.gpu.quantization import FORMATS
+from model.gpu.quantization import choose as select_quantization
+from model.nn.linear import replace_linears_by
+from model.nn.transformer import Transformer
+from service.engine.execution.cuda_graphs import CudaCapture
+from service.engine.execution.gpu_setup import create_graphed_runner
+from service.engine.execution.prefill_graphs import CudaPieces, GraphedTransformer, capture_prompts
+from service.engine.scheduling.config import EngineConfig
 from tests.model.configs import VARIANTS, build
 
 pytestmark = pytest.mark.gpu
@@ -74,7 +74,7 @@ def test_a_recorded_step_is_the_step(variant: str, quantize: str) -> None:
 
 
 def test_the_engines_runner_records_them(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "service.engine.accelerated")
+    caplog.set_level(logging.INFO, "service.engine.execution.gpu_setup")
     model = paged("qwen2")
     config = EngineConfig(block_size=SIZE, num_blocks=64, max_num_running=4, max_batched_tokens=128)
     create_graphed_runner(model, config, 257, CudaCapture())

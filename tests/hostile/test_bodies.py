@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from service.requests import MAX_CONTAINERS
+from service.http.request_io import MAX_CONTAINERS
 from tests.e2e.process import Service
 from tests.hostile.raw import is_well, post
 

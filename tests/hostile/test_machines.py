@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from service.checkpoint_stamp import CheckpointChanged, check_unchanged, stamps_of
+from service.worker.checkpoint_guard import CheckpointChanged, check_unchanged, stamps_of
 from tests.e2e.process import (
     PATIENCE_SECONDS,
     START_SECONDS,

@@ -1,4 +1,4 @@
-"""Made-up results of `loadtest.bench_attention`: round figures, so that what a page says can be told by eye."""
+"""Invented results of `loadtest.inprocess.bench_attention`, in round figures that are easy to check by eye."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ RESULTS: dict[str, Any] = {
     "kind": "attention",
     "train": FACTS
     | {
-        "command": "python -m loadtest.bench_attention train --seeds 1 2",
+        "command": "python -m loadtest.inprocess.bench_attention train --seeds 1 2",
         "settings": {
             "seeds": [1, 2],
             "steps": 600,
@@ -72,7 +72,7 @@ RESULTS: dict[str, Any] = {
     },
     "speed": FACTS
     | {
-        "command": "python -m loadtest.bench_attention speed",
+        "command": "python -m loadtest.inprocess.bench_attention speed",
         "settings": {
             "rounds": 7,
             "threads": 1,

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from loadtest.outcome import Ending, Outcome
-from loadtest.workload import ClientKind
+from loadtest.client.outcome import Ending, Outcome
+from loadtest.client.workload import ClientKind
 
 
 def outcome(index: int = 0, **changes: Any) -> Outcome:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from loadtest import attention_page
-from loadtest.attention_noise import Difference, differences, mean_loss, seed_spread
-from loadtest.attention_rows import ROWS
-from service import cli
+from loadtest.docgen import attention_page
+from loadtest.inprocess.attention_noise import Difference, differences, mean_loss, seed_spread
+from loadtest.inprocess.attention_rows import ROWS
+from service.cli import main
 from tests.loadtest.attention_results import RESULTS, row
 
 EMPTY = "# By hand\n" + "".join(f"\n<!-- measured: {name} -->\nold\n<!-- end -->\n" for name in attention_page.PARTS)
@@ -102,7 +102,7 @@ def test_a_phase_that_has_not_run_is_missed(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "page.md").write_text(EMPTY)
     given = ["--results", str(tmp_path / "attention.json"), "--page", str(tmp_path / "page.md")]
     assert attention_page.main(given) == 2
-    assert "attention.json lacks 'speed': run python -m loadtest.bench_attention" in capsys.readouterr().err
+    assert "attention.json lacks 'speed': run python -m loadtest.inprocess.bench_attention" in capsys.readouterr().err
 
 
 def test_the_repository_s_page_is_what_its_results_say() -> None:
@@ -135,7 +135,7 @@ def page_commands() -> list[str]:
 @pytest.mark.parametrize("command", page_commands())
 def test_its_commands_run(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(attention_page.ROOT)
-    assert cli.main(shlex.split(command)) == 0
+    assert main.main(shlex.split(command)) == 0
     assert len(capsys.readouterr().out.splitlines()) > 5
 
 

@@ -1,4 +1,4 @@
-"""`loadtest.bench_attention` on two tiny recipes: trained by the real command, measured in turn, told on a page."""
+"""`loadtest.inprocess.bench_attention` on two tiny recipes: trained, measured, and written to a page."""
 
 import json
 from collections.abc import Callable
@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from loadtest import attention_page, attention_rows, attention_speed, attention_training, bench_attention
-from loadtest.attention_rows import Row
+from loadtest.docgen import attention_page
+from loadtest.inprocess import attention_rows, attention_speed, attention_training, bench_attention
+from loadtest.inprocess.attention_rows import Row
 from tests.loadtest.test_attention_page import EMPTY
 
 FABLES = Path(__file__).parents[1] / "data" / "aesop.txt"

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from loadtest import bench_engine, roofline, shape_names, shapes
-from loadtest.bench_engine import Prompts
-from loadtest.step_work import Machine
-from model.manifest import read_manifest
+from loadtest.inprocess import bench_engine
+from loadtest.inprocess.bench_engine import Prompts
+from loadtest.measurement import roofline, shape_names, shapes
+from loadtest.measurement.step_work import Machine
+from model.checkpoint.manifest import read_manifest
 
 TINY = {
     "vocab_size": 300,

@@ -6,9 +6,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from loadtest import bench_frontend
-from loadtest.instant_engine import InstantEngine
-from service.messages import FinishReason
+from loadtest.scenarios import bench_frontend
+from loadtest.scenarios.instant_engine import InstantEngine
+from service.ipc.messages import FinishReason
 from tests.service.sequences import make_submit
 
 

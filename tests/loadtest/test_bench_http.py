@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from loadtest import bench_http
-from loadtest.outcome import Ending
-from loadtest.sse_client import AsyncClient, Target
-from loadtest.workload import CompletionRequest
+from loadtest.client.outcome import Ending
+from loadtest.client.sse_client import AsyncClient, Target
+from loadtest.client.workload import CompletionRequest
+from loadtest.scenarios import bench_http
 from tests.loadtest.stub_server import MODEL, Script, StubServer
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from loadtest import bench_kernels
-from model.kernels.loading import Kernels
+from loadtest.inprocess import bench_kernels
+from model.kernels.library import Kernels
 from tests.model.kernel_libraries import BUILDABLE, library_of
 
 ASKED = ["--shape", "S", "--batch", "2", "--context", "48", "--repeats", "2", "--threads", "1"]
@@ -38,7 +38,7 @@ def test_both_ways_are_timed_on_the_same_layers(
     for first, second in zip(row["sdpa_us"]["values"], row["native_us"]["values"], strict=True):
         assert first / second in [pytest.approx(ratio) for ratio in row["times_sdpa"]["values"]]
     assert (written["level"], written["threads"]) == (level, 1)
-    assert written["command"].startswith("python -m loadtest.bench_kernels --shape S")
+    assert written["command"].startswith("python -m loadtest.inprocess.bench_kernels --shape S")
 
 
 def test_without_kernels_there_is_nothing_to_measure(
@@ -49,4 +49,4 @@ def test_without_kernels_there_is_nothing_to_measure(
     monkeypatch.setattr(kernels, "prepare", lambda cache: None)
     monkeypatch.setattr(bench_kernels, "KERNELS", kernels)
     assert bench_kernels.main(ASKED) == 1
-    assert capsys.readouterr().err == "python -m loadtest.bench_kernels: no C++ compiler\n"
+    assert capsys.readouterr().err == "python -m loadtest.inprocess.bench_kernels: no C++ compiler\n"

@@ -11,10 +11,11 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from loadtest import bench_overload
-from loadtest.bench_overload import accuracy, aims
-from loadtest.outcome import Ending
-from loadtest.overload_load import (
+from loadtest.client.outcome import Ending
+from loadtest.client.workload import CompletionRequest
+from loadtest.scenarios import bench_overload
+from loadtest.scenarios.bench_overload import accuracy, aims
+from loadtest.scenarios.overload_load import (
     Load,
     closed_loop,
     growth_per_minute,
@@ -24,7 +25,6 @@ from loadtest.overload_load import (
     rate_of,
     ttft_of,
 )
-from loadtest.workload import CompletionRequest
 from tests.loadtest.outcomes import outcome
 
 

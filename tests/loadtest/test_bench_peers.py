@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from loadtest import bench_peers, bench_peers_table
-from loadtest.bench_peers_cells import DEFAULTS, Cell, make_cells
-from loadtest.bench_peers_install import PeerUnavailable, Place, run
-from loadtest.bench_peers_processes import Driver, Prompts, Server, TokensRequest, num_prompts
-from loadtest.bench_peers_table import PEERS, Peer, Setting
+from loadtest.peers import bench_peers, table
+from loadtest.peers.cells import DEFAULTS, Cell, make_cells
+from loadtest.peers.installation import PeerUnavailable, Place, run
+from loadtest.peers.processes import Driver, Prompts, Server, TokensRequest, num_prompts
+from loadtest.peers.table import PEERS, Peer, Setting
 from tests.loadtest.stub_server import Script, StubServer
 from tests.loadtest.test_bench_peers_cells import cell
 
@@ -23,7 +23,7 @@ from tests.loadtest.test_bench_peers_cells import cell
 STUB = """
 import sys
 from pathlib import Path
-from loadtest.peers.protocol import Wave, serve
+from loadtest.peers.drivers.protocol import Wave, serve
 
 def measure(prompts, output_tokens):
     if sys.argv[1] == "fails":
@@ -156,9 +156,9 @@ def test_defaults_are_servers_without_flags(tmp_path: Path, monkeypatch: pytest.
     assert [(cell.kind, cell.streams) for cell in asked] == [("http", 1), ("http", 4), ("http", 16), ("http", 64)]
     assert [peer.name for peer in PEERS if peer.can(asked[0])] == ["llama.cpp"]
     started: list[list[str]] = []
-    monkeypatch.setattr(bench_peers_table, "Server", lambda command, port, path: started.append(command[1:]))
+    monkeypatch.setattr(table, "Server", lambda command, port, path: started.append(command[1:]))
     setting = Setting(place=Place(tmp_path), shape="S", precision=DEFAULTS, threads=2)
-    bench_peers_table.our_server(setting)
+    table.our_server(setting)
     (llama,) = (peer for peer in PEERS if peer.name == "llama.cpp")
     assert llama.server is not None
     llama.server(setting)

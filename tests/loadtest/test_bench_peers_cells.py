@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from loadtest.bench_peers_cells import Cell, Pair, Progress, is_sound, make_cells, summarize
-from loadtest.bench_peers_processes import num_prompts
+from loadtest.peers.cells import Cell, Pair, Progress, is_sound, make_cells, summarize
+from loadtest.peers.processes import num_prompts
 
 
 def cell(kind: Any = "decode", streams: int = 2, output_tokens: int = 5) -> Cell:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtest import bench_peers_install
-from loadtest.bench_peers_install import LLAMA_PROGRAMS, PeerUnavailable, Place, install
+from loadtest.peers import installation
+from loadtest.peers.installation import LLAMA_PROGRAMS, PeerUnavailable, Place, install
 
 SOURCE = "llama_cpp_python-1.0"
 
@@ -33,8 +33,8 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             for name in LLAMA_PROGRAMS:
                 (home / "build" / "bin" / name).write_text("program")
 
-    monkeypatch.setattr(bench_peers_install, "run", run)
-    monkeypatch.setattr(bench_peers_install.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(installation, "run", run)
+    monkeypatch.setattr(installation.shutil, "which", lambda name: f"/usr/bin/{name}")
     return told
 
 
@@ -72,7 +72,7 @@ def test_unpacking_that_was_cut_off_is_begun_again(
 def test_without_a_compiler_it_is_not_there(
     tmp_path: Path, steps: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_peers_install.shutil, "which", lambda name: None)
+    monkeypatch.setattr(installation.shutil, "which", lambda name: None)
     with pytest.raises(PeerUnavailable, match=r"no C\+\+ compiler"):
         install(Place(tmp_path), "llama_cpp")
     assert not any("download" in command for command in steps)

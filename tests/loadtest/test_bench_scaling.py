@@ -5,17 +5,18 @@ from typing import Any
 
 import pytest
 
-from loadtest import roofline, scaling_engine
-from loadtest.in_process import InProcess
-from loadtest.page_scaling import section
-from loadtest.provenance import shows
-from loadtest.scaling_engine import Prefixes, Steps, kv_memory
-from loadtest.scaling_fits import fits, line, power_law
-from loadtest.scaling_plot import draw_scaling
-from loadtest.scaling_start import Starts, config_of, forget, growth, read_seconds, weight_files
-from loadtest.spread import Spread
-from model.manifest import read_manifest
-from service.settings import ServeSettings, read_settings
+from loadtest.docgen.page_scaling import section
+from loadtest.docgen.scaling_plot import draw_scaling
+from loadtest.inprocess.engine import InProcess
+from loadtest.measurement import roofline
+from loadtest.measurement.provenance import shows
+from loadtest.measurement.spread import Spread
+from loadtest.scenarios import scaling_engine
+from loadtest.scenarios.scaling_engine import Prefixes, Steps, kv_memory
+from loadtest.scenarios.scaling_fits import fits, line, power_law
+from loadtest.scenarios.scaling_start import Starts, config_of, forget, growth, read_seconds, weight_files
+from model.checkpoint.manifest import read_manifest
+from service.config.settings import ServeSettings, read_settings
 
 
 def test_a_power_law_is_found() -> None:
@@ -100,7 +101,7 @@ def measured(contestant: InProcess, monkeypatch: pytest.MonkeyPatch) -> dict[str
         assert len(labels) == 9
     starts = [start_point(size) for size in (0.1, 1.0)]
     return {
-        "command": "python -m loadtest.bench_scaling",
+        "command": "python -m loadtest.scenarios.bench_scaling",
         "model": contestant.facts,
         "steps": steps.to_dict(),
         "kv_memory": kv_memory(contestant.manifest.config, "float32", (65_536, 131_072)),

@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from loadtest import bench_service
-from loadtest.service_process import ServiceFailed, ServiceProcess, cpu_seconds, has_torch
+from loadtest.scenarios import bench_service
+from loadtest.scenarios.service_process import ServiceFailed, ServiceProcess, cpu_seconds, has_torch
 
 
 @pytest.mark.slow

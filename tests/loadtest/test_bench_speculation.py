@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest import bench_speculation
+from loadtest.inprocess import bench_speculation
 
 
 def test_both_engines_give_the_same_answers(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

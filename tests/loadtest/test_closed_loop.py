@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from loadtest.closed_loop import EngineRun, run_closed
-from model.sampling_params import SamplingParams
-from service.messages import Finish, FinishReason, Submit, TokenDelta
+from loadtest.inprocess.closed_loop import EngineRun, run_closed
+from model.sampling.params import SamplingParams
+from service.ipc.messages import Finish, FinishReason, Submit, TokenDelta
 
 
 def submit(number: int, max_tokens: int = 3) -> Submit:

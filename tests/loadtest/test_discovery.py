@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from loadtest import discovery
-from loadtest.discovery import discover, fetch_json
-from loadtest.sse_client import Target
-from loadtest.workload import tales
+from loadtest.client import discovery
+from loadtest.client.discovery import discover, fetch_json
+from loadtest.client.sse_client import Target
+from loadtest.client.workload import tales
 from tests.loadtest.stub_server import MODEL, StubServer
 
 

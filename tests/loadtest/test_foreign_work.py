@@ -6,8 +6,8 @@ from typing import Any
 import psutil
 import pytest
 
-from loadtest import foreign_work
-from loadtest.foreign_work import ForeignWork
+from loadtest.measurement import foreign_work
+from loadtest.measurement.foreign_work import ForeignWork
 
 
 class Machine:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from loadtest import bench_gpu, gpu_report
-from loadtest.gpu_parts import attention, card, decode, large_engine, prompts, quantized, tokens_per_second
-from loadtest.gpu_prefill import prefill
+from loadtest.gpu import bench_gpu, report
+from loadtest.gpu.parts import attention, card, decode, large_engine, prompts, quantized, tokens_per_second
+from loadtest.gpu.prefill import prefill
 
-SCRIPT = Path(__file__).parents[2] / "loadtest" / "gpu_suite.sh"
+SCRIPT = Path(__file__).parents[2] / "loadtest" / "gpu" / "suite.sh"
 PARTS = [
     "card",
     "paged",
@@ -31,7 +31,7 @@ PARTS = [
 STAND_IN = """#!/bin/sh
 out() {{ while [ "$1" != --out ]; do shift; done; echo "$2"; }}
 case "$*" in
-    *gpu_report*) exec {python} "$@" ;;
+    *loadtest.gpu.report*) exec {python} "$@" ;;
     *"bench_gpu card"*) echo '{{"name": "a card"}}' >"$(out "$@")" ;;
     *"bench_gpu decode"*) echo "out of memory"; exit 3 ;;
     *"bench_gpu engine"*) exit 124 ;;
@@ -93,16 +93,16 @@ def test_the_parts_have_time_enough_and_no_more_than_a_loan_of_ten_minutes() -> 
 def test_wrong_arguments_are_told_what_the_script_is(arguments: list[str]) -> None:
     done = subprocess.run([str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "loadtest/gpu_suite.sh OUT.json [WHEELS]" in done.stderr
+    assert "loadtest/gpu/suite.sh OUT.json [WHEELS]" in done.stderr
 
 
 def test_a_part_told_again_takes_the_place_of_the_first() -> None:
-    report = gpu_report.add_part({}, "a", code=1, seconds=2.0, log="x" * 9000, result=None)
-    report = gpu_report.add_part(report, "b", code=0, seconds=1.0, log="", result={"absent": "no CUDA device"})
-    assert len(report["parts"]["a"]["end_of_log"]) == 4000
-    assert report["parts"]["b"]["state"] == "absent"
-    report = gpu_report.add_part(report, "a", code=0, seconds=3.0, log="", result={"n": 1})
-    assert (report["parts"]["a"]["state"], report["parts"]["a"]["result"]) == ("passed", {"n": 1})
+    first = report.add_part({}, "a", code=1, seconds=2.0, log="x" * 9000, result=None)
+    both = report.add_part(first, "b", code=0, seconds=1.0, log="", result={"absent": "no CUDA device"})
+    assert len(both["parts"]["a"]["end_of_log"]) == 4000
+    assert both["parts"]["b"]["state"] == "absent"
+    last = report.add_part(both, "a", code=0, seconds=3.0, log="", result={"n": 1})
+    assert (last["parts"]["a"]["state"], last["parts"]["a"]["result"]) == ("passed", {"n": 1})
 
 
 def test_without_a_device_a_part_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_without_a_device_a_part_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     assert bench_gpu.main(["decode", "--out", str(tmp_path / "decode.json")]) == 0
     told = json.loads((tmp_path / "decode.json").read_text())
     assert told["absent"] == "no CUDA device"
-    assert told["command"].startswith("python -m loadtest.bench_gpu decode")
+    assert told["command"].startswith("python -m loadtest.gpu.bench_gpu decode")
 
 
 BENCH = bench_gpu.tiny(torch.device("cpu"))

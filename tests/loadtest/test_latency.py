@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from loadtest import bench_latency, latency_plot, page_latency
-from loadtest.bench_latency import Arrivals
-from loadtest.interruption import gaps_within, percentile, steps_between
-from loadtest.provenance import shows
-from loadtest.service_process import ServiceFailed
-from loadtest.sse_client import Target
-from loadtest.steady_streams import Stream, random_prompt
+from loadtest.client.sse_client import Target
+from loadtest.docgen import page_latency
+from loadtest.measurement.provenance import shows
+from loadtest.scenarios import bench_latency, latency_plot
+from loadtest.scenarios.bench_latency import Arrivals
+from loadtest.scenarios.interruption import gaps_within, percentile, steps_between
+from loadtest.scenarios.service_process import ServiceFailed
+from loadtest.scenarios.steady_streams import Stream, random_prompt
 
 STREAMS = [[0.0, 1.0, 2.0, 5.0, 6.0], [0.5, 1.5, 5.5]]
 
@@ -56,7 +57,7 @@ def result() -> dict[str, Any]:
         for size, slowdown, slower in bounds
     ]
     return {
-        "command": "python -m loadtest.bench_latency",
+        "command": "python -m loadtest.scenarios.bench_latency",
         "shape": "S",
         "serve": ["--dtype", "bfloat16"],
         "short": {"streams": 63, "prompt_tokens": 16} | seen(1.0).to_dict(),

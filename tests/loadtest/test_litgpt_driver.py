@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from loadtest.peers import protocol
-from loadtest.peers.protocol import Prompts, Wave
+from loadtest.peers.drivers import protocol
+from loadtest.peers.drivers.protocol import Prompts, Wave
 
 Measure = Callable[[Prompts, int], Wave]
 MODEL = {"head.weight": torch.tensor([[3.0]])}
@@ -89,10 +89,10 @@ def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measure:
     served: list[Measure] = []
     monkeypatch.setattr(protocol, "serve", served.append)
     monkeypatch.setattr(sys, "argv", ["driver", str(tmp_path), "bfloat16", str(torch.get_num_threads())])
-    monkeypatch.delitem(sys.modules, "loadtest.peers.litgpt_engine", raising=False)
+    monkeypatch.delitem(sys.modules, "loadtest.peers.drivers.litgpt_engine", raising=False)
     torch.save(MODEL, tmp_path / "lit_model.pth")
-    driver = importlib.import_module("loadtest.peers.litgpt_engine")
-    monkeypatch.delitem(sys.modules, "loadtest.peers.litgpt_engine")
+    driver = importlib.import_module("loadtest.peers.drivers.litgpt_engine")
+    monkeypatch.delitem(sys.modules, "loadtest.peers.drivers.litgpt_engine")
     driver.main()
     (made,) = served
     return made

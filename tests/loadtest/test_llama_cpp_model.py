@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from loadtest import shape_names, shapes
-from model.conversion.hugging_face import export_checkpoint
+from loadtest.measurement import shape_names, shapes
+from model.checkpoint.conversion.hugging_face import export_checkpoint
 
 # Heads that are not hidden size / number of heads, as Qwen3-0.6B's.
 TINY = {
@@ -66,8 +66,8 @@ def convert(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Writer]:
         TokenType=SimpleNamespace(CONTROL=3, NORMAL=1),
     )
     monkeypatch.setitem(sys.modules, "gguf", gguf)
-    monkeypatch.delitem(sys.modules, "loadtest.peers.llama_cpp_model", raising=False)
-    module = importlib.import_module("loadtest.peers.llama_cpp_model")
+    monkeypatch.delitem(sys.modules, "loadtest.peers.drivers.llama_cpp_model", raising=False)
+    module = importlib.import_module("loadtest.peers.drivers.llama_cpp_model")
 
     def run(exported: Path) -> Writer:
         monkeypatch.setattr(sys, "argv", ["llama_cpp_model", str(exported), str(exported / "out.gguf")])

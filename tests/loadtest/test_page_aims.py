@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from loadtest.page_aims import aims, section
-from loadtest.performance_page import NAMES, RESULTS
+from loadtest.docgen.page_aims import aims, section
+from loadtest.docgen.performance_page import NAMES, RESULTS
 
 
 def spread(median: float) -> dict[str, Any]:

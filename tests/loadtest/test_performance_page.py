@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loadtest import page_peers, performance_page
+from loadtest.docgen import page_peers, performance_page
 
 
 def spread(median: float) -> dict[str, Any]:
@@ -58,7 +58,7 @@ ENGINE = FACTS | {
 }
 SERVICE = FACTS | {
     "kind": "service",
-    "command": "python -m loadtest.bench_service --checkpoint checkpoints/tiny",
+    "command": "python -m loadtest.scenarios.bench_service --checkpoint checkpoints/tiny",
     "settings": {"workload": {"output_tokens": 32}},
     "start_seconds": spread(3.0),
     "idle": {"worker_cpu_percent": spread(0.1), "service_cpu_percent": spread(0.3)},
@@ -82,7 +82,7 @@ SERVICE = FACTS | {
 }
 FRONTEND = FACTS | {
     "kind": "frontend",
-    "command": "python -m loadtest.bench_frontend --checkpoint checkpoints/tiny",
+    "command": "python -m loadtest.scenarios.bench_frontend --checkpoint checkpoints/tiny",
     "levels": [
         {
             "step_ms": step_ms,
@@ -125,7 +125,7 @@ def peer_cell(kind: str, streams: int, **peers: float) -> dict[str, Any]:
 SIZES = {"num_layers": 8, "hidden_size": 512, "num_heads": 8, "num_kv_heads": 4, "mlp_size": 1408, "vocab_size": 8192}
 PEERS = FACTS | {
     "kind": "peers",
-    "command": "python -m loadtest.bench_peers",
+    "command": "python -m loadtest.peers.bench_peers",
     "settings": {"threads": 2, "rounds": 3},
     "shapes": {"S": SIZES},
     "peers": {
@@ -142,7 +142,7 @@ PEERS = FACTS | {
 }
 DEFAULTS = FACTS | {
     "kind": "peers",
-    "command": "python -m loadtest.bench_peers --precisions defaults",
+    "command": "python -m loadtest.peers.bench_peers --precisions defaults",
     "settings": {"threads": 2, "rounds": 1},
     "shapes": {"S": SIZES},
     "cells": [

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from loadtest import provenance
-from loadtest.provenance import machine, other_work, quiet_or_warned
+from loadtest.measurement import provenance
+from loadtest.measurement.provenance import machine, other_work, quiet_or_warned
 
 
 def test_the_command_can_be_typed_again() -> None:
-    facts = provenance.provenance("python -m loadtest.report", ["--out", "a dir", "x.json"])
-    assert facts["command"] == "python -m loadtest.report --out 'a dir' x.json"
+    facts = provenance.provenance("python -m loadtest.client.report", ["--out", "a dir", "x.json"])
+    assert facts["command"] == "python -m loadtest.client.report --out 'a dir' x.json"
     assert facts["versions"]["torch"]
 
 

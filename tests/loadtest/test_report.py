@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from loadtest import report
-from loadtest.outcome import Ending, Outcome
-from loadtest.slo import Slo
-from loadtest.workload import ClientKind
+from loadtest.client import report
+from loadtest.client.outcome import Ending, Outcome
+from loadtest.client.slo import Slo
+from loadtest.client.workload import ClientKind
 from tests.loadtest.outcomes import failed, outcome
 
 # What `vllm bench serve --save-result --save-detailed` (0.33) writes for a completions endpoint, and its readers

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from loadtest import processor_probe, roofline
-from loadtest.roofline import Roofline
+from loadtest.measurement import processor_probe, roofline
+from loadtest.measurement.roofline import Roofline
 
 
 @pytest.fixture(autouse=True)

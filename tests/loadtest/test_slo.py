@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from loadtest import slo
-from loadtest.outcome import Ending
-from loadtest.slo import Slo
-from loadtest.spread import Spread
-from loadtest.workload import ClientKind
+from loadtest.client import slo
+from loadtest.client.outcome import Ending
+from loadtest.client.slo import Slo
+from loadtest.client.workload import ClientKind
+from loadtest.measurement.spread import Spread
 from tests.loadtest.outcomes import failed, outcome
 
 

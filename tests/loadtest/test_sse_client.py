@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtest.outcome import CompletionReader, Ending, Outcome
-from loadtest.sse_client import AsyncClient, ResponseReader, SseParser, Target, complete_blocking
-from loadtest.workload import ClientKind, CompletionRequest
+from loadtest.client.outcome import CompletionReader, Ending, Outcome
+from loadtest.client.sse_client import AsyncClient, ResponseReader, SseParser, Target, complete_blocking
+from loadtest.client.workload import ClientKind, CompletionRequest
 from tests.loadtest.stub_server import MODEL, PROMPT_TOKENS, Script, StubServer
 
 Driver = Callable[..., Outcome]

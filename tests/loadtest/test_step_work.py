@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from loadtest.step_work import Machine, Work, WorkFormula
+from loadtest.measurement.step_work import Machine, Work, WorkFormula
 from model.config import ModelConfig
 from tests.tiny_model import tiny_config
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtest.workload import (
+from loadtest.client.workload import (
     ClientKind,
     CompletionRequest,
     Passages,

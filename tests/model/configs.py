@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from model.attention.interface import ATTENTION_BACKENDS
+from model.attention.backends import ATTENTION_BACKENDS
 from model.config import ModelConfig
-from model.transformer import Transformer
+from model.nn.transformer import Transformer
 
 ROTARY: dict[str, Any] = {
     "vocab_size": 300,

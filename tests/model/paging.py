@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from model.attention.kv_cache import KVCache
 from model.attention.metadata import AttentionMetadata
-from model.kv_cache import KVCache
-from model.transformer import Transformer
+from model.nn.transformer import Transformer
 
 BLOCK_SIZE = 4
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from model.config import ModelConfig
-from model.sampling_params import SamplingParams
+from model.sampling.params import SamplingParams
 from tests.model.configs import LLAMA3, RELATIVE, ROTARY, VARIANTS, build
 
 

@@ -12,15 +12,15 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfA
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from model.attention.biases import SCORE_BIASES, AlibiBias, DisentangledBias, RelativeBias, relative_positions
+from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.eager import attention_weights
-from model.attention.form import AttentionForm
-from model.attention.interface import ATTENTION_BACKENDS
+from model.attention.layer_spec import AttentionForm
 from model.attention.metadata import AttentionMetadata
+from model.attention.score_biases import SCORE_BIASES, AlibiBias, DisentangledBias, RelativeBias, relative_positions
 from model.config import ModelConfig
-from model.kinds import PositionKind, RopeScaling, RopeScalingKind
-from model.positions import RotaryPositions, SinusoidalPositions
-from model.transformer import Transformer
+from model.config_enums import PositionKind, RopeScaling, RopeScalingKind
+from model.nn.position_embeddings import RotaryPositions, SinusoidalPositions
+from model.nn.transformer import Transformer
 from tests.model.configs import LLAMA3, ROTARY, VARIANTS, build
 
 

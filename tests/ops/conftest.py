@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.metrics import Metrics, prepare_directory
+from service.metrics.recorder import Metrics, prepare_directory
 from tests.ops.observations import MODEL
 
 

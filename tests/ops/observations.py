@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.messages import Finish, FinishReason, StepStats, WorkerReady
-from service.metrics import EngineState, Metrics, render
-from service.serving_path import get_serving_path
+from service.ipc.messages import Finish, FinishReason, StepStats, WorkerReady
+from service.ipc.serving_path import get_serving_path
+from service.metrics.recorder import EngineState, Metrics, render
 
 MODEL = "tales"
 

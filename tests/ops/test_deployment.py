@@ -17,19 +17,12 @@ from check_jsonschema.builtin_schemas import get_builtin_schema
 from jsonschema.validators import validator_for
 
 from model.kernels.build import library_name
-from model.kernels.levels import LEVELS
-from service import healthcheck
-from service.options import PREFIX
+from model.kernels.cpu_features import LEVELS
+from service.cli import healthcheck
+from service.config.options import PREFIX
+from service.config.settings import ServeSettings
 from service.server import _CLOSE_SECONDS
-from service.settings import ServeSettings
-from tests.ops.deployment import (
-    ROOT,
-    compose_variables,
-    dockerfile,
-    read_yaml,
-    seconds,
-    with_defaults,
-)
+from tests.ops.deployment import ROOT, compose_variables, dockerfile, read_yaml, seconds, with_defaults
 
 COMPOSE = read_yaml("docker-compose.yml")
 SERVICES: dict[str, Any] = COMPOSE["services"]
@@ -221,7 +214,7 @@ def test_the_wheel_carries_our_kernels() -> None:
     sent = (ROOT / ".dockerignore").read_text().splitlines()
     assert sent.index("model/kernels/built") > sent.index("!model"), "not those that somebody has built here"
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["model.kernels"]
-    assert {f"built/*{Path(library_name(LEVELS[0])).suffix}", "*.cpp", "*.h"} == set(data)
+    assert {f"built/*{Path(library_name(LEVELS[0])).suffix}", "src/*.cpp", "src/*.h"} == set(data)
 
 
 def test_what_is_copied_exists_and_is_sent() -> None:
@@ -268,7 +261,7 @@ def test_bytecode_is_written_for_what_a_start_imports_alone() -> None:
     assert all("--no-compile" in part for part in installs)
     (imported,) = re.findall(r'python -c "import ([\w., ]+)"$', build[-1])
     modules = imported.split(", ")
-    assert {"service.commands.serve", "service.worker", "service.engine_builder"} <= set(modules)
+    assert {"service.cli.serve", "service.worker.worker", "service.worker.engine_factory"} <= set(modules)
     assert "python -m compileall -q model service" in build[-1]
 
 
@@ -414,7 +407,7 @@ def test_the_health_check_has_the_defaults_of_the_settings() -> None:
 
 
 def test_the_health_check_is_cheap_to_start() -> None:
-    code = "import sys, service.healthcheck; print(*{name.partition('.')[0] for name in sys.modules})"
+    code = "import sys, service.cli.healthcheck; print(*{name.partition('.')[0] for name in sys.modules})"
     # -S: the finder of an editable installation imports many modules.
     done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not {"http", "email", "ssl", "urllib", "pydantic", "torch"} & set(done.stdout.split())

@@ -9,19 +9,11 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from service import errors
-from service.messages import FinishReason
-from service.metric_families import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Kind
-from service.metrics import EngineState, Metrics, Objectives, prepare_directory, render
-from tests.ops.observations import (
-    MODEL,
-    OBSERVATIONS,
-    STEP,
-    Observation,
-    finished,
-    observe_everything,
-    scrape,
-)
+from service.ipc.messages import FinishReason
+from service.metrics.definitions import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Kind
+from service.metrics.recorder import EngineState, Metrics, Objectives, prepare_directory, render
+from service.protocol import errors
+from tests.ops.observations import MODEL, OBSERVATIONS, STEP, Observation, finished, observe_everything, scrape
 
 # https://docs.vllm.ai/en/stable/usage/metrics/, limited to the metrics that Kvasir has.
 VLLM_FAMILIES = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from service.metrics import WORKER, Metrics, mark_dead
+from service.metrics.recorder import WORKER, Metrics, mark_dead
 from tests.ops.observations import MODEL, STEP, finished, observe_everything, scrape
 
 _DEADLINE_SECONDS = 250
@@ -130,7 +130,7 @@ def test_one_worker_after_the_other_needs_no_more_room(metrics: Metrics) -> None
 _PARENT = """
 import multiprocessing, os, sys
 import prometheus_client  # before the directory is prepared, as any library may
-from service.metrics import Metrics, prepare_directory, render
+from service.metrics.recorder import Metrics, prepare_directory, render
 
 directory = prepare_directory()
 metrics = Metrics("tales")

@@ -11,19 +11,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from monitoring.written_file import write_or_check
-from service.metrics import Metrics, render
+from service.metrics.recorder import Metrics, render
 from tests.ops.deployment import ROOT, read_yaml
 from tests.ops.observations import observe_everything
-from tests.ops.questions import (
-    DASHBOARD,
-    MODEL_VARIABLE,
-    RULE_FILES,
-    Selection,
-    panels,
-    questions,
-    rules,
-    selections,
-)
+from tests.ops.questions import DASHBOARD, MODEL_VARIABLE, RULE_FILES, Selection, panels, questions, rules, selections
 
 PROMETHEUS = read_yaml("monitoring/prometheus.yml")
 COMPOSE = read_yaml("docker-compose.yml")

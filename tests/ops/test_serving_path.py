@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from service.metrics import Metrics
-from service.serving_path import get_serving_path
+from service.ipc.serving_path import get_serving_path
+from service.metrics.recorder import Metrics
 from tests.ops.observations import HELLO, scrape
 
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, values
 
-from service.step_metrics_buffer import StepMetricsBuffer
+from service.metrics.step_metrics_buffer import StepMetricsBuffer
 from tests.ops.observations import STEP
 
 

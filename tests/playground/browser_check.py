@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from service.schemas import CompletionRequest
+from service.protocol.completions import CompletionRequest
 from tests.playground import event_stream
 from tests.playground.chat_check import CHAT_CHECKS, CHAT_STUB_CHECKS
 from tests.playground.chromium import Chromium

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from tests.playground import attention
 
-PAGE = Path(__file__).parents[2] / "service" / "playground" / "index.html"
+PAGE = Path(__file__).parents[2] / "service" / "api" / "playground" / "index.html"
 MODEL = "stub-stories"
 CONTEXT_LENGTH = 512
 FAULTS = ("<400>", "<429>", "<503>", "<html>", "<error>", "<cut>", "<truncated>", "<slow>", "<steady>")

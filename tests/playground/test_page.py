@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from service.chat_schemas import ChatCompletionRequest
-from service.schemas import CompletionRequest
+from service.protocol.chat import ChatCompletionRequest
+from service.protocol.completions import CompletionRequest
 
-PAGE = Path(__file__).parents[2] / "service" / "playground" / "index.html"
+PAGE = Path(__file__).parents[2] / "service" / "api" / "playground" / "index.html"
 Attributes = dict[str, str | None]
 
 

@@ -8,17 +8,17 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from model.manifest import read_manifest
+from model.checkpoint.manifest import read_manifest
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.files import load_tokenizer
-from service.api_keys import read_api_keys
-from service.auth import middlewares
-from service.frontend import Frontend
-from service.lifecycle import Lifecycle, Phase
-from service.metrics import Metrics
-from service.requests import install_error_handlers
-from service.served_model import read_served_model
-from service.settings import ServeSettings
+from service.api.app import Frontend
+from service.config.settings import ServeSettings
+from service.http.api_keys import read_api_keys
+from service.http.auth import middlewares
+from service.http.request_io import install_error_handlers
+from service.ipc.shared_state import Lifecycle, Phase
+from service.metrics.recorder import Metrics
+from service.preprocess.served_model import read_served_model
 from tests.service.echo import EchoQueue
 from tests.tiny_model import tiny_tokenizer
 
@@ -30,7 +30,7 @@ def tokenizer() -> ByteLevelTokenizer:
 
 @pytest.fixture
 def metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Metrics:
-    """Metrics of a directory of their own; `service.metrics.render()` reads it."""
+    """Metrics of a directory of their own; `service.metrics.recorder.render()` reads it."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     return Metrics("tiny")
 

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from service.admission import Admission
-from service.engine_client import EngineClient
-from service.inflight import Choice, InflightRequest
-from service.messages import Command, Submit, WorkerReady
+from service.admission.controller import Admission
+from service.ipc.messages import Command, Submit, WorkerReady
+from service.requests.engine_client import EngineClient
+from service.requests.inflight import Choice, InflightRequest
 from tests.service.sequences import make_request
 
 

@@ -1,8 +1,8 @@
 """Admission, by a clock to move."""
 
-from service.admission import Admission
-from service.errors import Overloaded
-from service.queue_policy import QueuePolicy
+from service.admission.controller import Admission
+from service.admission.queue_policy import QueuePolicy
+from service.protocol.errors import Overloaded
 
 
 class Clock:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from service.messages import Cancel, FinishReason, Submit, decode_command, encode_events
+from service.ipc.messages import Cancel, FinishReason, Submit, decode_command, encode_events
 from tests.service.sequences import make_delta, make_finish
 
 WIDTH = 32  # of the tiny model's hidden states

@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from service.response_store import ResponseStore
-from service.responses import encode_event
+from service.protocol.responses import encode_event
+from service.requests.response_store import ResponseStore
 
 
 class Client:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from model.sampling_params import SamplingParams
-from service.inflight import Choice, InflightRequest
-from service.messages import Finish, FinishReason, StepStats, Submit, TokenDelta, WorkerReady
+from model.sampling.params import SamplingParams
+from service.ipc.messages import Finish, FinishReason, StepStats, Submit, TokenDelta, WorkerReady
+from service.requests.inflight import Choice, InflightRequest
 
 
 def make_submit(uid: str = "a", *, prompt: tuple[int, ...] = (1, 2, 3), **params: Any) -> Submit:

@@ -17,7 +17,7 @@ from litserve.specs.base import LitSpec
 from litserve.utils import WorkerSetupStatus
 from starlette.testclient import TestClient
 
-from service.event_channel import EventChannel
+from service.ipc.channel import EventChannel
 
 
 class Loop(LitLoop):  # type: ignore[misc]

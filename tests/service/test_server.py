@@ -14,11 +14,11 @@ import pytest
 from litserve import LitServer
 
 from service import server as server_module
-from service.lifecycle import Phase
-from service.metrics import render
+from service.config.settings import ServeSettings
+from service.ipc.shared_state import Phase
+from service.metrics.recorder import render
 from service.server import KvasirServer, build_server
-from service.settings import ServeSettings
-from service.supervision import StartError
+from service.supervisor.supervisor import StartError
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import Any
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from service.http_protocol import BoundedHttpProtocol
+from service.http.connection import BoundedHttpProtocol
 
 
 class Wire(asyncio.Transport):

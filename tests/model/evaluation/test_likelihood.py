@@ -9,24 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from model.attention.interface import ATTENTION_BACKENDS
+from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
-from model.checkpoint import load_model
+from model.checkpoint.loading import load_model
+from model.checkpoint.manifest import read_manifest
 from model.config import ModelConfig
 from model.evaluation import likelihood
 from model.evaluation.held_out import evaluate, rolling_log_likelihoods
-from model.evaluation.likelihood import (
-    Score,
-    Window,
-    begin_of_text,
-    end_of_text,
-    rolling_windows,
-    score_windows,
-)
-from model.manifest import read_manifest
+from model.evaluation.likelihood import Score, Window, begin_of_text, end_of_text, rolling_windows, score_windows
+from model.nn.transformer import Transformer
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.interface import TokenizerError
-from model.transformer import Transformer
 from tests.model.configs import ROTARY, build
 from tests.tiny_model import tiny_tokenizer
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from model.chat_template import ChatTemplateError
+from model.chat.template import ChatTemplateError
+from model.chat.template_sandbox import TemplateFailure
 from model.config import ModelConfig
 from model.evaluation.diversity import measure_diversity
 from model.evaluation.evaluation import Evaluation, evaluate_checkpoint
@@ -13,12 +14,11 @@ from model.evaluation.held_out import evaluate
 from model.evaluation.pairs import Pair, score_pairs
 from model.evaluation.prompts import PROMPTS, Prompt, PromptKind, prompt_ids, read_template
 from model.evaluation.samples import TEMPERATURES, Sampler, complete_one_by_one
-from model.generate import generate
-from model.sampling_params import SamplingParams
-from model.template_sandbox import TemplateFailure
+from model.nn.reference_generate import generate
+from model.nn.transformer import Transformer
+from model.sampling.params import SamplingParams
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.interface import Tokenizer
-from model.transformer import Transformer
 from tests.model.configs import ROTARY, build
 from tests.tiny_model import EOS, tiny_tokenizer
 

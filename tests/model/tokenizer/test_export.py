@@ -13,8 +13,8 @@ from model.tokenizer.export import export_tokenizer
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from model.tokenizer.native import save_native
-from model.training.bpe import train_bpe
-from service.cli import main
+from model.training.data.bpe import train_bpe
+from service.cli.main import main
 from tests.model.tokenizer import makers, real_files
 from tests.model.tokenizer.texts import all_texts, stories
 from tests.tiny_model import tiny_tokenizer

@@ -11,7 +11,7 @@ from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.interface import TokenizerError
 from model.tokenizer.native import RANKS_FILE, SPEC_FILE, load_native, save_native
 from model.tokenizer.stream import StreamDecoder
-from model.training.bpe import END_OF_TEXT, train_bpe
+from model.training.data.bpe import END_OF_TEXT, train_bpe
 
 TEXTS = [
     "The dog did not cross the road as it was too tired. " * 3,

@@ -7,7 +7,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from model.tokenizer.openai_files import _CL100K_PATTERN, _LLAMA3_PATTERN, _O200K_PATTERN, _QWEN_PATTERN
 from model.tokenizer.split_pattern import CATEGORIES, GPT2_PATTERN, for_oniguruma, is_portable
-from model.training.bpe import SPLIT_PATTERN
+from model.training.data.bpe import SPLIT_PATTERN
 from tests.model.tokenizer.texts import all_texts, any_text
 
 KINDS = [r"\s", r"(?i:[sdmt])", r"(?i:ll|ve|re)", *(rf"\p{{{name}}}" for name in CATEGORIES)]

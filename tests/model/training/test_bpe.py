@@ -7,7 +7,7 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.training.bpe import SPLIT_PATTERN, train_bpe
+from model.training.data.bpe import SPLIT_PATTERN, train_bpe
 
 
 def naive_merges(texts: list[str], count: int) -> list[bytes]:

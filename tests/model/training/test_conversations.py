@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.chat_template import ChatTemplate
-from model.chatml import END, ROLES, START, TEMPLATE
-from model.training import conversations
-from model.training.bpe import END_OF_TEXT
-from model.training.conversations import ConversationKind, Turn, conversation, encode_conversation
+from model.chat.chatml import END, ROLES, START, TEMPLATE
+from model.chat.template import ChatTemplate
+from model.training.data import conversations
+from model.training.data.bpe import END_OF_TEXT
+from model.training.data.conversations import ConversationKind, Turn, conversation, encode_conversation
 from tests.chatml_model import chatml_tokenizer
 
 TOKENIZER = chatml_tokenizer()

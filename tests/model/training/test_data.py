@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.training.contamination import RUN_WORDS, leave_out_held_out
-from model.training.data import CorpusError, Document, Source, read_source
-from model.training.source_config import SourceConfig
+from model.training.data.contamination import RUN_WORDS, leave_out_held_out
+from model.training.data.source_config import SourceConfig
+from model.training.data.sources import CorpusError, Document, Source, read_source
 
 WORDS = [f"w{number}" for number in range(4)]
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor, library
 from torch.nn import functional
 
-from model.attention.interface import ATTENTION_BACKENDS
+from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.config import ModelConfig
+from model.nn.transformer import Transformer
 from model.training.attention import DocumentAttention, attend_documents
-from model.training.packing import Batch, PackedDocuments
-from model.transformer import Transformer
+from model.training.data.packing import Batch, PackedDocuments
 from tests.model.configs import ROTARY
 
 

@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from loadtest.attention_rows import ROWS
-from model.attention.interface import ATTENTION_BACKENDS
-from model.checkpoint import load_model
+from loadtest.inprocess.attention_rows import ROWS
+from model.attention.backends import ATTENTION_BACKENDS
+from model.checkpoint.loading import load_model
+from model.checkpoint.manifest import read_manifest
 from model.config import ModelConfig
-from model.generate import generate
-from model.manifest import read_manifest
+from model.nn.reference_generate import generate
 from model.tokenizer.native import load_native
 from model.training.config import TrainConfig
 from model.training.state import read_log
 from model.training.train import RunSettings, train
-from service.engine.config import EngineConfig
 from service.engine.engine import Engine
-from service.messages import TokenDelta
+from service.engine.scheduling.config import EngineConfig
+from service.ipc.messages import TokenDelta
 from tests.engine.fakes import make_submit
 from tests.model.training.test_train import config as fables
 

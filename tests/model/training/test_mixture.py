@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.training.data import CorpusError
-from model.training.mixture import Mixture, Piece, TokenizedSource
-from model.training.packing import ROUND_BATCHES, UNTRAINED, Batch, Batches
+from model.training.data.mixture import Mixture, Piece, TokenizedSource
+from model.training.data.packing import ROUND_BATCHES, UNTRAINED, Batch, Batches
+from model.training.data.sources import CorpusError
 
 
 def tokenized(lengths: list[int], *, first: int = 0, repeats: float = 1.0, trained: bool = True) -> TokenizedSource:

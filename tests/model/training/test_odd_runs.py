@@ -15,12 +15,12 @@ import torch
 
 from model.training import finish
 from model.training.config import TrainConfig
-from model.training.contamination import leave_out_held_out
 from model.training.corpus import read_corpus
-from model.training.data import CorpusError, read_source
-from model.training.mixture import TokenizedSource
-from model.training.packing import ROUND_BATCHES
-from model.training.source_config import SourceConfig
+from model.training.data.contamination import leave_out_held_out
+from model.training.data.mixture import TokenizedSource
+from model.training.data.packing import ROUND_BATCHES
+from model.training.data.source_config import SourceConfig
+from model.training.data.sources import CorpusError, read_source
 from model.training.state import read_log
 from model.training.train import train
 from tests.model.training.test_train import config, losses, settings

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from model.training import own_text
-from model.training.data import CorpusError
+from model.training.data.sources import CorpusError
 from model.training.own_text import LEAST_BYTES, hold_out, read_own_text
 
 SENTENCES = [f"The fox and her {number} children went home by way {number * 7}." for number in range(2000)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from model.manifest import read_manifest
+from model.checkpoint.manifest import read_manifest
 from model.training import pace as module
 from model.training.config import TrainConfig, load_train_config
 from model.training.optimizer import rate_factor

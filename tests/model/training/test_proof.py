@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from model.manifest import read_manifest
+from model.checkpoint.manifest import read_manifest
 from model.training.config import TrainConfig, load_train_config
 from model.training.state import read_log
 from model.training.train import RunSettings, train

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from model.training.config import TrainConfig, load_train_config
+from model.training.data.source_config import SourceConfig
 from model.training.recipe import write_recipe
-from model.training.source_config import SourceConfig
 
 RECIPES = sorted((Path(__file__).parents[3] / "model" / "training" / "configs").rglob("*.toml"))
 

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from model.training.encyclopedia_questions import answer_questions
-from model.training.sentences import casually, clean_lines, is_unfit, sentences
-from model.training.story_requests import MAX_CHARACTERS, MIN_CHARACTERS, tell_story
+from model.training.data.encyclopedia_questions import answer_questions
+from model.training.data.sentences import casually, clean_lines, is_unfit, sentences
+from model.training.data.story_requests import MAX_CHARACTERS, MIN_CHARACTERS, tell_story
 
 SEEDS = range(60)
 MORE = " He ran to the park and played with a ball. The ball was big and red. His mom said it was time to go home." * 2

@@ -10,22 +10,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from model.attention.interface import ATTENTION_BACKENDS
+from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
-from model.checkpoint import load_model
+from model.checkpoint.loading import load_model
+from model.checkpoint.manifest import CheckpointError, read_manifest
 from model.config import ModelConfig
 from model.evaluation.held_out import evaluate
-from model.manifest import CheckpointError, read_manifest
-from model.sampling_params import SamplingParams
+from model.nn.transformer import Transformer
+from model.sampling.params import SamplingParams
 from model.tokenizer.interface import Tokenizer
 from model.tokenizer.native import load_native
 from model.training.config import TrainConfig, load_train_config
-from model.training.data import CorpusError
+from model.training.data.source_config import SourceConfig
+from model.training.data.sources import CorpusError
 from model.training.optimizer import rate_factor
-from model.training.source_config import SourceConfig
 from model.training.state import StateError, locked, read_log
 from model.training.train import RunSettings, train
-from model.transformer import Transformer
 from tests.model.configs import ROTARY
 
 SAMPLE = Path(__file__).parents[2] / "data" / "aesop.txt"

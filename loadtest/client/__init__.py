@@ -1,0 +1,1 @@
+"""HTTP load client: SSE reader, workloads, objectives, report."""

@@ -1,0 +1,1 @@
+"""Generators of the pages and pictures in docs/ from docs/results."""

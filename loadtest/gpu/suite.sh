@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Run every GPU test and benchmark in under nine minutes, and write one JSON report.
+#
+#     loadtest/gpu/suite.sh OUT.json [WHEELS]
+#
+# OUT.json is rewritten after every part. A part that fails or takes too long is recorded, and the next part runs.
+# WHEELS is a folder of wheels that the machine lacks; nothing is downloaded. Without a CUDA device every part is
+# reported as absent. Environment: PYTHON is the interpreter (default: python3), BUDGET the seconds in total (530),
+# CHECKPOINT the served model (checkpoints/kvasir-9m).
+set -u
+if [ $# -lt 1 ] || [ $# -gt 2 ]; then
+    sed -n 2,9p "$0" | sed 's/^# \{0,1\}//' >&2
+    exit 2
+fi
+out=$(realpath -m "$1")
+wheels=${2:+$(realpath -m "$2")}
+cd "$(dirname "$0")/../.." || exit 2
+python=${PYTHON:-python3}
+budget=${BUDGET:-530}
+checkpoint=${CHECKPOINT:-checkpoints/kvasir-9m}
+work=$(mktemp -d) || exit 2
+trap 'rm -rf "$work"' EXIT
+rm -f "$out"
+export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+
+# part NAME SECONDS COMMAND...: run a part for at most SECONDS, within the budget.
+part() {
+    local name=$1 limit=$2 code began=$SECONDS
+    shift 2
+    local left=$((budget - SECONDS))
+    if [ "$left" -lt "$limit" ]; then limit=$left; fi
+    if [ "$limit" -lt 5 ]; then
+        echo "no time left" >"$work/$name.log"
+        code=124
+    else
+        timeout --kill-after=5 "$limit" "$@" >"$work/$name.log" 2>&1
+        code=$?
+    fi
+    "$python" -m loadtest.gpu.report --out "$out" --part "$name" --code "$code" --seconds "$((SECONDS - began))" \
+        --log "$work/$name.log" --result "$work/$name.json"
+}
+
+# tests NAME SECONDS FILE...: run pytest files as a part; absent without a device.
+tests() {
+    local name=$1 limit=$2
+    shift 2
+    if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>"$work/torch.log"; then
+        # Without the project's pytest settings: they name plugins that the machine may lack.
+        part "$name" "$limit" "$python" -m pytest -q -c /dev/null --rootdir . -p no:cacheprovider -m gpu "$@"
+    else
+        echo '{"absent": "no CUDA device"}' >"$work/$name.json"
+        part "$name" "$limit" true
+    fi
+}
+
+if [ -n "$wheels" ]; then
+    part wheels 60 "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --upgrade \
+        --target "$work/site" "$wheels"/*.whl
+    export PYTHONPATH="$work/site${PYTHONPATH:+:$PYTHONPATH}"
+fi
+bench="$python -m loadtest.gpu.bench_gpu"
+# Most important parts first, in case the suite is stopped.
+part card 60 $bench card --out "$work/card.json"
+tests paged 150 tests/gpu/test_paged.py tests/gpu/test_fused.py tests/gpu/test_quantization.py
+part decode 120 $bench decode --out "$work/decode.json"
+part engine 90 $bench engine --checkpoint "$checkpoint" --out "$work/engine.json"
+part prefill 45 $bench prefill --out "$work/prefill.json"
+part quantized 75 $bench quantized --out "$work/quantized.json"
+tests engine_tests 100 tests/gpu/test_engine.py tests/gpu/test_prompt_graphs.py
+part attention 60 $bench attention --out "$work/attention.json"
+part peers 100 "$python" -m loadtest.gpu.peers --out "$work/peers.json"
+tests mechanisms 100 tests/gpu/test_cuda.py
+tests training 100 tests/gpu/test_cuda_training.py
+echo "$out after $SECONDS s"

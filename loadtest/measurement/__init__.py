@@ -1,0 +1,1 @@
+"""Measurement tools: provenance, spread, roofline, model shapes."""

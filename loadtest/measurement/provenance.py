@@ -1,0 +1,130 @@
+"""Provenance of a figure: commit, machine, versions, time and command."""
+
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("torch", "litserve", "uvicorn", "numpy", "locust")
+_QUIET_CORES = 0.2
+_ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def provenance(program: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Return a JSON-ready account of this run. `program` and `arguments` are the command as typed in a shell."""
+    return {
+        "command": shlex.join([*program.split(), *arguments]),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": _commit(),
+        "machine": machine(),
+        "versions": {"python": platform.python_version()} | _versions(),
+    }
+
+
+def tell(result: dict[str, Any], out: Path | None) -> None:
+    """Write a result as JSON to a file, or to standard output without one. Prints the file's name."""
+    text = json.dumps(result, indent=1) + "\n"
+    if out is None:
+        print(text, end="")
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text, encoding="utf-8")
+    print(out)
+
+
+def other_work(seconds: float = 1.0) -> float:
+    """Return the cores that are busy before a measurement starts; NaN if the system does not report it.
+
+    Threads of the model wait for each other, so one thread that shares its core slows all. Figures from a busy
+    machine are unreliable.
+    """
+    before = busy_seconds()
+    time.sleep(seconds)
+    return (busy_seconds() - before) / seconds
+
+
+def quiet_or_warned(program: str) -> float:
+    """Return `other_work`, and warn on standard error if it is not small."""
+    cores = other_work()
+    if cores > _QUIET_CORES:
+        print(
+            f"{program}: warning: other processes keep {cores:.1f} cores busy; do not trust the figures",
+            file=sys.stderr,
+        )
+    return round(cores, 2)
+
+
+def busy_seconds() -> float:
+    """Return the CPU time of all cores spent on work since boot (proc(5), /proc/stat)."""
+    try:
+        user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    except OSError:
+        return math.nan
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def machine() -> dict[str, Any]:
+    """Return processor, cores and memory."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": platform.system() + " " + platform.machine(),
+    }
+
+
+def _commit() -> str:
+    """Return the commit of the working tree, marked if files differ from it; 'unknown' outside a checkout.
+
+    Changes in docs/ do not count, because a run writes its results there.
+    """
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{head} with local changes" if changed else head
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
+def _versions() -> dict[str, str]:
+    known = {}
+    for package in _PACKAGES:
+        try:
+            known[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return known
+
+
+def digest(result: object) -> str:
+    """Return a digest of a result. It is stored in the picture, so that an outdated picture is detected."""
+    return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
+
+
+def shows(path: Path, result: object) -> bool:
+    """Return True if the file is a picture of this result."""
+    return path.is_file() and digest(result).encode() in path.read_bytes()

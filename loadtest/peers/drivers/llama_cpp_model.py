@@ -1,0 +1,124 @@
+"""Converter of Kvasir's export to GGUF: `python -m loadtest.peers.drivers.llama_cpp_model HUGGING_FACE_DIR OUT.gguf`.
+
+The file is written in float32 by llama.cpp's gguf package, because llama.cpp's converter rejects unknown
+tokenizers, such as that of random weights. As in that converter, rows of Llama's queries and keys are reordered:
+llama.cpp's "llama" rotates neighbouring pairs of a head's numbers, and transformers rotates its two halves.
+llama.cpp's "qwen3" rotates halves too.
+
+Source: convert_hf_to_gguf.py and llama_model_rope_type() of llama.cpp.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from model.io.safetensors_header import TensorHeader, read_headers
+
+# GGUF names of Hugging Face model types.
+_ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3"}
+
+_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def main() -> None:
+    """Read the export, write the file. Exit with a one-line error for an unsupported model type."""
+    source, out = Path(sys.argv[1]), Path(sys.argv[2])
+    config = json.loads((source / "config.json").read_text())
+    model_type = config["model_type"]
+    if model_type not in _ARCHITECTURES:
+        sys.exit(f"{source}: model type {model_type!r}; only {', '.join(_ARCHITECTURES)} are converted to GGUF")
+    writer = gguf.GGUFWriter(out, _ARCHITECTURES[model_type])
+    _write_sizes(writer, config)
+    _write_tokenizer(writer, json.loads((source / "tokenizer.json").read_text()))
+    reordered = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    if model_type != "llama":
+        reordered = {}
+    for path in sorted(source.glob("*.safetensors")):
+        for name, header in read_headers(path).items():
+            gguf_name, array = _gguf_name(name), _read_float32(header)
+            part = gguf_name.removesuffix(".weight").rpartition(".")[2]
+            if part in reordered:
+                array = _as_pairs(array, reordered[part])
+            writer.add_tensor(gguf_name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    # Without these, llama.cpp assumes a head size of hidden size / heads.
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+
+
+def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any]) -> None:
+    ids = dict(tokenizer["model"]["vocab"])
+    special = {added["content"]: added["id"] for added in tokenizer["added_tokens"]}
+    names = {number: name for name, number in (ids | special).items()}
+    tokens = [names[number] for number in range(len(names))]
+    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
+    merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in tokenizer["model"]["merges"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([control if name in special else normal for name in tokens])
+    writer.add_token_merges(merges)
+    writer.add_eos_token_id(max(special.values()))
+    writer.add_add_bos_token(False)
+
+
+def _read_float32(header: TensorHeader) -> np.ndarray:
+    """Return a stored tensor as float32. NumPy has no bfloat16, which is the upper half of a float32."""
+    stored = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}[header.dtype]
+    array = np.memmap(header.path, dtype=stored, mode="r", offset=header.begin, shape=header.shape)
+    if header.dtype == "BF16":
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32)
+
+
+def _gguf_name(name: str) -> str:
+    """Return llama.cpp's name of a transformers tensor."""
+    parts = name.removeprefix("model.").removesuffix(".weight")
+    if parts in ("embed_tokens", "norm", "lm_head"):
+        return {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}[parts] + ".weight"
+    _, layer, inner = parts.split(".", 2)
+    return f"blk.{layer}.{_NAMES[inner]}.weight"
+
+
+def _as_pairs(weight_FE: np.ndarray, num_heads: int) -> np.ndarray:
+    """Reorder the rows of each head: row i of its first half comes before row i of its second half."""
+    rows, inputs = weight_FE.shape
+    halves = weight_FE.reshape(num_heads, 2, rows // num_heads // 2, inputs)
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, inputs))
+
+
+if __name__ == "__main__":
+    main()

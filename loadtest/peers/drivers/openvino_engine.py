@@ -1,0 +1,68 @@
+"""Driver of OpenVINO GenAI's continuous batching.
+
+    python -m loadtest.peers.drivers.openvino_engine DIR PRECISION THREADS
+
+DIR holds the exported weights. PRECISION is that of the arithmetic: float32 or bfloat16, or int8 for int8 weights.
+int8 weights run with a float32 hint, and OpenVINO then rounds activations to int8.
+"""
+
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import openvino
+import openvino_genai
+
+from loadtest.peers.drivers.protocol import Prompts, Wave, serve
+
+_HINTS = {"float32": "f32", "bfloat16": "bf16", "int8": "f32"}
+_CACHE_GB = 3
+
+
+def main() -> None:
+    """Compile the model and serve requests."""
+    directory, precision, threads = sys.argv[1:]
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.cache_size = _CACHE_GB
+    scheduler.max_num_batched_tokens = 512
+    scheduler.max_num_seqs = 64
+    scheduler.enable_prefix_caching = False
+    properties = {"INFERENCE_PRECISION_HINT": _HINTS[precision], "INFERENCE_NUM_THREADS": int(threads)}
+    pipeline = openvino_genai.ContinuousBatchingPipeline(directory, scheduler, "CPU", properties, {})
+    uids = iter(range(2**62))
+
+    def measure(prompts: Prompts, output_tokens: int) -> Wave:
+        config = openvino_genai.GenerationConfig()
+        config.max_new_tokens = output_tokens
+        config.ignore_eos = True
+        config.do_sample = False
+        inputs = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
+        began = time.perf_counter()
+        handles = [pipeline.add_request(next(uids), ids, config) for ids in inputs]
+        waiting = handles
+        while waiting:
+            pipeline.step()
+            waiting = [handle for handle in waiting if not handle.can_read()]
+        early = [_read(handle) for handle in handles]
+        first = time.perf_counter() - began
+        while pipeline.has_non_finished_requests():
+            pipeline.step()
+        total = time.perf_counter() - began
+        later = len(prompts) * output_tokens - sum(map(len, early))
+        return Wave(first, max(total, first), later, early[0] + _read(handles[0]))
+
+    serve(measure)
+
+
+def _read(handle: Any) -> list[int]:
+    """Return the tokens of a sequence that have not been read yet."""
+    token_ids: list[int] = []
+    while handle.can_read():
+        for output in handle.read().values():
+            token_ids += output.generated_ids
+    return token_ids
+
+
+if __name__ == "__main__":
+    main()

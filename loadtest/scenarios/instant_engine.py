@@ -1,0 +1,154 @@
+"""An engine that computes nothing: every sequence gets one token per step, at once or at a set pace, until
+`max_tokens`.
+
+It runs in the worker of a real service, so that everything around the engine can be measured.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from service.config import log_setup
+from service.config.settings import ServeSettings, SettingsError, read_settings
+from service.ipc.messages import Finish, FinishReason, StepStats, Submit, TokenDelta
+from service.server import StartError, build_server
+from service.worker.worker import EngineAPI
+
+_BLOCK_SIZE = 16
+_NUM_BLOCKS = 2**16
+_TEXT = " the"
+# Passed by the environment, the only thing that the worker process inherits from the benchmark.
+STEP_MS = "KVASIR_BENCH_STEP_MS"
+
+
+class InstantEngine:
+    """Engine with the interface that `service.worker.worker.Driver` uses.
+
+    Args:
+        step_seconds: least time between the starts of two steps.
+    """
+
+    max_num_running = 1024
+
+    def __init__(self, token_id: int, *, step_seconds: float) -> None:
+        self._token_id = token_id
+        self._step_seconds = step_seconds
+        self._next_step_seconds = 0.0
+        self._live: dict[str, tuple[Submit, int]] = {}  # sequence and number of its tokens, by uid
+
+    @property
+    def has_work(self) -> bool:
+        """True if a sequence is unfinished."""
+        return bool(self._live)
+
+    def submit(self, submit: Submit) -> None:
+        """Add a sequence of at least one token."""
+        self._live[submit.uid] = (submit, len(submit.prior_token_ids))
+
+    def cancel(self, uid: str) -> None:
+        """Remove a sequence."""
+        self._live.pop(uid, None)
+
+    def step(self, *, before: Callable[[list[str]], None] | None = None) -> "InstantResult":
+        """Return a token for every sequence. `before` is called with their uids."""
+        if before is not None:
+            before(list(self._live))
+        time.sleep(max(0.0, self._next_step_seconds - time.monotonic()))
+        self._next_step_seconds = time.monotonic() + self._step_seconds
+        events = [self._next(submit, done) for submit, done in list(self._live.values())]
+        return InstantResult(events, len(self._live))
+
+    def _next(self, submit: Submit, done: int) -> TokenDelta:
+        ends = done + 1 >= submit.params.max_tokens
+        if ends:
+            del self._live[submit.uid]
+        else:
+            self._live[submit.uid] = (submit, done + 1)
+        return TokenDelta(
+            uid=submit.uid,
+            attempt=submit.attempt,
+            index=done,
+            token_ids=(self._token_id,),
+            text=_TEXT,
+            logprobs=None,
+            prompt_logprobs=None,
+            finish=_finish(submit, done + 1) if ends else None,
+        )
+
+
+class InstantResult:
+    """Result of a step: events for the streams and statistics for the metrics."""
+
+    def __init__(self, events: list[TokenDelta], num_running: int) -> None:
+        self.events = events
+        self.stats = StepStats(
+            num_running=num_running,
+            max_num_running=InstantEngine.max_num_running,
+            num_waiting=0,
+            num_blocks=_NUM_BLOCKS,
+            num_free_blocks=_NUM_BLOCKS,
+            kv_usage=0.0,
+            batch_size=len(events),
+            num_prompt_tokens=0,
+            num_completion_tokens=len(events),
+            num_cached_prompt_tokens=0,
+            num_prefix_queries=0,
+            num_prefix_hits=0,
+            num_preemptions=0,
+            num_drafts=0,
+            num_draft_tokens=0,
+            num_accepted_tokens=0,
+            step_seconds=0.0,
+        )
+
+
+class InstantAPI(EngineAPI):
+    """API that builds the instant engine in place of the service's engine."""
+
+    def build(self) -> Any:
+        """Build the engine, see `EngineAPI.build`."""
+        from service.worker.engine_factory import EngineFacts  # imports torch, which the API process must not hold
+
+        facts = EngineFacts(
+            device="none",
+            attention="none",
+            kernel_level=None,
+            reasons={},
+            dtype="none",
+            matrices="none",
+            threads=1,
+            max_context_length=self.manifest.config.max_context_length,
+            num_blocks=_NUM_BLOCKS,
+            block_size=_BLOCK_SIZE,
+            kv_cache_bytes=0,
+            kv_cache_dtype="none",
+        )
+        return InstantEngine(token_id=0, step_seconds=float(os.environ.get(STEP_MS, "0")) / 1000.0), facts
+
+
+def serve_instantly(argv: Sequence[str]) -> int:
+    """Run `kvasir serve` with this engine until a signal. Return the exit code."""
+    try:
+        settings = read_settings(ServeSettings, argv, command="serve", summary="")
+        log_setup.configure(settings.log_level)
+        return build_server(settings, engine_api=InstantAPI).serve()
+    except (SettingsError, StartError) as error:
+        logging.getLogger(__name__).error("%s", error)
+        return 1
+
+
+def _finish(submit: Submit, num_tokens: int) -> Finish:
+    return Finish(
+        reason=FinishReason.LENGTH,
+        stop_reason=None,
+        error=None,
+        num_prompt_tokens=len(submit.prompt_token_ids),
+        num_completion_tokens=num_tokens,
+        num_cached_tokens=0,
+        num_preemptions=0,
+        queue_seconds=0.0,
+        prefill_seconds=0.0,
+        decode_seconds=0.0,
+    )

@@ -1,0 +1,147 @@
+"""`kvasir serve` as a child process on a free port, and its processes' figures from the operating system."""
+
+import io
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+import psutil
+
+from loadtest.client.outcome import Ending
+from loadtest.client.sse_client import Target, api_key_given, complete_blocking
+from loadtest.client.workload import CompletionRequest
+
+START_SECONDS = 120.0
+# Longer than the service's drain and close, so that it is killed only if it hangs.
+STOP_SECONDS = 60.0
+_POLL_SECONDS = 0.02
+
+
+class ServiceFailed(RuntimeError):
+    """The service did not start, or died. The message ends with the last lines of its log."""
+
+
+class ServiceProcess:
+    """Context manager that runs the service for the length of its block.
+
+    `arguments` are added to `kvasir serve --checkpoint ... --port ...`.
+    """
+
+    def __init__(self, checkpoint: Path, arguments: Sequence[str] = ()) -> None:
+        self.target = Target("127.0.0.1", _free_port(), api_key_given())  # the service reads the same variable
+        kvasir = Path(sys.executable).with_name("kvasir")
+        self.command = [str(kvasir), "serve", "--checkpoint", str(checkpoint), "--port", str(self.target.port)]
+        self.command += arguments
+        self.started_seconds = 0.0
+        self._process: psutil.Popen | None = None
+        self._log: IO[str] = io.StringIO()
+
+    def __enter__(self) -> Self:
+        log = tempfile.TemporaryFile("w+")
+        self.started_seconds = time.perf_counter()
+        self._process, self._log = psutil.Popen(self.command, stdout=log, stderr=subprocess.STDOUT), log
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        self._log.close()
+
+    @property
+    def process(self) -> psutil.Popen:
+        """The service's main process. Raises ServiceFailed if it was not started."""
+        if self._process is None:
+            raise ServiceFailed("the service was not started")
+        return self._process
+
+    def stop(self) -> int:
+        """Stop the service with SIGTERM, as an operator would, and return its exit code. Processes that remain are
+        killed.
+        """
+        processes = self.all_processes()
+        if self.process.is_running():
+            self.process.terminate()
+        try:
+            code = int(self.process.wait(STOP_SECONDS))
+        except psutil.TimeoutExpired:
+            code = -1
+        left = [process for process in processes if process.is_running()]
+        for process in left:
+            process.kill()
+        psutil.wait_procs(left, timeout=5)
+        return code
+
+    def wait_first_token(self, request: CompletionRequest) -> float:
+        """Return the seconds from process start to the first token of the first stream that is served.
+
+        The request is repeated until it succeeds. Raises `ServiceFailed` if no request succeeds in time.
+        """
+        while True:
+            outcome = complete_blocking(self.target, request, model=None, timeout_seconds=START_SECONDS)
+            if outcome.ending in (Ending.OK, Ending.CANCELLED):
+                return outcome.chunk_seconds[0] - self.started_seconds
+            if outcome.ending not in (Ending.CONNECTION, Ending.HTTP_ERROR):
+                raise ServiceFailed(f"first request: {outcome.ending.value}: {outcome.detail}\n{self.log_tail()}")
+            self._wait_a_little(f"served nothing ({outcome.detail})")
+
+    def _wait_a_little(self, complaint: str) -> None:
+        if self.process.poll() is not None:
+            raise ServiceFailed(f"the service exited with code {self.process.returncode}\n{self.log_tail()}")
+        if time.perf_counter() - self.started_seconds > START_SECONDS:
+            raise ServiceFailed(f"the service {complaint} within {START_SECONDS:g} s\n{self.log_tail()}")
+        time.sleep(_POLL_SECONDS)
+
+    def log_tail(self) -> str:
+        """Return the last lines of the service's log."""
+        self._log.seek(0)
+        return "".join(self._log.readlines()[-20:])
+
+    def all_processes(self) -> list[psutil.Process]:
+        """Return the service's main process and all its descendants."""
+        if not self.process.is_running():
+            return []
+        return [self.process, *self.process.children(recursive=True)]
+
+    def api_processes(self) -> list[psutil.Process]:
+        """Return the processes that hold an accepted connection to the port."""
+        with socket.create_connection((self.target.host, self.target.port)) as held:
+            held.sendall(self.target.request_bytes("GET", "/health"))
+            held.recv(1)  # the response shows that an API process has accepted the connection
+            return [
+                process
+                for process in self.all_processes()
+                if any(
+                    connection.status == psutil.CONN_ESTABLISHED and connection.laddr.port == self.target.port
+                    for connection in process.net_connections(kind="tcp")
+                )
+            ]
+
+    def worker_processes(self) -> list[psutil.Process]:
+        """Return the processes that have torch mapped, except the standby: they run the engine."""
+        named = ((process, process.name()) for process in self.all_processes())
+        return [process for process, name in named if name != "kvasir-standby" and has_torch(process)]
+
+
+def has_torch(process: psutil.Process) -> bool:
+    """Return True if a torch library is mapped into the process."""
+    maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")
+    return any("/torch/" in line or "libtorch" in line for line in maps.splitlines())
+
+
+def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
+    """Return the user and system CPU time that the processes have used so far."""
+    times = [process.cpu_times() for process in processes]
+    return float(sum(used.user + used.system for used in times))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,44 @@
+"""Table of attention backends. A backend is the only writer of the KV-cache.
+
+Legend: T packed tokens, H query heads, K key/value heads, D head dimension.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from model.attention.eager import EagerAttention
+from model.attention.kv_cache import KVCache
+from model.attention.layer_spec import AttentionForm
+from model.attention.metadata import AttentionMetadata
+from model.attention.native import NativeAttention
+from model.attention.sdpa import SdpaAttention
+
+
+class AttentionBackend(Protocol):
+    """Causal attention over a packed, ragged batch."""
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        *,
+        form: AttentionForm,
+        metadata: AttentionMetadata,
+        kv_cache: KVCache | None,
+    ) -> Tensor:
+        """Return softmax(scale q k^T + bias) v for each token, over the earlier tokens of its sequence and itself.
+
+        A window in `form` limits how far back a token sees. With a cache, the step's keys and values are first
+        written to `metadata.slot_mapping_T`; earlier ones are read through `metadata.block_tables_BN`. Queries and
+        keys with D = 0 give equal weights. The result is THD, with the dtype and the head dimension D of the values.
+        """
+        ...
+
+
+ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
+    "eager": EagerAttention(),
+    "sdpa": SdpaAttention(),
+    "native": NativeAttention(),
+}

@@ -1,0 +1,91 @@
+"""KV-cache storage: a pool of fixed-size blocks, one pair of tensors for all layers.
+
+`service.engine.scheduling.block_pool` assigns blocks to sequences. Paging follows PagedAttention (Kwon et al. 2023,
+arXiv 2309.06180).
+
+Legend: L layers, N blocks, P slots per block, K key/value heads, D head dimension, T packed tokens, B sequences,
+S = blocks per sequence * P.
+"""
+
+import torch
+from torch import Tensor
+
+from model.config import ModelConfig
+from model.system import memory_pages
+
+
+def rounded(x: Tensor, cache_dtype: torch.dtype) -> Tensor:
+    """Convert numbers to the dtype in which a cache stores them: to nearest, ties to even.
+
+    For float16, numbers beyond its largest number, 65,504, become that number: an infinite key would turn the output
+    into NaN. NaN stays NaN.
+    """
+    if cache_dtype is torch.float16 and x.dtype is not cache_dtype:
+        most = torch.finfo(cache_dtype).max
+        x = x.clamp(-most, most)
+    return x.to(cache_dtype)
+
+
+class KVCache:
+    """Keys and values of `num_blocks * block_size` tokens. Average attention has empty keys (D = 0).
+
+    Args:
+        dtype: dtype of written and returned tensors: the model's.
+        cache_dtype: dtype in memory, see `rounded`; None for `dtype`.
+
+    Raises:
+        ValueError: a size is not positive.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"num_blocks={num_blocks} and block_size={block_size} must be positive")
+        shape_LNPK = (config.num_layers, num_blocks, block_size, config.num_kv_heads)
+        # Zeros, not empty: padding reads unwritten slots, and 0 * NaN is NaN.
+        self.keys_LNPKD, self.values_LNPKD = (
+            memory_pages.zeros((*shape_LNPK, dim), cache_dtype or dtype)
+            if torch.device(device).type == "cpu"
+            else torch.zeros((*shape_LNPK, dim), dtype=cache_dtype or dtype, device=device)
+            for dim in (config.key_dim, config.head_dim)
+        )
+        self.dtype = dtype
+        self.cache_dtype = cache_dtype or dtype
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of both tensors."""
+        return self.keys_LNPKD.nbytes + self.values_LNPKD.nbytes
+
+    def write(self, layer: int, slot_mapping_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """Write each token's key and value to its slot (block * block_size + offset)."""
+        for pool_LNPKD, new_TKD in ((self.keys_LNPKD, k_TKD), (self.values_LNPKD, v_TKD)):
+            pool_LNPKD[layer].flatten(0, 1).index_copy_(0, slot_mapping_T, rounded(new_TKD, self.cache_dtype))
+
+    def gather(self, layer: int, block_tables_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """Copy the keys and values of each sequence's blocks, in order: two BSKD tensors."""
+        num_sequences, num_blocks = block_tables_BN.shape
+        blocks = block_tables_BN.reshape(-1)
+        k_BSKD, v_BSKD = (
+            torch.unflatten(pool_LNPKD[layer].index_select(0, blocks), 0, (num_sequences, num_blocks)).flatten(1, 2)
+            for pool_LNPKD in (self.keys_LNPKD, self.values_LNPKD)
+        )
+        return k_BSKD.to(self.dtype), v_BSKD.to(self.dtype)
+
+    def gather_slots(self, layer: int, slots_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Copy the keys and values in these slots: two SKD tensors."""
+        k_SKD, v_SKD = (
+            pool_LNPKD[layer].flatten(0, 1).index_select(0, slots_S).to(self.dtype)
+            for pool_LNPKD in (self.keys_LNPKD, self.values_LNPKD)
+        )
+        return k_SKD, v_SKD

@@ -1,0 +1,160 @@
+"""Decode attention in Triton, which reads the blocks of the KV-cache in place. Needs triton and a GPU.
+
+Flash-Decoding (Dao et al. 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html): the keys of a sequence are
+cut into splits, which are computed in parallel. Each split stores the maximum of its scores, the sum of their
+exponentials and the weighted sum of values. A second kernel joins the splits. The splits of a sequence depend only on
+its own length and the number of key/value heads, so results are batch-invariant.
+
+Legend: B sequences, H query heads, K key/value heads, G = H / K, D head dimension, N blocks of a table, P slots a
+block, X splits.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls, disallow-untyped-decorators=False
+# mypy: disallow-incomplete-defs=False
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from model.attention.kv_cache import KVCache
+from model.attention.layer_spec import AttentionForm
+
+# Minimum number of keys in a split: joining costs more than smaller splits save. A multiple of both tile sizes.
+MIN_SPLIT = 128
+_MAX_HEAD = 256
+# Triton programs that fill a large GPU. Limits the splits of one sequence: splits * key/value heads is about this.
+_PROGRAMS = 128
+
+
+def supports(dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether the kernels support the dtype and the head dimension."""
+    return dtype in (torch.float32, torch.bfloat16, torch.float16) and 1 <= head_dim <= _MAX_HEAD
+
+
+def max_splits(num_kv_heads: int) -> int:
+    """Return X, the maximum number of splits of a sequence: a power of two from 8 to 64, fewer for more heads."""
+    return min(64, max(8, 1 << (_PROGRAMS // num_kv_heads).bit_length() - 1))
+
+
+def attend(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: Tensor, kv_cache: KVCache) -> Tensor:
+    """Attend from each query to the positions up to its own, within the window. Returns BHD.
+
+    Nothing is copied to or from the host.
+
+    Args:
+        q_BHD: queries; any strides.
+        positions_B: int64, each query's position; the length of its context is one more.
+        tables_BN: int64 block tables, contiguous in N; entries after the end of a sequence's context are not read.
+    """
+    num_sequences, num_heads, size = q_BHD.shape
+    keys_NPKD, values_NPKD = kv_cache.keys_LNPKD[form.layer], kv_cache.values_LNPKD[form.layer]
+    num_kv_heads = keys_NPKD.shape[2]
+    splits = max_splits(num_kv_heads)
+    if q_BHD.stride(2) != 1:
+        q_BHD = q_BHD.contiguous()
+    sums_BHXD = torch.empty((num_sequences, num_heads, splits, size), dtype=torch.float32, device=q_BHD.device)
+    scales_BHX2 = torch.empty((num_sequences, num_heads, splits, 2), dtype=torch.float32, device=q_BHD.device)
+    out_BHD = torch.empty((num_sequences, num_heads, size), dtype=values_NPKD.dtype, device=q_BHD.device)
+    window = 0 if form.window is None else form.window
+    padded = max(16, triton.next_power_of_2(size))
+    tile = 32 if padded > 128 or q_BHD.dtype == torch.float32 else 64
+    _attend_splits[(num_sequences, num_kv_heads, splits)](
+        q_BHD, keys_NPKD, values_NPKD, tables_BN, positions_B, sums_BHXD, scales_BHX2,
+        form.scale, window, tables_BN.stride(0), q_BHD.stride(0), q_BHD.stride(1),
+        SPLITS=splits, MIN_SPLIT=MIN_SPLIT, TILE=tile, BLOCK=kv_cache.block_size, KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads, ROWS=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
+        SIZE=size, PADDED=padded, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    _join_splits[(num_sequences, num_heads)](
+        sums_BHXD, scales_BHX2, positions_B, out_BHD, window,
+        SPLITS=splits, MIN_SPLIT=MIN_SPLIT, TILE=tile, HEADS=num_heads, SIZE=size, PADDED=padded, num_warps=4,
+    )  # fmt: skip
+    return out_BHD
+
+
+@triton.jit
+def _split_size(length, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TILE: tl.constexpr):
+    """Return the number of keys in each split of `length` keys: a multiple of the tile, at least MIN_SPLIT."""
+    each = tl.cdiv(length, SPLITS)
+    return tl.maximum(tl.cdiv(each, TILE) * TILE, MIN_SPLIT)
+
+
+@triton.jit(do_not_specialize=["window", "table_stride", "q_stride"])
+def _attend_splits(
+    q, keys, values, tables, positions, sums, scales, scale, window, table_stride, q_stride, q_head_stride,
+    SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Compute one split of one sequence for the query heads of one key/value head.
+
+    Stores the weighted sum of values, the maximum score and the sum of exponentials.
+    """
+    sequence = tl.program_id(0).to(tl.int64)
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    context = tl.load(positions + sequence) + 1
+    first = tl.where(window > 0, tl.maximum(context - window, 0), 0)
+    each = _split_size(context - first, SPLITS, MIN_SPLIT, TILE)
+    start = first + split * each
+    stop = tl.minimum(start + each, context)
+    if start < stop:
+        rows, columns, offsets = tl.arange(0, ROWS), tl.arange(0, PADDED), tl.arange(0, TILE)
+        heads = kv_head * GROUP + rows
+        real = (rows < GROUP)[:, None] & (columns < SIZE)[None, :]
+        queries = tl.load(
+            q + sequence * q_stride + heads[:, None] * q_head_stride + columns[None, :], mask=real, other=0.0
+        )
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        mixed = tl.zeros([ROWS, PADDED], tl.float32)
+        for tile in range(start, stop, TILE):
+            places = tile + offsets
+            seen = places < stop
+            blocks = tl.load(tables + sequence * table_stride + places // BLOCK, mask=seen, other=0)
+            rows_of_pool = ((blocks * BLOCK + places % BLOCK) * KV_HEADS + kv_head) * SIZE
+            k = tl.load(
+                keys + rows_of_pool[None, :] + columns[:, None],
+                mask=seen[None, :] & (columns < SIZE)[:, None],
+                other=0.0,
+            )
+            scores = tl.dot(queries, k, input_precision="ieee") * scale
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            higher = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp(scores - higher[:, None])
+            kept = tl.exp(top - higher)
+            total = total * kept + tl.sum(weights, 1)
+            v = tl.load(
+                values + rows_of_pool[:, None] + columns[None, :],
+                mask=seen[:, None] & (columns < SIZE)[None, :],
+                other=0.0,
+            )
+            mixed = mixed * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            top = higher
+        places_of_sums = (sequence * KV_HEADS * GROUP + heads) * SPLITS + split
+        tl.store(sums + places_of_sums[:, None] * SIZE + columns[None, :], mixed, mask=real)
+        tl.store(scales + places_of_sums * 2, top, mask=rows < GROUP)
+        tl.store(scales + places_of_sums * 2 + 1, total, mask=rows < GROUP)
+
+
+@triton.jit(do_not_specialize=["window"])
+def _join_splits(
+    sums, scales, positions, out, window,
+    SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    """Join the splits of one head of one sequence. Each split is scaled by exp(its maximum - the highest maximum)."""
+    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    context = tl.load(positions + sequence) + 1
+    length = tl.where(window > 0, tl.minimum(context, window), context)
+    count = tl.cdiv(length, _split_size(length, SPLITS, MIN_SPLIT, TILE))
+    splits, columns = tl.arange(0, SPLITS), tl.arange(0, PADDED)
+    used = splits < count
+    places = (sequence * HEADS + head) * SPLITS + splits
+    tops = tl.load(scales + places * 2, mask=used, other=float("-inf"))
+    totals = tl.load(scales + places * 2 + 1, mask=used, other=0.0)
+    shares = tl.exp(tops - tl.max(tops, 0))
+    mask = used[:, None] & (columns < SIZE)[None, :]
+    mixed = tl.load(sums + places[:, None] * SIZE + columns[None, :], mask=mask, other=0.0)
+    joined = tl.sum(mixed * shares[:, None], 0) / tl.sum(totals * shares, 0)
+    where = out + (sequence * HEADS + head) * SIZE + columns
+    tl.store(where, joined.to(out.dtype.element_ty), mask=columns < SIZE)

@@ -1,0 +1,165 @@
+"""Jinja sandbox for chat templates, and a child process that renders in it. Imports almost nothing of this project.
+
+A checkpoint's template is untrusted code. Jinja's immutable sandbox keeps a template from attributes that lead out of
+it and from changing its variables. It does not bound `'a' * 10**10`, `9**9**9` or nested loops, and a thread cannot be
+stopped. So the service renders in a child process (`main`) with limits of the operating system. RLIMIT_AS bounds
+memory. A timer bounds processor time: its signal ends the process even inside one long instruction. Rendering also
+ends when the text exceeds its maximum length.
+
+The environment is that of transformers' `apply_chat_template` (trimmed blocks, loop controls, `tojson` without HTML
+escapes, `raise_exception`, `strftime_now`, `{% generation %}`), so that templates behave the same.
+"""
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from types import GenericAlias
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from model.system.parent_death import end_with_parent
+
+_LONGEST_MESSAGE = 300
+
+
+class TemplateFailure(ValueError):
+    """Error of compiling or rendering a template. One line; `by_template`: rejected by the template itself."""
+
+    def __init__(self, message: str, *, by_template: bool = False) -> None:
+        super().__init__(" ".join(message.split())[:_LONGEST_MESSAGE])
+        self.by_template = by_template
+
+
+class _Refused(TemplateError):
+    """Error raised by `raise_exception`, with the template's own message."""
+
+
+class _Generation(Extension):
+    """Extension for `{% generation %}…{% endgeneration %}`, which only training needs. Renders the body."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's immutable sandbox, which also guards attributes of `dict['a']`, a generic alias."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Reject attributes of generic aliases; otherwise decide as Jinja does."""
+        return not isinstance(obj, GenericAlias) and super().is_safe_attribute(obj, attr, value)
+
+
+class _PlainNamespace(Namespace):
+    """`namespace()` that rejects names beginning with an underscore, which are Python's own."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # not `self`: a template may use the name
+        for name in dict(*args[1:], **kwargs):
+            _check_name(name)
+        Namespace.__init__(*args, **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def compile_template(source: str) -> Template:
+    """Compile a template.
+
+    Raises:
+        TemplateFailure: the source is not valid Jinja.
+    """
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(
+        raise_exception=_raise_exception,
+        strftime_now=lambda format: datetime.now().strftime(format),
+        namespace=_PlainNamespace,
+    )
+    try:
+        return environment.from_string(source)
+    except TemplateSyntaxError as error:
+        raise TemplateFailure(f"line {error.lineno}: {error.message}") from None
+    except (RecursionError, MemoryError, SyntaxError, ValueError, OverflowError) as error:
+        raise TemplateFailure(f"it cannot be compiled: {type(error).__name__}") from None
+
+
+def render(template: Template, variables: Mapping[str, Any], *, max_characters: int) -> str:
+    """Render a template to text.
+
+    Raises:
+        TemplateFailure: the template rejected the conversation, failed, or its text is longer than `max_characters`.
+    """
+    pieces, length = [], 0
+    try:
+        for piece in template.generate(variables):
+            length += len(piece)
+            if length > max_characters:
+                raise TemplateFailure(f"its text is over {max_characters} characters")
+            pieces.append(piece)
+        return "".join(pieces)
+    except TemplateFailure:
+        raise
+    except _Refused as error:
+        raise TemplateFailure(str(error), by_template=True) from None
+    except SecurityError as error:
+        raise TemplateFailure(f"the sandbox forbids an operation: {error}") from None
+    except Exception as error:  # untrusted code may raise any type
+        raise TemplateFailure(f"{type(error).__name__}: {error}") from None
+
+
+def main() -> None:
+    """Render for the parent process, JSON lines in and out, until the parent closes the pipe or a limit is hit.
+
+    The first line is `{"source", "max_characters", "memory_bytes", "cpu_seconds"}`, with a reply once the template is
+    compiled. Each further line is the variables of one rendering. A reply is `{"text"}`, or `{"error", "by_template"}`.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the parent, which then closes the pipe
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
+    order = json.loads(sys.stdin.readline())
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (order["memory_bytes"],) * 2)
+    template: Template | None = None
+    line = ""
+    while True:
+        signal.setitimer(signal.ITIMER_PROF, order["cpu_seconds"])
+        try:
+            if template is None:
+                template, text = compile_template(order["source"]), ""
+            else:
+                text = render(template, json.loads(line), max_characters=order["max_characters"])
+            answer: dict[str, Any] = {"text": text}
+        except TemplateFailure as failure:
+            answer = {"error": str(failure), "by_template": failure.by_template}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+        if template is None or not (line := sys.stdin.readline()):
+            return
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise _Refused(str(message))
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace's {name!r}")

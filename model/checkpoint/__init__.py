@@ -1,0 +1,1 @@
+"""Checkpoint directories: manifest, loading, saving, conversion."""

@@ -1,0 +1,1 @@
+"""Conversion of other formats to checkpoint directories."""

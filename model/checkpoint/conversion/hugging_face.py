@@ -1,0 +1,72 @@
+"""Export of a Kvasir checkpoint as a Hugging Face directory that the transformers library can run."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.checkpoint.conversion.safetensors_directory import METADATA
+from model.checkpoint.conversion.whole import written_whole
+from model.checkpoint.manifest import CONFIG_FILE, Manifest, read_manifest
+from model.checkpoint.shards import write_shards
+from model.checkpoint.weights import part_views, read_weights
+from model.config import ModelConfig
+from model.huggingface.export import describe
+from model.huggingface.families.family import Family, full_name, sources
+from model.io.checkpoint_files import read_json
+from model.sampling.generation_config import GENERATION_CONFIG_FILE
+from model.tokenizer.export import export_tokenizer
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def export_checkpoint(directory: Path, out: Path) -> Manifest:
+    """Export a checkpoint as a Hugging Face directory: config, weights, tokenizer, EOS tokens, generation defaults.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, no family can express its model, or `out` is not empty.
+        TokenizerError: the tokenizer has no equivalent in Hugging Face's format.
+    """
+    manifest = read_manifest(directory)
+    tokenizer = manifest.verify()
+    family, values = describe(manifest.config)
+    asked = directory / GENERATION_CONFIG_FILE
+    defaults = read_json(asked) if asked.exists() else {}
+    ends = list(tokenizer.eos_token_ids)
+    marks = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+    with written_whole(out) as new:
+        export_tokenizer(tokenizer, directory, new)
+        dtype = _export_weights(manifest, family, new)
+        _write_json(new / CONFIG_FILE, {**values, **marks, "dtype": str(dtype).removeprefix("torch.")})
+        known = {key: value for key, value in marks.items() if value is not None}
+        _write_json(new / GENERATION_CONFIG_FILE, {**defaults, **known})
+        read_manifest(new).verify()
+    return read_manifest(out)
+
+
+def _export_weights(manifest: Manifest, family: Family, out: Path) -> torch.dtype:
+    """Write the weights under the family's names, in their stored dtype; float32 if they have several dtypes."""
+    placements = manifest.place_tensors()
+    stored = {header.dtype for place in placements.values() for header in place.parts}
+    dtype = _DTYPES[stored.pop()] if len(stored) == 1 else torch.float32
+    tensors = read_weights(placements, manifest.config, device="cpu", dtype=dtype)
+    parts = [part for source in sources(manifest.config, family).values() for part in source.parts]
+    num_bytes = {full_name(family, part.name): math.prod(part.shape) * dtype.itemsize for part in parts}
+    write_shards(out, num_bytes, _taken_apart(tensors, manifest.config, family), metadata=METADATA)
+    return dtype
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def _taken_apart(tensors: Mapping[str, Tensor], config: ModelConfig, family: Family) -> Iterator[Tensor]:
+    """Yield the family's tensors, in the order of `sources`."""
+    for name, source in sources(config, family).items():
+        views = part_views(tensors[name], source.layout, (part.shape[0] for part in source.parts), config)
+        for part, view in zip(source.parts, views, strict=True):
+            yield view.reshape(part.shape).contiguous()

@@ -1,0 +1,144 @@
+"""Conversion of nanoGPT's ckpt.pt to a Kvasir checkpoint. Code in the file is never run, see `pickles`."""
+
+import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.checkpoint.conversion.characters import read_characters, tokenizer_json
+from model.checkpoint.conversion.pickles import read_torch_file
+from model.checkpoint.conversion.whole import written_whole
+from model.checkpoint.loading import write_weights
+from model.checkpoint.manifest import Manifest, read_manifest, write_manifest
+from model.config import ModelConfig
+from model.huggingface.families.family import sources
+from model.huggingface.families.nanogpt import NANOGPT
+from model.huggingface.families.reader import ConfigReader
+from model.io.checkpoint_files import CheckpointError
+from model.tokenizer.files import load_tokenizer
+from model.tokenizer.interface import TokenizerError
+
+_COMPILED = "_orig_mod."  # prefix of every name after torch.compile
+# Files of a tokenizer in all formats that `load_tokenizer` supports, besides *.tiktoken.
+_TOKENIZER_FILES = (
+    *("tokenizer_spec.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("vocab.json", "merges.txt", "vocab.bpe", "encoder.json", "added_tokens.json", "tokenizer.model"),
+)
+_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NanoGpt:
+    """Content of a ckpt.pt: the architecture, the tensors under Kvasir's names, and facts about the training."""
+
+    config: ModelConfig
+    tensors: dict[str, Tensor]
+    training: dict[str, Any]
+
+
+def convert_nanogpt(path: Path, tokenizer: Path, out: Path) -> Manifest:
+    """Write and verify a Kvasir checkpoint directory from a ckpt.pt and its tokenizer.
+
+    Args:
+        tokenizer: a directory or file in a format that `load_tokenizer` supports (such as GPT-2's), or nanoGPT's
+            meta.pkl, a character vocabulary.
+
+    Raises:
+        CheckpointError: a file is damaged or would run code, the tensors or the tokenizer do not fit, or `out` is not
+            empty. Nothing is written then.
+    """
+    with written_whole(out) as directory:
+        source = read_nanogpt(path)
+        files = _write_tokenizer(tokenizer, directory)
+        write_weights(directory, source.config, source.tensors)
+        training = {**source.training, "source": path.name}
+        write_manifest(directory, name=out.absolute().name, training=training, tokenizer_files=files)
+        read_manifest(directory).verify()
+    return read_manifest(out)
+
+
+def read_nanogpt(path: Path) -> NanoGpt:
+    """Read a ckpt.pt.
+
+    Raises:
+        CheckpointError: the file is damaged, would run code, or its tensors do not match its model_args.
+    """
+    values = read_torch_file(path)
+    arguments, state = values.get("model_args"), values.get("model")
+    if not isinstance(arguments, Mapping) or not isinstance(state, Mapping):
+        raise CheckpointError(f"{path}: no model and model_args; give the ckpt.pt that nanoGPT's train.py wrote")
+    reader = ConfigReader(path, arguments)
+    try:
+        config = NANOGPT.read_config(reader)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{path}: model_args: {error}") from error
+    reader.finish()
+    found = {_short_name(str(name)): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    head, embedding = found.get("lm_head.weight"), found.get("wte.weight")
+    if head is not None and embedding is not None:
+        tied = head.shape == embedding.shape and torch.equal(head, embedding)
+        config = dataclasses.replace(config, tie_embeddings=tied)
+    facts = {"steps": values.get("iter_num"), "best_val_loss": values.get("best_val_loss")}
+    training = {name: fact.item() if isinstance(fact, Tensor) else fact for name, fact in facts.items()}
+    plain = {name: fact for name, fact in training.items() if isinstance(fact, (int, float))}
+    return NanoGpt(config=config, tensors=_place(path, config, found), training=plain)
+
+
+def _short_name(name: str) -> str:
+    return name.removeprefix(_COMPILED).removeprefix(NANOGPT.prefix)
+
+
+def _place(path: Path, config: ModelConfig, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors under Kvasir's names. Raise CheckpointError for a missing, unsuitable or extra tensor."""
+    tensors = {}
+    for name, source in sources(config, NANOGPT).items():
+        (part,) = source.parts
+        tensor = found.pop(part.name, None)
+        if tensor is None:
+            raise CheckpointError(f"{path}: tensor {part.name} is missing; model_args describe another model")
+        if tuple(tensor.shape) != part.shape or tensor.dtype not in _DTYPES:
+            shape = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            raise CheckpointError(
+                f"{path}: tensor {part.name} is {shape}, but model_args require floats of shape {part.shape}"
+            )
+        tensors[name] = tensor
+    found.pop("lm_head.weight", None)  # tied; read_nanogpt compared it with the embedding
+    ignored = [name for name in found if any(re.fullmatch(pattern, name) for pattern in NANOGPT.ignored_tensors)]
+    if extra := sorted(found.keys() - set(ignored)):
+        raise CheckpointError(f"{path}: tensor {extra[0]} is not part of nanoGPT's model ({len(extra)} extra)")
+    return tensors
+
+
+def _write_tokenizer(source: Path, out: Path) -> tuple[str, ...]:
+    """Write the tokenizer's files to the directory, and return their names."""
+    if source.suffix == ".pkl":
+        (out / "tokenizer.json").write_text(json.dumps(tokenizer_json(read_characters(source)), ensure_ascii=False))
+        return ("tokenizer.json",)
+    if not source.exists():
+        raise CheckpointError(
+            f"{source}: no such file or directory; give --tokenizer a meta.pkl or a tokenizer's files"
+        )
+    directory = source if source.is_dir() else source.parent
+    names = [path.name for path in sorted(directory.glob("*.tiktoken"))] + list(_TOKENIZER_FILES)
+    names = [name for name in names if (directory / name).is_file()] if source.is_dir() else [source.name]
+    try:
+        for name in names:
+            shutil.copyfile(directory / name, out / name)
+        if source.is_dir() and (ends := load_tokenizer(source).eos_token_ids) != load_tokenizer(out).eos_token_ids:
+            # The EOS token comes from a file that was not copied, such as the config.json of another model.
+            (out / "generation_config.json").write_text(json.dumps({"eos_token_id": list(ends)}) + "\n")
+            names.append("generation_config.json")
+    except TokenizerError as error:
+        raise CheckpointError(str(error)) from error
+    except OSError as error:
+        raise CheckpointError(f"{source}: {error}; give the tokenizer in a directory of its own") from error
+    return tuple(names)

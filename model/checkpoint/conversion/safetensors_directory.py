@@ -1,0 +1,70 @@
+"""Conversion of a Hugging Face directory of pickles to safetensors: one file for each pickle, same names and dtypes."""
+
+import json
+import shutil
+from pathlib import Path
+
+from torch import Tensor
+
+from model.checkpoint.conversion.pickles import read_torch_file
+from model.checkpoint.conversion.whole import written_whole
+from model.checkpoint.manifest import Manifest, read_manifest
+from model.checkpoint.shards import save_shard
+from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
+from model.io.checkpoint_files import CheckpointError, check_plain_name, read_json
+
+_PICKLE, _PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_KEPT = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.bpe")
+METADATA = {"format": "pt"}  # required by the transformers library
+
+
+def convert_pickles(directory: Path, out: Path) -> Manifest:
+    """Copy a directory with pytorch_model.bin or its shards converted to safetensors, and verify the copy.
+
+    Raises:
+        CheckpointError: a file is missing or damaged or would run code, the model is of no supported family, or `out`
+            is not empty.
+    """
+    names = _pickle_names(directory)
+    with written_whole(out) as new:
+        for pattern in _KEPT:
+            for path in directory.glob(pattern):
+                if path.name not in (_PICKLE_INDEX, INDEX_FILE):
+                    shutil.copyfile(path, new / path.name)
+        weight_map: dict[str, str] = {}
+        for name in names:
+            values = read_torch_file(directory / name)
+            tensors = {key: tensor for key, tensor in values.items() if isinstance(tensor, Tensor)}
+            new_name = SINGLE_FILE if len(names) == 1 else f"{name.removesuffix('.bin')}.safetensors"
+            save_shard(_unshared(tensors), new / new_name, metadata=METADATA)
+            weight_map |= dict.fromkeys(tensors, new_name)
+        if len(names) > 1:
+            (new / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}, indent=2) + "\n")
+        read_manifest(new).verify()
+    return read_manifest(out)
+
+
+def _pickle_names(directory: Path) -> list[str]:
+    index = directory / _PICKLE_INDEX
+    if not index.is_file():
+        if not (directory / _PICKLE).is_file():
+            raise CheckpointError(f"{directory}: neither {_PICKLE} nor {_PICKLE_INDEX}; download the weights too")
+        return [_PICKLE]
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index}: no weight_map from tensors to files; download the file again")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        check_plain_name(index, name)
+    return names
+
+
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors that share no memory, as safetensors requires. A tied head shares memory with its embedding."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        shares = tensor.untyped_storage().data_ptr() in seen
+        result[name] = tensor.clone() if shares else tensor.contiguous()
+        seen.add(tensor.untyped_storage().data_ptr())
+    return result

@@ -1,0 +1,145 @@
+"""Tensors copied from safetensors files to their final place in slices, so that no tensor is in memory twice.
+
+Pages of a mapped file that were read count as this process's memory until the file is unmapped. So files are reopened
+every few dozen MB, and tensors are copied in slices, each converted to its final dtype on the way. A matrix that will
+be packed is not copied: until then its tensor is the file's own mapped pages, which are released with it. Each slice is
+checked for NaN and infinity as it is read, see `model.checkpoint.finite_weights`.
+
+Legend: H heads, D head dimension, E hidden size.
+"""
+
+import math
+import mmap
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from model.checkpoint.finite_weights import check_finite
+from model.config import ModelConfig
+from model.huggingface.families.family import Layout
+from model.huggingface.placement import Placement
+from model.io.checkpoint_files import CheckpointError
+from model.io.safetensors_header import TensorHeader
+
+SLICE_BYTES = 2**24
+MAPPED_BYTES = 2**25
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def read_weights(
+    placements: Mapping[str, Placement],
+    config: ModelConfig,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    packed_next: Collection[str] = (),
+) -> dict[str, Tensor]:
+    """Read every tensor of the model to its device and dtype.
+
+    Peak memory: the tensors themselves, and at most MAPPED_BYTES + SLICE_BYTES of the files.
+
+    Args:
+        packed_next: tensors that the caller packs before any other use, and then releases. If a file stores such a
+            tensor in `dtype` and the device is the CPU, the tensor is the file's mapped pages: writing to the file
+            changes the tensor.
+
+    Raises:
+        CheckpointError: a file cannot be read, or a tensor is not finite.
+    """
+    tensors: dict[str, Tensor] = {}
+    copies: dict[Path, list[tuple[TensorHeader, Tensor]]] = {}
+    for name, place in placements.items():
+        if name in packed_next and torch.device(device).type == "cpu" and _is_as_wanted(place, dtype):
+            tensors[name] = _pages_of(place, dtype)
+            continue
+        tensors[name] = torch.empty(place.shape, dtype=dtype, device=device)
+        targets = part_views(tensors[name], place.layout, (header.shape[0] for header in place.parts), config)
+        for header, target in zip(place.parts, targets, strict=True):
+            copies.setdefault(header.path, []).append((header, target))
+    for path, wanted in copies.items():
+        try:
+            _copy_file(path, wanted)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: {str(error).splitlines()[0]}; copy it again") from error
+    return tensors
+
+
+def _is_as_wanted(place: Placement, dtype: torch.dtype) -> bool:
+    """Return whether a file's bytes can serve as the tensor unchanged."""
+    (header, *others) = place.parts
+    return not others and place.layout is Layout.AS_IS and _DTYPES.get(header.dtype) is dtype and header.begin % 4 == 0
+
+
+def _pages_of(place: Placement, dtype: torch.dtype) -> Tensor:
+    """Map a tensor from its file; unmapped when the tensor is freed. Writing to the tensor does not change the file.
+
+    Raises:
+        CheckpointError: the file cannot be mapped, or the tensor is not finite.
+    """
+    (header,) = place.parts
+    first = header.begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    try:
+        with header.path.open("rb") as file:
+            memory = mmap.mmap(file.fileno(), header.end - first, access=mmap.ACCESS_COPY, offset=first)
+            memory.madvise(mmap.MADV_WILLNEED)  # read ahead while other tensors are placed
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{header.path}: {error}; copy it again") from error
+    count = math.prod(place.shape)
+    tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=header.begin - first).view(place.shape)
+    check_finite(tensor, header, dtype)
+    memory.madvise(mmap.MADV_DONTNEED)  # until the tensor is packed, its pages are in the page cache only
+    return tensor
+
+
+def part_views(tensor: Tensor, layout: Layout, rows: Iterable[int], config: ModelConfig) -> tuple[Tensor, ...]:
+    """Return views of a model's tensor that correspond to the checkpoint's tensors.
+
+    Views have the rows in order, or grouped by head (H3DE).
+
+    Args:
+        rows: rows of each part, for a concatenation.
+    """
+    match layout:
+        case Layout.AS_IS:
+            return (tensor,)
+        case Layout.TRANSPOSED:
+            return (tensor.t(),)
+        case Layout.CONCATENATED:
+            return tuple(torch.split(tensor, list(rows)))
+        case Layout.INTERLEAVED_HEADS:  # model: q of all heads, then k, then v; file: q, k, v of each head
+            return (tensor.view(3, config.num_heads, config.head_dim, *tensor.shape[1:]).transpose(0, 1),)
+
+
+def _copy_file(path: Path, wanted: list[tuple[TensorHeader, Tensor]]) -> None:
+    """Fill each target from the tensor paired with it.
+
+    Raises:
+        CheckpointError: a tensor is not finite.
+    """
+    pending = deque((header, *piece) for header, target in wanted for piece in _slices(target))
+    while pending:
+        mapped = 0
+        with safe_open(path, framework="pt", device="cpu") as file:
+            while pending and mapped < MAPPED_BYTES:
+                header, target, start, stop = pending.popleft()
+                rows = file.get_slice(header.name)[start:stop]
+                check_finite(rows, header, target.dtype)
+                target.copy_(rows.reshape(target.shape))
+                mapped += rows.nbytes
+                del rows
+
+
+def _slices(target: Tensor) -> Iterator[tuple[Tensor, int, int]]:
+    """Cut a target along its first dimension; yield each piece with the range of file rows that fill it.
+
+    A target of heads (H3DE) takes 3D rows of the file for each head.
+    """
+    rows_each = math.prod(target.shape[1:3]) if target.dim() > 2 else 1
+    step = max(1, SLICE_BYTES * len(target) // max(1, target.nbytes))
+    for first in range(0, len(target), step):
+        piece = target[first : first + step]
+        yield piece, first * rows_each, (first + len(piece)) * rows_each

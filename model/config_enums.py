@@ -1,0 +1,142 @@
+"""Enums and small types that make up a `ModelConfig`: one enum per choice. Torch-free."""
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+
+class AttentionKind(StrEnum):
+    """Kind of attention weights."""
+
+    SOFTMAX = "softmax"  # softmax of scaled dot products of queries and keys
+    AVERAGE = "average"  # the same weight for every visible token: no queries, no keys
+
+
+class PositionKind(StrEnum):
+    """Kind of position encoding. See `model.nn.position_embeddings` and `model.attention.score_biases`."""
+
+    NONE = "none"  # only the causal mask distinguishes positions
+    LEARNED = "learned"  # one trained vector per position, added to the embedding (GPT-2)
+    SINUSOIDAL = "sinusoidal"  # one fixed vector per position, added to the embedding (the first Transformer)
+    ROTARY = "rotary"  # queries and keys rotated by an angle that grows with the position (RoFormer)
+    RELATIVE_BIAS = "relative_bias"  # a trained number for each bucket of distances, added to the scores (T5)
+    ALIBI = "alibi"  # a fixed slope times the distance, subtracted from the scores (ALiBi)
+    DISENTANGLED = "disentangled"  # content attends to positions and positions to content (DeBERTa)
+
+
+# Positions that act in the scores of queries and keys, by `model.attention.score_biases`.
+SCORED_POSITIONS = (PositionKind.RELATIVE_BIAS, PositionKind.ALIBI, PositionKind.DISENTANGLED)
+
+
+class NormKind(StrEnum):
+    """Kind of normalisation."""
+
+    LAYER_NORM = "layer_norm"
+    RMS_NORM = "rms_norm"
+
+
+class NormPlacement(StrEnum):
+    """Placement of a block's two norms."""
+
+    PRE = "pre"  # x + f(norm(x))
+    POST = "post"  # x + norm(f(x)) (OLMo 2)
+
+
+class QkNormScope(StrEnum):
+    """Scope of one RMS norm of queries and keys."""
+
+    HEAD = "head"  # each head alone, one weight for all of them (Qwen3)
+    PROJECTION = "projection"  # all heads at once (OLMo 2)
+
+
+class MlpKind(StrEnum):
+    """Kind of a block's MLP: down(f(up(x))), or gated down(f(gate(x)) * up(x))."""
+
+    GELU = "gelu"  # the tanh form of GELU (GPT-2)
+    GELU_EXACT = "gelu_exact"  # x * Phi(x) (GPT-NeoX, nanoGPT)
+    RELU = "relu"
+    SWIGLU = "swiglu"  # gated, f = SiLU (Llama)
+    GEGLU = "geglu"  # gated, f = GELU in its tanh form (Gemma)
+
+    @property
+    def gated(self) -> bool:
+        """Return whether a second matrix gates the first."""
+        return self in (MlpKind.SWIGLU, MlpKind.GEGLU)
+
+
+class RopeScalingKind(StrEnum):
+    """Rule by which rotary frequencies are stretched to contexts longer than they were trained for."""
+
+    LINEAR = "linear"  # every frequency divided by the factor
+    LLAMA3 = "llama3"  # low frequencies divided, high ones kept, a ramp between (Llama 3.1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeScaling:
+    """Parameters of a `RopeScalingKind`; the last three are for Llama 3 only.
+
+    Raises:
+        ValueError: a number is missing, not positive, or not of this kind.
+    """
+
+    kind: RopeScalingKind
+    factor: float
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_context_length: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", check_member("rope_scaling kind", self.kind, RopeScalingKind))
+        check_number("rope_scaling factor", self.factor)
+        of_llama3 = (self.low_freq_factor, self.high_freq_factor, self.original_context_length)
+        if self.kind is not RopeScalingKind.LLAMA3:
+            if any(value is not None for value in of_llama3):
+                raise ValueError(f"rope_scaling {self.kind} has no parameter except factor")
+            return
+        for name in ("low_freq_factor", "high_freq_factor", "original_context_length"):
+            check_number(f"rope_scaling {name}", getattr(self, name))
+        assert self.low_freq_factor is not None
+        assert self.high_freq_factor is not None
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError("rope_scaling low_freq_factor must be under high_freq_factor")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `dataclasses.asdict` wrote.
+
+        Raises:
+            ValueError: a key is unknown, missing, or has an unusable value.
+        """
+        if unknown := sorted(set(values) - {field.name for field in dataclasses.fields(cls)}):
+            raise ValueError(f"unknown rope_scaling keys: {', '.join(unknown)}")
+        if missing := sorted({"kind", "factor"} - set(values)):
+            raise ValueError(f"missing rope_scaling keys: {', '.join(missing)}")
+        return cls(**values)
+
+
+def check_member(name: str, value: object, kind: type[StrEnum]) -> StrEnum:
+    """Return the enum member that a value names. Raises ValueError, naming the field and the choices."""
+    if value not in list(kind):
+        raise ValueError(f"{name} must be one of {', '.join(kind)}, not {value!r}")
+    return kind(str(value))
+
+
+# Larger than any model's sizes: fits 32 bits, so tensors' indices and the product of two sizes fit 64 bits.
+MAX_SIZE = 2**31 - 1
+
+
+def check_size(name: str, value: object, largest: int = MAX_SIZE) -> None:
+    """Check that the value is a positive integer up to `largest`. Raises ValueError."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, not {value!r}")
+    if value > largest:
+        raise ValueError(f"{name} must be at most {largest:,}, not a number of {len(str(value))} digits")
+
+
+def check_number(name: str, value: object) -> None:
+    """Check that the value is a positive number that a float can hold. Raises ValueError."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        raise ValueError(f"{name} must be a positive number, not {value!r}")

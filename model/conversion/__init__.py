@@ -1,1 +1,0 @@
-"""Conversion of checkpoints between formats. Code in a file is never run."""

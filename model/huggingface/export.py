@@ -1,0 +1,86 @@
+"""Export of a ModelConfig as a Hugging Face config.json, if a family can express it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from model.config import ModelConfig
+from model.config_enums import MlpKind, RopeScaling
+from model.huggingface.families.family import Family
+from model.huggingface.table import FAMILIES, read_family_config
+from model.io.checkpoint_files import CheckpointError
+
+_ACTIVATIONS = {
+    MlpKind.SWIGLU: "silu",
+    MlpKind.GEGLU: "gelu_pytorch_tanh",
+    MlpKind.GELU: "gelu_new",
+    MlpKind.GELU_EXACT: "gelu",
+    MlpKind.RELU: "relu",
+}
+
+
+def describe(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
+    """Return a family and the config.json values that this family reads back as exactly `config`.
+
+    Raises:
+        CheckpointError: no supported family can express this model.
+    """
+    for family in FAMILIES.values():
+        for values in _candidates(family, config):
+            named = {"model_type": family.model_type, "architectures": [family.architectures[0]], **values}
+            try:
+                _, read = read_family_config(Path("config.json"), json.loads(json.dumps(named)))
+            except CheckpointError:
+                continue
+            if read == config:
+                return family, named
+    raise CheckpointError(f"no family ({', '.join(FAMILIES)}) can express this model, so it has no config.json")
+
+
+def _candidates(family: Family, config: ModelConfig) -> Iterator[dict[str, Any]]:
+    """Yield candidate configs for this model. The caller reads each config back to check it."""
+    sizes: dict[str, Any] = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tie_embeddings}
+    activation = _ACTIVATIONS[config.mlp]
+    if family.model_type == "gpt2":
+        gpt2 = {"n_positions": config.max_context_length, "n_embd": config.hidden_size, "n_layer": config.num_layers}
+        inner = {"n_head": config.num_heads, "n_inner": config.mlp_size, "activation_function": activation}
+        scaled = {"scale_attn_weights": config.score_scale is None}
+        yield {**sizes, **gpt2, **inner, **scaled, "layer_norm_epsilon": config.norm_eps}
+        return
+    sizes |= {
+        "max_position_embeddings": config.max_context_length,
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.mlp_size,
+        "num_attention_heads": config.num_heads,
+        "hidden_act": activation,
+        "rope_parameters": {"rope_theta": config.rope_theta, **_scaling(config.rope_scaling)},
+    }
+    if family.model_type == "gpt_neox":
+        sizes["rope_parameters"]["partial_rotary_factor"] = config.rotary_size / config.head_dim
+        own = {"layer_norm_eps": config.norm_eps, "attention_bias": config.attention_bias}
+        yield {**sizes, **own, "use_parallel_residual": config.parallel_residual}
+        return
+    sizes |= {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim, "rms_norm_eps": config.norm_eps}
+    biases = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
+    window = {"sliding_window": config.sliding_window}
+    yield {**sizes, **biases}
+    yield {**sizes, **window}
+    layers = range(config.num_layers)
+    types = ["full_attention" if config.window(layer) is None else "sliding_attention" for layer in layers]
+    yield {**sizes, **window, "layer_types": types}
+    yield {**sizes, **biases, **window, "use_sliding_window": True, "layer_types": types}
+
+
+def _scaling(scaling: RopeScaling | None) -> dict[str, Any]:
+    if scaling is None:
+        return {"rope_type": "default"}
+    values = {
+        "rope_type": scaling.kind.value,
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_context_length,
+    }
+    return {key: value for key, value in values.items() if value is not None}

@@ -1,0 +1,113 @@
+"""Definition of a model family: its config reader, its tensor names and its tensor layouts."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from model.config import ModelConfig
+from model.huggingface.families.reader import ConfigReader
+
+
+class Layout(StrEnum):
+    """Layout of the checkpoint tensors that make up one model tensor."""
+
+    AS_IS = "as is"
+    TRANSPOSED = "transposed"  # (in, out) instead of (out, in): GPT-2's Conv1D
+    CONCATENATED = "concatenated"  # several tensors, concatenated along the rows: q, k, v or gate, up
+    INTERLEAVED_HEADS = "interleaved heads"  # q, k and v of head 0, then those of head 1, ...: GPT-NeoX
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Names:
+    """Checkpoint modules that make up one model module, in the order of its rows.
+
+    modules: names, with `#` for the layer number.
+    layout: layout of the weight. A bias is never transposed.
+    """
+
+    modules: tuple[str, ...]
+    layout: Layout = Layout.AS_IS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A checkpoint tensor: its name and its required shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """The checkpoint tensors that make up one model tensor, and their layout."""
+
+    layout: Layout
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """One `model_type` of Hugging Face.
+
+    model_type: value of the config key `model_type`.
+    architectures: `transformers` classes with supported checkpoints; the class with the language model head is first.
+    read_config: converts config.json to ModelConfig; raises CheckpointError for features that are not implemented.
+    names: module of Kvasir's model -> modules of the checkpoint, without `prefix`.
+    prefix: beginning of tensor names, which checkpoints of the bare model (without the head) lack.
+    aliases: alternative tensor names found in real files -> the name by `names`.
+    ignored_tensors: regular expressions for constants in old files: masks and rotary frequencies.
+    """
+
+    model_type: str
+    architectures: tuple[str, ...]
+    read_config: Callable[[ConfigReader], ModelConfig]
+    names: Mapping[str, Names]
+    prefix: str
+    aliases: Mapping[str, str]
+    ignored_tensors: tuple[str, ...]
+
+
+def plain(module: str) -> Names:
+    """Return the Names of one checkpoint module with unchanged layout."""
+    return Names(modules=(module,))
+
+
+def concatenated(*modules: str) -> Names:
+    """Return the Names of several checkpoint modules, concatenated along the rows."""
+    return Names(modules=modules, layout=Layout.CONCATENATED)
+
+
+def sources(config: ModelConfig, family: Family | None) -> dict[str, Source]:
+    """Return the checkpoint tensors for each model tensor, by its name. `family` None: Kvasir's own format."""
+    shapes = config.parameter_shapes()
+    if family is None:
+        return {name: Source(layout=Layout.AS_IS, parts=(Part(name=name, shape=s),)) for name, s in shapes.items()}
+    return {name: _source(config, family, name, shape) for name, shape in shapes.items()}
+
+
+def _source(config: ModelConfig, family: Family, name: str, shape: tuple[int, ...]) -> Source:
+    module, _, kind = name.rpartition(".")
+    first, _, rest = module.partition(".")
+    layer, _, inner = rest.partition(".")
+    names = family.names[f"{first}.#.{inner}" if first == "layers" else module]
+    theirs = [f"{part.replace('#', layer)}.{kind}" for part in names.modules]
+    if names.layout is Layout.CONCATENATED:
+        rows = _rows(config, inner)
+        parts = tuple(Part(name=part, shape=(row, *shape[1:])) for part, row in zip(theirs, rows, strict=True))
+        return Source(layout=names.layout, parts=parts)
+    transposed = names.layout is Layout.TRANSPOSED
+    layout = Layout.AS_IS if transposed and len(shape) == 1 else names.layout
+    return Source(layout=layout, parts=(Part(name=theirs[0], shape=shape[::-1] if transposed else shape),))
+
+
+def _rows(config: ModelConfig, module: str) -> tuple[int, ...]:
+    """Return the number of rows of each part of a concatenated matrix."""
+    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return {"attention.qkv": (query, key, key), "mlp.gate_up": (config.mlp_size, config.mlp_size)}[module]
+
+
+def full_name(family: Family | None, name: str) -> str:
+    """Return a tensor's name with the family's prefix. The head has no prefix: it is not part of the bare model."""
+    if family is None or name.startswith(family.names["lm_head"].modules[0] + "."):
+        return name
+    return family.prefix + name

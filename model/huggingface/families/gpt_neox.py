@@ -1,0 +1,75 @@
+"""GPT-NeoX (arXiv 2204.06745) and Pythia (arXiv 2304.01373): parallel attention and MLP, partial rotary embedding.
+
+Source of names and defaults: `GPTNeoXConfig` and `GPTNeoXForCausalLM` of the transformers library.
+`query_key_value` holds q, k and v of head 0, then q, k and v of head 1, and so on.
+"""
+
+from model.config import ModelConfig
+from model.config_enums import NormKind, PositionKind
+from model.huggingface.families.family import Family, Layout, Names, plain
+from model.huggingface.families.gpt2 import ACTIVATIONS
+from model.huggingface.families.llama_like import size_of_heads
+from model.huggingface.families.reader import ConfigReader
+from model.huggingface.families.rope import read_rope
+
+
+def _read_config(reader: ConfigReader) -> ModelConfig:
+    width, heads = reader.size("hidden_size", 6144), reader.size("num_attention_heads", 64)
+    head_dim = size_of_heads(reader, width, heads)
+    positions = reader.size("max_position_embeddings", 2048)
+    rope = read_rope(
+        reader,
+        max_positions=positions,
+        theta_names=("rotary_emb_base",),
+        partial_names=("rotary_pct",),
+        partial=0.25,
+    )
+    # For this family, transformers ignores these two top-level keys, but its older versions wrote them.
+    reader.echo("rope_theta", rope.theta, "rotary_emb_base")
+    reader.echo("partial_rotary_factor", rope.partial, "rotary_pct")
+    rotary_dim = int(head_dim * rope.partial)
+    return ModelConfig(
+        vocab_size=reader.size("vocab_size", 50432),
+        max_context_length=positions,
+        num_layers=reader.layers("num_hidden_layers", 44),
+        hidden_size=width,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        mlp_size=reader.size("intermediate_size", 24576),
+        position=PositionKind.ROTARY,
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        rotary_dim=None if rotary_dim == head_dim else rotary_dim,
+        norm=NormKind.LAYER_NORM,
+        norm_eps=reader.number("layer_norm_eps", 1e-5),
+        mlp=reader.choice("hidden_act", "gelu", ACTIVATIONS),
+        attention_bias=reader.flag("attention_bias", True),
+        mlp_bias=True,
+        qk_norm=False,
+        tie_embeddings=reader.flag("tie_word_embeddings", False),
+        parallel_residual=reader.flag("use_parallel_residual", True),
+    )
+
+
+GPT_NEOX = Family(
+    model_type="gpt_neox",
+    architectures=("GPTNeoXForCausalLM", "GPTNeoXModel"),
+    read_config=_read_config,
+    names={
+        "token_embedding": plain("embed_in"),
+        "layers.#.attention_norm": plain("layers.#.input_layernorm"),
+        "layers.#.attention.qkv": Names(
+            modules=("layers.#.attention.query_key_value",), layout=Layout.INTERLEAVED_HEADS
+        ),
+        "layers.#.attention.out": plain("layers.#.attention.dense"),
+        "layers.#.mlp_norm": plain("layers.#.post_attention_layernorm"),
+        "layers.#.mlp.up": plain("layers.#.mlp.dense_h_to_4h"),
+        "layers.#.mlp.down": plain("layers.#.mlp.dense_4h_to_h"),
+        "final_norm": plain("final_layer_norm"),
+        "lm_head": plain("embed_out"),
+    },
+    prefix="gpt_neox.",
+    aliases={"lm_head.weight": "embed_out.weight"},
+    ignored_tensors=(r"layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)",),
+)

@@ -1,0 +1,147 @@
+"""Mapping of checkpoint tensors to model tensors, from file headers alone. Errors are raised before loading."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.config import ModelConfig
+from model.huggingface.families.family import Family, Layout, Part, full_name, sources
+from model.io.checkpoint_files import CheckpointError
+from model.io.permissions import read_problem
+from model.io.safetensors_header import TensorHeader, read_headers
+
+_CHUNK_BYTES = 2**24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """A model tensor: its shape, and the checkpoint tensors that make it up, in order."""
+
+    shape: tuple[int, ...]
+    layout: Layout
+    parts: tuple[TensorHeader, ...]
+
+
+def place_tensors(
+    directory: Path, *, config: ModelConfig, family: Family | None, files: Sequence[Path], index: Mapping[str, str]
+) -> dict[str, Placement]:
+    """Map every tensor of the model that `config` describes to the checkpoint tensors that make it up.
+
+    Args:
+        family: None for Kvasir's own format.
+        index: tensor name -> file name, as the index file has it; empty without an index file.
+
+    Raises:
+        CheckpointError: a tensor is missing, extra or in two files, or has a wrong shape or an unsupported dtype; a
+            file is damaged; the index does not match the files; or a tied head differs from its embedding.
+    """
+    found = _find(family, files)
+    _check_index(directory, index, found.values())
+    if config.num_layers > len(found):
+        raise CheckpointError(
+            f"{directory / 'config.json'}: {config.num_layers} layers, but only {len(found)} tensors in all files; "
+            "use the config that the tensors were saved with"
+        )
+    placements: dict[str, Placement] = {}
+    missing: list[str] = []
+    shapes = config.parameter_shapes()
+    for name, source in sources(config, family).items():
+        parts = []
+        for part in source.parts:
+            header = found.pop(part.name, None)
+            if header is None:
+                missing.append(part.name)
+                continue
+            _check(part, header)
+            parts.append(header)
+        placements[name] = Placement(shape=shapes[name], layout=source.layout, parts=tuple(parts))
+    if family is not None and config.tie_embeddings:
+        _drop_tied_head(family, found, placements["token_embedding.weight"])
+    if extra := [header for header in found.values() if not _is_ignored(family, header.name)]:
+        raise CheckpointError(
+            f"{extra[0].path}: tensor {extra[0].name} is not part of the model that config.json describes "
+            f"({len(extra)} extra); use the config it was saved with"
+        )
+    if missing:
+        raise CheckpointError(
+            f"{directory}: tensor {full_name(family, missing[0])} is in no safetensors file "
+            f"({len(missing)} missing); copy all shards, or use the config that the tensors were saved with"
+        )
+    return placements
+
+
+def _find(family: Family | None, files: Sequence[Path]) -> dict[str, TensorHeader]:
+    """Return the tensors of all files by name, without the family's prefix."""
+    found: dict[str, TensorHeader] = {}
+    for path in files:
+        for name, header in read_headers(path).items():
+            short = _short_name(family, name)
+            if short in found:
+                raise CheckpointError(
+                    f"{path}: tensor {name} is in {found[short].path.name} too; remove the outdated file"
+                )
+            found[short] = header
+    return found
+
+
+def _check_index(directory: Path, index: Mapping[str, str], found: Iterable[TensorHeader]) -> None:
+    """Raise CheckpointError if a tensor is not in the file that the index names."""
+    files = {header.name: header.path.name for header in found}
+    for name, file_name in index.items():
+        if files.get(name) != file_name:
+            where = f"in {files[name]}" if name in files else "in no file"
+            raise CheckpointError(
+                f"{directory / file_name}: tensor {name} is {where}, but the index says it is in this file; "
+                "download index and shards together"
+            )
+
+
+def _short_name(family: Family | None, name: str) -> str:
+    if family is None:
+        return name
+    short = name.removeprefix(family.prefix)
+    return family.aliases.get(short, short)
+
+
+def _is_ignored(family: Family | None, name: str) -> bool:
+    short = _short_name(family, name)
+    return family is not None and any(re.fullmatch(pattern, short) for pattern in family.ignored_tensors)
+
+
+def _check(part: Part, header: TensorHeader) -> None:
+    header.check_is_weight()
+    if header.shape != part.shape:
+        raise CheckpointError(
+            f"{header.path}: tensor {header.name} has shape {header.shape}, but config.json requires {part.shape}; "
+            "use the config it was saved with"
+        )
+
+
+def _drop_tied_head(family: Family, found: dict[str, TensorHeader], embedding: Placement) -> None:
+    """Remove a stored head from `found` if it is tied. Raise CheckpointError unless it equals the embedding bitwise."""
+    head = found.pop(f"{family.names['lm_head'].modules[0]}.weight", None)
+    if head is None or not embedding.parts:
+        return
+    (other,) = embedding.parts
+    if (head.dtype, head.shape) != (other.dtype, other.shape) or not _are_equal(head, other):
+        raise CheckpointError(
+            f"{head.path}: tensor {head.name} differs from {other.name}, but tie_word_embeddings is true; "
+            "if the head is separate, set tie_word_embeddings to false in config.json"
+        )
+
+
+def _are_equal(first: TensorHeader, second: TensorHeader) -> bool:
+    try:
+        with first.path.open("rb") as one, second.path.open("rb") as other:
+            one.seek(first.begin)
+            other.seek(second.begin)
+            left = first.end - first.begin
+            while left:
+                size = min(left, _CHUNK_BYTES)
+                if one.read(size) != other.read(size):
+                    return False
+                left -= size
+    except OSError as error:
+        raise CheckpointError(f"{first.path}: {read_problem(first.path, error)}") from error
+    return True

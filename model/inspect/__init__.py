@@ -1,0 +1,1 @@
+"""Inspection of a model: attention weights and parameter counts."""

@@ -1,0 +1,99 @@
+"""Attention weights of one layer over one whole sequence, for inspection.
+
+The weights come from `model.attention.eager.attention_weights`, which the reference implementation also uses to
+compute its outputs.
+
+Legend: T tokens of one sequence, S the same tokens as context, H query heads, K key/value heads, D head dimension.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from model.attention.as_cached import AsCached
+from model.attention.backends import AttentionBackend
+from model.attention.eager import attention_weights
+from model.attention.kv_cache import KVCache
+from model.attention.layer_spec import AttentionForm
+from model.attention.metadata import AttentionMetadata
+from model.nn.transformer import Attention, Block, Transformer
+
+if TYPE_CHECKING:
+    from model.native.native_transformer import NativeTransformer
+
+
+class _Recorded(Exception):
+    """Exception that ends the forward pass once the weights HTS, which it carries, are known."""
+
+    def __init__(self, weights_HTS: Tensor) -> None:
+        super().__init__()
+        self.weights_HTS = weights_HTS
+
+
+class _RecordingAttention:
+    """Attention backend of the inspected layer: computes the weights and ends the forward pass."""
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        *,
+        form: AttentionForm,
+        metadata: AttentionMetadata,
+        kv_cache: KVCache | None,
+    ) -> NoReturn:
+        """Always raise `_Recorded` with the weights. See `model.attention.backends.AttentionBackend`."""
+        raise _Recorded(attention_weights(q_THD, k_TKD, form))
+
+
+@torch.inference_mode()
+def weights_of_layer(
+    model: "Transformer | NativeTransformer",
+    token_ids: Sequence[int],
+    *,
+    layer: int,
+    cache_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the attention weights HTS of one layer, float32, on the CPU. Row t holds the weights of token t.
+
+    Rows sum to 1. Weights of later tokens, and of tokens before the window, are exactly 0. Earlier layers run with the
+    model's own backend and dtype; later layers do not run. Not thread-safe: the call replaces the backends of the
+    model's layers and restores them at its end.
+
+    Args:
+        cache_dtype: dtype of the KV-cache to imitate: keys and values are rounded to it. None: no rounding.
+
+    Raises:
+        ValueError: the layer does not exist, there are no tokens or more than the maximum context length, or a token
+            id is outside the vocabulary.
+    """
+    config = model.config
+    if not 0 <= layer < config.num_layers:
+        raise ValueError(f"layer {layer} does not exist: the model has layers 0 to {config.num_layers - 1}")
+    if not 1 <= len(token_ids) <= config.max_context_length:
+        raise ValueError(f"{len(token_ids)} tokens, but attention weights need 1 to {config.max_context_length}")
+    if not 0 <= min(token_ids) <= max(token_ids) < config.vocab_size:
+        raise ValueError(f"token ids {min(token_ids)} to {max(token_ids)}, but the vocabulary has {config.vocab_size}")
+    device = model.token_embedding.weight.device
+    metadata = AttentionMetadata.uncached((len(token_ids),), device)
+    attentions = [cast(Block, block).attention for block in model.layers[: layer + 1]]
+    backends: list[AttentionBackend] = [attention.backend for attention in attentions]
+    meanwhile: list[AttentionBackend] = [*backends[:-1], _RecordingAttention()]
+    if cache_dtype is not None:
+        meanwhile = [AsCached(backend, cache_dtype) for backend in meanwhile]
+    try:
+        _set_backends(attentions, meanwhile)
+        model(torch.tensor(token_ids, device=device), metadata, None)
+    except _Recorded as recorded:
+        return recorded.weights_HTS.cpu()
+    finally:
+        _set_backends(attentions, backends)
+    raise AssertionError(f"layer {layer} did not call its attention backend")
+
+
+def _set_backends(attentions: Sequence[Attention], backends: Sequence[AttentionBackend]) -> None:
+    for attention, backend in zip(attentions, backends, strict=True):
+        attention.backend = backend

@@ -1,0 +1,342 @@
+// Transformer layers except attention. One call computes everything between the attentions of two consecutive layers.
+#include <type_traits>
+
+#include "batch.h"
+#include "linear.h"
+#include "rows.h"
+
+namespace kvasir {
+
+// Weights of one layer, filled by Python. Pointers are null if the layer has no such weights. Norm weights include
+// their offset.
+struct LayerWeights {
+    Matrix qkv, out, up, down;
+    const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias, *query_norm, *key_norm;
+};
+
+// Parameters that all layers share. numbers: type of queries, keys and values (float32 or bfloat16). rotated:
+// dimensions of a head that get the rotary embedding. norm_scope, of query and key norms: 0 for each head alone, 1 for
+// all heads.
+struct Shape {
+    int64_t hidden, heads, kv_heads, head_dim, mlp;
+    int64_t rotated, norm_scope;
+    Numbers numbers;
+    Norm norm;
+    Activation activation;
+    int64_t gated, norms_outputs, is_parallel;
+    float eps;
+};
+
+// Rows of one step, in buffers that Python owns. Row strides are sizes rounded up by `padded`.
+struct Rows {
+    int64_t count, threads;
+    float* x;         // the residual stream, count rows of padded(hidden)
+    float* added;     // as x: output of attention or MLP, if it is normed before the sum or both read the same x
+    void* qkv;        // queries, keys and values, rows of qkv.outputs
+    void* wide;       // inputs of a matrix, then the hidden values of the MLP
+    void* narrow;     // inputs of an int8 matrix
+    float* scales;    // scale of each row of an int8 input
+    const float *cosines, *sines;  // rotated / 2 numbers for every position
+    const int64_t* positions;      // position of every row
+    const void* embedding;         // `hidden` numbers for every token id; null if x is given
+    const int64_t* tokens;         // token id of every row; must be below the vocabulary size
+};
+
+template <typename Number>
+class Step {
+   public:
+    Step(const Shape& shape, const Rows& rows) : shape(shape), rows(rows), stride(padded(shape.hidden)) {}
+
+    // Sets x to the tokens' embeddings.
+    void embed() const {
+        const auto* table = static_cast<const Number*>(rows.embedding);
+        for (int64_t row = 0; row < rows.count; ++row) {
+            const Number* from = table + rows.tokens[row] * shape.hidden;
+            float* to = rows.x + row * stride;
+            for (int64_t at = 0; at < shape.hidden; ++at) to[at] = to_float(from[at]);
+        }
+    }
+
+    // Computes x += out(mixed), x += mlp(norm(x)), or another arrangement of `model.nn.transformer.Block`.
+    void finish(const LayerWeights& layer, const void* mixed) const {
+        const int64_t width = shape.heads * shape.head_dim;
+        const Sum sum = shape.norms_outputs || shape.is_parallel ? Sum::set : Sum::add;
+        into(layer.out, static_cast<const Number*>(mixed), width, width, sum == Sum::set ? rows.added : rows.x, sum);
+        if (shape.norms_outputs) {
+            add_normed(layer.attention_norm, layer.attention_norm_bias);
+            mlp(layer, rows.x, nullptr, nullptr, rows.added, Sum::set);
+            add_normed(layer.mlp_norm, layer.mlp_norm_bias);
+        } else if (shape.is_parallel) {
+            mlp(layer, rows.x, layer.mlp_norm, layer.mlp_norm_bias, rows.added, Sum::add);
+            each_row([&](int64_t row) { add_row(row); });
+        } else {
+            mlp(layer, rows.x, layer.mlp_norm, layer.mlp_norm_bias, rows.x, Sum::add);
+        }
+    }
+
+    // Computes queries, keys and values from the norm of x, then their norms and rotary embedding.
+    void begin(const LayerWeights& layer) const {
+        const bool is_normed = !shape.norms_outputs;
+        const Matrix& matrix = layer.qkv;
+        const Inputs inputs = prepare(matrix, rows.x, is_normed ? layer.attention_norm : nullptr,
+                                      is_normed ? layer.attention_norm_bias : nullptr);
+        auto* qkv = static_cast<Number*>(rows.qkv);
+        store_rows(matrix, inputs, qkv);
+        const int64_t query = shape.heads * shape.head_dim, key = shape.kv_heads * shape.head_dim;
+        if (layer.query_norm == nullptr && shape.rotated == 0) return;
+        each_row([&](int64_t row) {
+            Number* heads = qkv + row * matrix.outputs;
+            turn(heads, query, layer.query_norm, row);
+            turn(heads + query, key, layer.key_norm, row);
+        });
+    }
+
+    // Computes the logits of the rows of x: float32, head.outputs a row.
+    void logits(const Matrix& head, const float* norm, const float* bias, float* out) const {
+        const Inputs inputs = prepare(head, rows.x, norm, bias);
+        multiply(head, inputs.x, inputs.stride, rows.scales, rows.count, rows.threads,
+                 [&](int64_t row, int64_t output, const Lanes* results) {
+                     for (int b = 0; b < TILE_BLOCKS; ++b) {
+                         store(out + row * head.outputs + output + b * LANES, results[b]);
+                     }
+                 });
+    }
+
+    // Sets ids to the index of each row's highest logit among the first `size`. Sets -1 if one of these logits, or a
+    // number of x, is NaN or infinite.
+    void most_likely(const float* logits, int64_t row_stride, int64_t size, int64_t* ids) const {
+        each_row([&](int64_t row) {
+            const bool is_known = is_finite(rows.x + row * stride, shape.hidden);
+            ids[row] = is_known ? kvasir::most_likely(logits + row * row_stride, size) : -1;
+        });
+    }
+
+   private:
+    enum class Sum { set, add };
+    struct Inputs {
+        const void* x;
+        int64_t stride;
+    };
+    // Input type of products with float32 and bfloat16 matrices.
+    using Wide = std::conditional_t<std::is_same_v<Number, bf16>, Bfloat16Input, float>;
+    const Shape& shape;
+    const Rows& rows;
+    const int64_t stride;
+
+    Wide* wide() const { return static_cast<Wide*>(rows.wide); }
+
+    template <typename Work>
+    void each_row(const Work& work) const {
+        parallel_for(rows.count, rows.count < 4 ? 1 : rows.threads, [&](int64_t row, int) { work(row); });
+    }
+
+    // Converts the norm of x, or x if norm is null, to the input type of the matrix.
+    Inputs prepare(const Matrix& matrix, const float* x, const float* norm, const float* bias) const {
+        const bool is_int8 = matrix.numbers == Numbers::int8;
+        auto* narrow = static_cast<uint8_t*>(rows.narrow);
+        each_row([&](int64_t row) {
+            constexpr int64_t most = 65536;
+            static thread_local float normed[most];
+            const float* from = x + row * stride;
+            if (norm != nullptr) {
+                normalize(shape.norm, from, shape.hidden, norm, bias, shape.eps, normed);
+                from = normed;
+            }
+            if (is_int8) {
+                rows.scales[row] = to_8_bits(from, shape.hidden, narrow + row * stride);
+            } else {
+                copy(from, shape.hidden, wide() + row * stride);
+            }
+        });
+        return {is_int8 ? rows.narrow : rows.wide, stride};
+    }
+
+    // Converts rows to the input type of the matrix; returns x itself if the type is the same.
+    template <typename From>
+    Inputs prepare(const Matrix& matrix, const From* x, int64_t size, int64_t x_stride) const {
+        const bool is_int8 = matrix.numbers == Numbers::int8;
+        if (!is_int8 && std::is_same_v<From, Wide>) return {x, x_stride};
+        const int64_t to_stride = padded(size);
+        auto* narrow = static_cast<uint8_t*>(rows.narrow);
+        each_row([&](int64_t row) {
+            const From* from = x + row * x_stride;
+            if (is_int8) {
+                rows.scales[row] = to_8_bits(from, size, narrow + row * to_stride);
+            } else {
+                copy(from, size, wide() + row * to_stride);
+            }
+        });
+        return {is_int8 ? rows.narrow : rows.wide, to_stride};
+    }
+
+    // Computes a product, and writes or adds it to rows of floats.
+    template <typename From>
+    void into(const Matrix& matrix, const From* x, int64_t size, int64_t x_stride, float* to, Sum sum) const {
+        const Inputs inputs = prepare(matrix, x, size, x_stride);
+        multiply(matrix, inputs.x, inputs.stride, rows.scales, rows.count, rows.threads,
+                 [&](int64_t row, int64_t output, const Lanes* results) {
+                     float* at = to + row * stride + output;
+                     for (int b = 0; b < TILE_BLOCKS; ++b, at += LANES) {
+                         store(at, sum == Sum::add ? add(load(at), results[b]) : results[b]);
+                     }
+                 });
+    }
+
+    void store_rows(const Matrix& matrix, Inputs inputs, Number* to) const {
+        multiply(matrix, inputs.x, inputs.stride, rows.scales, rows.count, rows.threads,
+                 [&](int64_t row, int64_t output, const Lanes* results) {
+                     Number* at = to + row * matrix.outputs + output;
+                     for (int b = 0; b < TILE_BLOCKS; ++b) store(at + b * LANES, results[b]);
+                 });
+    }
+
+    void mlp(const LayerWeights& layer, const float* x, const float* norm, const float* bias, float* to,
+             Sum sum) const {
+        const Inputs inputs = prepare(layer.up, x, norm, bias);
+        // Hidden values go after the inputs, which the product still reads.
+        Wide* hidden = wide() + rows.count * stride;
+        const int64_t hidden_stride = padded(shape.mlp);
+        multiply(layer.up, inputs.x, inputs.stride, rows.scales, rows.count, rows.threads,
+                 [&](int64_t row, int64_t output, const Lanes* results) {
+                     Wide* at = hidden + row * hidden_stride + (shape.gated ? output / 2 : output);
+                     if (shape.gated) {  // blocks of gates alternate with the blocks that they multiply
+                         for (int b = 0; b < TILE_BLOCKS; b += 2, at += LANES) {
+                             store(at, mul(activate(shape.activation, results[b]), results[b + 1]));
+                         }
+                     } else {
+                         for (int b = 0; b < TILE_BLOCKS; ++b, at += LANES) {
+                             store(at, activate(shape.activation, results[b]));
+                         }
+                     }
+                 });
+        into(layer.down, hidden, shape.mlp, hidden_stride, to, sum);
+    }
+
+    void add_row(int64_t row) const {
+        float *to = rows.x + row * stride, *from = rows.added + row * stride;
+        for (int64_t at = 0; at < stride; at += LANES) store(to + at, add(load(to + at), load(from + at)));
+    }
+
+    void add_normed(const float* norm, const float* bias) const {
+        each_row([&](int64_t row) {
+            float* added = rows.added + row * stride;
+            normalize(shape.norm, added, shape.hidden, norm, bias, shape.eps, added);
+            add_row(row);
+        });
+    }
+
+    // Applies norm and rotary embedding to the heads of one row.
+    void turn(Number* heads, int64_t size, const float* norm, int64_t row) const {
+        constexpr int64_t most = 65536;
+        static thread_local float values[most];
+        for (int64_t at = 0; at < size; ++at) values[at] = to_float(heads[at]);
+        const int64_t step = shape.norm_scope == 0 ? shape.head_dim : size;
+        for (int64_t at = 0; norm != nullptr && at < size; at += step) {
+            normalize(Norm::rms, values + at, step, norm, nullptr, shape.eps, values + at);
+        }
+        const int64_t half = shape.rotated / 2, angles = half > 0 ? rows.positions[row] * half : 0;
+        for (int64_t at = 0; half > 0 && at < size; at += shape.head_dim) {
+            rotate(values + at, half, rows.cosines + angles, rows.sines + angles);
+        }
+        copy(values, size, heads);
+    }
+};
+
+template <typename Number>
+void between(const Shape& shape, const Rows& rows, const LayerWeights* done, const void* mixed,
+             const LayerWeights* next) {
+    const Step<Number> step(shape, rows);
+    if (done == nullptr && rows.embedding != nullptr) step.embed();
+    if (done != nullptr) step.finish(*done, mixed);
+    if (next != nullptr) step.begin(*next);
+}
+
+}  // namespace kvasir
+
+// Finishes layer `done` from its attention output `mixed` (rows of heads * head_dim). Then computes queries, keys and
+// values of layer `next`. done null: starts with the embeddings, if rows has any. next null: stops after `done`.
+KVASIR_KERNEL void kvasir_between_attentions(const kvasir::Shape* shape, const kvasir::Rows* rows,
+                                             const kvasir::LayerWeights* done, const void* mixed,
+                                             const kvasir::LayerWeights* next) {
+    if (shape->numbers == kvasir::Numbers::float32) {
+        kvasir::between<float>(*shape, *rows, done, mixed, next);
+    } else {
+        kvasir::between<kvasir::bf16>(*shape, *rows, done, mixed, next);
+    }
+}
+
+// Computes all layers. attend(batch, call) computes a layer's attention: it reads queries, keys and values from
+// rows.qkv and writes its output to `mixed`. calls: one for each layer.
+KVASIR_KERNEL void kvasir_layers(const kvasir::Shape* shape, const kvasir::Rows* rows,
+                                 const kvasir::LayerWeights* layers, int64_t count,
+                                 void (*attend)(const kvasir::Batch* batch, const kvasir::Layer* call),
+                                 const kvasir::Batch* batch, const kvasir::Layer* calls, const void* mixed) {
+    const kvasir::Busy busy;
+    for (int64_t layer = 0; layer <= count; ++layer) {
+        kvasir_between_attentions(shape, rows, layer > 0 ? layers + layer - 1 : nullptr, mixed,
+                                  layer < count ? layers + layer : nullptr);
+        if (layer < count) attend(batch, calls + layer);
+    }
+}
+
+// Returns whether all tokens are from 0 to vocabulary - 1. Also used to check positions.
+KVASIR_KERNEL bool kvasir_are_tokens(const int64_t* tokens, int64_t count, int64_t vocabulary) {
+    bool are = true;
+    for (int64_t at = 0; at < count; ++at) are &= static_cast<uint64_t>(tokens[at]) < static_cast<uint64_t>(vocabulary);
+    return are;
+}
+
+// See most_likely in rows.h.
+KVASIR_KERNEL int64_t kvasir_most_likely(const float* logits, int64_t size) { return kvasir::most_likely(logits, size); }
+
+// Computes the logits of rows.x: float32, head.outputs a row.
+KVASIR_KERNEL void kvasir_logits(const kvasir::Shape* shape, const kvasir::Rows* rows, const kvasir::Matrix* head,
+                                 const float* norm, const float* bias, float* logits) {
+    if (shape->numbers == kvasir::Numbers::float32) {
+        kvasir::Step<float>(*shape, *rows).logits(*head, norm, bias, logits);
+    } else {
+        kvasir::Step<kvasir::bf16>(*shape, *rows).logits(*head, norm, bias, logits);
+    }
+}
+
+namespace kvasir {
+
+// Arguments of a whole decode step, in which every sequence computes one token. The pointers stay valid from step to
+// step; Python updates the buffers in place.
+struct Decode {
+    const Shape* shape;
+    const Rows* rows;
+    const LayerWeights* layers;
+    // num_positions: positions with cosines and sines. vocabulary: tokens with an embedding.
+    int64_t num_layers, num_positions, vocabulary;
+    void (*attend)(const Batch* batch, const Layer* call);
+    const Batch* batch;
+    const Layer* calls;
+    const void* mixed;
+    const Matrix* head;
+    const float *norm, *norm_bias;
+    float* logits;  // head->outputs a row
+    int64_t* ids;   // index of each row's highest logit among the first num_ids; -1 if a row is not finite
+    int64_t num_ids;
+};
+
+}  // namespace kvasir
+
+// Computes a decode step. Returns false, without computing anything, if a token, a position, a slot or a block is out
+// of range.
+KVASIR_KERNEL bool kvasir_decode(const kvasir::Decode* step) {
+    const kvasir::Rows& rows = *step->rows;
+    const bool are_tokens = kvasir_are_tokens(rows.tokens, rows.count, step->vocabulary);
+    const bool are_positions = kvasir_are_tokens(rows.positions, rows.count, step->num_positions);
+    if (!are_tokens || !are_positions || !kvasir::is_within_cache(*step->batch)) return false;
+    const kvasir::Busy busy;
+    kvasir_layers(step->shape, &rows, step->layers, step->num_layers, step->attend, step->batch, step->calls, step->mixed);
+    kvasir_logits(step->shape, &rows, step->head, step->norm, step->norm_bias, step->logits);
+    kvasir::Step<float>(*step->shape, rows).most_likely(step->logits, step->head->outputs, step->num_ids, step->ids);
+    return true;
+}
+
+// Returns the number of adjacent inputs of one output in a packed matrix.
+KVASIR_KERNEL int64_t kvasir_inputs_side_by_side(int64_t numbers) {
+    return kvasir::side_by_side(static_cast<kvasir::Numbers>(numbers));
+}

@@ -1,0 +1,1 @@
+"""Transformer computed by the native CPU kernels."""

@@ -1,0 +1,1 @@
+"""Transformer and its layers in PyTorch."""

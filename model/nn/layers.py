@@ -1,0 +1,105 @@
+"""Norms and MLPs.
+
+Legend: T packed tokens, E hidden size, F feed-forward size.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from model.config import ModelConfig
+from model.config_enums import MlpKind, NormKind
+
+
+class RMSNorm(nn.Module):
+    """RMS norm: x / sqrt(mean(x^2) + eps) * weight, in float32. Zhang & Sennrich 2019 (arXiv 1910.07467), equation 4.
+
+    `unit_offset` multiplies by 1 + weight instead (Gemma Team 2024, arXiv 2403.08295).
+    """
+
+    def __init__(self, size: int, eps: float, *, unit_offset: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+        self.unit_offset = unit_offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension; any leading shape."""
+        weight = self.weight.float()
+        if self.unit_offset:
+            weight = 1.0 + weight
+        return functional.rms_norm(x.float(), (x.shape[-1],), weight, self.eps).to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """Layer norm: (x - mean) / sqrt(variance + eps) * weight + bias, in float32. Ba et al. 2016 (arXiv 1607.06450)."""
+
+    def __init__(self, size: int, eps: float, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size)) if bias else None
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension; any leading shape."""
+        bias = None if self.bias is None else self.bias.float()
+        return functional.layer_norm(x.float(), (x.shape[-1],), self.weight.float(), bias, self.eps).to(x.dtype)
+
+
+def make_norm(config: ModelConfig, size: int) -> RMSNorm | LayerNorm:
+    """Return the config's norm for `size` numbers."""
+    if config.norm is NormKind.RMS_NORM:
+        return RMSNorm(size, config.norm_eps, unit_offset=config.norm_unit_offset)
+    return LayerNorm(size, config.norm_eps, bias=config.norm_bias)
+
+
+class Mlp(nn.Module):
+    """MLP without a gate, down(f(up(x))): Vaswani et al. 2017 (arXiv 1706.03762), section 3.3, with the config's f."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.hidden_size, config.mlp_size, bias=config.mlp_bias)
+        self.down = nn.Linear(config.mlp_size, config.hidden_size, bias=config.mlp_bias)
+        self.activation = ACTIVATIONS[config.mlp]
+
+    def forward(self, x_TE: Tensor) -> Tensor:
+        """Apply the MLP, TE -> TE."""
+        out: Tensor = self.down(self.activation(self.up(x_TE)))
+        return out
+
+
+class GatedMlp(nn.Module):
+    """Gated MLP, down(f(gate(x)) * up(x)); gate and up are one matrix: Shazeer 2020 (arXiv 2002.05202), equation 6."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(config.hidden_size, 2 * config.mlp_size, bias=config.mlp_bias)
+        self.down = nn.Linear(config.mlp_size, config.hidden_size, bias=config.mlp_bias)
+        self.activation = ACTIVATIONS[config.mlp]
+
+    def forward(self, x_TE: Tensor) -> Tensor:
+        """Apply the MLP, TE -> TE."""
+        gate_TF, up_TF = self.gate_up(x_TE).chunk(2, dim=-1)
+        out: Tensor = self.down(self.activation(gate_TF) * up_TF)
+        return out
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    """Apply the tanh form of GELU: Hendrycks & Gimpel 2016 (arXiv 1606.08415), section 2."""
+    return functional.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[MlpKind, Callable[[Tensor], Tensor]] = {
+    MlpKind.GELU: _gelu_tanh,
+    MlpKind.GELU_EXACT: functional.gelu,
+    MlpKind.RELU: functional.relu,
+    MlpKind.SWIGLU: functional.silu,
+    MlpKind.GEGLU: _gelu_tanh,
+}
+
+
+def make_mlp(config: ModelConfig) -> Mlp | GatedMlp:
+    """Return the config's MLP."""
+    return GatedMlp(config) if config.mlp.gated else Mlp(config)

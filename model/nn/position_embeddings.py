@@ -1,0 +1,115 @@
+"""Positions that act before the attention scores: learned, sinusoidal and rotary.
+
+Positions that act in the scores themselves are in `model.attention.score_biases`.
+
+Legend: T packed tokens, S positions, E hidden size, H heads (query or key), D head dimension, R rotated dimensions.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from model.config_enums import RopeScaling, RopeScalingKind
+
+
+class LearnedPositions(nn.Embedding):
+    """Learned positions: a trained vector per position, added to the token embedding (GPT-2, Radford et al. 2019)."""
+
+    def __init__(self, max_context_length: int, hidden_size: int) -> None:
+        super().__init__(max_context_length, hidden_size)
+
+
+class SinusoidalPositions(nn.Module):
+    """Sinusoidal positions: a fixed vector per position, added to the token embedding.
+
+    Vaswani et al. 2017 (arXiv 1706.03762), section 3.5. Component 2i is sin(position / 10000^(2i/E)), component 2i + 1
+    the cosine. The vector of position + k is therefore a linear function of the vector of position, the same for all
+    positions.
+    """
+
+    frequencies: Tensor
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.register_buffer("frequencies", _frequencies(hidden_size, 10000.0), persistent=False)
+
+    def forward(self, positions_T: Tensor) -> Tensor:
+        """Return the positions' vectors, TE float32."""
+        angles = positions_T[:, None].float() * self.frequencies
+        return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)[:, : self.hidden_size]
+
+
+class RotaryPositions(nn.Module):
+    """Rotary positions: Su et al. 2021, RoFormer (arXiv 2104.09864), equation 34.
+
+    Pair i of the rotated dimensions (i and i + R/2, the convention of Llama and its kin) is rotated by the angle
+    position * theta^(-2i/R). The dot product of a query and a key then depends on the difference of their positions.
+    The first R dimensions of a head are rotated, the others are unchanged (partial rotary, GPT-NeoX).
+
+    Angles are float32 products. They are less exact than float64 at position 100,000 (by 0.004), but models with rotary
+    positions were trained with float32 angles.
+    """
+
+    frequencies: Tensor
+
+    def __init__(self, rotary_dim: int, theta: float, scaling: RopeScaling | None) -> None:
+        super().__init__()
+        frequencies = scale_frequencies(_frequencies(rotary_dim, theta), scaling)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines for these positions, each T1R float32; computed once per step for all layers."""
+        angles = (positions_T[:, None].float() * self.frequencies).repeat(1, 2)[:, None]
+        return angles.cos(), angles.sin()
+
+
+def _frequencies(size: int, theta: float) -> Tensor:
+    """Return theta^(-2i/size) for i from 0 to size/2, float32.
+
+    Always on the CPU, even if the model is built on the meta device: constants are not loaded from the checkpoint.
+    """
+    exponents = torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size
+    return 1.0 / theta**exponents
+
+
+def scale_frequencies(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:
+    """Scale frequencies for contexts longer than a model was first trained for.
+
+    linear: all frequencies are divided by the factor. Dividing positions by the factor is the same (Chen et al. 2023,
+    arXiv 2306.15595).
+
+    llama3: let r = original context / wavelength. Frequencies with r under `low_freq_factor` are divided by the factor.
+    Those with r over `high_freq_factor` are unchanged, with a linear ramp in r between. This is Llama 3.1's rule, that
+    of "NTK by parts" in Peng et al. 2023 (arXiv 2309.00071), section 3.2.
+    """
+    if scaling is None:
+        return frequencies
+    stretched = frequencies / scaling.factor
+    if scaling.kind is RopeScalingKind.LINEAR:
+        return stretched
+    low, high, original = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_context_length
+    assert low is not None
+    assert high is not None
+    assert original is not None
+    wavelengths = 2 * math.pi / frequencies
+    kept = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * stretched + kept * frequencies
+
+
+def rotate_each(q_THD: Tensor, k_TKD: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys, one after the other."""
+    return rotate(q_THD, rotation), rotate(k_TKD, rotation)
+
+
+def rotate(x_THD: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the first R dimensions of every head of every token in float32; return the dtype given."""
+    cos_T1R, sin_T1R = rotation
+    size = cos_T1R.shape[-1]
+    x_THR = x_THD[..., :size].float()
+    first, second = x_THR.chunk(2, dim=-1)
+    turned_THR = x_THR * cos_T1R + torch.cat((-second, first), dim=-1) * sin_T1R
+    if size < x_THD.shape[-1]:
+        return torch.cat((turned_THR.to(x_THD.dtype), x_THD[..., size:]), dim=-1)
+    return turned_THR.to(x_THD.dtype)

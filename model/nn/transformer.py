@@ -1,0 +1,219 @@
+"""Decoder-only transformer: the whole architecture on one page.
+
+Blocks compute x += attention(norm(x)); x += mlp(norm(x)), or one of two other arrangements (`Block`). Batches are
+packed: the tokens of all sequences lie in one row, and `AttentionMetadata` holds the sequences' boundaries. With
+`kv_cache=None` every sequence is complete, and the same code trains.
+
+Legend: T packed tokens, R rows whose logits are wanted, E hidden size, H query heads, K key/value heads,
+D head dimension, V vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from model.attention.backends import AttentionBackend
+from model.attention.kv_cache import KVCache
+from model.attention.layer_spec import AttentionForm
+from model.attention.metadata import AttentionMetadata
+from model.attention.score_biases import SCORE_BIASES, relative_positions
+from model.config import ModelConfig
+from model.config_enums import AttentionKind, NormPlacement, PositionKind, QkNormScope
+from model.nn.layers import RMSNorm, make_mlp, make_norm
+from model.nn.position_embeddings import LearnedPositions, RotaryPositions, SinusoidalPositions, rotate_each
+
+
+class Attention(nn.Module):
+    """Causal self-attention: multi-head, grouped-query or multi-query, by the config's head counts.
+
+    `table` holds the parameters that all layers' score biases share, see `model.attention.score_biases`.
+    """
+
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, layer: int, table: nn.Embedding | None) -> None:
+        super().__init__()
+        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.sizes = [query, key, key]
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        self.averages = config.attention is AttentionKind.AVERAGE
+        if self.averages:
+            self.value = nn.Linear(config.hidden_size, key, bias=config.attention_bias)
+        else:
+            self.qkv = nn.Linear(config.hidden_size, query + 2 * key, bias=config.attention_bias)
+        self.out = nn.Linear(query, config.hidden_size, bias=bool(config.attention_out_bias))
+        if config.qk_norm_scope is QkNormScope.HEAD:
+            query = key = config.head_dim
+        self.norm_size = (-1, query), (-1, key)
+        self.query_norm = RMSNorm(query, config.norm_eps) if config.qk_norm else None
+        self.key_norm = RMSNorm(key, config.norm_eps) if config.qk_norm else None
+        self.bias = SCORE_BIASES[config.position](config, table) if config.position in SCORE_BIASES else None
+        self.form = AttentionForm(
+            layer=layer, scale=config.effective_score_scale, window=config.window(layer), bias=self.bias
+        )
+        self.backend = backend
+        self.rotate_pair = rotate_each
+
+    def forward(
+        self,
+        x_TE: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        *,
+        metadata: AttentionMetadata,
+        kv_cache: KVCache | None,
+    ) -> Tensor:
+        """Attend, TE -> TE."""
+        q_THD, k_TKD, v_TKD = self._project(x_TE)
+        if rotation is not None:
+            q_THD, k_TKD = self.rotate_pair(q_THD, k_TKD, rotation)
+        mixed_THD = self.backend.attend(q_THD, k_TKD, v_TKD, form=self.form, metadata=metadata, kv_cache=kv_cache)
+        out: Tensor = self.out(mixed_THD.flatten(1))
+        return out
+
+    def _project(self, x_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries THD, keys TKD and values TKD.
+
+        Average attention compares nothing: its queries and keys are empty (D = 0).
+        """
+        if self.averages:
+            v_TKD = torch.unflatten(self.value(x_TE), -1, (-1, self.head_dim))
+            return v_TKD.new_empty(len(x_TE), self.num_heads, 0), v_TKD[..., :0], v_TKD
+        q_TX, k_TX, v_TX = torch.split(self.qkv(x_TE), self.sizes, dim=-1)
+        if self.query_norm is not None and self.key_norm is not None:
+            query_size, key_size = self.norm_size
+            q_TX = self.query_norm(torch.unflatten(q_TX, -1, query_size)).flatten(1)
+            k_TX = self.key_norm(torch.unflatten(k_TX, -1, key_size)).flatten(1)
+        q_THD, k_TKD, v_TKD = (torch.unflatten(x, -1, (-1, self.head_dim)) for x in (q_TX, k_TX, v_TX))
+        return q_THD, k_TKD, v_TKD
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each added to the residual stream.
+
+    Norms are applied to both inputs (pre: GPT-2, Llama) or to both outputs (post: OLMo 2). In a parallel block
+    (GPT-NeoX) attention and MLP read the same x. `dropout` is the dropout rate of each half's output while training.
+    """
+
+    dropout = 0.0
+
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, layer: int, table: nn.Embedding | None) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(config, config.hidden_size)
+        self.attention = Attention(config, backend, layer, table)
+        self.mlp_norm = make_norm(config, config.hidden_size)
+        self.mlp = make_mlp(config)
+        self.norms_outputs = config.norm_placement is NormPlacement.POST
+        self.is_parallel = config.parallel_residual
+
+    def forward(
+        self,
+        x_TE: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        *,
+        metadata: AttentionMetadata,
+        kv_cache: KVCache | None,
+    ) -> Tensor:
+        """Compute the layer, TE -> TE."""
+        if self.norms_outputs:
+            attended_TE = self.attention(x_TE, rotation, metadata=metadata, kv_cache=kv_cache)
+            x_TE = x_TE + self._drop(self.attention_norm(attended_TE))
+            x_TE = x_TE + self._drop(self.mlp_norm(self.mlp(x_TE)))
+            return x_TE
+        attended_TE = self.attention(self.attention_norm(x_TE), rotation, metadata=metadata, kv_cache=kv_cache)
+        added_TE = x_TE + self._drop(attended_TE)
+        x_TE = added_TE + self._drop(self.mlp(self.mlp_norm(x_TE if self.is_parallel else added_TE)))
+        return x_TE
+
+    def _drop(self, x_TE: Tensor) -> Tensor:
+        """Apply dropout (Srivastava et al. 2014) while training; return x itself otherwise."""
+        return functional.dropout(x_TE, self.dropout) if self.training and self.dropout else x_TE
+
+
+class Transformer(nn.Module):
+    """Model from token ids to next-token logits. Its tensors are those of `config.parameter_shapes()`."""
+
+    def __init__(self, config: ModelConfig, attention: AttentionBackend) -> None:
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position_embedding: LearnedPositions | SinusoidalPositions | None = None
+        self.rotary: RotaryPositions | None = None
+        match config.position:
+            case PositionKind.LEARNED:
+                self.position_embedding = LearnedPositions(config.max_context_length, config.hidden_size)
+            case PositionKind.SINUSOIDAL:
+                self.position_embedding = SinusoidalPositions(config.hidden_size)
+            case PositionKind.ROTARY:
+                self.rotary = RotaryPositions(config.rotary_size, config.rope_theta, config.rope_scaling)
+        self.relative_positions = relative_positions(config)
+        self.layers = nn.ModuleList(
+            Block(config, attention, layer, self.relative_positions) for layer in range(config.num_layers)
+        )
+        self.final_norm = make_norm(config, config.hidden_size)
+        self.lm_head: nn.Module | None = None  # None if embeddings are tied
+        if not config.tie_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
+        """Return next-token logits, RV float32, for `metadata.logit_rows_R` (for all T rows if that is None).
+
+        Raises:
+            ValueError: see `hidden`.
+        """
+        x_TE = self.hidden(token_ids_T, metadata, kv_cache)
+        return self.logits(x_TE if metadata.logit_rows_R is None else x_TE[metadata.logit_rows_R])
+
+    def hidden(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
+        """Return the last layer's output before the final norm, TE in the model's dtype.
+
+        Raises:
+            ValueError: token ids and positions differ in shape, or metadata for a cache comes without a cache, or vice
+                versa.
+        """
+        if token_ids_T.shape != metadata.positions_T.shape:
+            shapes = f"{tuple(token_ids_T.shape)} and {tuple(metadata.positions_T.shape)}"
+            raise ValueError(f"token ids and positions must both be (T,), not {shapes}")
+        if (kv_cache is None) != (metadata.slot_mapping_T is None):
+            raise ValueError("a cache needs slot_mapping_T and block_tables_BN, and they need a cache")
+        x_TE = self.embed(token_ids_T, metadata.positions_T)
+        rotation = None if self.rotary is None else self.rotary(metadata.positions_T)
+        for layer in self.layers:
+            x_TE = layer(x_TE, rotation, metadata=metadata, kv_cache=kv_cache)
+        return x_TE
+
+    def logits(self, x_RE: Tensor) -> Tensor:
+        """Return next-token logits of rows of `hidden`, RV float32."""
+        x_RE = self.final_norm(x_RE)
+        if self.lm_head is None:
+            return functional.linear(x_RE, self.token_embedding.weight).float()
+        logits_RV: Tensor = self.lm_head(x_RE)
+        return logits_RV.float()
+
+    def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """Return token embeddings plus position embeddings, if the model has them: TE in the model's dtype."""
+        x_TE: Tensor = self.token_embedding(token_ids_T)
+        if self.config.embedding_scale != 1.0:
+            # Round the factor to the model's dtype first, as transformers does for Gemma.
+            x_TE = x_TE * torch.full((), self.config.embedding_scale, dtype=x_TE.dtype, device=x_TE.device)
+        if self.position_embedding is not None:
+            x_TE = x_TE + self.position_embedding(positions_T).to(x_TE.dtype)
+        return x_TE
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> None:
+        """Initialize weights from a seed: normal with 1/sqrt(fan-in), residual outputs scaled down.
+
+        Matrices that write to the residual stream are divided by sqrt(2 * layers), so that its variance does not grow
+        with depth (GPT-2, Radford et al. 2019, section 2.3).
+        """
+        generator = torch.Generator().manual_seed(seed)
+        depth_scale = (2 * self.config.num_layers) ** -0.5
+        for name, parameter in self.named_parameters():
+            if name.endswith(".bias"):
+                parameter.zero_()
+            elif parameter.ndim == 1:
+                is_offset = self.config.norm_unit_offset and "query_norm" not in name and "key_norm" not in name
+                parameter.fill_(0.0 if is_offset else 1.0)
+            elif not name.startswith(("layers.", "lm_head.")):
+                parameter.normal_(0.0, 0.02, generator=generator)
+            else:
+                scale = depth_scale if name.endswith(("out.weight", "down.weight")) else 1.0
+                parameter.normal_(0.0, scale * parameter.shape[1] ** -0.5, generator=generator)

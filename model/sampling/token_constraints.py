@@ -1,0 +1,122 @@
+"""A request's rules for single tokens, and their state for the next token. Torch-free.
+
+The state depends only on the sequence's tokens. Rebuilding it from all tokens or appending tokens one by one gives the
+same result. Appending costs the same however long the sequence is. `model.sampling.logits_processors` applies the
+rules.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.sampling.params import SamplingParams
+
+Ids = NDArray[np.int64]
+
+
+class TokenRules:
+    """Token rules of one completion at its current length. Attributes are read-only; `append` adds the next token.
+
+    Attributes:
+        params: the sampling parameters, with the penalties.
+        bias_ids, bias: the tokens of `logit_bias`, and the number added to each logit.
+        allowed_ids: the only tokens that may be sampled; None allows all.
+    """
+
+    def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
+        self.params = params
+        self.bias_ids: Ids = np.array([token_id for token_id, _ in params.logit_bias], dtype=np.int64)
+        self.bias = np.array([bias for _, bias in params.logit_bias], dtype=np.float32)
+        self.allowed_ids: Ids | None = None
+        if params.allowed_token_ids:
+            self.allowed_ids = np.array(params.allowed_token_ids, dtype=np.int64)
+        # The repetition penalty alone looks at the prompt.
+        self._counts = _Counts(prompt_token_ids if params.repetition_penalty != 1.0 else ())
+        self._words = _Words(params.bad_word_ids)
+
+    @classmethod
+    def of(
+        cls, params: SamplingParams, prompt_token_ids: Sequence[int], completion_token_ids: Iterable[int] = ()
+    ) -> Self | None:
+        """Return the rules of a completion that already has these tokens; None if the request has no rules."""
+        if not params.has_token_rules:
+            return None
+        rules = cls(params, prompt_token_ids)
+        for token_id in completion_token_ids:
+            rules.append(token_id)
+        return rules
+
+    def append(self, token_id: int) -> None:
+        """Add the completion's next token."""
+        if self.params.has_penalties:
+            self._counts.add(token_id)
+        self._words.push(token_id)
+
+    @property
+    def counted(self) -> tuple[Ids, NDArray[np.float32]]:
+        """Return the tokens under penalties, each once, and how often each occurs in the completion.
+
+        A count of 0 is a token of the prompt.
+        """
+        return self._counts.ids, self._counts.counts
+
+    @property
+    def forbidden(self) -> tuple[int, ...]:
+        """Return tokens that would complete a forbidden word."""
+        return self._words.last_tokens()
+
+
+class _Counts:
+    """Occurrences of each token, in arrays that grow, so that no step rebuilds them."""
+
+    def __init__(self, known: Sequence[int]) -> None:
+        """Start with the tokens of `known` at a count of 0."""
+        listed = np.unique(np.array(known, dtype=np.int64))
+        self._size = len(listed)
+        self._ids = np.concatenate([listed, np.zeros(16, dtype=np.int64)])
+        self._counts = np.zeros(len(self._ids), dtype=np.float32)
+        self._place = {token_id: place for place, token_id in enumerate(listed.tolist())}
+
+    @property
+    def ids(self) -> Ids:
+        return self._ids[: self._size]
+
+    @property
+    def counts(self) -> NDArray[np.float32]:
+        return self._counts[: self._size]
+
+    def add(self, token_id: int) -> None:
+        place = self._place.get(token_id)
+        if place is None:
+            place = self._place[token_id] = self._size
+            if place == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._ids[place] = token_id
+            self._size += 1
+        self._counts[place] += 1
+
+
+class _Words:
+    """Forbidden token sequences, indexed by their last token but one."""
+
+    def __init__(self, words: Sequence[Sequence[int]]) -> None:
+        self._alone = tuple(word[0] for word in words if len(word) == 1)
+        self._by_last_but_one: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+        for word in words:
+            if len(word) > 1:
+                self._by_last_but_one.setdefault(word[-2], []).append((tuple(word[:-1]), word[-1]))
+        self._recent: deque[int] = deque(maxlen=max((len(word) - 1 for word in words), default=0))
+
+    def push(self, token_id: int) -> None:
+        self._recent.append(token_id)
+
+    def last_tokens(self) -> tuple[int, ...]:
+        candidates = self._by_last_but_one.get(self._recent[-1]) if self._recent else None
+        if candidates is None:
+            return self._alone
+        recent = tuple(self._recent)
+        return (*self._alone, *(last for begun, last in candidates if recent[-len(begun) :] == begun))

@@ -1,0 +1,168 @@
+"""Grammar-constrained decoding: llguidance's token masks over any tokenizer's vocabulary. Torch-free.
+
+A grammar is what llguidance accepts: Lark notation, or JSON around a schema (`{"grammars": [{"json_schema": …}]}`).
+Grammars describe bytes, and llguidance needs only the bytes that each token adds to a text. So any tokenizer works.
+Special tokens have no bytes and are never allowed, except end-of-text tokens where the grammar is complete.
+
+`LIMITS` bounds a grammar's and each mask's work. It does not bound everything: a `multipleOf` of a million compiles
+for over 10 s. So an untrusted grammar is first compiled in a process that can be killed, see
+`service.structured_output`.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from model.tokenizer.interface import Tokenizer, TokenizerError
+
+_LONGEST_REASON = 300
+_INDENTATION = 4  # columns before a regular expression in llguidance's messages
+
+# In llguidance's units of work. By its documentation about 20 ms for a grammar's lexer, 15 ms per mask, and 100 MB of
+# states per grammar.
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+
+
+class GrammarError(ValueError):
+    """Error of an unusable grammar. One line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_one_line(message)[:_LONGEST_REASON])
+
+
+def _one_line(message: str) -> str:
+    """Shorten llguidance's error to one line.
+
+    llguidance points to the position with an arrow below the line; for regular expressions that is the only position
+    given.
+    """
+    if message.startswith("panic"):
+        return "llguidance cannot compile it, probably because it is too large; simplify it"
+    if "coerce_one_of" in message:
+        return "oneOf with branches that may overlap cannot be enforced; use anyOf"
+    if message.startswith("NoExtension"):
+        return "this model's vocabulary lacks a token that it needs"
+    lines = [line for line in message.splitlines() if line.strip()] or ["it cannot be used"]
+    reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
+    if reason is None:
+        return re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: ", lines[0].strip())
+    arrow = next((line for line in lines if set(line.strip()) == {"^"}), None)
+    place = "" if arrow is None else f" at character {len(arrow) - len(arrow.lstrip()) - _INDENTATION}"
+    return f"not a regular expression: {reason}{place}"
+
+
+class Vocabulary:
+    """A tokenizer's vocabulary in the form that llguidance reads.
+
+    Args:
+        token_bytes: bytes that each token adds to a text; empty for special tokens.
+        special_token_ids: ids of the special tokens.
+        eos_token_ids: special tokens that end a text. If there are none, an id beyond the vocabulary, which cannot be
+            sampled, stands for the end.
+        tokenizer: encodes text that the grammar forces. With None, such text is split into the longest matching tokens.
+    """
+
+    bos_token_id = None
+
+    def __init__(
+        self,
+        token_bytes: Sequence[bytes],
+        special_token_ids: Iterable[int],
+        eos_token_ids: Sequence[int],
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.size = len(token_bytes)
+        self.eos_token_ids = tuple(eos_token_ids) or (self.size,)
+        self.eos_token_id = self.eos_token_ids[0]
+        self.tokens = [*token_bytes, *([] if eos_token_ids else [b""])]
+        self.special_token_ids = sorted({*special_token_ids, *self.eos_token_ids})
+        self._tokenizer = tokenizer
+        marks = set(self.special_token_ids)
+        self._id_of = {token: number for number, token in enumerate(self.tokens) if token and number not in marks}
+        self._longest = max(map(len, self._id_of), default=1)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "Vocabulary":
+        """Return a tokenizer's vocabulary."""
+        token_bytes = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
+        return cls(token_bytes, tokenizer.special_tokens.values(), tokenizer.eos_token_ids, tokenizer)
+
+    def for_masks(self) -> LLTokenizer:
+        """Build llguidance's tokenizer from this vocabulary; takes about a second for 200,000 tokens."""
+        return LLTokenizer(TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=list(self.eos_token_ids))
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Return ids whose bytes are this text. They end early at a byte that no token has."""
+        if self._tokenizer is not None:
+            try:
+                ids = self._tokenizer.encode(text.decode())
+            except (UnicodeDecodeError, TokenizerError):
+                return self._longest_first(text)
+            # Some tokenizers prepend a space to a text, or normalize it.
+            if b"".join(map(self._tokenizer.token_bytes, ids)) == text:
+                return ids
+        return self._longest_first(text)
+
+    def _longest_first(self, text: bytes) -> list[int]:
+        ids, start = [], 0
+        while start < len(text):
+            for end in range(min(len(text), start + self._longest), start, -1):
+                if (token_id := self._id_of.get(text[start:end])) is not None:
+                    ids.append(token_id)
+                    start = end
+                    break
+            else:
+                break  # no token has this byte, so sampled text never contains it
+        return ids
+
+
+def compile_grammar(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
+    """Compile a grammar into a matcher at the beginning of a document. Its copies (`deep_copy`) share the compiled
+    grammar.
+
+    Raises:
+        GrammarError: the grammar is malformed, uses unsupported features, or exceeds a limit.
+    """
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
+    if matcher.is_error():
+        raise GrammarError(matcher.get_error())
+    return matcher
+
+
+def json_grammar(schema: Mapping[str, object] | bool, *, lenient: bool = False) -> str:
+    r"""Return the grammar of the JSON documents that a schema allows.
+
+    Between two punctuation marks of a document, only a space or a line end with indentation is allowed. Otherwise a
+    model could generate whitespace for ever. Strings have only one spelling, without escapes such as `\u0061` for `a`.
+    As a key, such a spelling would pass for a key that the schema does not name.
+
+    Args:
+        lenient: ignore keywords that cannot be enforced, instead of rejecting them.
+
+    Raises:
+        GrammarError: the schema nests too deeply, or contains too large a number.
+    """
+    try:
+        return LLMatcher.grammar_from_json_schema(
+            dict(schema) if isinstance(schema, Mapping) else schema,  # type: ignore[arg-type]
+            overrides={"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES, "lenient": lenient},
+        )
+    except ValueError as error:
+        message = str(error)
+        raise GrammarError(
+            re.sub("^Value is not JSON serializable: (.*)", r"\1 is too large a number", message)
+        ) from None
+
+
+# A space, or a line end and eight levels of indentation by two spaces.
+WHITESPACE = r"( |\n {0,16})?"
+# Characters that may follow a backslash in a JSON string.
+ESCAPES = 'nrbtf"\\'

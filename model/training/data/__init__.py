@@ -1,0 +1,1 @@
+"""Training data: corpora, conversations, mixture and packing."""

@@ -1,0 +1,1 @@
+"""Route handlers of the API process."""

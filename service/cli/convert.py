@@ -1,0 +1,33 @@
+"""Command `kvasir convert`."""
+
+import sys
+
+from model.checkpoint.conversion.hugging_face import export_checkpoint
+from model.checkpoint.conversion.nanogpt import convert_nanogpt
+from model.checkpoint.conversion.safetensors_directory import convert_pickles
+from model.checkpoint.manifest import CheckpointError, Manifest
+from model.tokenizer.interface import TokenizerError
+from service.cli.program import program
+from service.config.command_settings import ConvertSettings
+
+
+def main(settings: ConvertSettings) -> int:
+    """Convert a checkpoint and print a summary. Exit codes: 0 success, 1 failure, 2 invalid settings."""
+    try:
+        manifest = _convert(settings)
+    except (CheckpointError, TokenizerError) as error:
+        print(f"kvasir convert: {error}", file=sys.stderr)
+        return 1
+    kind = "native" if manifest.family is None else f"Hugging Face, {manifest.family.model_type}"
+    size = f"{manifest.config.num_parameters:,} parameters, {manifest.num_weight_bytes / 2**20:,.1f} MB of weights"
+    print(f"{settings.out}: {size}, format {kind}; serve it with `{program()} serve --checkpoint {settings.out}`")
+    return 0
+
+
+def _convert(settings: ConvertSettings) -> Manifest:
+    if settings.nanogpt is not None and settings.tokenizer is not None:
+        return convert_nanogpt(settings.nanogpt, settings.tokenizer, settings.out)
+    if settings.pickle is not None:
+        return convert_pickles(settings.pickle, settings.out)
+    assert settings.export is not None  # the settings require exactly one source
+    return export_checkpoint(settings.export, settings.out)

@@ -1,0 +1,295 @@
+"""Command `kvasir eval`: measure the quality of a checkpoint, and report it as tables and files."""
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from model.attention.as_cached import AsCached
+from model.attention.backends import ATTENTION_BACKENDS
+from model.checkpoint.loading import load_model
+from model.checkpoint.manifest import Manifest, file_digest, read_manifest
+from model.config import ModelConfig
+from model.evaluation.evaluation import Evaluation, evaluate_checkpoint
+from model.evaluation.harness import PAIRS_NAME, export_tasks
+from model.evaluation.held_out import rolling_log_likelihoods
+from model.evaluation.pairs import accuracy, by_group, read_pairs
+from model.evaluation.samples import Sampler
+from model.gpu.quantization import Quantization
+from model.io.error_line import error_line
+from model.nn.transformer import Transformer
+from model.system.limits import usable_cpus
+from model.tokenizer.interface import Tokenizer
+from model.training.config import load_train_config
+from model.training.data.source_config import SourceConfig
+from model.training.data.sources import check_sources, read_source
+from service.config.command_settings import EvalSettings
+from service.config.settings import SettingsError
+from service.engine.offline import complete_batch
+from service.worker.engine_factory import find_cache_dtype, find_device, find_quantization, prepare_matrices
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_USUAL_CONTEXT = 2048
+
+
+def main(settings: EvalSettings) -> int:
+    """Run the command. Exit codes: 0 success, 1 failure, 2 invalid settings."""
+    try:
+        _check_outputs(settings)
+        _find_quantization(settings)
+        manifest = read_manifest(settings.checkpoint)
+        length = _context_length(settings, manifest.config)
+        splits = _read_splits(settings)
+        pairs = [] if settings.pairs is None else read_pairs(settings.pairs)
+        tokenizer = manifest.verify()
+        if settings.export_tasks is not None:
+            tasks = export_tasks(settings.export_tasks, splits, pairs)
+            _print_progress(_how_to_run(manifest, settings.export_tasks, tasks, length))
+        plain = _evaluate_unquantized(settings, manifest, tokenizer, splits, length)
+        model = _load(settings, manifest)
+        sampler = None
+        if settings.samples:
+            sampler = Sampler(model, tokenizer, manifest.directory, complete_batch, draws=settings.samples)
+        evaluation = evaluate_checkpoint(
+            model,
+            tokenizer,
+            splits=splits,
+            pairs=pairs,
+            sampler=sampler,
+            max_context_length=length,
+            report=_print_progress,
+        )
+        _print(manifest, evaluation, plain)
+        if settings.out is not None:
+            facts = {"checkpoint": _facts(manifest), "settings": _settings_facts(settings, model, length)}
+            compared = {} if plain is None else {"without_rounding": plain.to_dict()["held_out"]}
+            _write(settings.out, _json({**facts, **evaluation.to_dict(), **compared}, indent=2) + "\n")
+        if settings.documents is not None:
+            _print_progress("computing the rolling log-likelihood of each document, as lm-evaluation-harness does")
+            rows = _documents(evaluation, splits, model, tokenizer, length)
+            _write(settings.documents, "".join(_json(row) + "\n" for row in rows))
+    except SettingsError:
+        raise  # `service.cli.main` reports it
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:  # torch's messages have several lines
+        said = next(iter(str(error).splitlines()), "out of memory")
+        print(f"kvasir eval: {error_line(said)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _check_outputs(settings: EvalSettings) -> None:
+    """Reject settings that select nothing to measure, or output paths that cannot be written, before measuring.
+
+    Raises:
+        SettingsError: nothing is selected, or a path is unusable.
+    """
+    if settings.config is None and not settings.texts and settings.pairs is None and not settings.samples:
+        raise SettingsError("nothing to measure: give --config, --texts or --pairs, or set --samples above 0")
+    for name in ("out", "documents"):
+        path: Path | None = getattr(settings, name)
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            what = "is a directory" if path.is_dir() else f"there is no directory {path.parent}"
+            raise SettingsError(f"--{name} {path}: {what}; choose another path")
+
+
+def _context_length(settings: EvalSettings, config: ModelConfig) -> int:
+    """Return the context length in tokens.
+
+    Raises:
+        SettingsError: the length exceeds the model's positions, or is too short for the harness.
+    """
+    wanted, available = settings.max_context_length, config.max_context_length
+    if wanted == "auto":
+        return min(available, _USUAL_CONTEXT)
+    if not 3 <= wanted <= available:
+        raise SettingsError(
+            f"--max-context-length {wanted}: must be from 3 to {available}, the number of positions of the model"
+        )
+    return wanted
+
+
+def _read_splits(settings: EvalSettings) -> dict[str, list[str]]:
+    """Return the texts to measure, by name: the held-out texts of the recipe, and the texts of `--texts`.
+
+    Raises:
+        SettingsError: two sources have the same name, or the recipe holds out no text.
+        ValueError: a recipe or a file is invalid.
+    """
+    sources = [source for source in _of_recipe(settings.config) if source.held_out or source.held_out_ids]
+    for text in settings.texts:
+        name, _, path = text.partition("=")
+        if any(source.name == name for source in sources):
+            raise SettingsError(f"--texts {text}: the recipe also has a source {name}; choose another name")
+        sources.append(SourceConfig(name=name, path=Path(path), repeats=0, held_out=1.0, licence=""))
+    check_sources(sources)
+    splits = {source.name: read_source(source).held_out for source in sources}
+    splits = {name: _evenly(texts, settings.max_documents) for name, texts in splits.items() if texts}
+    if settings.config is not None and not splits:
+        raise SettingsError(f"--config {settings.config}: its sources hold out no texts; give --texts")
+    return splits
+
+
+def _of_recipe(path: Path | None) -> tuple[SourceConfig, ...]:
+    return () if path is None else load_train_config(path).sources
+
+
+def _evenly(texts: list[str], most: int | None) -> list[str]:
+    """Return at most `most` of the texts, evenly spaced."""
+    if most is None or len(texts) <= most:
+        return texts
+    return [texts[number * len(texts) // most] for number in range(most)]
+
+
+def _load(settings: EvalSettings, manifest: Manifest) -> Transformer:
+    torch.set_num_threads(usable_cpus() if settings.threads == "auto" else settings.threads)
+    device, dtype = find_device(settings.device), _DTYPES[settings.dtype]
+    quantization, cache_dtype = _find_quantization(settings)
+    attention = ATTENTION_BACKENDS["sdpa"]
+    model = load_model(manifest, device=device, dtype=dtype, attention=AsCached(attention, cache_dtype))
+    if settings.quantize != "none":
+        prepare_matrices(model, settings.quantize, quantization)
+    return model
+
+
+def _evaluate_unquantized(
+    settings: EvalSettings, manifest: Manifest, tokenizer: Tokenizer, splits: Mapping[str, Sequence[str]], length: int
+) -> Evaluation | None:
+    """Measure the held-out texts with the unquantized model. Return None if the settings do not quantize."""
+    if not splits or (settings.quantize, settings.kv_cache_dtype) == ("none", "auto"):
+        return None
+    model = _load(settings.model_copy(update={"quantize": "none", "kv_cache_dtype": "auto"}), manifest)
+    report = lambda line: _print_progress(f"{line}, unquantized")  # noqa: E731
+    return evaluate_checkpoint(model, tokenizer, splits=splits, max_context_length=length, report=report)
+
+
+def _find_quantization(settings: EvalSettings) -> tuple[Quantization | None, torch.dtype]:
+    """Return the quantization of the weights, and the dtype of the KV-cache.
+
+    Raises:
+        SettingsError: this device or dtype does not support the quantization.
+    """
+    device, dtype = find_device(settings.device), _DTYPES[settings.dtype]
+    return (
+        find_quantization(settings.quantize, device, dtype),
+        find_cache_dtype(settings.kv_cache_dtype, device, dtype),
+    )
+
+
+def _print(manifest: Manifest, evaluation: Evaluation, plain: Evaluation | None) -> None:
+    """Print the tables to stdout. If `plain` is given, also print the change in bits per byte relative to `plain`."""
+    console = Console(markup=False)  # names of splits and pairs come from files and may contain markup
+    title = f"{manifest.name}, {manifest.config.num_parameters:,} parameters"
+    if evaluation.held_out:
+        columns = ["held out", "documents", "tokens", "bits/byte", "nats/token", "top-1"]
+        table = _table(title, *columns, *([] if plain is None else ["change in bits/byte by quantization"]))
+        for name, held_out in evaluation.held_out.items():
+            counts = f"{len(held_out.documents):,}", f"{held_out.num_tokens:,}"
+            losses = f"{held_out.bits_per_byte:.4f}", f"{held_out.nats_per_token:.4f}"
+            before = None if plain is None else plain.held_out[name].bits_per_byte
+            effect = [f"{held_out.bits_per_byte / before - 1:+.2%}" if before else "–"] if plain else []
+            table.add_row(name, *counts, *losses, f"{held_out.accuracy:.2%}", *effect)
+        console.print(table)
+    if evaluation.pairs:
+        table = _table(title, "minimal pairs", "pairs", "accuracy")
+        groups = by_group(evaluation.pairs)
+        for name, scores in groups.items():
+            if name:
+                table.add_row(name, f"{len(scores):,}", f"{accuracy(scores):.2%}")
+        table.add_row("all", f"{len(evaluation.pairs):,}", f"{accuracy(evaluation.pairs):.2%}")
+        console.print(table)
+    if evaluation.diversity:
+        headings = "temperature", "samples", "distinct-1", "distinct-2", "distinct-3", "repetition"
+        table = _table(title, *headings)
+        for measured in evaluation.diversity:
+            shares = ("–" if share is None else f"{share:.3f}" for share in (*measured.distinct, measured.repetition))
+            table.add_row(f"{measured.temperature}", f"{measured.num_samples:,}", *shares)
+        console.print(table)
+    for sample in evaluation.samples:
+        gap = " →\n" if sample.kind == "chat" else ""
+        print(f"\n[{sample.kind}] {sample.prompt}{gap}{sample.completion}")
+
+
+def _table(title: str, first: str, *headings: str) -> Table:
+    table = Table(first, title=title)
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _facts(manifest: Manifest) -> dict[str, Any]:
+    """Return the identity of the checkpoint: hashes of its files, and its training if the manifest has it."""
+    files = {name: digest or file_digest(manifest.directory / name) for name, (_, digest) in manifest.files.items()}
+    return {
+        "name": manifest.name,
+        "parameters": manifest.config.num_parameters,
+        "files": files,
+        "training": manifest.training,
+    }
+
+
+def _settings_facts(settings: EvalSettings, model: Transformer, length: int) -> dict[str, Any]:
+    return {
+        "device": model.token_embedding.weight.device.type,
+        "dtype": settings.dtype,
+        "quantize": settings.quantize,
+        "kv_cache_dtype": settings.kv_cache_dtype,
+        "max_context_length": length,
+        "max_documents": settings.max_documents,
+        "samples": settings.samples,
+    }
+
+
+def _documents(
+    evaluation: Evaluation,
+    splits: Mapping[str, Sequence[str]],
+    model: Transformer,
+    tokenizer: Tokenizer,
+    length: int,
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each document and each pair, with log-likelihoods in nats."""
+    for name, held_out in evaluation.held_out.items():
+        rolling = rolling_log_likelihoods(model, tokenizer, splits[name], max_length=length)
+        for number, (ours, theirs) in enumerate(zip(held_out.documents, rolling, strict=True)):
+            yield {"split": name, "index": number, "log_likelihood": ours, "loglikelihood_rolling": theirs}
+    for number, score in enumerate(evaluation.pairs):
+        yield {"split": PAIRS_NAME, "index": number, "good": score.good, "bad": score.bad}
+
+
+def _how_to_run(manifest: Manifest, directory: Path, tasks: Iterable[str], length: int) -> str:
+    """Return instructions to run the exported tasks with lm-evaluation-harness."""
+    model = f"model={manifest.name},base_url=http://127.0.0.1:8000/v1/completions,max_length={length}"
+    return (
+        f"tasks written to {directory}; to run them, serve the checkpoint on port 8000 and run:\n"
+        f"lm_eval --model local-completions --model_args {model} --include_path {directory} --tasks {','.join(tasks)}"
+    )
+
+
+def _json(value: Any, *, indent: int | None = None) -> str:
+    """Return `value` as JSON. NaN and infinity, as from a model with damaged weights, become null."""
+    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; choose another file") from error
+    _print_progress(f"wrote {path}")
+
+
+def _print_progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

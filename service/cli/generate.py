@@ -1,0 +1,98 @@
+"""Command `kvasir generate`."""
+
+import secrets
+import sys
+import time
+
+from model.checkpoint.manifest import read_manifest
+from model.sampling.generation_config import GENERATION_CONFIG_FILE
+from model.sampling.params import SamplingParams
+from model.tokenizer.interface import Tokenizer
+from service.config.settings import GenerateSettings, SettingsError, context_length
+from service.ipc.messages import Finish, Submit
+from service.preprocess.served_model import RequestDefaults, read_defaults
+from service.worker.engine_factory import build_engine
+
+
+def main(settings: GenerateSettings) -> int:
+    """Print the completion of `--prompt`. Exit codes: 0 success, 1 failure."""
+    try:
+        manifest = read_manifest(settings.checkpoint)
+        tokenizer = manifest.verify()
+        defaults = read_defaults(settings, manifest.directory)
+        if defaults.ignored:
+            names = ", ".join(defaults.ignored)
+            print(
+                f"kvasir generate: warning: {GENERATION_CONFIG_FILE}: {names}: not supported, ignored", file=sys.stderr
+            )
+        submit = _submit(settings, tokenizer, defaults, context_length(settings, manifest.config))
+        engine, facts = build_engine(settings, manifest)
+    except SettingsError:
+        raise  # `service.cli.main` reports it
+    except (
+        ValueError,
+        RuntimeError,
+    ) as error:  # CheckpointError, TokenizerError and GenerationConfigError are ValueErrors
+        print(f"kvasir generate: {error}", file=sys.stderr)
+        return 1
+    begun = time.monotonic()
+    engine.submit(submit)
+    finish = None
+    while finish is None:
+        for delta in engine.step().events:
+            print(delta.text, end="", flush=True)
+            finish = delta.finish
+    print()
+    print(f"[{facts}]\n[{_figures(finish, submit, time.monotonic() - begun)}]", file=sys.stderr)
+    return 0
+
+
+def _submit(
+    settings: GenerateSettings, tokenizer: Tokenizer, defaults: RequestDefaults, max_context_length: int
+) -> Submit:
+    """Build the engine request. A given flag overrides the checkpoint's default, which overrides the flag's default.
+
+    Raises:
+        SettingsError: prompt and completion exceed the context length.
+    """
+    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    prompt_ids = (*begin, *tokenizer.encode(settings.prompt))
+    room = max_context_length - len(prompt_ids)
+    max_tokens = settings.max_tokens
+    if defaults.max_new_tokens is not None and "max_tokens" not in settings.model_fields_set:
+        max_tokens = min(defaults.max_new_tokens, max(1, room))
+    if max_tokens > room:
+        raise SettingsError(
+            f"--max-tokens {max_tokens} and a prompt of {len(prompt_ids)} tokens "
+            f"exceed the context length of {max_context_length}; lower --max-tokens or shorten the prompt"
+        )
+    flags = ("temperature", "top_k", "top_p", "min_p")
+    sampling = {name: getattr(settings, name) for name in flags} | {
+        name: value for name, value in defaults.sampling.items() if name not in settings.model_fields_set
+    }
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        **sampling,
+        seed=secrets.randbits(64) if settings.seed is None else settings.seed,
+        stop=() if settings.stop is None else (settings.stop,),
+    )
+    return Submit(
+        uid="generate",
+        attempt=0,
+        prompt_token_ids=prompt_ids,
+        prior_token_ids=(),
+        params=params,
+        arrival_seconds=time.monotonic(),
+        deadline_seconds=None,
+    )
+
+
+def _figures(finish: Finish, submit: Submit, seconds: float) -> str:
+    rate = max(0, finish.num_completion_tokens - 1) / finish.decode_seconds if finish.decode_seconds > 0 else 0.0
+    # Greedy sampling (temperature 0) does not use the seed, so the seed is not printed.
+    seed = "" if submit.params.temperature == 0 else f", seed {submit.params.seed}"
+    return (
+        f"{finish.num_prompt_tokens} prompt tokens, {finish.num_completion_tokens} completion tokens "
+        f"({finish.reason}){seed}, prefill {finish.prefill_seconds * 1000:.0f} ms, "
+        f"decode {rate:.0f} tokens/s, {seconds:.2f} s in total"
+    )

@@ -1,0 +1,141 @@
+"""Command line `kvasir`: a table of commands, and the code that runs one.
+
+A command's module is imported after its flags are parsed: importing torch takes seconds, which a typo should not cost.
+"""
+
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic_settings import BaseSettings
+
+from service.cli.interrupts import EXIT_CODE, raise_on_interrupt
+from service.config.command_settings import (
+    ConvertSettings,
+    EvalSettings,
+    ExportTokenizerSettings,
+    InspectAttentionSettings,
+    InspectParamsSettings,
+    InspectSettings,
+    TokenizeSettings,
+    TrainSettings,
+)
+from service.config.library_environment import LIBRARY_ENVIRONMENT
+from service.config.settings import GenerateSettings, ServeSettings, SettingsError, read_settings
+from service.supervisor.prespawned_worker import EARLY_WORKER
+
+# Optional dependencies (extras in pyproject.toml), which serving does not need.
+EXTRA_MODULES = ("matplotlib",)
+
+
+class Command(NamedTuple):
+    """One command of the command line.
+
+    module: module whose `main` takes the settings and returns the exit code.
+    line: description in the list of commands.
+    settings: settings class, whose docstring heads the help page. None: `main` takes the unparsed arguments.
+    """
+
+    module: str
+    line: str
+    settings: type[BaseSettings] | None
+
+
+_IN = "service.cli."
+COMMANDS = {
+    "serve": Command(_IN + "serve", "serve a checkpoint over HTTP, in OpenAI's protocol", ServeSettings),
+    "generate": Command(_IN + "generate", "complete a text in this process, without a server", GenerateSettings),
+    "train": Command(_IN + "train", "train a model and write its checkpoint", TrainSettings),
+    "eval": Command(_IN + "eval", "evaluate a model on held-out texts, minimal pairs, samples", EvalSettings),
+    "bench": Command(_IN + "bench", "measure the engine in this process", None),
+    "tokenize": Command(_IN + "tokenize", "show how a text becomes token ids", TokenizeSettings),
+    "export-tokenizer": Command(
+        _IN + "export_tokenizer", "write the tokenizer as a Hugging Face directory", ExportTokenizerSettings
+    ),
+    "convert": Command(_IN + "convert", "convert a checkpoint into another format", ConvertSettings),
+    "inspect": Command(_IN + "inspect", "show the contents of a checkpoint", InspectSettings),
+}
+# `kvasir inspect WORD`.
+LOOKS = {
+    "params": Command(_IN + "inspect_params", "count the parameters of every matrix", InspectParamsSettings),
+    "attention": Command(_IN + "inspect_attention", "show the attention weights of a prompt", InspectAttentionSettings),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 success, 1 failure, 2 invalid arguments, 130 interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    match arguments:
+        case [] | ["-h" | "--help", *_]:
+            print(_help())
+            return 0
+        case ["--version", *_]:
+            print(f"kvasir {importlib.metadata.version('kvasir')}")
+            return 0
+        case ["inspect", look, *rest] if not look.startswith("-"):
+            return _run(f"inspect {look}", LOOKS[look], rest) if look in LOOKS else _no_look(look)
+        case [name, *rest] if name in COMMANDS:
+            return _run(name, COMMANDS[name], rest)
+    print(f"kvasir: no command {arguments[0]!r}; use one of {', '.join(COMMANDS)}", file=sys.stderr)
+    return 2
+
+
+def _no_look(word: str) -> int:
+    looks = " and ".join(f"`kvasir inspect {look}`" for look in LOOKS)
+    hint = f"did you mean --checkpoint {word}?" if Path(word).is_dir() else f"use {looks}"
+    print(f"kvasir inspect: no subcommand {word!r}; {hint}", file=sys.stderr)
+    return 2
+
+
+def _run(name: str, command: Command, argv: list[str]) -> int:
+    # Set before torch is loaded, in this process or in a worker, which inherits the environment.
+    for variable, value in LIBRARY_ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    try:
+        given: object = argv
+        if command.settings is not None:
+            summary = " ".join((command.settings.__doc__ or "").split())
+            given = read_settings(command.settings, argv, command=name, summary=summary)
+        if isinstance(given, ServeSettings):
+            EARLY_WORKER.begin(given.checkpoint)
+        module = importlib.import_module(command.module)
+        raise_on_interrupt()
+        code: int = module.main(given)
+        sys.stdout.flush()
+    except SettingsError as error:
+        print(f"kvasir {name}: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA_MODULES:
+            raise
+        advice = f"needs {error.name}, which is not installed; run `pip install {error.name}`"
+        print(f"kvasir {name}: {advice}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `kvasir inspect | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return EXIT_CODE
+    finally:
+        EARLY_WORKER.end()
+    return code
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.line}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "Kvasir serves decoder-only language models.",
+            "",
+            "usage: kvasir COMMAND [flags]",
+            "",
+            *lines,
+            "",
+            "`kvasir COMMAND --help` explains a command; `kvasir --version` prints the version.",
+        ]
+    )

@@ -1,0 +1,1 @@
+"""Settings: flags, environment variables, defaults and their errors."""

@@ -1,0 +1,1 @@
+"""Execution of a step: inputs, forward pass, sampling, CUDA graphs."""

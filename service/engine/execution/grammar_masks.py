@@ -1,0 +1,179 @@
+"""Grammar-constrained decoding: grammars are compiled, and token masks computed, in background threads.
+
+A submission is held until its grammar is compiled, without delaying other submissions. The allowed tokens depend only
+on the sequence's own tokens, so batching, chunking, preemption and replay do not change the output. A matcher consumes
+the prior tokens of its sequence, then each sampled token.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from collections.abc import Sequence as Ordered
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
+
+from model.structured_output.grammar import GrammarError, Vocabulary, compile_grammar
+from model.tokenizer.interface import Tokenizer
+from service.engine.scheduling.sequence import SequenceState
+from service.engine.scheduling.step_plan import StepPlan
+from service.ipc.messages import FinishReason, Submit
+
+# Maximum number of cached grammars, megabytes each. The least recently used grammar is evicted.
+_MAX_COMPILED = 64
+# Maximum wait of an idle step for a compilation: the engine loop must read new commands in between.
+_PATIENCE_SECONDS = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Token masks of the grammar-constrained rows of a step, still being computed. A row may allow no token."""
+
+    rows: tuple[int, ...]
+    _computing: Future[NDArray[np.bool_]]
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Wait for the masks and return them: bool RV, one row for each entry of `rows`."""
+        return self._computing.result()
+
+
+class Grammars:
+    """Compiler and cache of grammars, with the matcher of each grammar-constrained sequence."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._eos_token_ids = list(tokenizer.eos_token_ids)
+        self._special_ids = sorted({*tokenizer.special_tokens.values()}.difference(tokenizer.eos_token_ids))
+        self._vocabulary: LLTokenizer | None = None  # used by the compiling thread alone, made at first use
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._held: dict[str, Submit] = {}
+        self._futures: dict[str, Future[LLMatcher]] = {}  # uid to its grammar, until `begin`
+        self._matchers: dict[str, LLMatcher] = {}
+        self._compiling_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+        self._masks_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
+
+    @property
+    def num_held(self) -> int:
+        """Number of submissions that wait for their grammar."""
+        return len(self._held)
+
+    @property
+    def uids(self) -> set[str]:
+        """Uids of the sequences with a matcher."""
+        return set(self._matchers)
+
+    def warm_up(self) -> None:
+        """Prepare the vocabulary once. For a large vocabulary this holds the GIL for about a second."""
+        self._compiling_thread.submit(self._make_vocabulary).result()
+
+    def hold(self, submit: Submit) -> bool:
+        """Hold a submission and return True if its grammar is not compiled. `take_compiled` returns it later."""
+        if submit.grammar is None:
+            return False
+        held = self._held.get(submit.uid)
+        if held is not None and submit.attempt <= held.attempt:
+            return True
+        future = self._compiled.get(submit.grammar)
+        if future is None:
+            future = self._compiling_thread.submit(self._compile, submit.grammar)
+            self._compiled[submit.grammar] = future
+            if len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(submit.grammar)
+        self._futures[submit.uid] = future
+        # A submission also waits behind held submissions with the same grammar, to keep the order of arrival.
+        if future.done() and all(self._futures[uid] is not future for uid in self._held):
+            return False
+        self._held[submit.uid] = submit
+        return True
+
+    def take_compiled(self, *, may_wait: bool) -> list[Submit]:
+        """Remove and return the held submissions whose grammar is compiled. `may_wait`: wait up to 10 ms for one."""
+        if not self._held:
+            return []
+        if may_wait:
+            wait([self._futures[uid] for uid in self._held], _PATIENCE_SECONDS, return_when=FIRST_COMPLETED)
+        compiled = {future for uid in self._held if (future := self._futures[uid]).done()}
+        return [self._held.pop(uid) for uid in list(self._held) if self._futures[uid] in compiled]
+
+    def begin(self, submit: Submit) -> bool:
+        """Create the matcher of a sequence. Return True if its prior tokens already complete the grammar.
+
+        Raises:
+            GrammarError: the grammar cannot be compiled, or the prior tokens violate it.
+        """
+        future = self._futures.pop(submit.uid, None)
+        if future is None:
+            return False
+        matcher = future.result().deep_copy()
+        if not matcher.consume_tokens(list(submit.prior_token_ids)):
+            raise GrammarError(matcher.get_error())
+        self._matchers[submit.uid] = matcher
+        return bool(submit.prior_token_ids) and matcher.is_stopped()
+
+    def forget(self, uid: str) -> None:
+        """Drop all state of an ended or cancelled sequence. Unknown uids are ignored."""
+        for known in (self._held, self._futures, self._matchers):
+            known.pop(uid, None)
+
+    def complaint(self, uid: str) -> str | None:
+        """Return the error of a sequence's matcher, such as an exceeded limit; None without an error."""
+        matcher = self._matchers.get(uid)
+        return str(GrammarError(matcher.get_error())) if matcher is not None and matcher.is_error() else None
+
+    def masks(self, plan: StepPlan) -> Masks | None:
+        """Start computing the masks of a step in a background thread; None if no row needs a mask."""
+        if not self._matchers:
+            return None
+        draws = (chunk.sequence for chunk in plan.chunks if chunk.draws)
+        asked = [(row, sequence) for row, sequence in enumerate(draws) if sequence.uid in self._matchers]
+        if not asked:
+            return None
+        work = [(self._matchers[sequence.uid], sequence.params.ignore_eos) for _, sequence in asked]
+        return Masks(tuple(row for row, _ in asked), self._masks_thread.submit(self._allowed, work))
+
+    def advance(self, plan: StepPlan, token_ids: Ordered[int | None]) -> Iterator[SequenceState]:
+        """Feed the sampled tokens of a step to the matchers. Yield the sequences whose grammar is now complete."""
+        sampled = iter(token_ids)
+        for chunk in plan.chunks if self._matchers else ():
+            token_id, sequence = next(sampled) if chunk.draws else None, chunk.sequence
+            matcher = self._matchers.get(sequence.uid)
+            if token_id is None or matcher is None or sequence.finish_reason is FinishReason.STOP:
+                continue
+            # If this token exceeds a matcher limit, the next mask is empty, and the sequence ends with the error.
+            if matcher.consume_token(token_id) and (matcher.is_stopped() or self._can_only_end(sequence, matcher)):
+                yield sequence
+
+    def _can_only_end(self, sequence: SequenceState, matcher: LLMatcher) -> bool:
+        """Return True if only the end of text may follow, and the end of text cannot be sampled."""
+        params = sequence.params
+        can_draw_end = self._eos_token_ids and not params.ignore_eos
+        if (can_draw_end and sequence.num_completion_tokens >= params.min_tokens) or not matcher.is_accepting():
+            return False
+        return not self._allowed([(matcher, True)]).any()
+
+    def _allowed(self, work: Ordered[tuple[LLMatcher, bool]]) -> NDArray[np.bool_]:
+        """Return the mask of each matcher: bool RV.
+
+        work: matchers, each with True if end-of-sequence tokens must be excluded.
+        """
+        allowed_RV = np.zeros((len(work), self._tokenizer.vocab_size), dtype=np.bool_)
+        for row, (matcher, excludes_eos) in enumerate(work):
+            packed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+            if matcher.is_error():
+                continue
+            allowed_RV[row] = np.unpackbits(packed, count=allowed_RV.shape[1], bitorder="little")
+            if excludes_eos:
+                allowed_RV[row, self._eos_token_ids] = False
+        allowed_RV[:, self._special_ids] = False  # Lark grammars can name special tokens
+        return allowed_RV
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        return compile_grammar(self._make_vocabulary(), grammar)
+
+    def _make_vocabulary(self) -> LLTokenizer:
+        if self._vocabulary is None:
+            self._vocabulary = Vocabulary.of(self._tokenizer).for_masks()
+        return self._vocabulary

@@ -1,0 +1,324 @@
+"""Model runner: forward passes and sampling, with the model and the KV-cache tensors."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model.attention.kv_cache import KVCache
+from model.inspect.attention_weights import weights_of_layer
+from model.native.decode_call import Decoded
+from model.native.native_transformer import NativeTransformer, to_native
+from model.nn.transformer import Transformer
+from model.sampling.params import SamplingParams
+from model.sampling.sampler import NO_TOKEN, most_likely, sample, sample_on_device, top_logprobs
+from model.structured_output.token_masks import mask_logits
+from service.engine.execution.cuda_graphs import Bucket, Capture, DecodeGraphs, buckets
+from service.engine.execution.embedding_pooling import PooledRows
+from service.engine.execution.model_inputs import ModelInputs
+from service.engine.scheduling.step_plan import MIN_ROWS
+from service.ipc.messages import TokenLogprob
+
+
+class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Outputs of one step: a sampled token for each row of `ModelInputs.params`, and the requested logprobs.
+
+    token_ids: sampled tokens; None for a row whose request allows no next token.
+    logprobs: one entry per row; None for a row without requested logprobs or without a token. Empty if no row of the
+        step requests logprobs.
+    prompt_logprobs: uid to the logprobs of the prompt tokens scored in this step.
+    pooled: uid to the sum of the hidden states selected by `ModelInputs.pooled_rows`, E float64.
+    non_finite: indices of packed tokens whose hidden state, logits or pooled sum are NaN or infinite. Tokens and
+        logprobs of these rows are invalid.
+    """
+
+    token_ids: Sequence[int | None]
+    logprobs: list[TokenLogprob | None]
+    prompt_logprobs: dict[str, list[TokenLogprob]]
+    pooled: dict[str, NDArray[np.float64]] = {}
+    non_finite: frozenset[int] = frozenset()
+
+
+class Launched(Protocol):
+    """Step launched on a device, possibly still being computed."""
+
+    def read(self) -> StepOutputs:
+        """Wait for the step and return its outputs: sampled tokens and non-finite rows only."""
+        ...
+
+
+class Runner(Protocol):
+    """Interface of the engine to the computation: `ModelRunner`, or a fake in tests."""
+
+    @property
+    def min_rows(self) -> int:
+        """Minimum number of rows of a step. Smaller steps are padded, because fewer rows would round differently."""
+        ...
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """True if the host is free while a launched step is computed."""
+        ...
+
+    def run(self, inputs: ModelInputs) -> StepOutputs:
+        """Compute a step and wait for its outputs."""
+        ...
+
+    def launch(self, inputs: ModelInputs) -> Launched:
+        """Launch a step after all steps launched before. The step must not need rules, masks or logprobs.
+
+        The caller may overwrite the inputs once this returns. `previous_rows` refers to the step launched last.
+        """
+        ...
+
+    def attention_weights(self, token_ids: Sequence[int], *, layer: int, heads: Sequence[int]) -> bytes:
+        """Return the attention weights of a text, as in `service.ipc.messages.AttentionResult`."""
+        ...
+
+
+class ModelRunner:
+    """Runs a transformer over a paged KV-cache of `num_blocks` blocks, plus one scratch block for padding.
+
+    With native attention and loaded native kernels, these kernels compute the whole model, see
+    `model.native.native_transformer`.
+
+    Args:
+        model: the model.
+        num_blocks: number of KV blocks for sequences.
+        block_size: tokens per KV block.
+        vocab_size: only token ids below it are sampled. Embeddings are often padded beyond the tokenizer's vocabulary,
+            and the ids of the padding have no text.
+        cache_dtype: dtype of the KV-cache; None for the dtype of the model.
+    """
+
+    def __init__(
+        self,
+        model: Transformer | NativeTransformer,
+        *,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._model = to_native(model)
+        self._vocab_size = vocab_size
+        weight = model.token_embedding.weight
+        self._device = weight.device
+        self._is_on_device = weight.device.type != "cpu"
+        self._cache = KVCache(
+            model.config,
+            num_blocks=num_blocks + 1,
+            block_size=block_size,
+            dtype=weight.dtype,
+            device=weight.device,
+            cache_dtype=cache_dtype,
+        )
+        self._graphs: DecodeGraphs | None = None
+        self._sampled_B: Tensor | None = None  # sampled by the step launched last, on its device
+
+    @torch.inference_mode()
+    def record(self, capture: Capture, *, max_rows: int, max_context_length: int) -> tuple[Bucket, ...]:
+        """Capture decode steps of up to `max_rows` rows as CUDA graphs and return the captured shapes.
+
+        Must be called before the first step. The attention backend must read only positions, slots and block tables,
+        see `DecodeGraphs`.
+        """
+        self._graphs = DecodeGraphs(
+            lambda token_ids_T, metadata: self._model.hidden(token_ids_T, metadata, self._cache),
+            capture=capture,
+            shapes=buckets(max_rows, -(-max_context_length // self._cache.block_size)),
+            scratch_block=self._cache.num_blocks - 1,
+            block_size=self._cache.block_size,
+            device=self._device,
+        )
+        return self._graphs.shapes
+
+    def run(self, inputs: ModelInputs) -> StepOutputs:
+        """Compute a step. All sampled ids are copied to the host at once."""
+        if isinstance(self._model, NativeTransformer):
+            return self._run(inputs)  # no gradients here, and entering inference_mode costs as much as sampling
+        with torch.inference_mode():
+            return self._run(inputs)
+
+    def launch(self, inputs: ModelInputs) -> Launched:
+        """Launch a step, see `Runner.launch`."""
+        with torch.inference_mode():
+            x_TE, logits_RV = self._compute(inputs)
+            self._sampled_B = sample_on_device(logits_RV[: len(inputs.params)], inputs.params, inputs.positions)
+            return _LaunchedStep(self._sampled_B, _sums(x_TE, logits_RV, inputs.metadata.logit_rows_R))
+
+    def _compute(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
+        """Return the hidden states TE of a step, and the requested logits RV."""
+        sampled_B = self._previous_tokens(inputs.previous_rows) if inputs.previous_rows else None
+        x_TE = None if self._graphs is None else self._graphs.hidden(inputs, sampled_B)
+        if x_TE is None:
+            token_ids_T, metadata = inputs.token_ids_T, inputs.metadata
+            if self._is_on_device:
+                token_ids_T, metadata = token_ids_T.to(self._device, non_blocking=True), metadata.to(self._device)
+            if sampled_B is not None:
+                token_ids_T = torch.cat((sampled_B, token_ids_T[len(sampled_B) :]))
+            x_TE = self._model.hidden(token_ids_T, metadata, self._cache)
+        rows_R = inputs.metadata.logit_rows_R
+        x_RE = x_TE if rows_R is None else x_TE[rows_R.to(self._device, non_blocking=True)]
+        logits_RV = self._model.logits(x_RE)
+        if logits_RV.shape[1] > self._vocab_size:
+            logits_RV = logits_RV[:, : self._vocab_size]
+        return x_TE, logits_RV
+
+    def _previous_tokens(self, rows: tuple[int, ...]) -> Tensor:
+        """Return the tokens that the step launched last sampled in these rows."""
+        assert self._sampled_B is not None
+        if rows == tuple(range(len(self._sampled_B))):
+            return self._sampled_B
+        return self._sampled_B[torch.tensor(rows).to(self._device, non_blocking=True)]
+
+    def _run(self, inputs: ModelInputs) -> StepOutputs:
+        decoded = self._decode(inputs)
+        if decoded is None:
+            likely = None
+            x_TE, logits_RV = self._compute(inputs)
+            non_finite = _non_finite(_sums(x_TE, logits_RV, inputs.metadata.logit_rows_R).cpu())
+        else:
+            likely, logits_RV = decoded
+            x_TE = logits_RV[:, :0]  # an empty tensor: decode steps pool no hidden states
+            non_finite = {row for row, token_id in enumerate(likely) if token_id < 0} if min(likely) < 0 else set()
+        token_ids = _sample(logits_RV, inputs, likely) if inputs.params else []
+        pooled = self._pool(x_TE, inputs.pooled_rows) if inputs.pooled_rows else {}
+        for rows in inputs.pooled_rows:
+            if not np.isfinite(pooled[rows.uid]).all():
+                non_finite.add(rows.first_row)
+        return StepOutputs(
+            token_ids=token_ids,
+            logprobs=_sampled_logprobs(logits_RV, token_ids, inputs.params) if inputs.wants_logprobs else [],
+            prompt_logprobs={
+                rows.uid: _token_logprobs(
+                    logits_RV[rows.first_row : rows.first_row + len(rows.targets)], rows.targets, rows.num_top
+                )
+                for rows in inputs.prompt_rows
+            },
+            pooled=pooled,
+            non_finite=frozenset(non_finite),
+        )
+
+    def _decode(self, inputs: ModelInputs) -> Decoded | None:
+        """Compute a decode step in one call of the native kernels; None if they do not support the step."""
+        model = self._model
+        if not isinstance(model, NativeTransformer) or inputs.metadata.logit_rows_R is not None:
+            return None
+        return model.decode(inputs.token_ids_T, inputs.metadata, self._cache, num_ids=self._vocab_size)
+
+    @property
+    def min_rows(self) -> int:
+        """Minimum number of rows, see `Runner.min_rows`. It is 1 for the native kernels, which are batch-invariant."""
+        return 1 if isinstance(self._model, NativeTransformer) else MIN_ROWS
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """True on a GPU, see `Runner.is_asynchronous`."""
+        return self._device.type == "cuda"
+
+    def _pool(self, x_TE: Tensor, pooled_rows: Sequence[PooledRows]) -> dict[str, NDArray[np.float64]]:
+        """Return the sums of hidden states after the final norm, by uid. They are copied to the host at once."""
+        chunks = (x_TE[rows.first_row : rows.first_row + rows.num_rows] for rows in pooled_rows)
+        sums_BE = torch.stack([self._model.final_norm(chunk_XE).double().sum(dim=0) for chunk_XE in chunks])
+        return dict(zip((rows.uid for rows in pooled_rows), sums_BE.cpu().numpy(), strict=True))
+
+    def attention_weights(self, token_ids: Sequence[int], *, layer: int, heads: Sequence[int]) -> bytes:
+        """Return the attention weights of a text: the lower triangle of each head, float32. The KV-cache is not used.
+
+        Raises:
+            ValueError: the layer or the token ids are invalid, see `weights_of_layer`.
+        """
+        cache_dtype = self._cache.cache_dtype
+        weights_HTT = weights_of_layer(self._model, token_ids, layer=layer, cache_dtype=cache_dtype)[list(heads)]
+        rows, columns = torch.tril_indices(len(token_ids), len(token_ids))
+        return weights_HTT[:, rows, columns].numpy().tobytes()
+
+
+class _LaunchedStep:
+    """Sampled ids and `_sums` that are copied to the host asynchronously until `read` waits for the copies."""
+
+    def __init__(self, sampled_B: Tensor, sums_T: Tensor) -> None:
+        self._ids_B, self._sums_T, self._copied = sampled_B, sums_T, None
+        if sampled_B.is_cuda:
+            self._ids_B, self._sums_T = _pinned(sampled_B), _pinned(sums_T)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> StepOutputs:
+        """Wait for the copies and return the outputs, see `Launched.read`."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        non_finite = frozenset(_non_finite(self._sums_T))
+        return StepOutputs(token_ids=self._ids_B.tolist(), logprobs=[], prompt_logprobs={}, non_finite=non_finite)
+
+
+def _pinned(x: Tensor) -> Tensor:
+    """Return pinned host memory to which the device copies `x` asynchronously."""
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return copy.copy_(x, non_blocking=True)
+
+
+def _sums(x_TE: Tensor, logits_RV: Tensor, rows_R: Tensor | None) -> Tensor:
+    """Return the sum of the hidden state and logits of each packed token, T, to detect NaN and infinity.
+
+    A sum is one pass on the device, and the host does not wait for it. Finite hidden states whose sum overflows (over
+    1e34 each) would overflow a norm too.
+    """
+    sums_T = x_TE.sum(dim=1, dtype=torch.float32)
+    of_logits_R = logits_RV.sum(dim=1, dtype=torch.float32)
+    return sums_T + of_logits_R if rows_R is None else sums_T.index_add_(0, rows_R.to(sums_T.device), of_logits_R)
+
+
+def _non_finite(sums_T: Tensor) -> set[int]:
+    """Return the indices of packed tokens whose sum is NaN or infinite. The sums are on the host."""
+    return set(np.flatnonzero(~np.isfinite(sums_T.numpy())).tolist())
+
+
+def _sample(logits_RV: Tensor, inputs: ModelInputs, likely: list[int] | None) -> Sequence[int | None]:
+    """Sample a token for each row of `inputs.params`; None for a row without an allowed token.
+
+    likely: the most likely token of each row, or None if unknown.
+    """
+    count = len(inputs.params)
+    logits_BV = logits_RV if len(logits_RV) == count else logits_RV[:count]
+    if inputs.all_greedy and not inputs.forbidden and not inputs.rules and inputs.masks is None:
+        return most_likely(logits_BV) if likely is None else likely
+    without_token: list[int] = []
+    if inputs.masks is not None:
+        rows, allowed_RV = inputs.masks.rows, torch.from_numpy(inputs.masks.allowed())
+        logits_BV = mask_logits(logits_BV, rows, allowed_RV)
+        without_token = [row for row, some in zip(rows, allowed_RV.any(dim=1).tolist(), strict=True) if not some]
+    ids = sample(logits_BV, inputs.params, inputs.positions, forbidden=inputs.forbidden, rules=inputs.rules)
+    sampled = [None if token_id == NO_TOKEN else token_id for token_id in ids]
+    for row in without_token:
+        sampled[row] = None
+    return sampled
+
+
+def _sampled_logprobs(
+    logits_RV: Tensor, token_ids: Sequence[int | None], params: Sequence[SamplingParams]
+) -> list[TokenLogprob | None]:
+    """Return the logprobs of the sampled tokens whose requests ask for logprobs."""
+    asked = {row: token_ids[row] for row, param in enumerate(params) if param.logprobs is not None}
+    entries: list[TokenLogprob | None] = [None] * len(params)
+    known = {row: token_id for row, token_id in asked.items() if token_id is not None}
+    if known:
+        num_top = max(params[row].logprobs or 0 for row in known)
+        found = _token_logprobs(logits_RV[list(known)], list(known.values()), num_top)
+        for row, entry in zip(known, found, strict=True):
+            wanted = params[row].logprobs or 0
+            entries[row] = msgspec.structs.replace(entry, top=entry.top[:wanted])
+    return entries
+
+
+def _token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
+    found = top_logprobs(logits_RV, token_ids, num_top)
+    return [
+        TokenLogprob(token_id=token_id, logprob=logprob, rank=rank, top=tuple(top))
+        for token_id, (logprob, rank, top) in zip(token_ids, found, strict=True)
+    ]

@@ -1,0 +1,1 @@
+"""Scheduling: which sequences and tokens the next step computes."""

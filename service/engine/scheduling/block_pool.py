@@ -1,0 +1,142 @@
+"""KV block allocator with reference counts and a prefix-cache index. Pure Python.
+
+`model.attention.kv_cache` holds the tensors.
+
+A block with reference count 0 is free; otherwise the count is the number of sequences that use the block. The hash of
+all tokens up to the end of a full block finds the block. A free block stays findable until it is allocated again: that
+is the prefix cache. The free list, least recently freed first, is its eviction order. Two blocks with equal content
+are not merged, because block tables are append-only.
+"""
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+def root_hash(salt: str, namespace: str = "") -> bytes:
+    """Return the parent hash of a sequence's first block: 16 bytes, or empty without a salt and a namespace.
+
+    BLAKE2b's personalization separates these hashes from `block_hash`: no salt can imitate the tokens of a prompt. A
+    NUL ends the namespace, which contains no NUL itself: no salt can imitate another namespace.
+    """
+    if not salt and not namespace:
+        return b""
+    return hashlib.blake2b(f"{namespace}\0{salt}".encode(), digest_size=16, person=b"cache salt").digest()
+
+
+def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Return the 16-byte BLAKE2b hash of a full block and its prefix: of the parent's hash and the block's token ids.
+
+    The hash is cryptographic because a client that can make two prefixes collide could read another client's context.
+    """
+    return hashlib.blake2b(parent + array("I", token_ids).tobytes(), digest_size=16).digest()
+
+
+class BlockPool:
+    """Pool of blocks with the ids 0 to num_blocks - 1.
+
+    Raises:
+        ValueError: `num_blocks` is not positive.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be positive, not {num_blocks}")
+        self.num_blocks = num_blocks
+        self._reference_counts = [0] * num_blocks
+        self._free = OrderedDict.fromkeys(range(num_blocks))  # the next block to allocate comes first
+        self._block_of_hash: dict[bytes, int] = {}
+        self._hash_of_block: dict[int, bytes] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Number of blocks with reference count 0, cached blocks included."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Allocate `count` blocks, least recently freed first; return None if too few are free.
+
+        Their reference counts become 1, and the prefix cache no longer finds their previous content.
+        """
+        if count > len(self._free):
+            return None
+        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            assert self._reference_counts[block] == 0
+            self._reference_counts[block] = 1
+        self.discard(blocks)
+        return blocks
+
+    def find(self, hashes: Iterable[bytes]) -> list[int]:
+        """Return the blocks of the longest cached prefix of these chained hashes. Reference counts stay unchanged."""
+        blocks = []
+        for wanted in hashes:
+            block = self._block_of_hash.get(wanted)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_free_among(self, blocks: Iterable[int]) -> int:
+        """Return the number of free blocks among these: acquiring them takes this many from the free list."""
+        return sum(self._reference_counts[block] == 0 for block in blocks)
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """Increment the reference counts of these blocks."""
+        for block in blocks:
+            if self._reference_counts[block] == 0:
+                del self._free[block]
+            self._reference_counts[block] += 1
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Decrement the reference counts of a sequence's blocks.
+
+        Later blocks are evicted before earlier ones, because a prefix is useless without its beginning. Blocks without
+        a hash are evicted before all cached blocks.
+        """
+        for block in reversed(blocks):
+            assert self._reference_counts[block] > 0, f"block {block} is freed twice"
+            self._reference_counts[block] -= 1
+            if self._reference_counts[block] == 0:
+                self._free[block] = None
+                if block not in self._hash_of_block:
+                    self._free.move_to_end(block, last=False)
+
+    def register(self, block: int, content: bytes) -> None:
+        """Make a full block findable by its hash, unless a block with this hash is cached already."""
+        assert self._reference_counts[block] > 0, f"block {block} is registered with reference count 0"
+        if content not in self._block_of_hash and block not in self._hash_of_block:
+            self._block_of_hash[content] = block
+            self._hash_of_block[block] = content
+
+    def forget(self) -> None:
+        """Clear the prefix cache, for when the content of the blocks is in doubt."""
+        self._block_of_hash.clear()
+        self._hash_of_block.clear()
+
+    def discard(self, blocks: Iterable[int]) -> None:
+        """Remove these blocks from the prefix cache. Reference counts stay unchanged."""
+        for block in blocks:
+            known = self._hash_of_block.pop(block, None)
+            if known is not None:
+                del self._block_of_hash[known]
+
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+        """Check reference counts against the block tables of all sequences, and the two hash maps against each other.
+
+        Raises:
+            AssertionError: a block leaked, occurs twice in one table, or is cached under a wrong hash.
+        """
+        tenants = Counter[int]()
+        for table in tables:
+            assert len(set(table)) == len(table), f"a block occurs twice in the table {table}"
+            tenants.update(table)
+        for block, count in enumerate(self._reference_counts):
+            assert count == tenants[block], f"block {block}: reference count {count}, but in {tenants[block]} tables"
+            assert (count == 0) == (block in self._free), (
+                f"block {block}: reference count {count} contradicts the free list"
+            )
+        assert len(self._free) + len(tenants) == self.num_blocks
+        mirrored = {content: block for block, content in self._hash_of_block.items()}
+        assert mirrored == self._block_of_hash, "the hash maps differ"

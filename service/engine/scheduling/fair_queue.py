@@ -1,0 +1,92 @@
+"""Fair waiting queue: the tenant with the fewest served tokens comes first, and its sequences are sorted by rank.
+
+Every token computed for a waiting tenant, of a prompt or a completion, is charged to the tenant. A tenant that joins
+the queue starts at no less than the lowest counter of the waiting tenants, so that idle time earns no credit. (Virtual
+token counters: Sheng et al. 2024, "Fairness in Serving Large Language Models", OSDI, arXiv 2401.00588.) The served
+tokens of two tenants that both keep waiting differ by at most the tokens of a batch, however many requests they send. A
+priority reorders the sequences of one tenant only.
+
+The counters are reset when the queue is empty, because there is no contention.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from service.engine.scheduling.sequence import SequenceState, by_rank
+
+# Maximum number of tenants with a counter. Beyond it, counters of tenants that do not wait are dropped.
+_MAX_OWNERS = 4096
+
+
+class FairQueue:
+    """Waiting sequences. The order is a deterministic function of the calls of `add`, `remove` and `charge`."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, list[SequenceState]] = {}  # by tenant, each sorted by rank
+        self._num_served: dict[str, int] = {}  # tokens by tenant: all waiting tenants, and some others
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[SequenceState]:
+        """Iterate over the waiting sequences, tenant by tenant."""
+        for queue in self._queues.values():
+            yield from queue
+
+    def add(self, sequence: SequenceState) -> None:
+        """Add a waiting sequence."""
+        tenant = sequence.tenant
+        if tenant not in self._queues:
+            self._join(tenant)
+        insort(self._queues[tenant], sequence, key=by_rank)
+        self._length += 1
+
+    def remove(self, sequence: SequenceState) -> None:
+        """Remove a sequence, which must be in the queue."""
+        queue = self._queues[sequence.tenant]
+        index = bisect_left(queue, sequence.rank, key=by_rank)
+        assert queue[index] is sequence
+        del queue[index]
+        self._length -= 1
+        if not queue:
+            del self._queues[sequence.tenant]
+
+    def first(self) -> SequenceState:
+        """Return the sequence to admit next. The queue must not be empty."""
+        served, queues = self._num_served, self._queues
+        tenant = min(queues, key=lambda name: (served[name], queues[name][0].rank))
+        return queues[tenant][0]
+
+    def expired(self, now: float) -> list[SequenceState]:
+        """Return the sequences that have never run and whose deadline has passed."""
+        late = (s for s in self if s.deadline_seconds is not None and s.deadline_seconds < now)
+        return [sequence for sequence in late if sequence.first_scheduled_seconds is None]
+
+    def charge(self, tenant: str, num_tokens: int) -> None:
+        """Charge computed tokens to a tenant. A tenant without a counter is ignored."""
+        if tenant in self._num_served:
+            self._num_served[tenant] += num_tokens
+
+    def check_integrity(self) -> None:
+        """Check that each sequence is in its tenant's queue, sorted by rank, and that no tenant's queue is empty.
+
+        Raises:
+            AssertionError: the queue's state is inconsistent.
+        """
+        assert self._length == sum(map(len, self._queues.values()))
+        assert self._queues.keys() <= self._num_served.keys()
+        for tenant, queue in self._queues.items():
+            assert queue, f"{tenant} has an empty queue"
+            assert all(sequence.tenant == tenant for sequence in queue)
+            assert queue == sorted(queue, key=by_rank), "waiting sequences are not sorted by rank"
+
+    def _join(self, tenant: str) -> None:
+        """Add a tenant that had no waiting sequence."""
+        if not self._queues:
+            self._num_served.clear()
+        elif len(self._num_served) >= _MAX_OWNERS:
+            self._num_served = {name: self._num_served[name] for name in self._queues}
+        least = min((self._num_served[name] for name in self._queues), default=0)
+        self._num_served[tenant] = max(least, self._num_served.get(tenant, 0))
+        self._queues[tenant] = []

@@ -1,0 +1,1 @@
+"""HTTP edge of the API process: connections, authentication, request bodies, load shedding."""

@@ -1,0 +1,119 @@
+"""Named API keys from a file or the environment, kept as digests and compared in constant time."""
+
+import hashlib
+import hmac
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from service.config.settings import ServeSettings, SettingsError
+
+# The characters of a key are valid after "Bearer" in a header, and those of a name are safe in a log line.
+_LINE = re.compile(r"(?P<name>[\w.@-]{1,64})(?:\s*:\s*|\s+)(?P<key>[!-~]+)(?:\s+#.*)?")
+_KEY = re.compile(r"[!-~]+")
+_COMMENT = "#"
+# Name of the key in KVASIR_API_KEY.
+DEFAULT_NAME = "default"
+# 16 characters of base64 are 96 bits: at a million guesses per second, finding a key takes 10^15 years.
+_SHORT_KEY = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKeys:
+    """API keys of a server, by name.
+
+    digests: SHA-256 of each key. The keys themselves are not kept.
+    warnings: security problems of the keys, one line each, without a key in it.
+    """
+
+    digests: Mapping[str, bytes] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.digests)
+
+    def __str__(self) -> str:
+        return ", ".join(self.digests) or "none: this server accepts requests without an API key"
+
+    def name_of(self, key: bytes) -> str | None:
+        """Return the name of a key; None if the key is unknown.
+
+        The time does not depend on the key: every digest is compared, each in constant time.
+        """
+        presented = hashlib.sha256(key).digest()
+        found = None
+        for name, digest in self.digests.items():
+            if hmac.compare_digest(presented, digest):
+                found = name
+        return found
+
+
+def read_api_keys(settings: ServeSettings) -> ApiKeys:
+    """Return the keys of `--api-keys-file`, KVASIR_API_KEYS and KVASIR_API_KEY together.
+
+    Raises:
+        SettingsError: a source cannot be read or holds no key, an entry is malformed, or a name or key occurs twice.
+    """
+    found: list[tuple[str, str]] = []
+    warnings: list[str] = []
+    if (path := settings.api_keys_file) is not None:
+        text, has_bad_mode = _read(path)
+        found += _parse(text.splitlines(), f"--api-keys-file {path}")
+        if has_bad_mode:
+            warnings.append(f"--api-keys-file {path}: every user of this machine can read it; chmod 600 {path}")
+    if settings.api_keys is not None:
+        found += _parse(re.split(r"[,\n]", settings.api_keys.get_secret_value()), "KVASIR_API_KEYS")
+    if settings.api_key is not None:
+        key = settings.api_key.get_secret_value().strip()
+        if not _KEY.fullmatch(key):
+            raise SettingsError("KVASIR_API_KEY: must be one word of visible ASCII characters")
+        found.append((DEFAULT_NAME, key))
+    warnings += [
+        f"the API key of {name} has under {_SHORT_KEY} characters and may be guessed; use a longer key"
+        for name, key in found
+        if len(key) < _SHORT_KEY
+    ]
+    return ApiKeys(_digests(found), tuple(warnings))
+
+
+def _read(path: Path) -> tuple[str, bool]:
+    """Return the file's text, and whether every user of the machine can read the file."""
+    try:
+        return path.read_text("utf-8-sig"), bool(path.stat().st_mode & stat.S_IROTH)
+    except OSError as error:
+        raise SettingsError(f"--api-keys-file {path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"--api-keys-file {path}: is not a text file in UTF-8") from None
+
+
+def _parse(lines: Iterable[str], source: str) -> Iterator[tuple[str, str]]:
+    """Yield names and keys. An error message never quotes a malformed line, since the line may contain a key."""
+    is_empty = True
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        if not text or text.startswith(_COMMENT):
+            continue
+        matched = _LINE.fullmatch(text)
+        if matched is None:
+            raise SettingsError(
+                f"{source}: entry {number} must be NAME: KEY; a name has letters, digits and . _ - @, "
+                "a key is one word of visible ASCII characters"
+            )
+        is_empty = False
+        yield matched["name"], matched["key"]
+    if is_empty:
+        raise SettingsError(f"{source}: holds no key; write one NAME: KEY a line")
+
+
+def _digests(found: Iterable[tuple[str, str]]) -> dict[str, bytes]:
+    digests: dict[str, bytes] = {}
+    for name, key in found:
+        if name in digests:
+            raise SettingsError(f"two API keys are called {name}; rename one of them")
+        digest = hashlib.sha256(key.encode()).digest()
+        if (other := next((known for known, value in digests.items() if value == digest), None)) is not None:
+            raise SettingsError(f"{other} and {name} have the same API key; replace one of the keys")
+        digests[name] = digest
+    return digests

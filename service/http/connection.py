@@ -1,0 +1,430 @@
+"""HTTP/1.1 protocol of a connection: uvicorn's httptools protocol with limits on size and time.
+
+uvicorn itself waits for a slow client without a limit. The limits here:
+- size of a request's head (the request line and the header fields)
+- time in which a client must send its request and read its response
+- bytes that a client may send ahead of the response
+- number of connections
+
+A rejected request gets an error in this API's format, after the responses to the requests before it. Then the
+connection is closed.
+
+Pipelined requests are served in order, without a limit on their number. Bytes after a complete request are parsed only
+after its response, and read only up to `MAX_AHEAD_BYTES`. A client that closes its sending side gets the responses to
+all complete requests; see `service.http.half_close`.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Final
+
+import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from service.http.half_close import HalfCloseProbe
+from service.http.open_body import ChunkedBody, extension
+from service.http.request_io import TIMEOUT_HEADER
+from service.protocol.errors import (
+    ApiError,
+    HeadTooLarge,
+    InvalidRequest,
+    RequestTimeout,
+    TooManyConnections,
+    UnsupportedEncoding,
+)
+from service.protocol.responses import encode
+
+# nginx accepts 32 KiB by default, and browsers send fewer than 100 fields.
+MAX_HEAD_BYTES: Final = 64 * 1024
+MAX_HEADERS: Final = 100
+# Unparsed bytes of a connection at which reading pauses. While reading is paused, a disconnect goes unnoticed.
+MAX_AHEAD_BYTES: Final = 64 * 1024
+# Bytes parsed at a time. The shortest request has 18 bytes, so at most 57 requests are parsed before a response.
+_PARSED_BYTES: Final = 1024
+# Slowest accepted upload of a body: these bytes add one second to the time limit.
+MIN_BODY_BYTES_PER_SECOND: Final = 10_000
+# Limit of chunked framing (chunk sizes, trailer fields): this factor times the body, plus `MAX_HEAD_BYTES`.
+MAX_FRAMING_RATIO: Final = 8
+# Fields that may occur only once. Of two values, a proxy in front may have used the other one.
+_SINGLE: Final = frozenset(
+    {b"host", b"content-encoding", b"idempotency-key", b"last-event-id", TIMEOUT_HEADER.encode()}
+)
+# Bytes of the response that a slow client must read within each time limit.
+MIN_READ_BYTES: Final = 16 * 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConnectionLimits:
+    """Limits of the connections.
+
+    max_connections: limit over all clients. A new connection above it closes the longest-idle connection.
+    client_seconds: time limit for a request's head, for its body (plus 1 s per 10 kB of body), and for each 16 KiB that
+        a slow client reads.
+    max_body_bytes: size above which a body gets no additional time.
+    """
+
+    max_connections: int = 1024
+    client_seconds: float = 30.0
+    max_body_bytes: int = 2 * 2**20
+
+
+class _HeldFlow(FlowControl):
+    """uvicorn's flow control with a hold: while `is_held`, an application that reads a body cannot resume reading."""
+
+    is_held = False
+
+    def resume_reading(self) -> None:
+        """Resume reading, unless reading is held."""
+        if not self.is_held:
+            super().resume_reading()
+
+    def hold(self) -> None:
+        """Pause reading until `release`."""
+        self.is_held = True
+        self.pause_reading()
+
+    def release(self) -> None:
+        """Resume reading after `hold`."""
+        if self.is_held:
+            self.is_held = False
+            self.resume_reading()
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """uvicorn's protocol for one connection, with limits.
+
+    Args:
+        limits: the limits; None for the defaults.
+        count: called with the error of each request that is rejected here.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        limits: ConnectionLimits | None = None,
+        count: Callable[[ApiError], None] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._limits = ConnectionLimits() if limits is None else limits
+        self._count = count
+        self._is_in_head = self._is_in_body = False
+        self._num_head_bytes = 0  # received of an incomplete head
+        self._num_body_bytes = 0  # received of this request's body
+        self._num_framed_bytes = 0  # received since the head's end
+        self._has_passed_head = False  # a head ended in the piece being parsed
+        self._num_missing_bytes = 0  # not yet received of this request's body, by Content-Length
+        self._unparsed = bytearray()
+        self._has_client_ended = False  # closed its sending side
+        self._early: HalfCloseProbe | None = None
+        self._due: ApiError | None = None  # sent after the pending responses
+        self._refusal: ApiError = InvalidRequest("the request is not valid HTTP/1.1, or incomplete")
+        self._cycles: list[RequestResponseCycle] = []  # requests, some with complete responses
+        self._waiting_since: float | None = None  # time since which the connection waits for the client to send
+        self._behind: tuple[int, float] | None = None  # unsent bytes, and the time at which they were measured
+        self._check: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Handle a new connection; reject it if all connections are busy."""
+        super().connection_made(transport)
+        self.flow: _HeldFlow = _HeldFlow(transport)
+        self._waiting_since = self.loop.time()
+        if len(self.connections) > self._limits.max_connections and not self._make_room():
+            number = self._limits.max_connections
+            self._refuse(
+                TooManyConnections(f"all {number} connections are in use; try again later", retry_after_seconds=1.0)
+            )
+        self._check_later()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Handle the end of the connection: disconnect all its requests, not only the last one as uvicorn does."""
+        if self._check is not None:
+            self._check.cancel()
+        if self._early is not None:
+            self._early.stop()
+        self._unparsed.clear()
+        super().connection_lost(exc)
+        for cycle in self._unanswered():
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        """Handle bytes of the client. Bytes after a rejected request are dropped."""
+        self._unset_keepalive_if_required()
+        if self.transport.is_closing() or self._due is not None:
+            return
+        self._unparsed += data
+        self._parse()
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio keeps the connection open on True
+        """Keep the connection open while responses are due to a client that has closed its sending side."""
+        self._has_client_ended = self.flow.is_held = True
+        self._parse()
+        return not self.transport.is_closing()
+
+    def on_response_complete(self) -> None:
+        """Handle the end of a response: start the next request."""
+        super().on_response_complete()
+        if self.transport.is_closing():
+            return
+        if self._due is not None and not self._unanswered():
+            self._send_refusal(self._due)
+            return
+        if self._unparsed:
+            self._unset_keepalive_if_required()
+        self._parse()
+
+    def _parse(self) -> None:
+        """Parse up to the end of a request. Parsing continues after its response."""
+        while self._unparsed and not (self.is_busy or self.transport.is_closing()):
+            # A body is parsed only up to its end, so that the next request waits for the response.
+            num_bytes = self._num_missing_bytes if self._num_missing_bytes > 0 else _PARSED_BYTES
+            piece = bytes(self._unparsed[:num_bytes])
+            del self._unparsed[:num_bytes]
+            self._feed(piece)
+        if self._has_client_ended:
+            if not (self._unparsed or self.transport.is_closing()):
+                self._end_requests()
+            self._probe_client()
+        elif len(self._unparsed) > MAX_AHEAD_BYTES:
+            self.flow.hold()
+        else:
+            self.flow.release()
+
+    def _feed(self, piece: bytes) -> None:
+        was_in_body, self._has_passed_head = self._is_in_body, False
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._stay_with_http_1(piece[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse(self._refusal)
+        else:
+            self._bound_bytes(len(piece), was_in_body=was_in_body)
+
+    def _end_requests(self) -> None:
+        """Handle the end of input: drop an incomplete request, and close the connection after the last response."""
+        self._drop_incomplete()
+        if not self.is_busy:
+            self.transport.close()
+        elif self._due is None:
+            self._unanswered()[-1].keep_alive = False
+
+    def _drop_incomplete(self) -> None:
+        """Drop the request that is being received, if earlier requests have no response yet."""
+        self._is_in_head = self._is_in_body = False
+        self._waiting_since = None
+        if self.pipeline and self.pipeline[0][0].more_body:
+            cycle, _ = self.pipeline.popleft()
+            self._cycles.remove(cycle)
+
+    def _probe_client(self) -> None:
+        """Start a probe that shows if the client still reads, unless the response has begun."""
+        unanswered = self._unanswered()
+        if not unanswered or self.transport.is_closing():
+            return
+        cycle = unanswered[0]
+        if not cycle.response_started and cycle.transport is self.transport:
+            self._early = HalfCloseProbe(cycle, self.loop)
+
+    def _bound_bytes(self, num_bytes: int, *, was_in_body: bool) -> None:
+        """Count received bytes; reject a request whose head or chunked framing is over its limit."""
+        if was_in_body and self._is_in_body:
+            self._num_framed_bytes += num_bytes
+            if self._num_framed_bytes > MAX_HEAD_BYTES + (1 + MAX_FRAMING_RATIO) * self._num_body_bytes:
+                self._refuse(self._refusal)
+        elif self._is_in_head and not (was_in_body or self._has_passed_head):
+            self._num_head_bytes += num_bytes
+            if self._num_head_bytes > MAX_HEAD_BYTES:
+                self._refuse(_head_too_large())
+        elif self._waiting_since is None and not self._unanswered():
+            self._waiting_since = self.loop.time()  # empty lines before a request
+
+    def _stay_with_http_1(self, rest: bytes) -> None:
+        """Continue as if the client had not offered another protocol (RFC 9110, 7.8 allows this).
+
+        Java's client offers HTTP/2 with every first request. The parser would treat the body as data of the other
+        protocol, so a new parser gets the head again without the Upgrade field.
+        """
+        fields = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        self.parser = httptools.HttpRequestParser(self)
+        self._unparsed[:0] = b"\r\n".join([line, *fields, b"", rest])
+
+    def on_message_begin(self) -> None:
+        """Handle the first byte of a request."""
+        super().on_message_begin()
+        self._is_in_head, self._num_head_bytes, self._num_missing_bytes = True, 0, 0
+        self._waiting_since = self.loop.time()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Handle a header field. Trailer fields are dropped, because they must not be mistaken for header fields."""
+        if self._is_in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Handle the end of the head. An exception raised here ends the parsing."""
+        self._is_in_head, self._is_in_body, self._has_passed_head = False, True, True
+        self._num_body_bytes, self._num_framed_bytes, self._waiting_since = 0, 0, self.loop.time()
+        num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if num_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
+            self._refusal = _head_too_large()
+            raise ValueError("the head is too large")
+        if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
+            self._refusal = UnsupportedEncoding(
+                "Transfer-Encoding is not supported, except chunked; send the body chunked or with Content-Length"
+            )
+            raise ValueError("the body has an unsupported transfer encoding")
+        names = [name for name, _ in self.headers]
+        if len(set(names)) < len(names) and (twice := {name for name in _SINGLE if names.count(name) > 1}):
+            self._refusal = InvalidRequest(f"{min(twice).decode()} came twice; send it once", param=min(twice).decode())
+            raise ValueError("a header field occurs twice")
+        if self._offers_another_protocol():
+            return
+        self._num_missing_bytes = int(dict(self.headers).get(b"content-length", b"0"))
+        self._cycles = self._unanswered()
+        super().on_headers_complete()
+        if self.parser.get_http_version() != "1.1":
+            _speak_http_1_0(self.cycle)
+        self.scope["extensions"] = extension(ChunkedBody(self.cycle))
+        self._cycles.append(self.cycle)
+
+    def on_body(self, body: bytes) -> None:
+        """Handle a part of the body."""
+        self._num_body_bytes += len(body)
+        self._num_missing_bytes -= len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Handle the end of the body."""
+        self._is_in_body, self._waiting_since = False, None
+        if not self._offers_another_protocol():
+            super().on_message_complete()
+
+    def _offers_another_protocol(self) -> bool:
+        if self.parser.get_method() == b"CONNECT":
+            raise ValueError("CONNECT is not supported: this server is not a proxy")
+        return bool(self.parser.should_upgrade())
+
+    def _should_upgrade_to_ws(self) -> bool:
+        return False
+
+    def _unanswered(self) -> list[RequestResponseCycle]:
+        return [cycle for cycle in self._cycles if not cycle.response_complete]
+
+    def _refuse(self, error: ApiError) -> None:
+        """Reject the request that is being received, after the responses to earlier requests, and close."""
+        if self._due is not None:
+            return
+        if self._count is not None:
+            self._count(error)
+        unanswered = self._unanswered()
+        is_one_incomplete = bool(unanswered) and unanswered[-1].more_body
+        if len(unanswered) > is_one_incomplete:
+            self._due = error
+            self._unparsed.clear()
+            self._drop_incomplete()
+        elif is_one_incomplete and unanswered[-1].response_started:
+            self.transport.abort()  # its response has begun, so no error can be sent
+        else:
+            self._send_refusal(error)
+
+    def _send_refusal(self, error: ApiError) -> None:
+        body = encode(error.body())
+        fields = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
+        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+        lines += [f"{name}: {value}" for name, value in {**fields, "connection": "close"}.items()]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        self.transport.close()
+
+    # Slow clients.
+
+    def _make_room(self) -> bool:
+        """Close the connection that is idle for longest. Returns False if every other client waits for a response."""
+        others = (each for each in self.connections if isinstance(each, BoundedHttpProtocol) and each is not self)
+        idle = [each for each in others if not each.is_busy]
+        if not idle:
+            return False
+        longest = min(idle, key=lambda each: each.idle_since)
+        self.connections.discard(longest)
+        longest.transport.abort()
+        return True
+
+    @property
+    def is_busy(self) -> bool:
+        """True if the client has sent a complete request and waits for the response."""
+        return any(not cycle.more_body for cycle in self._unanswered())
+
+    @property
+    def idle_since(self) -> float:
+        """Time since which the connection waits for the client to send; 0 between two requests."""
+        return 0.0 if self._waiting_since is None else self._waiting_since
+
+    def _check_later(self) -> None:
+        self._check = self.loop.call_later(self._limits.client_seconds / 4, self._check_client)
+
+    def _check_client(self) -> None:
+        """Close the connection, or reject its request, if the client is over a time limit. Runs periodically."""
+        now = self.loop.time()
+        if self._is_stuck(now):
+            self.transport.abort()
+        elif self._is_late(now) and not self.transport.is_closing():
+            if self._is_in_head or self._is_in_body:
+                part = "head" if self._is_in_head else "body"
+                self._refuse(RequestTimeout(f"the request's {part} took too long to arrive; send it again"))
+            else:
+                self.transport.close()
+        self._check_later()
+
+    def _is_late(self, now: float) -> bool:
+        """Return True if the client has used up its time to send."""
+        if self._waiting_since is None:
+            return False
+        if self.flow.read_paused or self._unparsed:  # the server makes the client wait
+            self._waiting_since = now
+        num_bytes = min(self._num_body_bytes, self._limits.max_body_bytes) if self._is_in_body else 0
+        return now - self._waiting_since > self._limits.client_seconds + num_bytes / MIN_BODY_BYTES_PER_SECOND
+
+    def _is_stuck(self, now: float) -> bool:
+        """Return True if the client has used up its time to read.
+
+        The time runs while unsent bytes block the writer or remain after the last response.
+        """
+        num_bytes = self.transport.get_write_buffer_size()
+        is_due = self.flow.write_paused or self.transport.is_closing() or not self._unanswered()
+        if not num_bytes or not is_due:
+            self._behind = None
+            return False
+        if self._behind is None or self._behind[0] - num_bytes >= MIN_READ_BYTES:
+            self._behind = (num_bytes, now)
+        return now - self._behind[1] > self._limits.client_seconds
+
+
+def _speak_http_1_0(cycle: RequestResponseCycle) -> None:
+    """Adapt the response to HTTP/1.0: no chunked encoding, no 100 Continue (RFC 9112, 6.1; RFC 9110, 10.1.1).
+
+    A response without Content-Length ends with the connection. uvicorn closes the connection after
+    every response to HTTP/1.0.
+    """
+    cycle.waiting_for_100_continue = False
+    send, is_of_known_length = cycle.send, False
+
+    async def send_to_the_end(message: Any) -> None:
+        nonlocal is_of_known_length
+        if message["type"] == "http.response.start":
+            is_of_known_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            cycle.chunked_encoding = None if is_of_known_length else False
+        elif not is_of_known_length:
+            cycle.expected_content_length = len(message["body"])
+        await send(message)
+
+    cycle.send = send_to_the_end  # type: ignore[method-assign]
+
+
+def _head_too_large() -> HeadTooLarge:
+    return HeadTooLarge(
+        f"the request's header fields are over the limit of {MAX_HEADERS} fields or {MAX_HEAD_BYTES} bytes"
+    )

@@ -1,0 +1,1 @@
+"""Messages and state shared by the processes of a service."""

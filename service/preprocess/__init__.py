@@ -1,0 +1,1 @@
+"""Preprocessing: from a validated request to sequences of token ids."""

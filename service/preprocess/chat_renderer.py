@@ -1,0 +1,106 @@
+"""Conversion of conversations into prompt token ids: chat template, special tokens, tokenizer."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from model.chat.special_token_escaping import ForbiddenText, SpecialTokenEscaper
+from model.chat.template import ChatTemplate
+from model.chat.template_sandbox import TemplateFailure
+from model.tokenizer.interface import Tokenizer, TokenizerError
+from service.preprocess.template_process import TemplateProcess
+from service.protocol.chat import Message
+from service.protocol.errors import EngineFailed, InvalidRequest
+from service.sandbox.serial_executor import SerialExecutor
+
+# Longest wait of a conversation for the template process. Rendering takes milliseconds. A template that hangs takes up
+# to the CPU time limit (`template_process.Limits`), and requests that wait longer behind it are rejected.
+WAIT_SECONDS = 5.0
+
+
+class ChatPrompts:
+    """Encoder of conversations, one at a time, in a thread.
+
+    Args:
+        template: chat template; None if this server serves no conversations.
+        max_waiting: limit on conversations that wait to be encoded.
+        wait_seconds: longest wait of each conversation.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate | None,
+        tokenizer: Tokenizer,
+        *,
+        max_waiting: int = 256,
+        wait_seconds: float = WAIT_SECONDS,
+    ) -> None:
+        self.template = template
+        self._tokenizer = tokenizer
+        self._marks = SpecialTokenEscaper(tokenizer)
+        self._process = None if template is None else TemplateProcess(template.source)
+        # The template process renders one conversation at a time, and a slow template must not block all threads.
+        self._executor = SerialExecutor(
+            "conversations", "the chat template", max_waiting=max_waiting, wait_seconds=wait_seconds
+        )
+
+    async def encode(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        more: Mapping[str, Any] | None,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
+        """Return the token ids of a conversation.
+
+        Args:
+            add_generation_prompt: end the prompt with the header of an assistant message.
+            more: additional template variables.
+            add_special_tokens: begin with the begin-of-text token, unless the template has written one.
+
+        Raises:
+            InvalidRequest: the server serves no conversations, the template raised an exception for these messages,
+                the template failed with these additional variables, or the text cannot be tokenized.
+            EngineFailed: the template failed without additional variables.
+            Overloaded: too many conversations wait to be encoded, or this one has waited for too long.
+        """
+        if self.template is None:
+            raise InvalidRequest(
+                "this server has no chat template (--chat-template none); use /v1/completions", param="messages"
+            )
+        variables = self.template.variables(
+            [message.for_template() for message in messages], add_generation_prompt=add_generation_prompt
+        )
+        more = {} if more is None else more
+        if taken := [name for name in more if name in variables]:
+            raise InvalidRequest(
+                f"chat_template_kwargs: {taken[0]} is set by the server; leave it out", param="chat_template_kwargs"
+            )
+        ids = await self._executor.run(partial(self._encode, variables, more))
+        begin = self._tokenizer.bos_token_id
+        if add_special_tokens and begin is not None and ids[:1] != [begin]:
+            ids.insert(0, begin)
+        return ids
+
+    def close(self) -> None:
+        """End the thread and the template process."""
+        self._executor.close()
+        if self._process is not None:
+            self._process.close()
+
+    def _encode(self, variables: Mapping[str, Any], more: Mapping[str, Any]) -> list[int]:
+        assert self._process is not None
+        try:
+            (*messages, extra), breaker = self._marks.shield([*variables["messages"], more])
+            text = self._process.render({**variables, "messages": messages, **extra})
+            return self._marks.encode(text, breaker)
+        except TemplateFailure as failure:
+            if failure.by_template:
+                raise InvalidRequest(f"the chat template rejects the messages: {failure}", param="messages") from None
+            if more:  # most likely a value has a type that the template does not expect
+                message = f"the chat template fails with chat_template_kwargs: {failure}"
+                raise InvalidRequest(message, param="chat_template_kwargs") from None
+            raise EngineFailed(f"the model's chat template failed: {failure}", retry=False) from None
+        except (ForbiddenText, TokenizerError) as error:
+            raise InvalidRequest(str(error), param="messages") from None

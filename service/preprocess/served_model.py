@@ -1,0 +1,173 @@
+"""Served model: the checkpoint's files combined with the settings. Read once, in the main process, before start."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.chat.template import (
+    PLAIN_SOURCE,
+    ChatTemplate,
+    ChatTemplateError,
+    load_chat_template,
+    read_special_tokens,
+    read_text,
+)
+from model.chat.template_sandbox import TemplateFailure
+from model.checkpoint.manifest import Manifest
+from model.sampling.generation_config import GENERATION_CONFIG_FILE, GenerationConfig, GenerationConfigError
+from model.sampling.generation_config import read_generation_config as read_file
+from model.sampling.params import SamplingParams
+from model.tokenizer.interface import Tokenizer
+from service.config.settings import ModelSettings, ServeSettings, context_length
+from service.preprocess.template_process import TemplateProcess
+
+# Sampling fields that a checkpoint may set defaults for.
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestDefaults:
+    """Defaults of request fields, from the checkpoint's generation_config.json.
+
+    sampling: fields of `SamplingParams`.
+    max_new_tokens: default `max_tokens`, within the context; None if the checkpoint sets no default.
+    ignored: keys of the file that would change completions and are not supported.
+    """
+
+    sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    max_new_tokens: int | None = None
+    ignored: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        values = {**self.sampling, **({} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens})}
+        texts = (
+            f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
+        )
+        return ", ".join(texts) or "none"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """Model facts that the API process needs.
+
+    template: chat template; None if chat is not served.
+    marks: texts of the special tokens `bos_token`, `eos_token` and `pad_token`, as far as the model has them.
+    """
+
+    manifest: Manifest
+    tokenizer: Tokenizer
+    model_name: str
+    max_context_length: int
+    defaults: RequestDefaults
+    template: ChatTemplate | None
+    marks: Mapping[str, str]
+
+    def found(self, settings: ServeSettings) -> dict[str, object]:
+        """Return the resolved settings and facts of the checkpoint, as text for the start-up listing."""
+        ends = [self.tokenizer.format_token_name(token_id) for token_id in self.tokenizer.eos_token_ids]
+        begin = self.tokenizer.bos_token_id
+        return {
+            "model_name": self.model_name,
+            "max_context_length": self.max_context_length,
+            "chat_template": "none" if self.template is None else self.template.origin,
+            "generation_config": self._defaults_in_words() if settings.generation_config else "off",
+            "begin_of_text": "none" if begin is None else f"{self.tokenizer.format_token_name(begin)} ({begin})",
+            "end_of_text": ", ".join(
+                f"{name} ({i})" for name, i in zip(ends, self.tokenizer.eos_token_ids, strict=True)
+            )
+            or "none",
+        }
+
+    def _defaults_in_words(self) -> str:
+        """Return the defaults as text. Mention a file that is there but sets no defaults."""
+        if self.defaults == RequestDefaults() and (self.manifest.directory / GENERATION_CONFIG_FILE).exists():
+            return f"none in {GENERATION_CONFIG_FILE}"
+        return str(self.defaults)
+
+    def warnings(self) -> list[str]:
+        """Return warnings about contents of the checkpoint that are not used."""
+        messages = []
+        if self.defaults.ignored:
+            names = ", ".join(self.defaults.ignored)
+            messages.append(f"{self.manifest.directory / GENERATION_CONFIG_FILE}: {names}: not supported, ignored")
+        if self.template is not None and self.template.unused:
+            names = ", ".join(self.template.unused)
+            messages.append(f"{self.template.origin}: the templates {names} are not used")
+        return messages
+
+
+def read_served_model(settings: ServeSettings, manifest: Manifest, tokenizer: Tokenizer) -> ServedModel:
+    """Read and check the checkpoint's files other than the weights.
+
+    Raises:
+        SettingsError: --max-context-length is over the model's positions.
+        ChatTemplateError, GenerationConfigError: a file cannot be used. The message is one line.
+    """
+    marks = _special_token_texts(tokenizer, read_special_tokens(manifest.directory))
+    return ServedModel(
+        manifest=manifest,
+        tokenizer=tokenizer,
+        model_name=manifest.name if settings.model_name is None else settings.model_name,
+        max_context_length=context_length(settings, manifest.config),
+        defaults=read_defaults(settings, manifest.directory),
+        template=_template(settings, marks),
+        marks=marks,
+    )
+
+
+def read_defaults(settings: ModelSettings, directory: Path) -> RequestDefaults:
+    """Read the checkpoint's request defaults. Return empty defaults with --no-generation-config.
+
+    Raises:
+        GenerationConfigError: generation_config.json cannot be used.
+    """
+    config = read_file(directory) if settings.generation_config else GenerationConfig()
+    sampling = {name: value for name in _SAMPLING if (value := getattr(config, name)) is not None}
+    try:
+        SamplingParams(max_tokens=0, **sampling)
+    except ValueError as error:
+        raise GenerationConfigError(
+            f"{directory / GENERATION_CONFIG_FILE}: {error}; correct the file, or ignore it with --no-generation-config"
+        ) from None
+    return RequestDefaults(sampling=sampling, max_new_tokens=config.max_new_tokens, ignored=config.ignored)
+
+
+def _special_token_texts(tokenizer: Tokenizer, from_files: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of the special tokens. The checkpoint's files take precedence over its tokenizer."""
+    ids = {"bos_token": tokenizer.bos_token_id, "eos_token": next(iter(tokenizer.eos_token_ids), None)}
+    own = {name: tokenizer.format_token_name(token_id) for name, token_id in ids.items() if token_id is not None}
+    return {**own, **from_files}
+
+
+def _template(settings: ServeSettings, marks: Mapping[str, str]) -> ChatTemplate | None:
+    """Return the chat template that --chat-template selects, or None for "none".
+
+    Raises:
+        ChatTemplateError: the file cannot be read, or is not a valid template.
+    """
+    template: ChatTemplate | None
+    match settings.chat_template:
+        case "none":
+            return None
+        case "auto":
+            template = load_chat_template(settings.checkpoint)
+        case "plain":
+            template = None
+        case path:
+            if not Path(path).is_file():
+                raise ChatTemplateError(f"--chat-template {path}: no such file; give auto, plain, none or a Jinja file")
+            template = ChatTemplate(source=read_text(Path(path)), origin=path)
+    if template is None:
+        origin = "plain" if settings.chat_template == "plain" else "plain: the checkpoint has none"
+        template = ChatTemplate(source=PLAIN_SOURCE, origin=origin)
+    template = dataclasses.replace(template, special_tokens=marks)
+    try:
+        with TemplateProcess(template.source) as process:
+            process.check()
+    except TemplateFailure as failure:
+        raise ChatTemplateError(
+            f"{template.origin}: {failure}; correct it, or choose another with --chat-template plain, none or FILE"
+        ) from None
+    return template

@@ -1,0 +1,1 @@
+"""OpenAI wire contract: requests, responses and errors."""

@@ -1,0 +1,199 @@
+"""Response bodies of the OpenAI API. The same structs are encoded and documented in `/openapi.json`."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from service.ipc.serving_path import ServingPath
+
+
+class Logprobs(msgspec.Struct, kw_only=True):
+    """Logprobs of a choice: four lists of equal length, one entry per token.
+
+    `text_offset` is the number of characters of the choice's text before the token. A token that is not whole
+    characters is shown as `bytes:\\xNN`. `top_logprobs` always includes the token itself. The first token of a prompt
+    has no logprob and no top logprobs. With `return_tokens_as_token_ids` every token is shown as `token_id:N`.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    """Logprob of a token at one prompt position. `rank` 1 is the most likely token; equal logprobs share a rank."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# Per prompt token: the token itself, then the most likely tokens, by token id. None for the first token.
+PromptLogprobs: TypeAlias = list[dict[int, PromptLogprob] | None]
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """Completion, or one chunk of it in a stream. `stop_reason` is the stop string or token id that matched.
+
+    `token_ids` and `prompt_token_ids` are sent with `return_token_ids`. In a stream, fields of the prompt are sent in
+    the first chunk.
+    """
+
+    index: int
+    text: str
+    logprobs: Logprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: str | int | None
+    token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class PromptTokensDetails(msgspec.Struct, kw_only=True):
+    """Details of the prompt's tokens. `cached_tokens` counts the prompt tokens found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Token counts. Each prompt counts once, for any number of samples. Details are sent at the end."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+
+
+class Timings(msgspec.Struct, kw_only=True):
+    """Time spent on the request: the choice that started first; for `decode_ms`, the slowest choice.
+
+    `ttft_ms` counts from arrival. `tokens_per_second` counts from the first token. Both are null if there was no token.
+    """
+
+    queue_ms: float
+    prefill_ms: float
+    ttft_ms: float | None
+    decode_ms: float
+    tokens_per_second: float | None
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """Completion body, or one event of its stream. `timings` are in the body and in the last two events of a stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    """Model that this server serves."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    """List of the served models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Tokenized(msgspec.Struct, kw_only=True):
+    """Response of `/tokenize`. `token_strs` is null unless requested."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class TokenizerInfo(msgspec.Struct, kw_only=True):
+    """Texts of the special tokens, and the Jinja chat template. Each is null if the model has none."""
+
+    eos_token: str | None
+    bos_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+
+
+class Detokenized(msgspec.Struct, kw_only=True):
+    """Response of `/detokenize`: the text, with special tokens by name."""
+
+    prompt: str
+
+
+class Readiness(msgspec.Struct, kw_only=True):
+    """Readiness of the server. `eta_s` is null if unknown; `path` is null while no worker is up."""
+
+    state: Literal["ready", "loading", "draining", "stalled"]
+    phase: str
+    elapsed_s: float
+    eta_s: float | None
+    path: ServingPath | None = None
+
+
+class Health(msgspec.Struct, kw_only=True):
+    """Liveness of the API process."""
+
+    status: Literal["ok"] = "ok"
+
+
+class Version(msgspec.Struct, kw_only=True):
+    """Version of the server."""
+
+    version: str
+
+
+class ErrorDetail(msgspec.Struct, kw_only=True):
+    """Error message, type and code. `param` is the field of the request that caused the error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, kw_only=True):
+    """Body of every error response."""
+
+    error: ErrorDetail
+
+
+def encode(value: Any) -> bytes:
+    """Encode a value as JSON."""
+    return _ENCODER.encode(value)
+
+
+def encode_event(value: Any) -> bytes:
+    """Encode a value as a server-sent event with JSON data."""
+    return b"data: " + encode_text(value) + b"\n\n"
+
+
+def encode_text(value: Any) -> bytes:
+    """Encode a value as JSON for the data of a server-sent event.
+
+    U+0085, U+2028 and U+2029 are escaped. Clients that split lines with Python's `str.splitlines` (httpx `iter_lines`)
+    take these characters for line breaks.
+    """
+    data = _ENCODER.encode(value)
+    if not data.isascii():
+        for raw, escaped in _LINE_BREAKS:
+            data = data.replace(raw, escaped)
+    return data
+
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+_ENCODER = msgspec.json.Encoder()
+_LINE_BREAKS = [(c.encode(), b"\\u%04x" % ord(c)) for c in ("\x85", "\u2028", "\u2029")]

@@ -1,0 +1,1 @@
+"""Requests between admission and response: submission to the engine, replay, response buffers."""

@@ -1,0 +1,205 @@
+"""State of an admitted request until the end of its response: its choices and their undelivered deltas."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+
+from service.admission.queue_policy import QueuePolicy
+from service.ipc.messages import AttentionQuery, AttentionResult, Finish, Submit, TokenDelta, TokenLogprob
+from service.protocol.errors import ApiError, ClientGone
+from service.requests.backlog import MAX_BACKLOG_BYTES, delta_bytes
+
+logger = logging.getLogger(__name__)
+
+# Completion tokens that admission counts for a request without max_tokens. Such a completion may fill the context, but
+# with a context of 131,072 tokens two such requests would fill the queue.
+DEFAULT_COUNTED_TOKENS = 1024
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One completion of a request. `index` is its position in the response, `prompt_index` that of its prompt.
+
+    prompt_logprobs: logprobs of the prompt's tokens, one list shared by all samples of the prompt. The first sample
+        fills the list before another sample's first token, because the engine serves equal priorities in arrival order.
+    has_requested_length: the client set a maximum length; else `max_tokens` is the rest of the context.
+    grammar_param: the request field that the grammar comes from.
+    is_scheduled: the worker has begun to compute the choice.
+    has_started: the first event of the choice has arrived.
+    """
+
+    index: int
+    prompt_index: int
+    prompt_text: str
+    submit: Submit
+    has_requested_length: bool = True
+    grammar_param: str | None = None
+    token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: Finish | None = None
+    is_scheduled: bool = False
+    has_started: bool = False
+    first_token_seconds: float | None = None
+    last_token_seconds: float | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.submit.prompt_token_ids)
+
+    @property
+    def num_counted_tokens(self) -> int:
+        """Tokens that admission counts: the prompt and the maximum length of the completion.
+
+        A completion without a requested length counts at most `DEFAULT_COUNTED_TOKENS`.
+        """
+        max_tokens = self.submit.params.max_tokens
+        return self.num_prompt_tokens + (
+            max_tokens if self.has_requested_length else min(max_tokens, DEFAULT_COUNTED_TOKENS)
+        )
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        return max(0, self.submit.params.max_tokens - len(self.token_ids))
+
+
+# Deltas in the order of arrival, each with its choice.
+Deltas: TypeAlias = list[tuple[Choice, TokenDelta]]
+# Encodes deltas. Returns a function that sends the bytes; None if the task must deliver the deltas instead.
+DirectWriter: TypeAlias = Callable[[Deltas], Callable[[], None] | None]
+
+
+@dataclass(slots=True, eq=False)
+class InflightRequest:
+    """One request, and the wake-up of the task that delivers its response."""
+
+    choices: list[Choice]
+    arrival_seconds: float
+    terms: QueuePolicy = field(default_factory=QueuePolicy)
+    last_sent_seconds: float = 0.0
+    _arrived: Deltas = field(default_factory=list)
+    _num_kept_bytes: int = 0  # size of `_arrived`
+    _failure: ApiError | None = None
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _at_once: DirectWriter | None = None  # set while the task waits
+
+    async def next_deltas(self, at_once: DirectWriter | None = None) -> Deltas:
+        """Wait for deltas and return all of them. Empty if `poke` ended the wait.
+
+        Args:
+            at_once: delivers deltas that arrive during the wait, without waking the task.
+
+        Raises:
+            ApiError: the request has failed; earlier deltas were returned first. Or the client disconnected.
+        """
+        self._at_once = at_once
+        try:
+            await self._wake.wait()
+        finally:
+            self._at_once = None
+        self._wake.clear()
+        if self._failure is not None and (not self._arrived or isinstance(self._failure, ClientGone)):
+            raise self._failure
+        arrived, self._arrived, self._num_kept_bytes = self._arrived, [], 0
+        if self._failure is not None:
+            self._wake.set()
+        return arrived
+
+    def push(self, choice: Choice, delta: TokenDelta) -> bool:
+        """Buffer a delta until `tell`. Returns False if the client is too far behind; the request then fails."""
+        if self._num_kept_bytes > MAX_BACKLOG_BYTES:
+            self._arrived.clear()
+            self.fail(ClientGone("the client reads the response too slowly"))
+            return False
+        self._num_kept_bytes += delta_bytes(delta)
+        self._arrived.append((choice, delta))
+        return True
+
+    def tell(self) -> Callable[[], None] | None:
+        """Deliver the buffered deltas: return a function that sends them, or wake the task and return None.
+
+        Never raises, because the caller delivers to the other requests next.
+        """
+        send = None
+        if self._at_once is not None and self._arrived and not self._wake.is_set():
+            try:
+                send = self._at_once(self._arrived)
+            except Exception:
+                logger.exception("a response could not be delivered")
+                self._arrived.clear()
+                self.fail(ApiError("internal error"))
+        if send is None:
+            self._wake.set()
+        else:
+            self._arrived, self._num_kept_bytes = [], 0
+        return send
+
+    def fail(self, error: ApiError) -> None:
+        """End the request with an error. Only the first error counts."""
+        if self._failure is None:
+            self._failure = error
+            self._wake.set()
+
+    def poke(self) -> None:
+        """Wake the task so that it sends a keep-alive to the client."""
+        self._wake.set()
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the request ends with an error, even if the error is not sent yet."""
+        return self._failure is not None
+
+    @property
+    def is_scheduled(self) -> bool:
+        """True if the worker has begun to compute one of the choices."""
+        return any(choice.is_scheduled for choice in self.choices)
+
+    def is_expired(self, now: float) -> bool:
+        """Return True if the deadline has passed and no choice has had an event."""
+        deadline = self.terms.deadline(self.arrival_seconds)
+        return deadline is not None and deadline < now and not any(choice.has_started for choice in self.choices)
+
+
+@dataclass(slots=True, eq=False)
+class InflightQuery:
+    """Attention look in progress, and the future that its route waits for."""
+
+    look: AttentionQuery
+    arrival_seconds: float
+    terms: QueuePolicy
+    answer: "asyncio.Future[AttentionResult]"
+    is_scheduled: bool = False
+
+    @property
+    def is_answered(self) -> bool:
+        """True if the worker's response has arrived."""
+        return self.answer.done() and not self.has_failed
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the look ended with an error, or its client disconnected."""
+        return self.answer.cancelled() or (self.answer.done() and self.answer.exception() is not None)
+
+    def is_expired(self, now: float) -> bool:
+        """Return True if the deadline has passed without a response."""
+        deadline = self.terms.deadline(self.arrival_seconds)
+        return deadline is not None and deadline < now and not self.is_answered
+
+    def set_answer(self, looked: AttentionResult) -> None:
+        """Wake the route with the worker's response. Has no effect after an earlier ending."""
+        if not self.answer.done():
+            self.answer.set_result(looked)
+
+    def fail(self, error: ApiError) -> None:
+        """Wake the route with an error. Has no effect after an earlier ending."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+    def retry(self) -> AttentionQuery:
+        """Return the look's next attempt."""
+        self.is_scheduled = False
+        self.look = msgspec.structs.replace(self.look, attempt=self.look.attempt + 1)
+        return self.look

@@ -1,0 +1,95 @@
+"""Detection of poison requests: requests that crash the worker.
+
+Completions, chats, embeddings and attention inspections are handled alike. A request here is one sequence or one
+inspection, identified by its uid.
+
+- A request that was running at a crash, and had made no progress since its start, gets a strike.
+- Any progress of a request removes its strikes.
+- A request with two strikes is tried alone: the worker gets no other work while the request runs.
+- A crash during the trial identifies the request as poison, since nothing else was running.
+"""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from service.ipc.messages import AttentionQuery, Submit
+
+# Strikes after which a request is tried alone.
+_STRIKES_BEFORE_TRIAL = 2
+
+Work: TypeAlias = Submit | AttentionQuery
+
+
+class PoisonRequestDetector:
+    """Strikes of unfinished requests, and the work held back during a trial."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, None] = {}  # in order of start; no progress since
+        self._strikes: dict[str, int] = {}
+        self._suspects: dict[str, None] = {}  # suspects that wait for their trial
+        self._on_trial: str | None = None
+        self._held: dict[str, Work] = {}  # in order of arrival
+
+    @property
+    def is_empty(self) -> bool:
+        """Report whether there is nothing to track, so that `record_progress` would change nothing."""
+        return not (self._running or self._strikes or self._held)
+
+    def admit(self, work: Sequence[Work]) -> list[Work]:
+        """Return the work that may be sent to the worker now. During trials, hold it all until `release`."""
+        if not self._suspects and self._on_trial is None:
+            return list(work)
+        self._held.update((each.uid, each) for each in work)
+        return []
+
+    def release(self) -> list[Work]:
+        """Return held work that may be sent now: the next suspect alone, or all work after the last trial."""
+        if self._on_trial is not None:
+            return []
+        if self._suspects:
+            self._on_trial = next(iter(self._suspects))
+            del self._suspects[self._on_trial]
+            return [self._held.pop(self._on_trial)]
+        released = list(self._held.values())
+        self._held.clear()
+        return released
+
+    def record_start(self, uid: str) -> None:
+        """Record that the worker starts to compute a request."""
+        self._running[uid] = None
+
+    def record_progress(self, uid: str) -> bool:
+        """Remove the strikes of a request that made progress.
+
+        Returns:
+            True if the request must be taken back from the worker, because the next suspect is to be tried alone.
+        """
+        self._running.pop(uid, None)
+        self._strikes.pop(uid, None)
+        if uid != self._on_trial:
+            return False
+        self._on_trial = None
+        return bool(self._suspects)
+
+    def forget(self, uid: str) -> None:
+        """Drop a request that has ended."""
+        self.record_progress(uid)
+        self._suspects.pop(uid, None)
+        self._held.pop(uid, None)
+
+    def record_crash(self) -> str | None:
+        """Give a strike to each running request. The caller must `admit` all unfinished work again.
+
+        Returns:
+            The uid of the poison request; None while it is unknown.
+        """
+        for uid in self._running:
+            self._strikes[uid] = self._strikes.get(uid, 0) + 1
+        poison = self._on_trial if list(self._running) == [self._on_trial] else None
+        if poison is not None:
+            del self._strikes[poison]
+        self._running.clear()
+        self._held.clear()
+        self._on_trial = None
+        self._suspects = {uid: None for uid, number in self._strikes.items() if number >= _STRIKES_BEFORE_TRIAL}
+        return poison

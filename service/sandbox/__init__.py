@@ -1,0 +1,1 @@
+"""Child processes and threads with limits, for untrusted input."""

@@ -1,0 +1,131 @@
+"""Check of the requested output format by a child process (`check`), with a cache of the results.
+
+A typical grammar costs about 1 ms of CPU time. A hostile grammar can cost as much as `Limits` allows. Requests that
+wait too long behind other grammars are rejected with a Retry-After.
+"""
+
+import hashlib
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from model.tokenizer.interface import Tokenizer
+from service.protocol.errors import EngineFailed, InvalidRequest
+from service.protocol.response_format import OutputConstraint
+from service.requests.inflight import Choice
+from service.sandbox.child_process import BoundedProcess, ProcessEnded, python_arguments
+from service.sandbox.serial_executor import SerialExecutor
+
+WAIT_SECONDS = 5.0
+_MAX_REMEMBERED = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Resource limits: CPU seconds per grammar, and bytes of address space of the child process."""
+
+    cpu_seconds: float = 2.0
+    memory_bytes: int = 2**30
+
+
+class GrammarChecker:
+    """Compiler of requested output formats to grammars, one at a time, in a child process.
+
+    A thread waits for the child process, so that the event loop is not blocked.
+
+    Args:
+        max_waiting: maximum number of requests that wait for the child process.
+        wait_seconds: maximum time that a request waits.
+        observe: called for each request with the kind of format, "accepted" or "refused", and the seconds that it
+            took to compile. The seconds are None if the result was cached.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        limits: Limits | None = None,
+        *,
+        max_waiting: int = 256,
+        wait_seconds: float = WAIT_SECONDS,
+        observe: Callable[[str, str, float | None], None] = lambda kind, outcome, seconds: None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._limits = Limits() if limits is None else limits
+        self._process = BoundedProcess(python_arguments("service.structured_output.compiler_process"))
+        self._executor = SerialExecutor(
+            "schemas and grammars", "the grammar compiler", max_waiting=max_waiting, wait_seconds=wait_seconds
+        )
+        self._observe = observe
+        self._answers: OrderedDict[bytes, dict[str, str]] = OrderedDict()
+
+    async def grammar(self, wanted: OutputConstraint | None) -> str | None:
+        """Return the grammar for `Submit.grammar`, or None if the request has no constraint.
+
+        Raises:
+            InvalidRequest: the format cannot be enforced; the message says where.
+            Overloaded: too many requests wait for the child process, or this request waited too long.
+            EngineFailed: the child process cannot be started.
+        """
+        if wanted is None:
+            return None
+        order = {"kind": wanted.kind, "content": wanted.content, "lenient": wanted.lenient}
+        key = hashlib.blake2b(json.dumps(order).encode()).digest()
+        seconds: float | None = None
+        if key in self._answers:
+            answer = self._answers[key]
+            self._answers.move_to_end(key)
+        else:
+            answer, seconds = await self._executor.run(partial(self._ask, order))
+            self._answers[key] = answer
+            if len(self._answers) > _MAX_REMEMBERED:
+                self._answers.popitem(last=False)
+        self._observe(wanted.kind, "refused" if "error" in answer else "accepted", seconds)
+        if "error" in answer:
+            raise InvalidRequest(f"{wanted.param}: {answer['error']}", param=wanted.param)
+        return answer["grammar"]
+
+    async def attach(self, wanted: OutputConstraint | None, choices: Iterable[Choice]) -> None:
+        """Attach the requested grammar to every completion of a request. Raises the errors of `grammar`."""
+        if (grammar := await self.grammar(wanted)) is not None:
+            for choice in choices:
+                choice.grammar_param = None if wanted is None else wanted.param
+                choice.submit = msgspec.structs.replace(choice.submit, grammar=grammar)
+
+    def close(self) -> None:
+        """End the thread and the child process."""
+        self._executor.close()
+        self._process.close()
+
+    def _ask(self, order: dict[str, object]) -> tuple[dict[str, str], float]:
+        """Return the child's response and the seconds that it took."""
+        if not self._process.is_running:
+            self._start()
+        start = time.monotonic()
+        try:
+            answer = self._process.ask(order)
+        except ProcessEnded:
+            cpu_seconds, mib = self._limits.cpu_seconds, self._limits.memory_bytes // 2**20
+            answer = {
+                "error": f"compiling it takes over {cpu_seconds:g} s of CPU time or {mib} MiB of memory; simplify it"
+            }
+        return answer, time.monotonic() - start
+
+    def _start(self) -> None:
+        tokenizer = self._tokenizer
+        try:
+            self._process.start(
+                {
+                    "tokens": [tokenizer.token_bytes(i).decode("latin-1") for i in range(tokenizer.vocab_size)],
+                    "special_token_ids": [*tokenizer.special_tokens.values()],
+                    "eos_token_ids": [*tokenizer.eos_token_ids],
+                    "memory_bytes": self._limits.memory_bytes,
+                    "cpu_seconds": self._limits.cpu_seconds,
+                }
+            )
+        except ProcessEnded:
+            raise EngineFailed("the grammar compiler of this server cannot be started", retry=False) from None

@@ -1,0 +1,1 @@
+"""Main process: starts, watches and replaces the worker."""

@@ -1,0 +1,1 @@
+"""Worker process: the engine loop and its start."""

@@ -1,0 +1,433 @@
+"""Build an engine from settings and a checkpoint; decide what "auto" means on this machine. Imports torch."""
+
+import ctypes
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from model.attention.kernel_selection import KernelContext
+from model.checkpoint.loading import load_model
+from model.checkpoint.manifest import Manifest
+from model.config import ModelConfig
+from model.gpu.quantization import Quantization
+from model.kernels.cpu_features import has_vector_level
+from model.kernels.library import KERNELS
+from model.native.native_transformer import NativeTransformer, computes, library_for, to_native
+from model.nn.linear import can_pack, replace_linears, replace_linears_by
+from model.nn.transformer import Transformer
+from model.system.limits import available_memory_bytes, usable_cpus
+from model.tokenizer.files import load_tokenizer
+from model.tokenizer.interface import Tokenizer
+from service.config.settings import ModelSettings, SettingsError, context_length
+from service.engine.engine import Engine
+from service.engine.execution.gpu_memory import LargestStep
+from service.engine.execution.gpu_setup import (
+    Attending,
+    cache_bytes,
+    capture_for,
+    choose_attention,
+    choose_quantization,
+    create_graphed_runner,
+    fuse_for_gpu,
+)
+from service.engine.scheduling.config import EngineConfig
+from service.worker.server_memory import LoadedModel, MemoryPlan, ServerNeeds, plan_memory
+
+_MIB = 2**20
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
+# KV-cache for prefixes of ended sequences, as a share of the KV-cache that running sequences can need.
+_PREFIX_CACHE_SHARE = 0.5
+# Tokens per running sequence that "auto" sizes the KV-cache for: 64 contexts of 131,072 tokens would never be used.
+_USUAL_LENGTH = 8192
+# Largest share of free memory for the KV-cache, used if one full context needs more than half.
+_MOST_OF_MEMORY = 0.8
+# Names of dtypes in safetensors files.
+_STORED_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_STORED_AS = {torch.float32: "F32", torch.bfloat16: "BF16"}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineFacts:
+    """Values in force of the engine's settings, with "auto" resolved.
+
+    attention: native, paged (with its parts), sdpa or eager.
+    kernel_level: instruction level of the native kernels, where they compute every step whole; else None.
+    matrices: plain, packed, int8 or fp8, see `model.nn.linear`, `model.gpu.quantization`.
+    reasons: reason for the value, by the setting's name.
+    has_standby: true if a standby worker is wanted and fits into memory.
+    """
+
+    device: str
+    attention: str
+    kernel_level: str | None
+    dtype: str
+    matrices: str
+    threads: int
+    max_context_length: int
+    num_blocks: int
+    block_size: int
+    kv_cache_bytes: int
+    kv_cache_dtype: str
+    reasons: Mapping[str, str]
+    has_standby: bool = True
+
+    def __str__(self) -> str:
+        return (
+            f"device {self.device}, {self.dtype}, {self.matrices} matrices, "
+            f"{self.threads} {'thread' if self.threads == 1 else 'threads'}, "
+            f"context {self.max_context_length}, {self.kv_cache}"
+        )
+
+    @property
+    def kv_cache(self) -> str:
+        """Size of the KV-cache as text."""
+        size = f"{self.kv_cache_bytes / _MIB:.4g} MiB of {self.kv_cache_dtype}"
+        return f"KV-cache of {self.num_blocks} blocks of {self.block_size} tokens ({size})"
+
+    def found(self) -> dict[str, object]:
+        """Return the value in force of each setting that may be "auto", with the reason where there is a choice."""
+        values: dict[str, object] = {
+            "device": self.device,
+            "attention": self.attention if self.kernel_level is None else f"{self.attention} ({self.kernel_level})",
+            "dtype": self.dtype,
+            "matrices": self.matrices,
+            "threads": self.threads,
+            "max_context_length": self.max_context_length,
+            "kv_cache_memory": self.kv_cache,
+            "kv_cache_dtype": self.kv_cache_dtype,
+        }
+        return values | {name: f"{values[name]} ({reason})" for name, reason in self.reasons.items()}
+
+
+def _kernel_context(settings: ModelSettings, manifest: Manifest, device: str, dtype: torch.dtype) -> KernelContext:
+    return KernelContext(
+        config=manifest.config, device=torch.device(device), dtype=dtype, block_size=settings.block_size
+    )
+
+
+def build_engine(
+    settings: ModelSettings, manifest: Manifest, *, server: ServerNeeds | None = None
+) -> tuple[Engine, EngineFacts]:
+    """Load the model and build its engine. Native kernels are compiled first if they are missing.
+
+    Args:
+        server: memory needs of the server's other processes; None if there is no server.
+
+    Raises:
+        CheckpointError: the tensors cannot be read.
+        SettingsError: the requested context is longer than the model's, the device is missing or does not support the
+            requested quantization or attention, the KV-cache is too small for one full context, or its dtype does not
+            fit the model.
+        ValueError: the memory is too small for the requested settings.
+        torch.OutOfMemoryError, RuntimeError: the model or the KV-cache does not fit on the device.
+    """
+    keep_freed_memory()
+    max_context_length = context_length(settings, manifest.config)
+    device = find_device(settings.device)
+    _prepare_kernels(settings, device)
+    dtype_name, dtype_reason = _choose_dtype(settings, manifest, device)
+    dtype = _DTYPES[dtype_name]
+    threads, threads_reason = _choose_threads(settings, manifest.config, dtype, device)
+    torch.set_num_threads(threads)
+    cache_dtype = find_cache_dtype(settings.kv_cache_dtype, device, dtype)
+    quantization = find_quantization(settings.quantize, device, dtype)
+    context = _kernel_context(settings, manifest, device, dtype)
+    attending = _choose_attention(settings, context)
+    is_native = _is_native(settings, manifest.config, dtype, device)
+    packs = device == "cpu" and (is_native or _matrix_kind(settings.quantize, device, dtype) != "plain")
+    plan = _plan(server, settings, manifest, context, packs=packs, cache_value_bytes=cache_dtype.itemsize)
+    loaded = load_model(manifest, device=device, dtype=dtype, attention=attending.backend, packs_next=packs)
+    matrices = prepare_matrices(loaded, settings.quantize, quantization)
+    fuse_for_gpu(loaded)
+    model = to_native(loaded)
+    kernel_level = model.kernel_level if isinstance(model, NativeTransformer) else None
+    block_bytes = settings.block_size * manifest.config.kv_bytes_per_token(cache_dtype.itemsize)
+    largest, records = _largest_step(settings, max_context_length), settings.cuda_graphs and attending.recordable
+    usable = cache_bytes(loaded, largest, settings.gpu_memory_share, records=records)
+    free = max(0, free_bytes(device) - plan.reserved_bytes) if usable is None else usable
+    known = server.num_blocks if server is not None and usable is None else 0
+    num_blocks = known or _num_blocks(settings, max_context_length, block_bytes, free, is_shared=usable is None)
+    config = _engine_config(settings, num_blocks, max_context_length)
+    engine = _make_engine(model, load_tokenizer(manifest.directory), config, attending, settings)
+    return engine, EngineFacts(
+        device=device,
+        attention="sdpa" if attending.name == "native" and kernel_level is None else attending.name,
+        kernel_level=kernel_level,
+        dtype=dtype_name,
+        matrices=matrices,
+        threads=threads,
+        max_context_length=max_context_length,
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        kv_cache_bytes=num_blocks * block_bytes,
+        kv_cache_dtype=str(cache_dtype).removeprefix("torch."),
+        reasons={"dtype": dtype_reason, "threads": threads_reason},
+        has_standby=plan.has_standby,
+    )
+
+
+def _plan(
+    server: ServerNeeds | None,
+    settings: ModelSettings,
+    manifest: Manifest,
+    place: KernelContext,
+    *,
+    packs: bool,
+    cache_value_bytes: int,
+) -> MemoryPlan:
+    """Return the memory that the first worker of a server on a CPU leaves to the rest of the server.
+
+    Raises:
+        ValueError: the server does not fit into memory.
+    """
+    if server is None or server.num_blocks or place.device.type != "cpu":
+        return MemoryPlan(reserved_bytes=0, has_standby=server is not None and server.standby)
+    is_native = _is_native(settings, manifest.config, place.dtype, place.device.type)
+    loaded = LoadedModel(
+        config=manifest.config,
+        value_bytes=place.dtype.itemsize,
+        cache_value_bytes=cache_value_bytes,
+        num_copies=_num_copies(manifest, place.dtype, packs=packs) if is_native else 1,
+        max_context_length=context_length(settings, manifest.config),
+    )
+    return plan_memory(loaded, settings, standby=server.standby)
+
+
+def _num_copies(manifest: Manifest, dtype: torch.dtype, *, packs: bool) -> int:
+    """Return how many times the matrices are in memory while native kernels pack them.
+
+    Args:
+        packs: matrices of the model's dtype are the file's own pages until they are packed.
+    """
+    stored = {part.dtype for place in manifest.place_tensors().values() for part in place.parts}
+    return 1 if packs and stored == {_STORED_AS.get(dtype)} else 2
+
+
+def _engine_config(settings: ModelSettings, num_blocks: int, max_context_length: int) -> EngineConfig:
+    return EngineConfig(
+        block_size=settings.block_size,
+        num_blocks=num_blocks,
+        max_num_running=settings.max_num_running,
+        max_batched_tokens=settings.max_batched_tokens,
+        max_draft_tokens=settings.speculative_tokens,
+        prompt_slowdown=settings.prompt_slowdown,
+        target_itl_seconds=settings.target_itl_ms / 1000 or math.inf,
+        enable_prefix_cache=settings.enable_prefix_cache,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        max_context_length=max_context_length,
+    )
+
+
+def _largest_step(settings: ModelSettings, max_context_length: int) -> LargestStep:
+    """Return the largest step that these settings allow."""
+    return LargestStep(
+        block_size=settings.block_size,
+        num_tokens=settings.max_batched_tokens,
+        num_sampled=settings.max_num_running,
+        max_context_length=max_context_length,
+    )
+
+
+def _make_engine(
+    model: Transformer | NativeTransformer,
+    tokenizer: Tokenizer,
+    config: EngineConfig,
+    attending: Attending,
+    settings: ModelSettings,
+) -> Engine:
+    """Return the engine. On a GPU, decode steps are captured as CUDA graphs if the attention backend supports it."""
+    looks_ahead = None if settings.lookahead else False
+    capture = None
+    if settings.cuda_graphs and attending.recordable:
+        capture = capture_for(model.token_embedding.weight.device)
+    if capture is None or isinstance(model, NativeTransformer):
+        return Engine(model, tokenizer, config, looks_ahead=looks_ahead)
+    runner = create_graphed_runner(model, config, tokenizer.vocab_size, capture)
+    return Engine(model, tokenizer, config, runner=runner, looks_ahead=looks_ahead)
+
+
+def _prepare_kernels(settings: ModelSettings, device: str) -> None:
+    """Load the native kernels if the settings use them; compile them first if they are missing."""
+    if device == "cpu" and (settings.attention == "native" or (settings.attention == "auto" and has_vector_level())):
+        KERNELS.prepare(settings.cache_dir)
+
+
+def _choose_dtype(settings: ModelSettings, manifest: Manifest, device: str) -> tuple[str, str]:
+    """Return the dtype to compute in, and the reason.
+
+    On a CPU, "auto" is bfloat16 if the checkpoint is bfloat16 and the native kernels compute the model. The kernels
+    then read half the bytes, and are batch-invariant. PyTorch's CPU kernels are so only in float32, up to rounding.
+    """
+    if settings.dtype != "auto":
+        return settings.dtype, "as set"
+    if device == "cuda":
+        return "bfloat16", "auto on CUDA"
+    stored = manifest.weight_dtype
+    if stored != "BF16":
+        return "float32", f"auto: the checkpoint is {_STORED_NAMES[stored]}"
+    if not _is_native(settings, manifest.config, torch.bfloat16, device):
+        return "float32", "auto: no native kernels compute this model here in the checkpoint's bfloat16"
+    return "bfloat16", "auto: as the checkpoint"
+
+
+def _choose_threads(settings: ModelSettings, config: ModelConfig, dtype: torch.dtype, device: str) -> tuple[int, str]:
+    """Return the number of CPU threads of the model, and the reason.
+
+    Native kernels use all CPUs: their threads share out the work of a step dynamically, so a CPU that another process
+    uses delays no other thread. PyTorch's OpenMP threads wait for the slowest thread, so one CPU is left to the API
+    process (figures: docs/performance-log.md).
+    """
+    cpus = usable_cpus()
+    if settings.threads != "auto":
+        return settings.threads, f"as set; usable CPUs: {cpus}"
+    if _is_native(settings, config, dtype, device):
+        return cpus, "auto: all usable CPUs"
+    return max(1, cpus - 1), f"auto: one less than the {cpus} usable CPUs"
+
+
+def _is_native(settings: ModelSettings, config: ModelConfig, dtype: torch.dtype, device: str) -> bool:
+    """Return whether the native kernels compute whole steps, not only the attention."""
+    is_wanted = device == "cpu" and settings.attention in ("auto", "native")
+    return is_wanted and KERNELS.loaded is not None and computes(config, dtype)
+
+
+def _choose_attention(settings: ModelSettings, place: KernelContext) -> Attending:
+    """Return the requested attention backend.
+
+    Raises:
+        SettingsError: the backend does not support the model or the device.
+    """
+    try:
+        return choose_attention(settings.attention, place)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+
+
+def prepare_matrices(model: Transformer, quantize: str, quantization: Quantization | None) -> str:
+    """Convert a loaded model's matrices to the requested or the fastest format, and return the format's name.
+
+    Float matrices for native kernels are left as they are: `to_native` packs them.
+    """
+    weight = model.token_embedding.weight
+    if quantize == "none" and library_for(model) is not None:
+        return "packed"
+    kind = _matrix_kind(quantize, weight.device, weight.dtype)
+    if quantization is not None:
+        replace_linears_by(model, quantization.make)
+    elif kind in ("int8", "packed"):
+        replace_linears(model, kind)
+    return kind
+
+
+def _matrix_kind(quantize: str, device: torch.device | str, dtype: torch.dtype) -> str:
+    """Return the format that a loaded model's matrices are converted to."""
+    if quantize != "none":
+        return quantize
+    return "packed" if can_pack(device, dtype) else "plain"
+
+
+def keep_freed_memory() -> None:
+    """Let the allocator keep freed memory for later steps instead of returning it to the kernel.
+
+    By default, glibc maps and unmaps every large block anew, and the first access to each page causes a page fault.
+    With the memory kept, a step of 64 sequences takes 27 ms instead of 54 ms.
+    """
+    with suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def find_device(wanted: str) -> str:
+    """Return the device of a --device setting on this machine.
+
+    Raises:
+        SettingsError: the device is missing.
+    """
+    has_cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not has_cuda:
+        raise SettingsError("--device cuda: no CUDA device is available; check the driver, or give --device cpu")
+    return "cuda" if wanted == "cuda" or (wanted == "auto" and has_cuda) else "cpu"
+
+
+def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the KV-cache of a --kv-cache-dtype setting.
+
+    Raises:
+        SettingsError: the KV-cache dtype does not fit the model's dtype or the device.
+    """
+    if wanted == "auto":
+        return dtype
+    if device != "cpu" or dtype is not torch.float32:
+        model = f"{str(dtype).removeprefix('torch.')} on {'CUDA' if device == 'cuda' else 'the CPU'}"
+        raise SettingsError(
+            f"--kv-cache-dtype {wanted} needs a float32 model on the CPU, and this model is {model}; leave it out, or "
+            "give --device cpu --dtype float32"
+        )
+    return torch.float16
+
+
+def find_quantization(quantize: str, device: str, dtype: torch.dtype) -> Quantization | None:
+    """Return the quantized matrix products of a --quantize setting on a GPU; None elsewhere.
+
+    Raises:
+        SettingsError: the GPU does not support this quantization.
+    """
+    try:
+        return choose_quantization(quantize, torch.device(device), dtype)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+
+
+def _num_blocks(
+    settings: ModelSettings, max_context_length: int, block_bytes: int, free: int, *, is_shared: bool
+) -> int:
+    """Return the number of KV-cache blocks: as requested, or as many as are useful, within `free` bytes of memory.
+
+    Args:
+        is_shared: True on a CPU: "auto" leaves half of the free memory to other uses, if one full context allows.
+            False on a GPU, where `free` has been reduced before.
+
+    Raises:
+        SettingsError: the requested KV-cache is too small for one sequence at full length; suggests settings.
+        ValueError: the memory is too small for the requested KV-cache, or for one sequence at full length.
+    """
+    blocks_per_context = -(-max_context_length // settings.block_size)
+    needed_mib = -(-blocks_per_context * block_bytes // _MIB)
+    # One full context may take more than half of the memory, since otherwise the model could not be served.
+    most, usual_share = (int(free * _MOST_OF_MEMORY), free // 2) if is_shared else (free, free)
+    if settings.kv_cache_memory == "auto":
+        if blocks_per_context * block_bytes > most:
+            fitting = most // block_bytes * settings.block_size
+            raise ValueError(
+                f"a context of {max_context_length} tokens needs {needed_mib} MiB of KV-cache, and {free // _MIB} MiB "
+                f"of memory are free: {_length_advice(fitting)}"
+            )
+        usual = min(blocks_per_context, -(-_USUAL_LENGTH // settings.block_size))
+        useful = round(settings.max_num_running * usual * (1 + _PREFIX_CACHE_SHARE))
+        return max(blocks_per_context, min(useful, usual_share // block_bytes))
+    asked = settings.kv_cache_memory
+    num_blocks = asked // block_bytes
+    if free < asked:
+        raise ValueError(f"--kv-cache-memory {asked.human_readable()}: only {free // _MIB} MiB are free")
+    if num_blocks < blocks_per_context:
+        raise SettingsError(
+            f"--kv-cache-memory {asked.human_readable()} holds {num_blocks * settings.block_size} tokens, less "
+            f"than the context of {max_context_length}: give it {needed_mib}MiB, or "
+            f"{_length_advice(num_blocks * settings.block_size)}"
+        )
+    return num_blocks
+
+
+def _length_advice(fitting: int) -> str:
+    """Return the advice for a context that does not fit; `fitting` is the number of tokens that would."""
+    return f"set --max-context-length {fitting}" if fitting else "use a smaller model or --block-size"
+
+
+def free_bytes(device: str) -> int:
+    """Return the memory that can still be allocated: the device's, or what this process may use of the machine's."""
+    return torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory_bytes()

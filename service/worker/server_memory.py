@@ -1,0 +1,141 @@
+"""Memory that a server on a CPU needs besides the KV-cache. This module does not import torch.
+
+A server is several processes under one memory limit. The worker plans the memory of all processes, because only the
+worker knows the device and the dtype. It plans after its imports and before it reads the weights. Memory already used
+(main, LitServe's queue process, this worker's imports) is measured. Memory needed later is computed from the model and
+the settings:
+
+    weights          in the dtype of computation, a tied embedding twice, plus copies packed for native kernels
+    largest step     --max-batched-tokens rows of hidden states and logits, see `step_bytes`
+    one context      KV-cache of one context of at most 1,024 tokens
+    API process      forked from main after this plan
+    standby worker   as much as this worker's imports; omitted if it does not fit
+"""
+
+import logging
+from typing import NamedTuple
+
+from model.config import ModelConfig
+from model.system.limits import available_memory_bytes, memory_limit_bytes, own_anonymous_bytes
+from service.config.settings import ModelSettings
+
+logger = logging.getLogger(__name__)
+
+_MIB = 2**20
+# The API process takes 32 MiB idle and 51 MiB while it sends 64 responses with logprobs; the tokenizer, metrics
+# and the queue process grow by 12 MiB (proportional set sizes, Python 3.12, kvasir-9m).
+_SERVICE_BYTES = 64 * _MIB
+# Rows of hidden size per token: hidden states, norms, queries, keys, values and attention output of one layer.
+_HIDDEN_COPIES = 8
+# Rows of MLP size per token: gate, up and their product.
+_MLP_COPIES = 3
+_FLOAT32_BYTES = 4
+# Bytes per logit with prompt logprobs: logit and logprob in float32, and one boolean of a comparison.
+_LOGIT_BYTES = 9
+# Margin for fragmentation of the allocator.
+_STEP_MARGIN = 1.25
+# Results become Python objects: 64 prompts of 512 tokens with 5 top logprobs took 57 MiB besides the tensors.
+_RESULT_BYTES = 64 * _MIB
+# Fraction of free memory for the KV-cache of one context, as in `service.worker.engine_factory`. The rest is margin.
+_CACHE_SHARE = 0.8
+# Tokens of context that must fit. A longer context that does not fit is rejected with the length that fits.
+_SHORT_CONTEXT = 1024
+
+
+class MemoryPlan(NamedTuple):
+    """Memory to reserve besides the KV-cache, and whether a standby worker fits."""
+
+    reserved_bytes: int
+    has_standby: bool
+
+
+class ServerNeeds(NamedTuple):
+    """Memory needs of the server around the worker.
+
+    standby: a standby worker is wanted.
+    num_blocks: KV-cache blocks on a CPU, as planned by the first worker; 0 for the first worker. A replacement worker
+        must get as many blocks as the first worker.
+    """
+
+    standby: bool
+    num_blocks: int
+
+
+class LoadedModel(NamedTuple):
+    """Model with the dtypes it is to be loaded in.
+
+    value_bytes: size of one weight.
+    cache_value_bytes: size of one number in the KV-cache.
+    num_copies: copies of every matrix; 2 if native kernels pack matrices besides the loaded ones. Packing a model of
+        168 million parameters took 2.1 (bfloat16) to 2.5 times (float32) its weights at the peak.
+    max_context_length: maximum tokens of prompt and completion together.
+    """
+
+    config: ModelConfig
+    value_bytes: int
+    cache_value_bytes: int
+    num_copies: int
+    max_context_length: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the size of all weights. A tied embedding counts twice: for row lookup and as packed output."""
+        config = self.config
+        tied = config.vocab_size * config.hidden_size if config.tie_embeddings else 0
+        return self.value_bytes * (self.num_copies * config.num_parameters + tied)
+
+    @property
+    def short_cache_bytes(self) -> int:
+        """Return the KV-cache size of one context of at most 1,024 tokens."""
+        return min(self.max_context_length, _SHORT_CONTEXT) * self.config.kv_bytes_per_token(self.cache_value_bytes)
+
+
+def step_bytes(config: ModelConfig, max_batched_tokens: int) -> int:
+    """Return the memory of the largest step: prompt tokens only, with a prompt logprob for each."""
+    values = _HIDDEN_COPIES * max(config.hidden_size, config.num_heads * config.head_dim)
+    values += _MLP_COPIES * config.mlp_size
+    token_bytes = values * _FLOAT32_BYTES + config.vocab_size * _LOGIT_BYTES
+    return round(_STEP_MARGIN * max_batched_tokens * token_bytes) + _RESULT_BYTES
+
+
+def plan_memory(model: LoadedModel, settings: ModelSettings, *, standby: bool) -> MemoryPlan:
+    """Return the memory plan of a server. Call in the worker, after its imports and before it loads the model.
+
+    Args:
+        standby: a standby worker is wanted. It is omitted, with a warning, if it does not fit.
+
+    Raises:
+        ValueError: the server would run out of memory. The message has the memory that it needs.
+    """
+    available, limit = available_memory_bytes(), memory_limit_bytes()
+    reserved = step_bytes(model.config, settings.max_batched_tokens) + _SERVICE_BYTES
+    needed = model.weight_bytes + reserved + round(model.short_cache_bytes / _CACHE_SHARE)
+    if needed > available:
+        raise ValueError(_too_little(needed, available, limit))
+    standby_bytes = own_anonymous_bytes() if standby else 0
+    if needed + standby_bytes > available:
+        logger.warning(
+            "no standby worker: memory is short by %d MiB; replacing a dead worker will take longer; "
+            "free or add memory, or use --no-standby",
+            _mebibytes(needed + standby_bytes - available),
+        )
+        return MemoryPlan(reserved, has_standby=False)
+    return MemoryPlan(reserved + standby_bytes, has_standby=standby)
+
+
+def _too_little(needed: int, available: int, limit: int | None) -> str:
+    """Return the error message of a server that does not fit, with remedies."""
+    smaller = "lower --max-batched-tokens, or use a smaller model"
+    if limit is None:
+        return (
+            f"{available // _MIB} MiB of memory are available and this model needs at least {_mebibytes(needed)} MiB: "
+            f"free memory, {smaller}"
+        )
+    return (
+        f"the memory limit is {limit // _MIB} MiB and this model needs at least "
+        f"{_mebibytes(limit - available + needed)} MiB: raise the limit (docker --memory, MEMORY in compose), {smaller}"
+    )
+
+
+def _mebibytes(num_bytes: int) -> int:
+    return -(-num_bytes // _MIB)

@@ -1,0 +1,85 @@
+"""On a CUDA device matrices in eight bits: what holds there, the same bits in any company, recorded, and served."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.checkpoint.manifest import read_manifest
+from model.gpu.quantization import FORMATS, PLAIN, Quantization, choose
+from service.config.settings import ModelSettings
+from service.engine.execution.cuda_graphs import CudaCapture
+from service.worker.engine_factory import build_engine
+
+pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("name", FORMATS)]
+
+CUDA = torch.device("cuda")
+# Outputs, inputs: cut along the inputs and whole, with and without padding.
+SHAPES = [(48, 64), (53, 37), (1536, 8960), (2048, 1536), (17_920, 1536), (151_936, 1536)]
+
+
+def chosen(name: str) -> Quantization:
+    if name == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.fail("this card has no fp8")
+    return choose(name, CUDA, torch.bfloat16)
+
+
+def matrix(shape: tuple[int, int], rows: int = 200) -> tuple[Tensor, Tensor, Tensor]:
+    """A weight FE, a bias F and inputs TE."""
+    generator = torch.Generator("cuda").manual_seed(shape[1])
+    sizes = (shape, shape[:1], (rows, shape[1]))
+    weight_FE, bias_F, x_TE = (torch.randn(size, generator=generator, device=CUDA).bfloat16() for size in sizes)
+    return weight_FE, bias_F, x_TE
+
+
+def test_our_kernels_hold(name: str) -> None:
+    """Whatever this card and this PyTorch are: a fallback here is to be known of."""
+    assert chosen(name).left_out is None
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_our_kernels_compute_what_pytorch_does(name: str, shape: tuple[int, int], has_bias: bool) -> None:
+    weight_FE, bias_F, x_TE = matrix(shape)
+    eight = chosen(name)
+    ours, plain = (
+        Quantization(form=eight.form, kernels=kernels, left_out=None).make(weight_FE, bias_F if has_bias else None)
+        for kernels in (eight.kernels, PLAIN)
+    )
+    for rows in (1, 4, 16, 17, 64, 65, 200):
+        expected = plain(x_TE[:rows]).float()
+        assert (ours(x_TE[:rows]).float() - expected).abs().max() <= 1e-2 * expected.abs().max()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_neighbours_change_no_bit_of_int8_and_little_of_fp8(name: str, shape: tuple[int, int]) -> None:
+    weight_FE, bias_F, x_TE = matrix(shape)
+    linear = chosen(name).make(weight_FE, bias_F)
+    whole = linear(x_TE)
+    for rows in (1, 4, 16, 17, 64, 65):
+        few = linear(x_TE[:rows])
+        if name == "int8":
+            assert torch.equal(few, whole[:rows])
+        else:
+            assert (few - whole[:rows]).abs().max() <= 1e-2 * whole.abs().max()
+
+
+def test_a_recording_follows_its_inputs(name: str) -> None:
+    weight_FE, bias_F, x_TE = matrix((1536, 8960), rows=16)
+    linear = chosen(name).make(weight_FE, bias_F)
+    still_TE = torch.zeros_like(x_TE)
+    with torch.inference_mode():
+        replay = CudaCapture()(lambda: linear(still_TE))
+        for shift in range(3):
+            still_TE.copy_(x_TE.roll(shift, 0))
+            assert torch.equal(replay(), linear(x_TE.roll(shift, 0)))
+
+
+def test_the_service_answers_by_them(name: str, tiny_checkpoint: Path) -> None:
+    chosen(name)
+    settings = ModelSettings(checkpoint=tiny_checkpoint, max_num_running=4, quantize=name)
+    engine, facts = build_engine(settings, read_manifest(tiny_checkpoint))
+    assert (facts.device, facts.matrices) == ("cuda", name)
+    engine.warm_up()
+    assert not engine.has_work

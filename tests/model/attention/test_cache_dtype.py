@@ -1,0 +1,130 @@
+"""Float16 cache of a float32 model: keys and values are rounded once, and attention uses the rounded values."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from model.attention.as_cached import AsCached
+from model.attention.backends import ATTENTION_BACKENDS, AttentionBackend
+from model.attention.eager import EagerAttention, attention_weights
+from model.attention.kernel_selection import gathered, one_by_one
+from model.attention.kv_cache import KVCache, rounded
+from model.attention.layer_spec import AttentionForm
+from model.attention.metadata import AttentionMetadata
+from model.attention.paged import PagedAttention
+from model.inspect.attention_weights import weights_of_layer
+from model.nn.transformer import Block, Transformer
+from tests.model.configs import VARIANTS, build
+from tests.model.paging import PagedRun
+
+HALF = torch.float16
+BACKENDS: dict[str, AttentionBackend] = {**ATTENTION_BACKENDS, "paged": PagedAttention(gathered, one_by_one)}
+IDS = torch.randint(300, (40,), generator=torch.Generator().manual_seed(2))
+# A number, and its float16 value: ties go to even, and too large values saturate.
+HELD = [
+    (1 + 2**-11, 1.0),
+    (1 + 3 * 2**-11, 1 + 2**-9),
+    (-0.1, -0.0999755859375),
+    (2**-25, 0.0),
+    (1.01 * 2**-25, 2**-24),
+    (65_519.0, 65_504.0),
+    (65_520.0, 65_504.0),
+    (-1e30, -65_504.0),
+    (torch.inf, 65_504.0),
+]
+
+
+def model_of(variant: str, *backends: AttentionBackend) -> Transformer:
+    """Return the same model each time, with one backend for all layers or one per layer."""
+    model = build(VARIANTS[variant])
+    for block, backend in zip(model.layers, backends * (1 if len(backends) > 1 else len(model.layers)), strict=True):
+        cast(Block, block).attention.backend = backend
+    return model
+
+
+def test_what_it_holds() -> None:
+    numbers, expected = torch.tensor(HELD).unbind(1)
+    assert torch.equal(rounded(numbers, HALF).float(), expected)
+    assert rounded(torch.tensor([torch.nan]), HALF).isnan().all()
+    assert rounded(torch.tensor([1e30]), torch.bfloat16) == torch.tensor(1e30).bfloat16()
+
+
+def test_it_gives_the_models_dtype_and_takes_half_the_memory() -> None:
+    config = VARIANTS["rotary-gqa"]
+    sizes = {"num_blocks": 3, "block_size": 4}
+    whole, half = (
+        KVCache(config, **sizes, dtype=torch.float32, device="cpu", cache_dtype=cache_dtype)
+        for cache_dtype in (None, HALF)
+    )
+    assert half.num_bytes * 2 == whole.num_bytes
+    assert half.num_bytes == 12 * config.kv_bytes_per_token(HALF.itemsize)
+    k_TKD, v_TKD = torch.randn(2, 5, 2, 8)
+    slots_T = torch.tensor([7, 1, 0, 11, 4])
+    half.write(1, slots_T, k_TKD, v_TKD)
+    tables = torch.tensor([[0, 1, 2]])
+    for given, found, gathered_1SKD in zip(
+        (k_TKD, v_TKD), half.gather_slots(1, slots_T), half.gather(1, tables), strict=True
+    ):
+        assert found.dtype == torch.float32
+        assert torch.equal(found, given.half().float())
+        assert torch.equal(gathered_1SKD[0, slots_T], found)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", BACKENDS)
+@torch.no_grad()
+def test_chunks_of_any_size_see_what_is_held(variant: str, name: str) -> None:
+    """A chunk also attends to its own rounded keys and values.
+
+    Differences in the last bits before a layer rarely change the rounding in it. So means are compared with the
+    effect of the rounding itself.
+    """
+    texts = [IDS[:1], IDS[:6], IDS]
+    uncached = [AttentionMetadata.uncached((len(ids),)) for ids in texts]
+    exact, oracle = model_of(variant, EagerAttention()), model_of(variant, AsCached(EagerAttention(), HALF))
+    wanted = torch.cat([oracle(*given, None) for given in zip(texts, uncached, strict=True)])
+    effect = (torch.cat([exact(*given, None) for given in zip(texts, uncached, strict=True)]) - wanted).abs().mean()
+    assert effect > 0
+    for chunk in (1, 7, 40):
+        found = torch.cat(PagedRun(model_of(variant, BACKENDS[name]), texts, HALF).forward_in_chunks(chunk))
+        assert found.dtype == torch.float32
+        assert (found - wanted).abs().mean() < 0.1 * effect, chunk
+
+
+class Spy:
+    """The reference implementation, which records the queries and keys of each layer."""
+
+    def __init__(self) -> None:
+        self.weights: list[Tensor] = []
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        *,
+        form: AttentionForm,
+        metadata: AttentionMetadata,
+        kv_cache: KVCache | None,
+    ) -> Tensor:
+        self.weights.append(attention_weights(q_THD, k_TKD, form))
+        return EagerAttention().attend(q_THD, k_TKD, v_TKD, form=form, metadata=metadata, kv_cache=kv_cache)
+
+
+@torch.inference_mode()
+def test_what_is_looked_at_is_what_is_served() -> None:
+    spy = Spy()
+    model_of("rotary-gqa", AsCached(spy, HALF))(IDS, AttentionMetadata.uncached((len(IDS),)), None)
+    model = model_of("rotary-gqa", EagerAttention())
+    backends = [cast(Block, block).attention.backend for block in model.layers]
+    ids: Sequence[int] = IDS.tolist()
+    for layer, wanted in enumerate(spy.weights):
+        assert torch.equal(weights_of_layer(model, ids, layer=layer, cache_dtype=HALF), wanted)
+        exact = weights_of_layer(model, ids, layer=layer)
+        assert not torch.equal(exact, wanted)
+        assert_close(exact, wanted, atol=5e-3, rtol=5e-3)
+    assert [cast(Block, block).attention.backend for block in model.layers] == backends

@@ -1,0 +1,284 @@
+"""The native attention kernel equals the reference implementation on every level, and is batch-invariant."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.attention.eager import EagerAttention
+from model.attention.kv_cache import KVCache, rounded
+from model.attention.layer_spec import AttentionForm, ScoreBias
+from model.attention.metadata import AttentionMetadata
+from model.attention.native import NativeAttention
+from model.attention.score_biases import AlibiBias, DisentangledBias, RelativeBias, relative_positions
+from model.attention.sdpa import SdpaAttention
+from model.kernels.library import Kernels
+from tests.model.configs import VARIANTS
+from tests.model.kernel_libraries import BUILDABLE, library_of
+
+# Without kernels the PyTorch path is tested, whose results must be the same.
+WAYS = ("none", *BUILDABLE)
+BEST = WAYS[1:2] or WAYS
+# Query heads, key/value heads, head size, block size.
+SHAPES = [(4, 4, 16, 4), (8, 2, 64, 16), (6, 1, 7, 3), (3, 3, 80, 16), (2, 2, 256, 64), (50, 1, 8, 5), (2, 1, 33, 1)]
+# Queries and context of each sequence: decodes and chunks, at the edges of tiles (64) and of splits (512).
+LENGTHS = ((1, 1), (1, 17), (1, 64), (1, 65), (3, 63), (40, 130), (64, 64), (1, 513), (20, 600))
+FORM = AttentionForm(layer=1, scale=0.2, window=None, bias=None)
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+def native(way: str) -> NativeAttention:
+    kernels = Kernels()
+    kernels.loaded = None if way == "none" else library_of(way)
+    return NativeAttention(kernels)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Sequences in mid-text, with scattered blocks, and the tokens of the next step.
+
+    unwritten: the content of unused slots. held_as: the dtype of the cache, if different.
+    """
+
+    shape: tuple[int, int, int, int]
+    lengths: Sequence[tuple[int, int]]
+    dtype: torch.dtype = torch.float32
+    unwritten: float = torch.nan
+    cache_dtype: torch.dtype | None = None
+    texts: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # q, k, v of each context
+
+    def __post_init__(self) -> None:
+        heads, kv_heads, size, _ = self.shape
+        for number, (_, context) in enumerate(self.lengths):
+            generator = torch.Generator().manual_seed(number)
+            sizes = ((context, heads, size), (context, kv_heads, size), (context, kv_heads, size))
+            q, k, v = (torch.randn(size, generator=generator).to(self.dtype) for size in sizes)
+            self.texts.append((q, k, v))
+
+    def attend(
+        self,
+        backend: NativeAttention | EagerAttention | SdpaAttention,
+        form: AttentionForm = FORM,
+        rows: Sequence[int] | None = None,
+    ) -> list[Tensor]:
+        """Return the output for this step's tokens of the sequences `rows`, by default all."""
+        rows = range(len(self.lengths)) if rows is None else rows
+        heads, kv_heads, size, block_size = self.shape
+        changes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": size, "num_layers": 2}
+        config = dataclasses.replace(VARIANTS["none"], **changes)
+        needs = [-(-self.lengths[row][1] // block_size) for row in rows]
+        cache = KVCache(
+            config,
+            num_blocks=sum(needs) + 2,
+            block_size=block_size,
+            dtype=self.dtype,
+            device="cpu",
+            cache_dtype=self.cache_dtype,
+        )
+        cache.keys_LNPKD.fill_(self.unwritten)
+        cache.values_LNPKD.fill_(self.unwritten)
+        blocks = torch.randperm(cache.num_blocks, generator=torch.Generator().manual_seed(len(rows))).tolist()
+        tables = [[blocks.pop() for _ in range(need)] for need in needs]
+        slots = []
+        for row, table in zip(rows, tables, strict=True):
+            queries, context = self.lengths[row]
+            of = torch.tensor([table[p // block_size] * block_size + p % block_size for p in range(context)])
+            cache.write(form.layer, of[:-queries], *(x[:-queries] for x in self.texts[row][1:]))
+            slots.append(of[-queries:])
+        metadata = AttentionMetadata(
+            query_lengths=tuple(self.lengths[row][0] for row in rows),
+            context_lengths=tuple(self.lengths[row][1] for row in rows),
+            positions_T=torch.cat([torch.arange(c - q, c) for q, c in (self.lengths[row] for row in rows)]),
+            slot_mapping_T=torch.cat(slots),
+            block_tables_BN=torch.tensor([table + [0] * (max(needs) - len(table)) for table in tables]),
+        )
+        q, k, v = (torch.cat([self.texts[row][which][-self.lengths[row][0] :] for row in rows]) for which in range(3))
+        out = backend.attend(q, k, v, form=form, metadata=metadata, kv_cache=cache)
+        for row, of in zip(rows, slots, strict=True):
+            for which, pool_LNPKD in ((1, cache.keys_LNPKD), (2, cache.values_LNPKD)):
+                flat, new = pool_LNPKD[form.layer].flatten(0, 1), self.texts[row][which][-len(of) :]
+                assert torch.equal(flat[of].nan_to_num(), rounded(new, cache.cache_dtype).nan_to_num()), (
+                    "they are written"
+                )
+        return list(out.split(list(metadata.query_lengths)))
+
+
+def assert_close(actual: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype) -> None:
+    for mine, oracles in zip(actual, expected, strict=True):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine.float(), oracles.float(), atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+def biases_of(shape: tuple[int, int, int, int]) -> dict[str, ScoreBias | None]:
+    """Return no bias, T5's and ALiBi's, for this number of heads."""
+    config = dataclasses.replace(
+        VARIANTS["relative-bias"], num_heads=shape[0], num_kv_heads=shape[1], head_dim=shape[2]
+    )
+    table = relative_positions(config)
+    assert table is not None
+    torch.nn.init.normal_(table.weight, generator=torch.Generator().manual_seed(0))
+    return {"none": None, "relative": RelativeBias(config, table), "alibi": AlibiBias(config, None)}
+
+
+# Every shape on the best level, some shapes on the other levels.
+ORACLE_CASES = [(way, shape) for way in WAYS for shape in (SHAPES if way in BEST else SHAPES[:3])]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("way", "shape"), ORACLE_CASES)
+@torch.no_grad()
+def test_it_equals_the_oracle(way: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    scene = Scene(shape, LENGTHS, dtype, unwritten=0.0 if way == "none" else torch.nan)
+    biases = biases_of(shape)
+    for window, name in ((None, "none"), (100, "none"), (5, "relative"), (None, "alibi")):
+        if dtype is torch.bfloat16 and way == "none" and name != "none":
+            continue  # PyTorch rounds a bias to the dtype, which is far from the reference if the bias is large
+        form = AttentionForm(layer=1, scale=0.2, window=window, bias=biases[name])
+        actual, expected = scene.attend(native(way), form), scene.attend(EagerAttention(), form)
+        for mine, oracles in zip(actual, expected, strict=True):
+            assert mine.dtype == dtype
+            torch.testing.assert_close(mine.float(), oracles.float(), atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("shape", SHAPES[1:3])
+@pytest.mark.parametrize("way", BUILDABLE)
+def test_the_same_bits_alone_and_in_any_batch(
+    way: str, shape: tuple[int, int, int, int], dtype: torch.dtype, set_threads: Callable[[int], None]
+) -> None:
+    """Few sequences are split for the threads: by heads, then by parts of their context."""
+    scene = Scene(shape, (*LENGTHS, (1, 1600)), dtype)
+    form = AttentionForm(layer=1, scale=0.2, window=None, bias=biases_of(shape)["alibi"])
+    set_threads(1)
+    together = scene.attend(native(way), form)
+    for threads, row in [(1, 0), (1, 5), *((threads, row) for threads in (2, 5) for row in (1, 6, 8, 9))]:
+        set_threads(threads)
+        (alone,) = scene.attend(native(way), form, [row])
+        assert torch.equal(alone, together[row]), (threads, scene.lengths[row])
+    for mine, expected in zip(scene.attend(native(way), form), together, strict=True):
+        assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("shape", "window"), [(SHAPES[0], 70), (SHAPES[1], None), (SHAPES[2], None)])
+@pytest.mark.parametrize("way", BUILDABLE)
+def test_the_same_bits_decoded_and_in_chunks_of_any_size(
+    way: str, shape: tuple[int, int, int, int], window: int | None, dtype: torch.dtype
+) -> None:
+    """Few query rows are multiplied while keys are read; many rows use keys packed once for all of them."""
+    form = AttentionForm(layer=1, scale=0.2, window=window, bias=None)
+    length = 600
+    (whole,) = Scene(shape, ((length, length),), dtype).attend(native(way), form)
+    for queries, context in ((1, 1), (1, 63), (2, 64), (1, 65), (13, 130), (1, 512), (1, 513), (1, length)):
+        scene = Scene(shape, ((queries, length),), dtype)
+        cut = [(q[:context], k[:context], v[:context]) for q, k, v in scene.texts]
+        (part,) = dataclasses.replace(scene, lengths=((queries, context),), texts=cut).attend(native(way), form)
+        assert torch.equal(part, whole[context - queries : context]), (queries, context)
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_the_kernel_does_not_know_goes_pytorchs_way(way: str) -> None:
+    shape, lengths = (4, 2, 16, 4), ((1, 9), (5, 20))
+    config = dataclasses.replace(VARIANTS["disentangled-gqa"], head_dim=16)
+    content = DisentangledBias(config, relative_positions(config))
+    double = Scene(shape, lengths, torch.float64, unwritten=0.0)
+    single = Scene(shape, lengths, unwritten=0.0)
+    wide = Scene((1, 1, 272, 4), lengths, unwritten=0.0)
+    deberta = AttentionForm(layer=1, scale=0.2, window=None, bias=content)
+    with torch.no_grad():
+        for scene, form in ((double, FORM), (single, deberta), (wide, FORM)):
+            ours, theirs = (scene.attend(backend, form) for backend in (native(way), SdpaAttention()))
+            assert all(map(torch.equal, ours, theirs))
+        q, k, v = torch.randn(3, 7, 2, 8).unbind(0)
+        metadata = AttentionMetadata.uncached((7,))
+        calls = (b.attend(q, k, v, form=FORM, metadata=metadata, kv_cache=None) for b in (native(way), SdpaAttention()))
+        assert torch.equal(*calls)
+
+
+@pytest.mark.parametrize("way", BUILDABLE)
+def test_kernels_take_over_between_two_steps(way: str) -> None:
+    """All layers of a step use the same path."""
+    kernels = Kernels()
+    backend = NativeAttention(kernels)
+    cache = KVCache(VARIANTS["none"], num_blocks=2, block_size=4, dtype=torch.float32, device="cpu")
+
+    def step() -> AttentionMetadata:
+        return AttentionMetadata(
+            query_lengths=(1,),
+            context_lengths=(1,),
+            positions_T=torch.tensor([0]),
+            slot_mapping_T=torch.tensor([0]),
+            block_tables_BN=torch.tensor([[0]]),
+        )
+
+    def attend(metadata: AttentionMetadata) -> bool:
+        """Return whether the native kernel computed the attention."""
+        q, k, v = torch.ones(1, 4, 8), torch.ones(1, 2, 8), torch.ones(1, 2, 8)
+        backend.attend(q, k, v, form=FORM, metadata=metadata, kv_cache=cache)
+        latest = backend._latest.step
+        return latest is not None and latest.loaded is not None
+
+    first = step()
+    assert not attend(first)
+    kernels.loaded = library_of(way)
+    assert not attend(first)
+    assert attend(step())
+
+
+@pytest.mark.parametrize("way", BUILDABLE)
+@pytest.mark.parametrize(
+    ("slot", "block", "context"), [(8, 0, 1), (-1, 0, 1), (0, 2, 1), (0, -1, 1), (0, 0, 5)], ids=str
+)
+def test_what_the_cache_does_not_have_is_refused(way: str, slot: int, block: int, context: int) -> None:
+    cache = KVCache(VARIANTS["none"], num_blocks=2, block_size=4, dtype=torch.float32, device="cpu")
+    metadata = AttentionMetadata(
+        query_lengths=(1,),
+        context_lengths=(context,),
+        positions_T=torch.tensor([context - 1]),
+        slot_mapping_T=torch.tensor([slot]),
+        block_tables_BN=torch.tensor([[block]]),
+    )
+    with pytest.raises(ValueError, match=r"but the cache has|the longest context needs 2"):
+        native(way).attend(
+            torch.ones(1, 4, 8), torch.ones(1, 2, 8), torch.ones(1, 2, 8), form=FORM, metadata=metadata, kv_cache=cache
+        )
+
+
+@pytest.mark.parametrize("way", BUILDABLE)
+def test_queries_and_keys_may_lie_in_wider_rows(way: str) -> None:
+    """The rows are wider if one matrix computes queries, keys and values."""
+    cache = KVCache(VARIANTS["none"], num_blocks=2, block_size=4, dtype=torch.float32, device="cpu")
+    metadata = AttentionMetadata(
+        query_lengths=(3,),
+        context_lengths=(3,),
+        positions_T=torch.arange(3),
+        slot_mapping_T=torch.arange(3),
+        block_tables_BN=torch.tensor([[0]]),
+    )
+    qkv_TX = torch.randn(3, 8 * (4 + 2 + 2), generator=torch.Generator().manual_seed(0))
+    parts = [torch.unflatten(x, -1, (-1, 8)) for x in torch.split(qkv_TX, [32, 16, 16], dim=-1)]
+    attend = native(way).attend
+    wide = attend(*parts, form=FORM, metadata=metadata, kv_cache=cache)
+    assert torch.equal(wide, attend(*(x.contiguous() for x in parts), form=FORM, metadata=metadata, kv_cache=cache))
+    turned = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in parts]
+    assert torch.equal(wide, attend(*turned, form=FORM, metadata=metadata, kv_cache=cache))
+
+
+@pytest.mark.parametrize("way", BUILDABLE)
+def test_what_is_no_number_stays_none(way: str) -> None:
+    scene = Scene((2, 2, 8, 4), ((1, 9), (1, 9)))
+    scene.texts[0][1][3, 0, 2] = torch.nan
+    damaged, whole = scene.attend(native(way))
+    assert damaged[0, 0].isnan().all()
+    assert damaged[0, 1].isfinite().all(), "the other head"
+    assert whole.isfinite().all()

@@ -1,0 +1,220 @@
+"""GPU attention over a paged cache: every path equals the reference, and paths that fail their check are skipped."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.attention.eager import EagerAttention
+from model.attention.flash_varlen import VarlenChunks, VarlenError, arguments, varlen_attn
+from model.attention.kernel_selection import (
+    CHUNK_WAYS,
+    DECODE_WAYS,
+    KernelContext,
+    Unavailable,
+    check,
+    choose,
+    fits,
+    gathered,
+    one_by_one,
+)
+from model.attention.kv_cache import KVCache
+from model.attention.layer_spec import AttentionForm
+from model.attention.metadata import AttentionMetadata
+from model.attention.paged import PagedAttention
+from model.attention.ragged import ragged_view
+from model.nn.transformer import Transformer
+from tests.model.configs import VARIANTS, build
+from tests.model.paging import PagedRun
+
+PLACE = KernelContext(config=VARIANTS["rotary-gqa"], device=torch.device("cpu"), dtype=torch.float32, block_size=16)
+WINDOWS = KernelContext(
+    config=VARIANTS["window-one-layer"], device=torch.device("cpu"), dtype=torch.float32, block_size=4
+)
+
+
+def with_backend(variant: str, backend: PagedAttention) -> Transformer:
+    model = build(VARIANTS[variant])
+    for layer in model.layers:
+        layer.attention.backend = backend
+    return model
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_cached_chunks_equal_the_whole(variant: str, chunk: int) -> None:
+    """With chunks of 7, some steps have sequences with one token beside sequences with more."""
+    model = with_backend(variant, PagedAttention(gathered, one_by_one))
+    oracle = build(VARIANTS[variant], "eager")
+    generator = torch.Generator().manual_seed(chunk)
+    sequences = [torch.randint(300, (length,), generator=generator) for length in (1, 4, 8, 17, 64)]
+    for sequence, actual in zip(sequences, PagedRun(model, sequences).forward_in_chunks(chunk), strict=True):
+        expected = oracle(sequence, AttentionMetadata.uncached((len(sequence),)), None)
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
+
+
+def test_decoding_takes_lengths_from_positions_alone() -> None:
+    """A captured CUDA graph has no lengths: wrong lengths in the metadata change nothing."""
+    config = VARIANTS["rotary-gqa"]
+    cache = KVCache(config, num_blocks=4, block_size=4, dtype=torch.float32, device="cpu")
+    cache.keys_LNPKD.normal_()
+    cache.values_LNPKD.normal_()
+    q, k, v = (torch.randn(2, heads, 8) for heads in (4, 2, 2))
+    tables = torch.tensor([[0, 1, 3], [2, 3, 3]])
+    form = AttentionForm(layer=1, scale=0.3, window=None, bias=None)
+    outputs = []
+    for lengths, backend in (((6, 3), EagerAttention()), ((1, 1), PagedAttention(gathered, one_by_one))):
+        metadata = AttentionMetadata(
+            query_lengths=(1, 1),
+            context_lengths=lengths,
+            positions_T=torch.tensor([5, 2]),
+            slot_mapping_T=torch.tensor([5, 10]),
+            block_tables_BN=tables,
+        )
+        outputs.append(backend.attend(q, k, v, form=form, metadata=metadata, kv_cache=cache))
+    torch.testing.assert_close(outputs[1], outputs[0])
+
+
+def test_a_ragged_view_says_where_chunks_and_their_pasts_lie() -> None:
+    tables = torch.tensor([[3, 9], [1, 9], [4, 2]])
+    view = ragged_view((2, 1, 3), (3, 2, 6), tables, 4)
+    assert view.decodes is not None
+    tokens, positions, decode_tables = view.decodes
+    assert (tokens.tolist(), positions.tolist(), decode_tables.tolist()) == ([2], [1], [[1, 9]])
+    assert view.tokens_X.tolist() == [0, 1, 3, 4, 5]
+    assert view.slots_S.tolist() == [12, 13, 14, 16, 17, 18, 19, 8, 9]
+    assert (view.query_starts.tolist(), view.context_starts.tolist()) == ([0, 2, 5], [0, 3, 9])
+    assert view.query_starts.dtype == view.context_starts.dtype == torch.int32
+    assert ragged_view((2,), (2,), tables, 4).decodes is None
+
+
+def varlen_oracle(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, past_starts: Tensor, scale: float, left: int
+) -> Tensor:
+    """Causal attention of concatenated sequences as documented by flash attention, token by token."""
+    out = torch.empty_like(q)
+    groups = q.shape[1] // k.shape[1]
+    bounds = zip(*(x.tolist() for x in (starts[:-1], starts[1:], past_starts[:-1], past_starts[1:])), strict=True)
+    for first, end, past_first, past_end in bounds:
+        for token in range(first, end):
+            last = past_end - (end - token)
+            begin = past_first if left < 0 else max(past_first, last - left)
+            for head in range(q.shape[1]):
+                keys, values = (x[begin : last + 1, head // groups] for x in (k, v))
+                out[token, head] = ((keys @ q[token, head]) * scale).softmax(0) @ values
+    return out
+
+
+@pytest.mark.parametrize("place", [PLACE, WINDOWS], ids=["plain", "windows"])
+def test_chunks_by_a_function_for_any_lengths(place: KernelContext) -> None:
+    told: list[dict[str, Any]] = []
+
+    def function(
+        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
+        *, scale: float, window_size: tuple[int, int], enable_gqa: bool, num_splits: int,
+    ) -> Tensor:  # fmt: skip
+        told.append({"max_q": max_q, "max_k": max_k, "gqa": enable_gqa, "splits": num_splits})
+        assert window_size[1] == 0
+        return varlen_oracle(query, key, value, cu_seq_q, cu_seq_k, scale, window_size[0])
+
+    check(PagedAttention(gathered, VarlenChunks(function)), place)
+    assert told[0] == {"max_q": 120, "max_k": 700, "gqa": True, "splits": 1}
+
+
+def test_arguments_are_those_that_a_version_has() -> None:
+    newest = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits")
+    assert arguments(newest, scale=0.5, window=None, grouped=True) == {
+        "scale": 0.5, "window_size": (-1, 0), "enable_gqa": True, "num_splits": 1,
+    }  # fmt: skip
+    assert arguments(newest, scale=0.5, window=7, grouped=False) == {
+        "scale": 0.5, "window_size": (6, 0), "num_splits": 1,
+    }  # fmt: skip
+    older = ("scale", "window_size")
+    assert arguments(older, scale=0.5, window=None, grouped=True) == {"scale": 0.5, "window_size": (-1, 0)}
+    oldest = ("scale", "is_causal")
+    assert arguments(oldest, scale=0.5, window=None, grouped=False) == {"scale": 0.5, "is_causal": True}
+    with pytest.raises(VarlenError, match="takes no window"):
+        arguments(oldest, scale=0.5, window=7, grouped=False)
+    with pytest.raises(VarlenError, match="takes no window"):
+        arguments(("scale",), scale=0.5, window=None, grouped=False)
+    with pytest.raises(VarlenError, match="takes no scale"):
+        arguments(("window_size",), scale=0.5, window=None, grouped=False)
+
+
+def test_a_version_without_the_function_is_told() -> None:
+    with pytest.raises(VarlenError, match="has no varlen_attn"):
+        varlen_attn("torch.nn.attention.of_no_version")
+
+
+def test_without_a_gpu_the_plain_ways_are_taken_and_the_reasons_told() -> None:
+    chosen = choose(PLACE)
+    assert (chosen.decode, chosen.chunks) == ("gathered", "one by one")
+    assert str(chosen) == "paged (decode: gathered, prompts: one by one)"
+    assert not chosen.reads_in_place
+    assert [reason.partition(": ")[0] for reason in chosen.left_out] == ["triton", "varlen"]
+    assert chosen.left_out[1] == "varlen: needs a CUDA device"
+
+
+def shifted(*inputs: Any) -> Tensor:
+    return gathered(*inputs) + 0.01
+
+
+def endless(*inputs: Any) -> Tensor:
+    return gathered(*inputs) * math.nan
+
+
+def failing(*inputs: Any) -> Tensor:
+    raise RuntimeError("an illegal instruction\nwas met")
+
+
+def silent(*inputs: Any) -> Tensor:
+    raise KeyError
+
+
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [
+        (shifted, r"bad: error of \S+ relative to the largest output \(window None\)"),
+        (endless, "bad: returns NaN or infinity"),
+        (failing, "bad: an illegal instruction"),
+        (silent, "bad: KeyError"),
+    ],
+)
+def test_a_way_that_does_not_hold_is_left_out_with_the_reason(way: Callable[..., Tensor], reason: str) -> None:
+    chosen = choose(PLACE, {"bad": lambda place: way, "gathered": lambda place: gathered})
+    assert chosen.decode == "gathered"
+    told, _ = chosen.left_out
+    assert re.fullmatch(reason, told)
+
+
+def test_where_nothing_holds_every_reason_is_told() -> None:
+    with pytest.raises(
+        RuntimeError, match="no attention kernel works on this device: a: an illegal instruction; b: KeyError"
+    ):
+        choose(PLACE, {"a": lambda place: failing, "b": lambda place: silent})
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 1024])
+def test_the_check_takes_any_block_size(block_size: int) -> None:
+    place = KernelContext(config=PLACE.config, device=PLACE.device, dtype=torch.bfloat16, block_size=block_size)
+    check(PagedAttention(gathered, one_by_one), place)
+    with pytest.raises(Unavailable, match="error of"):
+        check(PagedAttention(shifted, one_by_one), PLACE)
+
+
+def test_models_with_biases_and_average_attention_are_others() -> None:
+    assert fits(VARIANTS["rotary-gqa"])
+    assert fits(VARIANTS["gpt2"])
+    for variant in ("average", "alibi", "relative-bias", "disentangled"):
+        assert not fits(VARIANTS[variant])
+
+
+def test_every_way_has_a_fallback_that_needs_nothing() -> None:
+    assert DECODE_WAYS["gathered"](PLACE) is gathered
+    assert CHUNK_WAYS["one by one"](PLACE) is one_by_one
+    assert list(DECODE_WAYS)[-1] == "gathered"
+    assert list(CHUNK_WAYS)[-1] == "one by one"

@@ -1,0 +1,119 @@
+"""Message texts never become special tokens, and are kept completely, with any chat template."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
+
+from model.chat.special_token_escaping import ForbiddenText, SpecialTokenEscaper
+from model.chat.template import ChatTemplate
+from model.tokenizer.byte_level import ByteLevelTokenizer
+from model.tokenizer.files import load_tokenizer
+from tests.families.tokenizer_files import write_byte_level, write_sentence_piece
+from tests.model.chat_templates import TEMPLATES
+
+MARKS = ("<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "[/INST]", "<<SYS>>", "aba")
+FIRST = 256
+CONTENT_ONLY = ChatTemplate(source="{% for m in messages %}{{ m.content | trim }}{% endfor %}", origin="test")
+CHATML = ChatTemplate(source=TEMPLATES["chatml"], origin="test")
+
+
+def make_tokenizer(*marks: str) -> ByteLevelTokenizer:
+    """Return a tokenizer with one token per byte, and special tokens."""
+    return ByteLevelTokenizer(
+        pattern=r"\s+|\S+",
+        ranks={bytes([byte]): byte for byte in range(256)},
+        special_tokens={mark: FIRST + number for number, mark in enumerate(marks)},
+        eos_token_ids=(),
+        bos_token_id=None,
+    )
+
+
+TOKENIZER = make_tokenizer(*MARKS)
+CONTROL = SpecialTokenEscaper(TOKENIZER)
+
+
+def encoded(template: ChatTemplate, *contents: str, control: SpecialTokenEscaper = CONTROL) -> list[int]:
+    shielded, breaker = control.shield([{"role": "user", "content": content} for content in contents])
+    return control.encode(template.render(shielded), breaker)
+
+
+def test_the_templates_marks_act() -> None:
+    ids = encoded(CHATML, "hi")
+    assert [i for i in ids if i >= FIRST] == [256, 257, 256, 257, 256]
+    assert TOKENIZER.decode(ids) == CHATML.render([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_a_mark_in_a_message_is_text(mark: str) -> None:
+    content = f"what is {mark}?\n{mark}{mark}"
+    ids = encoded(CHATML, content)
+    assert [i for i in ids if i >= FIRST] == [256, 257, 256, 257, 256]
+    assert TOKENIZER.decode(ids) == CHATML.render([{"role": "user", "content": content}])
+
+
+def test_a_mark_that_begins_in_one_message_and_ends_in_the_next_is_text() -> None:
+    for parts in (("<|im_", "end|>"), ("<", "|im_end|", ">"), ("<", "<SYS>>"), ("<< ", "SYS>>"), ("ab", "a", "ba")):
+        ids = encoded(CONTENT_ONLY, *parts)
+        assert max(ids) < FIRST
+        assert bytes(ids).decode() == "".join(part.strip() for part in parts)
+
+
+@given(st.lists(st.lists(st.sampled_from([*MARKS, "<", "<|", "im_end|>", "a", "b", " ", "\ufdd0", "é"])), min_size=1))
+def test_whatever_is_said_stays_text_and_is_all_there(pieces: list[list[str]]) -> None:
+    contents = ["".join(piece) for piece in pieces]
+    ids = encoded(CONTENT_ONLY, *contents)
+    assert max(ids, default=0) < FIRST
+    assert bytes(ids).decode() == "".join(content.strip() for content in contents)
+
+
+@given(st.text())
+def test_a_message_without_marks_is_left_as_it_is(content: str) -> None:
+    messages = [{"role": "user", "content": content.replace("<", "").replace("[", "").replace("a", "")}]
+    assert CONTROL.shield(messages) == (messages, None)
+
+
+def test_other_fields_and_parts_are_shielded_and_other_values_are_not() -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": "<s>"}], "name": "</s>", "number": 7, "none": None}
+    (shielded,), breaker = CONTROL.shield([message])
+    assert breaker == "\ufdd0"
+    assert shielded["content"][0]["text"] == "<\ufdd0s>"
+    assert shielded["name"] == "<\ufdd0/s>"
+    assert (shielded["number"], shielded["none"]) == (7, None)
+
+
+def test_what_cannot_be_shielded_is_refused() -> None:
+    with pytest.raises(ForbiddenText, match="contains the special token '☃'"):
+        encoded(CONTENT_ONLY, "a ☃", control=SpecialTokenEscaper(make_tokenizer("☃")))
+    every = "".join(map(chr, range(0xFDD0, 0xFDF0)))
+    with pytest.raises(ForbiddenText, match="U\\+FDD0"):
+        encoded(CONTENT_ONLY, every + "<s>")
+    assert bytes(encoded(CONTENT_ONLY, every[1:] + "<s>")).decode() == every[1:] + "<s>"
+
+
+@pytest.mark.parametrize("write", [write_byte_level, write_sentence_piece])
+def test_piece_by_piece_is_as_in_one_piece(tmp_path: Path, write: Callable[[Path, int], Tokenizer]) -> None:
+    """Texts around a broken special token are encoded between complete ones; added text tokens stay tokens."""
+    library = write(tmp_path, 500)
+    library.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=False)])
+    library.add_tokens([AddedToken("<think>", special=False, normalized=False)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    text = "Hello <think> there<|im_end|> my <think>friend<|im_end|>\n"
+    whole = library.encode(text, add_special_tokens=False).ids
+    assert SpecialTokenEscaper(tokenizer).encode(text, None) == whole
+    assert SpecialTokenEscaper(tokenizer).encode(text + "\ufdd0", "\ufdd0") == whole
+
+
+def test_of_marks_that_begin_alike_the_longest_counts() -> None:
+    control = SpecialTokenEscaper(make_tokenizer("<a>", "<a><b>", "<a><b><c>", "<x", "<x>"))
+    text = "<a><b><c><a><b><a><x><xy"
+    assert control.encode(text + "\ufdd0", "\ufdd0") == [258, 257, 256, 260, 259, ord("y")]
+
+
+def test_a_tokenizer_without_marks_has_nothing_to_shield() -> None:
+    control = SpecialTokenEscaper(make_tokenizer())
+    assert encoded(CONTENT_ONLY, "<s>", control=control) == list(b"<s>")

@@ -1,0 +1,134 @@
+"""Int8 matrices for a GPU, tested on a CPU with PyTorch's products and stand-ins for the kernels."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.attention.metadata import AttentionMetadata
+from model.gpu import quantization
+from model.gpu.quantization import FORMATS, PLAIN, Quantization, QuantizationError, QuantizedLinear, choose, scale_sums
+from model.gpu.quantization import quantize_rows as rounded
+from model.nn.linear import Int8Linear, replace_linears_by
+from tests.model.configs import VARIANTS, build
+
+CPU = torch.device("cpu")
+# Outputs, inputs: with and without padding.
+SHAPES = ((48, 64), (53, 37))
+FEW: list[int] = []  # rows of each call
+
+
+def multiply_few(
+    numbers: Tensor, scales: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    FEW.append(len(numbers))
+    return scale_sums((numbers.double() @ weight.double().t()).round(decimals=3), scales, scale, bias, dtype)
+
+
+def stand_ins(**changed: Any) -> SimpleNamespace:
+    ours = {"quantize_rows": rounded, "scale_sums": scale_sums, "multiply_few": multiply_few, "MAX_ROWS": 64}
+    return SimpleNamespace(**ours | changed)
+
+
+@pytest.fixture(autouse=True)
+def _a_card_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the CPU stand for a GPU with fp8."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    FEW.clear()
+
+
+def matrix(shape: tuple[int, int], rows: int = 100) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a weight FE, a bias F and inputs TE."""
+    generator = torch.Generator().manual_seed(shape[1])
+    drawn = (torch.randn(size, generator=generator) for size in (shape, shape[:1], (rows, shape[1])))
+    weight_FE, bias_F, x_TE = (x.bfloat16() for x in drawn)
+    return weight_FE, bias_F, x_TE
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("name", "most"), [("int8", 0.02), ("fp8", 0.06)])
+def test_near_the_product_whatever_other_rows_hold(name: str, most: float, shape: tuple[int, int]) -> None:
+    weight_FE, bias_F, x_TE = matrix(shape)
+    linear = QuantizedLinear(weight_FE, bias_F, FORMATS[name], PLAIN)
+    expected = x_TE.double() @ weight_FE.double().t() + bias_F.double()
+    found = linear(x_TE)
+    assert (found.shape, found.dtype) == (expected.shape, torch.bfloat16)
+    assert 0 < (found.double() - expected).norm() / expected.norm() < most
+    loud = torch.cat((x_TE[:40], 1000 * x_TE[40:]))
+    assert torch.equal(linear(loud)[:40], found[:40])
+    assert torch.equal(linear(torch.zeros_like(x_TE)), bias_F.expand(len(x_TE), -1))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int8_has_the_bits_of_the_cpus_int8_for_any_rows(shape: tuple[int, int]) -> None:
+    weight_FE, bias_F, x_TE = matrix(shape)
+    linear = QuantizedLinear(weight_FE, bias_F, FORMATS["int8"], PLAIN)
+    expected = Int8Linear(weight_FE, bias_F)(x_TE)
+    for rows in (1, 16, 17, 33, 100):
+        assert torch.equal(linear(x_TE[:rows]), expected[:rows])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_wide_matrix_is_rounded_slice_by_slice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight_FE, bias_F, x_TE = matrix(SHAPES[1])
+    whole = QuantizedLinear(weight_FE, bias_F, FORMATS[name], PLAIN)(x_TE)
+    monkeypatch.setattr(quantization, "_SLICE", 7)
+    assert torch.equal(QuantizedLinear(weight_FE, bias_F, FORMATS[name], PLAIN)(x_TE), whole)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_our_kernels_take_few_rows_and_pytorch_the_rest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantization, "quantized_kernels", stand_ins(MAX_ROWS=20))
+    chosen = choose(name, CPU, torch.bfloat16)
+    assert chosen.left_out is None
+    assert str(chosen) == f"{name} matrices by triton for up to 20 rows, beyond them {FORMATS[name].product}"
+    weight_FE, bias_F, x_TE = matrix(SHAPES[0])
+    linear = chosen.make(weight_FE, bias_F)
+    FEW.clear()
+    found = [linear(x_TE[:rows]) for rows in (4, 20, 21)]
+    assert FEW == [4, 20]
+    torch.testing.assert_close(found[1], found[2][:20], rtol=1e-2, atol=1e-2)
+
+
+def failing(*inputs: Any, **named: Any) -> Any:
+    raise RuntimeError("ptxas was not found\nat all")
+
+
+def test_what_fails_or_differs_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantization, "quantized_kernels", None)
+    assert choose("int8", CPU, torch.float32).left_out == "triton is not installed"
+    monkeypatch.setattr(quantization, "quantized_kernels", stand_ins(multiply_few=failing))
+    chosen = choose("int8", CPU, torch.bfloat16)
+    assert (chosen.kernels, chosen.left_out) == (PLAIN, "ptxas was not found")
+    assert str(chosen) == "int8 matrices by torch._int_mm"
+    wrong = stand_ins(multiply_few=lambda *inputs: multiply_few(*inputs) * torch.nan)
+    monkeypatch.setattr(quantization, "quantized_kernels", wrong)
+    assert choose("int8", CPU, torch.bfloat16).left_out == "1 rows differ by nan of the largest number"
+
+
+def test_where_int8_cannot_be_had_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(QuantizationError, match="fp8 needs --dtype bfloat16; add it, or choose --quantize int8"):
+        choose("fp8", CPU, torch.float32)
+    monkeypatch.setattr(torch, "_scaled_mm", failing)
+    monkeypatch.setattr(torch, "_int_mm", failing)
+    for name, product in (("fp8", "_scaled_mm"), ("int8", "_int_mm")):
+        expected = rf"{name}: torch\.{product} fails on this GPU \(ptxas was not found\); omit --quantize"
+        with pytest.raises(QuantizationError, match=expected):
+            choose(name, CPU, torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(QuantizationError, match=r"capability 8\.9 .* this GPU has 8\.6; choose --quantize int8"):
+        choose("fp8", CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("variant", ["rotary-gqa", "gpt2", "average"])
+def test_models_compute_with_them(name: str, variant: str) -> None:
+    model = build(VARIANTS[variant]).bfloat16()
+    ids, metadata = torch.arange(40), AttentionMetadata.uncached((40,))
+    expected = model(ids, metadata, None)
+    replace_linears_by(model, Quantization(form=FORMATS[name], kernels=PLAIN, left_out=None).make)
+    assert not any(isinstance(module, torch.nn.Linear) for module in model.modules())
+    found = model(ids, metadata, None)
+    assert 0 < (found - expected).norm() / expected.norm() < 0.2

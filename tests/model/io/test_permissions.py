@@ -1,0 +1,123 @@
+"""Unreadable checkpoints: the message names the path that denies access, its mode, and the remedy.
+
+A child process without privileges reads the files, since root passes every mode.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from model.io.permissions import read_problem
+
+ROOT = Path(__file__).parents[3]
+SHIPPED = ROOT / "checkpoints" / "kvasir-9m"
+NOBODY = 65534
+IS_ROOT = os.geteuid() == 0
+UID, GID = (NOBODY, NOBODY) if IS_ROOT else (os.geteuid(), os.getegid())
+# A child of another user cannot use the owner's permissions.
+DENIED_DIRECTORY, DENIED_FILE = (0o700, 0o600) if IS_ROOT else (0, 0)
+SHARD = "model-00001-of-00002.safetensors"
+READ = f"""
+import os, sys
+from pathlib import Path
+from model.checkpoint.manifest import CheckpointError, read_manifest
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setgid({NOBODY})
+    os.setuid({NOBODY})
+try:
+    read_manifest(Path(sys.argv[1])).verify()
+except CheckpointError as error:
+    print(error)
+"""
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """Return a checkpoint below two directories that are searchable by every user; pytest's directories are not."""
+    top = Path(tempfile.mkdtemp()).resolve()
+    model = top / "models" / "tiny"
+    try:
+        shutil.copytree(SHIPPED, model)
+        for path in (top, *top.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        yield model
+    finally:
+        for path in (top, top / "models", model):
+            path.chmod(0o755)
+        shutil.rmtree(top)
+
+
+def read(directory: Path) -> str:
+    """Return the error of a process without privileges, or "" if it can read the checkpoint."""
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(directory)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.removesuffix("\n")
+
+
+def test_a_checkpoint_that_may_be_read_has_no_problem(directory: Path) -> None:
+    assert read(directory) == ""
+
+
+@pytest.mark.parametrize(
+    ("closed", "unreadable", "mode", "right"),
+    [
+        (".", ".", DENIED_DIRECTORY, "a+rX"),
+        ("..", ".", DENIED_DIRECTORY, "a+rX"),
+        ("config.json", "config.json", DENIED_FILE, "a+r"),
+        ("manifest.json", "manifest.json", DENIED_FILE, "a+r"),
+        (SHARD, SHARD, DENIED_FILE, "a+r"),
+        ("tokenizer.tiktoken", "tokenizer.tiktoken", DENIED_FILE, "a+r"),
+    ],
+)
+def test_the_path_that_denies_access_is_named(
+    directory: Path, closed: str, unreadable: str, mode: int, right: str
+) -> None:
+    denying = Path(os.path.normpath(directory / closed))
+    denying.chmod(mode)
+    assert read(directory) == (
+        f"{directory / unreadable}: permission denied by {denying}, which belongs to uid {os.geteuid()}, "
+        f"gid {denying.stat().st_gid} with mode {mode:04o}, and this process has uid {UID}, gid {GID}; "
+        f"run `chmod {right} {denying}` or `chown` (for a container: the mounted path on the host)"
+    )
+
+
+def test_a_closed_directory_behind_a_link_is_named(directory: Path) -> None:
+    """In a cache of the Hugging Face hub, files are links to blobs."""
+    blobs = directory.parent / "blobs"
+    blobs.mkdir()
+    (directory / SHARD).rename(blobs / "weights")
+    (directory / SHARD).symlink_to("../blobs/weights")
+    blobs.chmod(DENIED_DIRECTORY)
+    try:
+        message = read(directory)
+    finally:
+        blobs.chmod(0o755)
+    assert message.startswith(f"{directory / SHARD}: permission denied by {blobs}, which belongs to ")
+
+
+def test_a_hugging_face_directory_says_the_same(directory: Path) -> None:
+    (directory / "manifest.json").unlink()
+    (directory / "config.json").write_text('{"model_type": "qwen3"}')
+    directory.chmod(DENIED_DIRECTORY)
+    assert f"{directory}: permission denied by {directory}, " in read(directory)
+
+
+def test_modes_that_allow_reading_point_to_other_causes(directory: Path) -> None:
+    """An ACL or SELinux may deny what the modes allow; a test can set up neither."""
+    error = PermissionError(13, "Permission denied")
+    problem = read_problem(directory / "config.json", error)
+    assert problem.startswith("permission denied although the file modes allow it (this process has uid ")
+    assert problem.endswith("an ACL or SELinux, or in a container for the mount option :z")
+
+
+def test_other_errors_keep_the_words_of_the_system(tmp_path: Path) -> None:
+    assert read_problem(tmp_path, OSError(5, "Input/output error")) == "Input/output error; is the checkpoint complete?"

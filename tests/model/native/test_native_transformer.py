@@ -1,0 +1,148 @@
+"""The native transformer equals PyTorch's for every mechanism, on every level, and is batch-invariant."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.attention.metadata import AttentionMetadata
+from model.inspect.attention_weights import weights_of_layer
+from model.native.model_parts import pack
+from model.native.native_transformer import NativeTransformer, computes
+from model.native.weight_packing import BLOCK, padded
+from model.nn.linear import replace_linears
+from tests.model.configs import VARIANTS, build
+from tests.model.kernel_libraries import BUILDABLE, library_of
+
+NATIVE = [name for name, config in VARIANTS.items() if config.attention == "softmax"]
+BEST, OTHERS = list(BUILDABLE)[:1], list(BUILDABLE)[1:]
+# One variant for each branch outside of the matrix products, which alone differ between levels.
+SOME = ["rotary-gqa", "gpt2", "neox", "olmo2"]
+CASES = [(level, variant) for level in BEST for variant in NATIVE] + list(itertools.product(OTHERS, SOME))
+# Mean differences due to float32 rounding between matrices, in units of logits, whose spread is about one.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.03}
+IDS = torch.arange(3, 43) % 300
+METADATA = AttentionMetadata.uncached((17, 23))
+
+
+def twins(variant: str, level: str, dtype: torch.dtype, kind: str) -> tuple[Tensor, Tensor]:
+    """Return the logits TV of two texts, by PyTorch and by the native kernels."""
+    theirs, ours = (build(VARIANTS[variant]).to(dtype) for _ in range(2))
+    if kind != "plain":
+        replace_linears(theirs, kind)
+        replace_linears(ours, kind)
+    with torch.inference_mode():
+        native = NativeTransformer(ours, library_of(level))
+        return theirs(IDS, METADATA, None), native(IDS, METADATA, None)
+
+
+@pytest.mark.parametrize(("level", "variant"), CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_mechanism_and_every_level(variant: str, level: str, dtype: torch.dtype) -> None:
+    theirs, ours = twins(variant, level, dtype, "plain")
+    assert ours.dtype == torch.float32
+    assert (theirs - ours).abs().mean() < TOLERANCES[dtype] * theirs.std()
+
+
+@pytest.mark.parametrize("level", BEST)
+def test_packed_matrices_are_packed_anew(level: str) -> None:
+    theirs, ours = twins("rotary-gqa", level, torch.float32, "packed")
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("level", BUILDABLE)
+@pytest.mark.parametrize("variant", SOME)
+def test_int8_on_every_level(variant: str, level: str) -> None:
+    """Inputs that differ in their last bits may be quantized differently, hence the tolerance."""
+    theirs, ours = twins(variant, level, torch.float32, "int8")
+    assert (theirs - ours).abs().mean() < 0.01 * theirs.std()
+
+
+@pytest.mark.parametrize("level", BUILDABLE)
+@pytest.mark.parametrize("kind", ["plain", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rows_bits_do_not_depend_on_batch_and_threads(level: str, kind: str, dtype: torch.dtype) -> None:
+    """Each text alone, also of one token, and all together: bitwise identical, with one and with three threads."""
+    model = build(VARIANTS["rotary-gqa"]).to(dtype)
+    if kind != "plain":
+        replace_linears(model, kind)
+    native = NativeTransformer(model, library_of(level))
+    lengths = (1, 2, 1, 7, 1, 29)
+    texts = IDS[:1].repeat(sum(lengths)).add(torch.arange(sum(lengths))).split(lengths)
+    before = torch.get_num_threads()
+    try:
+        with torch.inference_mode():
+            alone = [native(text, AttentionMetadata.uncached((len(text),)), None) for text in texts]
+            for threads in (1, 3):
+                torch.set_num_threads(threads)
+                together = native(torch.cat(texts), AttentionMetadata.uncached(lengths), None)
+                for text, expected in zip(together.split(lengths), alone, strict=True):
+                    # PyTorch computes attention here: exact for a text of one token, but batch-
+                    # dependent for longer texts
+                    if len(text) == 1:
+                        assert torch.equal(text, expected)
+                    torch.testing.assert_close(text, expected, rtol=1e-4, atol=1e-4 if kind == "plain" else 0.1)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("level", BUILDABLE)
+@pytest.mark.parametrize("count", [1, 2, 6, 7, 97, 200])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+def test_logits_are_products_row_by_row(level: str, count: int, kind: str) -> None:
+    """The final norm and one matrix, for any number of rows."""
+    model = build(VARIANTS["rotary-mqa-untied"]).to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+    if kind == "int8":
+        replace_linears(model, "int8")
+    generator = torch.Generator().manual_seed(1)
+    x_RE = torch.randn(200, model.config.hidden_size, generator=generator).to(model.token_embedding.weight.dtype)
+    with torch.inference_mode():
+        expected = model.logits(x_RE)
+        native = NativeTransformer(model, library_of(level))
+        whole = native.logits(x_RE.float())
+        torch.testing.assert_close(whole, expected, rtol=1e-4, atol=0.05 if kind == "bfloat16" else 1e-4)
+        assert torch.equal(native.logits(x_RE[-count:].float()), whole[-count:])
+
+
+def test_what_is_not_native() -> None:
+    assert not computes(VARIANTS["average"], torch.float32)
+    assert not computes(VARIANTS["rotary-gqa"], torch.float64)
+    assert computes(VARIANTS["rotary-gqa"], torch.float32)
+    for level in BEST:
+        with pytest.raises(ValueError, match="do not support this model"):
+            NativeTransformer(build(VARIANTS["average"]), library_of(level))
+
+
+@pytest.mark.parametrize("level", BEST)
+def test_weights_are_not_held_twice(level: str) -> None:
+    """Only the embedding and the norms of the module remain."""
+    model = build(VARIANTS["gpt2"])
+    NativeTransformer(model, library_of(level))
+    matrices = {name for name, tensor in model.state_dict().items() if tensor.ndim == 2}
+    assert matrices == {"token_embedding.weight", "position_embedding.weight"}
+
+
+@pytest.mark.parametrize("level", BEST)
+def test_a_layer_can_be_looked_at(level: str) -> None:
+    theirs, ours = build(VARIANTS["rotary-gqa"]), build(VARIANTS["rotary-gqa"])
+    native = NativeTransformer(ours, library_of(level))
+    ids = IDS[:9].tolist()
+    torch.testing.assert_close(weights_of_layer(native, ids, layer=1), weights_of_layer(theirs, ids, layer=1))
+
+
+def test_a_packed_matrix_holds_every_weight_once() -> None:
+    """Panels of 64 outputs, zero-padded; the rows of gate and up projection alternate in groups of 16."""
+    linear = torch.nn.Linear(6, 90)
+    packed = pack(linear, lambda _: 4)
+    assert packed.outputs == padded(90) == 128
+    assert packed.weight.shape == (2, 2, 64, 4)
+    assert packed.weight[1, 0, 3, 2] == linear.weight[64 + 3, 2]
+    assert packed.weight[1, 1, 3].tolist() == [*linear.weight[64 + 3, 4:].tolist(), 0.0, 0.0]
+    assert packed.weight.count_nonzero() == linear.weight.count_nonzero()
+    gated = pack(linear, lambda _: 1, gated=True)
+    assert gated.weight[0, :, 3, 0].tolist() == linear.weight[3].tolist()
+    assert gated.weight[0, :, BLOCK + 3, 0].tolist() == linear.weight[45 + 3].tolist()
+    assert gated.weight[0, :, 2 * BLOCK + 3, 0].tolist() == linear.weight[BLOCK + 3].tolist()
+    assert gated.bias is not None
+    assert gated.bias[BLOCK + 3] == linear.bias[45 + 3]

@@ -1,0 +1,216 @@
+"""Sampling against a naive implementation, and against its nominal distribution."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.sampling import sampler
+from model.sampling.params import SamplingParams
+from model.sampling.sampler import can_sample_without_host, most_likely, sample, sample_on_device, top_logprobs, uniform
+
+VOCAB = 50
+
+
+def naive_distribution(logits: list[float], params: SamplingParams) -> list[float]:
+    """Return the filtered distribution in plain Python, written from the description of the module."""
+    largest = max(logits)
+    weights = [math.exp((logit - largest) / params.temperature) for logit in logits]
+    probs = [weight / sum(weights) for weight in weights]
+    if 0 < params.top_k < len(probs):
+        floor = sorted(probs, reverse=True)[params.top_k - 1]
+        probs = [p if p >= floor else 0.0 for p in probs]
+    if params.top_p < 1.0:
+        wanted, held, floor = params.top_p * sum(probs), 0.0, 0.0
+        for p in sorted(probs, reverse=True):
+            if held >= wanted:
+                break
+            held, floor = held + p, p
+        probs = [p if p >= floor else 0.0 for p in probs]
+    floor = params.min_p * max(probs)
+    probs = [p if p >= floor else 0.0 for p in probs]
+    return [p / sum(probs) for p in probs]
+
+
+def naive_sample(logits: list[float], params: SamplingParams, position: int) -> int:
+    if params.greedy:
+        return logits.index(max(logits))
+    share, held = uniform(params.seed, position), 0.0
+    for token, p in enumerate(naive_distribution(logits, params)):
+        held += p
+        if held > share:
+            return token
+    raise AssertionError("the distribution does not sum to 1")
+
+
+sampling_params = st.builds(
+    SamplingParams,
+    max_tokens=st.just(1),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 5, VOCAB, 10**6]),
+    top_p=st.sampled_from([0.05, 0.5, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5]),
+    seed=st.integers(0, 2**64 - 1),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(sampling_params, st.integers(0, 10**6)), min_size=1, max_size=6), st.integers(0, 1000))
+def test_equals_the_naive_twin_in_any_batch(rows: list[tuple[SamplingParams, int]], logits_seed: int) -> None:
+    logits = 3 * torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(logits_seed))
+    drawn = sample(logits, [params for params, _ in rows], [position for _, position in rows])
+    expected = [
+        naive_sample(row, params, position) for row, (params, position) in zip(logits.tolist(), rows, strict=True)
+    ]
+    assert drawn == expected
+    alone = [sample(logits[i : i + 1], [params], [position])[0] for i, (params, position) in enumerate(rows)]
+    assert drawn == alone
+
+
+ALONE = [
+    SamplingParams(max_tokens=1, temperature=0.0, top_p=0.5),
+    SamplingParams(max_tokens=1, temperature=0.7, min_p=0.1),
+    SamplingParams(max_tokens=1, temperature=1.0, top_k=300),
+    SamplingParams(max_tokens=1, temperature=1.0, top_k=20, top_p=0.8),
+    SamplingParams(max_tokens=1, temperature=1.0, top_k=256, top_p=0.9, min_p=0.01),
+]
+NOT_ALONE = [
+    SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9),
+    SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=257),
+]
+
+
+def test_what_a_device_draws_alone_is_drawn_without_asking_it_anything() -> None:
+    """Tensors on the meta device hold no values: reading a value raises an error."""
+    assert [can_sample_without_host(params) for params in ALONE + NOT_ALONE] == [True] * len(ALONE) + [False] * len(
+        NOT_ALONE
+    )
+    for some in (ALONE, *([params] for params in ALONE)):
+        ids = sample_on_device(torch.zeros(len(some), 1000, device="meta"), some, range(len(some)))
+        assert (ids.device.type, tuple(ids.shape)) == ("meta", (len(some),))
+    for params in NOT_ALONE:
+        with pytest.raises(RuntimeError, match="meta"):
+            sample_on_device(torch.zeros(1, 1000, device="meta"), [params], [0])
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.999])
+def test_a_nucleus_among_few_tokens_has_those_that_are_as_likely_as_the_last(top_p: float) -> None:
+    """Of 400 equally likely tokens, all pass a top_k of 20, more than the first candidates."""
+    params = SamplingParams(max_tokens=1, temperature=1.0, top_k=20, top_p=top_p, seed=1)
+    logits_BV = torch.zeros(1, 600)
+    logits_BV[0, 400:] = -9.0
+    drawn = {sample(logits_BV, [params], [position])[0] for position in range(300)}
+    assert drawn <= set(range(400))
+    assert max(drawn) > 300
+
+
+def test_rows_are_drawn_alike_all_at_once_and_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU processes as many rows as fit into its caches; some rows are greedy."""
+    logits = 3 * torch.randn(11, VOCAB, generator=torch.Generator().manual_seed(5))
+    params = [SamplingParams(max_tokens=1, temperature=float(row % 3), top_p=0.9, seed=row) for row in range(11)]
+    drawn = sample(logits, params, range(11))
+    monkeypatch.setattr(sampler, "_AT_ONCE", 3 * VOCAB)
+    assert sample(logits, params, range(11)) == drawn
+    rows = zip(logits.tolist(), params, strict=True)
+    assert drawn == [naive_sample(row, param, position) for position, (row, param) in enumerate(rows)]
+
+
+def test_a_nucleus_wider_than_the_candidates_is_sorted_whole() -> None:
+    logits = torch.zeros(1, 5000)
+    logits[0, :4000] += torch.linspace(0.5, 0.0, 4000)
+    params = SamplingParams(max_tokens=1, top_p=0.9, seed=5)
+    drawn = [sample(logits, [params], [position])[0] for position in range(12)]
+    assert drawn == [naive_sample(logits[0].tolist(), params, position) for position in range(12)]
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"temperature": 1.7, "top_k": 9}]
+)
+def test_draws_follow_the_distribution(change: dict[str, Any]) -> None:
+    """Pearson's chi-squared test over 20,000 positions.
+
+    The seed is fixed, so the outcome is fixed. A new seed would raise a false alarm with probability 1e-6.
+    """
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(7))
+    params = SamplingParams(max_tokens=1, seed=11, **change)
+    count = 20_000
+    drawn = sample(logits.expand(count, -1), [params] * count, list(range(count)))
+    observed = torch.bincount(torch.tensor(drawn), minlength=VOCAB).tolist()
+    expected = [count * p for p in naive_distribution(logits.tolist(), params)]
+    assert all(seen == 0 for seen, wanted in zip(observed, expected, strict=True) if wanted == 0)
+    cells = [(seen, wanted) for seen, wanted in zip(observed, expected, strict=True) if wanted >= 5]
+    statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells)
+    freedom = len(cells) - 1
+    # Wilson & Hilferty 1931: the cube root of chi-squared / degrees of freedom is nearly normal; 4.75 sigma is
+    # 1e-6.
+    limit = freedom * (1 - 2 / (9 * freedom) + 4.75 * math.sqrt(2 / (9 * freedom))) ** 3
+    assert statistic < limit
+
+
+def test_uniform_is_a_function_of_seed_and_position() -> None:
+    numbers = [uniform(seed, position) for seed in range(100) for position in range(100)]
+    assert len(set(numbers)) == len(numbers)
+    assert all(0.0 <= number < 1.0 for number in numbers)
+    assert abs(sum(numbers) / len(numbers) - 0.5) < 0.015  # 5 standard errors
+    # Samples of adjacent seeds and adjacent positions must be independent.
+    assert uniform(1, 2) != uniform(2, 1)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-38, 1e-20, 1e-9, 1e-5, 1e-4])
+def test_tiny_temperatures_take_the_most_likely_token(temperature: float) -> None:
+    logits = 10 * torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
+    params = SamplingParams(max_tokens=1, temperature=temperature, top_p=0.9, seed=3)
+    assert sample(logits, [params] * 3, [0, 1, 2]) == logits.argmax(-1).tolist()
+
+
+@given(st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan]), min_size=1, max_size=40))
+def test_the_most_likely_token_is_pytorchs(row: list[float]) -> None:
+    """Covers equal maxima, infinities and NaN, and rows that are not contiguous."""
+    logits = torch.tensor([row, row[::-1], row])
+    expected = logits.argmax(dim=-1).tolist()
+    assert most_likely(logits) == expected
+    assert most_likely(logits.T.contiguous().T) == expected
+    assert most_likely(logits.clone().requires_grad_()) == expected
+
+
+def test_rows_that_are_no_distribution_still_name_a_token() -> None:
+    """NaN comes from damaged weights, and must not fail the step of the other sequences."""
+    logits = torch.full((2, VOCAB), torch.nan)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(max_tokens=1, temperature=temperature)
+        assert all(0 <= token < VOCAB for token in sample(logits, [params] * 2, [0, 1]))
+
+
+def test_forbidden_tokens_are_never_drawn() -> None:
+    logits = torch.tensor([[5.0, 1.0, 0.0], [5.0, 1.0, 0.0]])
+    greedy, random = SamplingParams(max_tokens=1, temperature=0.0), SamplingParams(max_tokens=1, seed=1)
+    before = logits.clone()
+    for position in range(200):
+        ids = sample(logits, [greedy, random], [position] * 2, forbidden=[[0], [0, 1]])
+        assert ids == [1, 2]
+    assert torch.equal(logits, before)
+
+
+def test_top_logprobs_are_the_models_own() -> None:
+    logits = torch.randn(3, VOCAB)
+    expected = torch.log_softmax(logits.double(), dim=-1)
+    for row, (logprob, rank, top) in enumerate(top_logprobs(logits, [4, 5, 6], 3)):
+        assert logprob == pytest.approx(float(expected[row, 4 + row]), abs=1e-5)
+        assert rank == 1 + logits[row].argsort(descending=True).tolist().index(4 + row)
+        best = expected[row].topk(3)
+        assert [token for token, _ in top] == best.indices.tolist()
+        assert [value for _, value in top] == pytest.approx(best.values.tolist(), abs=1e-5)
+    assert [top for _, _, top in top_logprobs(logits, [0, 0, 0], 0)] == [[], [], []]
+
+
+def test_equally_likely_tokens_share_a_rank() -> None:
+    logits = torch.tensor([[2.0, 3.0, 2.0, 1.0, -torch.inf, -torch.inf]] * 6)
+    assert [rank for _, rank, _ in top_logprobs(logits, range(6), 0)] == [2, 1, 2, 4, 5, 5]
+
+
+def test_lengths_must_agree() -> None:
+    with pytest.raises(ValueError, match="2 rows, 1 params, 2 positions"):
+        sample(torch.zeros(2, 5), [SamplingParams(max_tokens=1)], [0, 0])

@@ -1,0 +1,69 @@
+"""Tensors moved to pages of 2 MiB keep their values."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.system.memory_pages import PAGE, HugePages, zeros
+
+
+def resident_bytes() -> int:
+    """Return the anonymous resident memory of this process."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:"))
+    return 1024 * int(line.split()[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("size", [1, 1_000, 3 * PAGE, 40 * PAGE])
+def test_what_is_kept_is_a_copy_in_one_piece(dtype: torch.dtype, size: int) -> None:
+    original = (torch.arange(size) % 100).to(dtype).view(-1, 1).t()
+    kept = HugePages().keep(original)
+    assert torch.equal(kept, original)
+    assert kept.dtype == dtype
+    assert kept.is_contiguous()
+    assert kept.data_ptr() % 64 == 0
+    original.zero_()
+    assert kept[0, -1] == (size - 1) % 100
+
+
+def test_tensors_lie_side_by_side_and_outlive_who_placed_them() -> None:
+    pages = HugePages()
+    kept = [pages.keep(torch.full((300_001,), float(number))) for number in range(40)]
+    del pages
+    gc.collect()
+    assert [set(each.tolist()) for each in kept] == [{float(number)} for number in range(40)]
+
+
+def test_in_larger_pages_it_is_the_same() -> None:
+    """Without large pages the tensor stays as it is. Memory use is at most rounded up to 2 MiB pages."""
+    pages = HugePages()
+    kept = [pages.keep(torch.full((700_001,), float(number))) for number in range(5)]
+    places = [tensor.data_ptr() for tensor in kept]
+    before = resident_bytes()
+    pages.enlarge()
+    grown = resident_bytes() - before
+    assert [set(each.tolist()) for each in kept] == [{float(number)} for number in range(5)]
+    assert [tensor.data_ptr() for tensor in kept] == places
+    assert grown < 2 * PAGE + 2**20
+    HugePages().enlarge()  # of nothing
+
+
+def test_more_than_there_is() -> None:
+    """The error has the words of torch's own allocation errors."""
+    one = torch.zeros(1, dtype=torch.uint8)
+    with pytest.raises(torch.OutOfMemoryError, match="the system has no"):
+        HugePages().keep(one.expand(2**60))
+    with pytest.raises(torch.OutOfMemoryError, match="the system has no"):
+        zeros((2**60,), torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 7), (PAGE // 4, 1), (PAGE, 3)])
+def test_zeros_are_of_the_shape_that_was_asked_for(shape: tuple[int, ...]) -> None:
+    tensor = zeros(shape, torch.float32)
+    assert tensor.shape == shape
+    assert tensor.is_contiguous()
+    assert not tensor.any()
+    tensor += 1  # it may be written
+    assert tensor.all()

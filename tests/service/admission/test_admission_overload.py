@@ -1,0 +1,105 @@
+"""Admission before a simulated engine that is asked for four times what it can do, minutes of it in virtual time."""
+
+import math
+import random
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from service.admission.queue_policy import QueuePolicy
+from service.protocol.errors import Overloaded
+from tests.service.doorman import Service
+
+NUM_PLACES = 32
+MEAN_TOKENS = 60
+STEP_SECONDS, PROMPT_SECONDS = 0.08, 0.02
+TERMS = QueuePolicy(tenant="flood", patience_seconds=0.05)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One that was admitted. It ends after `num_tokens` more, though it might get `num_remaining_tokens`."""
+
+    arrival_seconds: float
+    num_tokens: int
+    num_remaining_tokens: int
+
+
+class Engine:
+    """Steps of as many answers as there are places; each prompt that begins makes its step longer."""
+
+    def __init__(self, *, stops_early: bool, closed: bool) -> None:
+        self.service = Service(running=NUM_PLACES, waiting=256, tokens=10**9)
+        self.draw = random.Random(1)
+        self.stops_early = stops_early
+        self.closed = closed
+        rate = NUM_PLACES / MEAN_TOKENS / STEP_SECONDS
+        self.gap_seconds = 1.0 / (4.0 * rate)
+        self.next_arrival = 0.0
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.first_seconds: list[float] = []  # from arrival to the first token
+        self.num_tokens = self.num_over = 0
+
+    def arrive(self, seconds: float) -> None:
+        """A request of a length that nobody knows, or everybody."""
+        if self.stops_early:
+            num_tokens, most = 1 + int(self.draw.expovariate(1.0 / MEAN_TOKENS)), 1000
+        else:
+            num_tokens = most = 1 + int(self.draw.lognormvariate(math.log(MEAN_TOKENS * 0.83), 0.6))
+        self.service.clock.now = seconds
+        try:
+            self.service.admission.admit([1], TERMS)
+        except Overloaded:
+            return
+        self.waiting.append(Sequence(seconds, num_tokens, most))
+
+    def step(self) -> None:
+        """Compute a step; requests come meanwhile, at random times or as soon as another has ended."""
+        begun = [self.waiting.popleft() for _ in range(min(len(self.waiting), NUM_PLACES - len(self.running)))]
+        began = self.service.clock.now
+        ended = began + STEP_SECONDS + PROMPT_SECONDS * len(begun)
+        for _ in range(self.num_over if self.closed else 0):
+            self.arrive(began + 0.001)
+        while not self.closed and self.next_arrival < ended:
+            self.arrive(max(began, self.next_arrival))
+            self.next_arrival += self.draw.expovariate(1.0 / self.gap_seconds)
+        self.service.clock.now = ended
+        admission = self.service.admission
+        for sequence in begun:
+            self.first_seconds.append(ended - sequence.arrival_seconds)
+            admission.started(1, TERMS.tenant, sequence)
+        self.running += begun
+        for sequence in self.running:
+            sequence.num_tokens -= 1
+            sequence.num_remaining_tokens -= 1
+        over = [sequence for sequence in self.running if not sequence.num_tokens]
+        for sequence in over:
+            self.running.remove(sequence)
+            admission.ended(TERMS.tenant, sequence)
+        admission.stepped([1] * (len(self.running) + len(over)))
+        self.num_tokens += len(self.running) + len(over)
+        self.num_over = len(over)
+
+    def run(self, num_steps: int) -> tuple[float, float]:
+        """Tokens a second, and the 99th percentile of the seconds to a first token. The beginning does not count: the
+        first burst is taken whole."""
+        for _ in range(NUM_PLACES if self.closed else 0):
+            self.arrive(0.0)
+        for _ in range(1000):
+            self.step()
+        began, self.num_tokens, self.first_seconds = self.service.clock.now, 0, []
+        for _ in range(num_steps):
+            self.step()
+        rate = self.num_tokens / (self.service.clock.now - began)
+        return rate, float(np.percentile(self.first_seconds, 99))
+
+
+@pytest.mark.parametrize("stops_early", [False, True])
+def test_at_four_times_saturation_places_stay_full_and_first_tokens_fast(stops_early: bool) -> None:
+    rate, calm = Engine(stops_early=stops_early, closed=True).run(2000)
+    overload_rate, overload = Engine(stops_early=stops_early, closed=False).run(2000)
+    assert overload_rate >= 0.95 * rate
+    assert overload <= 2.0 * calm

@@ -1,0 +1,298 @@
+"""The bounds on what waits, and the Retry-After that follows from what was observed."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.admission.queue_policy import QueuePolicy
+from service.admission.rate_estimator import Rate
+from service.protocol.errors import Overloaded, WaitTooLong
+from tests.service.doorman import Service
+
+
+def test_sequences_are_bounded_by_what_runs_and_waits() -> None:
+    service = Service()
+    service.admission.admit([10, 10, 10])
+    assert service.refused([10, 10]) is not None  # all or none
+    service.admission.admit([10])
+    assert service.refused([10]) is not None
+    service.begin_and_end(10)
+    service.admission.admit([10])
+
+
+def test_waiting_tokens_are_bounded_and_running_ones_are_not() -> None:
+    service = Service(running=10, tokens=100)
+    service.admission.admit([80])
+    assert service.refused([30]) is not None
+    service.admission.started(80)
+    service.admission.admit([30])
+
+
+def test_an_idle_server_admits_any_request() -> None:
+    service = Service(tokens=100)
+    service.admission.admit([5000])
+    assert service.refused([1]) is not None
+
+
+def test_retry_after_is_the_time_that_the_observed_rate_needs() -> None:
+    for num_sequences in (1, 3):
+        service = Service(running=1, waiting=3)
+        service.admission.admit([10] * 4)
+        service.work(200, seconds=2.0)
+        assert service.seconds_refused([10] * num_sequences) == pytest.approx(2.0 * num_sequences, rel=0.1)
+
+
+def test_retry_after_follows_the_tokens_where_they_are_the_bound() -> None:
+    service = Service(running=1000, tokens=100)
+    service.admission.admit([100])
+    for _ in range(200):  # 100 tokens begin every second
+        service.clock.now += 1.0
+        service.admission.started(100)
+        service.admission.admit([100])
+    assert service.seconds_refused([50]) == pytest.approx(0.5, rel=0.1)
+
+
+def test_what_is_told_is_spread() -> None:
+    told = []
+    for draw in (0.0, 1.0):
+        service = Service(running=1, waiting=3, draw=draw)
+        service.admission.admit([10] * 4)
+        service.work(200, seconds=2.0)
+        told.append(service.seconds_refused([10]))
+    assert told[1] == pytest.approx(1.25 * told[0])
+
+
+def test_a_slower_service_is_noticed_and_idle_time_is_not() -> None:
+    rate = Rate()
+    for _ in range(100):
+        rate.add(1, 1.0)
+    assert rate.seconds_for(1) == pytest.approx(1.0)
+    for _ in range(50):
+        rate.add(1, 4.0)
+    assert rate.seconds_for(1) == pytest.approx(4.0, rel=0.05)
+
+    service = Service(running=1, waiting=0)
+    for _ in range(10):
+        service.admission.admit([1])
+        service.clock.now += 1.0
+        service.begin_and_end(1)
+        service.clock.now += 3600.0
+    service.admission.admit([1])
+    assert service.seconds_refused([1]) == pytest.approx(1.0, rel=0.1)
+
+
+def test_before_anything_was_observed_the_wait_is_a_second_and_never_over_two_minutes() -> None:
+    service = Service(running=1, waiting=0)
+    service.admission.admit([1])
+    assert service.seconds_refused([1]) == 1.0
+    service.clock.now += 100_000.0
+    service.begin_and_end(1)
+    service.admission.admit([1])
+    assert service.seconds_refused([1]) <= 120.0
+
+
+def make_busy(*, patience: float = math.inf, num_waiting: int = 1) -> tuple[Service, QueuePolicy]:
+    """A server of two places, where one sequence has ended and another begun every second, for long; and so many
+    wait."""
+    service = Service(running=2, waiting=20)
+    service.admission.admit([10, 10, 10])
+    service.admission.started(10)
+    service.admission.started(10)
+    for _ in range(200):
+        service.clock.now += 1.0
+        service.admission.ended()
+        service.admission.started(10)
+        service.admission.admit([10])
+    for _ in range(num_waiting - 1):
+        service.admission.admit([10])
+    return service, QueuePolicy(patience_seconds=patience)
+
+
+def test_what_would_wait_too_long_is_refused_and_told_when_it_would_not() -> None:
+    service, terms = make_busy(patience=3.5, num_waiting=2)
+    service.admission.admit([10], terms)  # the third in line
+    refusal = service.refused([10], terms)
+    assert isinstance(refusal, WaitTooLong)
+    assert refusal.retry_after_seconds == pytest.approx(0.5, rel=0.2)
+    assert "would wait about 3.9 s" in refusal.message
+    assert "longer than 3.5 s" in refusal.message
+    service.admission.admit([10], QueuePolicy(patience_seconds=4.5))  # who has more time may stay
+    service.admission.admit([10])
+
+
+def test_nobody_is_refused_for_time_where_a_place_is_free_or_no_rate_is_known() -> None:
+    impatient = QueuePolicy(patience_seconds=0.001)
+    service = Service(running=2, waiting=20)
+    for _ in range(10):
+        service.admission.admit([10], impatient)
+    service, _ = make_busy()
+    service.admission.started(10)
+    service.admission.ended()
+    service.admission.ended()
+    service.admission.admit([10], impatient)
+    assert service.refused([10], impatient) is not None
+
+
+def test_who_comes_back_finds_a_little_more_room() -> None:
+    service = Service(running=2, waiting=6)
+    service.admission.admit([10] * 8)
+    assert service.refused([10]) is not None
+    returned = QueuePolicy(is_retry=True)
+    service.admission.admit([10, 10], returned)
+    assert service.refused([10], returned) is not None
+
+    service, terms = make_busy(patience=3.5, num_waiting=3)
+    assert service.refused([10], terms) is not None
+    service.admission.admit([10], QueuePolicy(patience_seconds=3.5, is_retry=True))
+
+
+def test_what_has_no_chance_whatever_it_is_is_refused_as_if_it_were_the_smallest() -> None:
+    service = Service(running=2, waiting=2)
+    service.admission.reject_by_headers(QueuePolicy())
+    service.admission.admit([10] * 3)
+    service.admission.reject_by_headers(QueuePolicy())  # one of one would find room, one of two would not
+    assert service.refused([10, 10]) is not None
+    service.admission.admit([10])
+    with pytest.raises(Overloaded, match="the server is full"):
+        service.admission.reject_by_headers(QueuePolicy())
+    assert service.admission.num_sequences == 4
+
+    service, terms = make_busy(patience=3.5, num_waiting=3)
+    with pytest.raises(WaitTooLong, match=r"longer than 3\.5 s"):
+        service.admission.reject_by_headers(terms)
+    service.admission.reject_by_headers(QueuePolicy(patience_seconds=60.0))
+
+
+def test_who_is_refused_stands_in_line_behind_those_that_come_back() -> None:
+    told = []
+    for returns in (True, False):
+        service = Service(running=1, waiting=3)
+        service.admission.admit([10] * 4)
+        service.work(200, seconds=1.0)
+        for _ in range(300):
+            assert service.refused([10]) is not None
+            if returns:
+                assert service.refused([10, 10, 10, 10], QueuePolicy(is_retry=True)) is not None
+            service.work(130, seconds=1.0)  # nobody is expected any more
+        told.append([service.seconds_refused([10]) for _ in range(4)])
+    # The one before has to be served first; who never comes back is no hindrance.
+    assert told[0] == pytest.approx([1.0, 1.5, 2.0, 2.5], rel=0.1)
+    assert told[1] == pytest.approx([1.0] * 4, rel=0.1)
+
+
+def test_the_error_of_what_was_told_is_observed_when_room_appears() -> None:
+    service = Service(running=1, waiting=3)
+    service.admission.admit([10] * 4)
+    service.work(200, seconds=2.0)
+    told = service.seconds_refused([10])
+    service.clock.now += 5.0
+    assert service.errors == []
+    service.begin_and_end(10)
+    assert service.errors == [pytest.approx(5.0 - told)]
+    service.begin_and_end(10)
+    assert len(service.errors) == 1
+
+
+def test_predictions_are_right_where_the_service_is_steady() -> None:
+    """Sequences end every half second; twice as many come, and those that are refused do not come back."""
+    service = Service(running=4, waiting=8)
+    live = 0
+    for second_half in (False, True):
+        service.errors.clear()
+        for tick in range(2000):
+            service.clock.now += 0.25
+            live += service.refused([10]) is None
+            if tick % 2 and live:
+                service.begin_and_end(10)
+                live -= 1
+        assert service.errors
+        if second_half:
+            assert max(map(abs, service.errors)) <= 0.5
+
+
+ONE, TWO, THREE = (QueuePolicy(tenant=name) for name in ("one", "two", "three"))
+
+
+def fill(service: Service, *terms: QueuePolicy) -> list[int]:
+    """How many each gets, when all flood at once."""
+    counts = [0] * len(terms)
+    while True:
+        admitted = [service.refused([1], term) is None for term in terms]
+        counts = [count + more for count, more in zip(counts, admitted, strict=True)]
+        if not any(admitted):
+            return counts
+
+
+def test_one_that_floods_leaves_room_for_others() -> None:
+    service = Service(running=20, waiting=80)
+    assert fill(service, ONE) == [100]
+    assert service.refused([1] * 5, TWO) is None
+    assert service.refused([1], ONE) is not None
+    for _ in range(5):  # it must come under its new share
+        assert service.refused([1], ONE) is not None
+        service.begin_and_end(1, "one")
+    assert service.refused([1], ONE) is None
+
+    assert fill(Service(running=20, waiting=80), ONE, TWO) == [56, 55]
+    assert fill(Service(running=20, waiting=80), ONE, TWO, THREE) == [39, 38, 38]
+
+
+def test_tokens_are_shared_too() -> None:
+    service = Service(running=1000, waiting=1000, tokens=100)
+    assert fill(service, ONE) == [100]
+    assert service.refused([5], TWO) is None
+    assert fill(Service(running=1000, waiting=1000, tokens=100), ONE, TWO) == [56, 55]
+
+
+def test_the_predicted_wait_is_that_of_an_owners_own_queue_and_its_share_of_the_others() -> None:
+    service, _ = make_busy(num_waiting=10)
+    # One of the ten at most goes before the first of another owner.
+    service.admission.admit([10], QueuePolicy(tenant="two", patience_seconds=2.5))
+    assert service.refused([10], QueuePolicy(tenant="two", patience_seconds=2.5)) is not None
+    service.admission.admit([10], QueuePolicy(tenant="two", patience_seconds=4.5))
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 60), st.floats(0, 5)), max_size=40))
+def test_the_bounds_hold_whatever_comes(arrivals: list[tuple[int, int, float]]) -> None:
+    service = Service(running=2, waiting=4, tokens=100)
+    live: list[int] = []
+    for count, tokens, seconds in arrivals:
+        service.clock.now += seconds
+        while (refusal := service.refused([tokens] * count)) is not None:
+            assert 0.0 < refusal.retry_after_seconds <= 120.0
+            service.begin_and_end(live[0])
+            del live[0]
+        live += [tokens] * count
+        assert service.admission.num_sequences == len(live) <= 6
+        assert service.admission.num_waiting_tokens == sum(live)
+        assert sum(live) <= 100 or len(live) <= 3
+
+
+def test_the_first_of_an_owners_line_may_wait_as_long_as_its_timeout() -> None:
+    service, _ = make_busy(num_waiting=10)
+    for timeout_seconds, is_admitted in ((1.5, False), (2.5, True)):
+        terms = QueuePolicy(tenant="two", patience_seconds=0.001, timeout_seconds=timeout_seconds)
+        assert (service.refused([10], terms) is None) == is_admitted
+    assert service.refused([10], QueuePolicy(tenant="two", patience_seconds=0.001)) is not None
+
+
+def test_a_place_that_is_free_for_a_moment_does_not_hide_what_begins_in_it() -> None:
+    service = Service(running=64, waiting=20)
+    service.admission.admit([1] * 64)
+    for _ in range(64):
+        service.admission.started(1)
+    for _ in range(400):
+        service.clock.now += 0.5
+        service.admission.ended()
+        service.admission.admit([1])
+        service.clock.now += 0.5
+        service.admission.started(1)
+        service.admission.ended()
+        service.admission.admit([1])
+        service.admission.started(1)
+    service.admission.admit([1])
+    refusal = service.refused([1], QueuePolicy(patience_seconds=0.001))
+    assert isinstance(refusal, WaitTooLong)
+    assert "would wait about 1.0 s" in refusal.message  # two ahead at two a second

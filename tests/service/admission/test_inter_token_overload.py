@@ -1,0 +1,107 @@
+"""Admission before the engine's scheduler, asked for four times what keeps the inter-token target, in virtual time."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from service.admission.queue_policy import QueuePolicy
+from service.protocol.errors import Overloaded
+from tests.engine.simulated_steps import SimulatedSteps
+from tests.service.doorman import Service
+
+TARGET_TPOT, TARGET_TTFT = 0.05, 0.5
+# Four times what the machine serves within the target.
+REQUESTS_PER_SECOND = 40.0
+TERMS = QueuePolicy(tenant="flood", patience_seconds=0.05)
+
+
+@dataclass
+class Overload:
+    """Requests at random times, whatever becomes of them, and what admission and scheduler make of them."""
+
+    machine: SimulatedSteps
+    told: list[float] = field(default_factory=list)
+    next_arrival: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.service = Service(running=self.machine.max_num_running, waiting=256, tokens=10**9)
+
+    def arrive(self, seconds: float) -> None:
+        self.service.clock.now = seconds
+        try:
+            self.service.admission.admit([1], TERMS)
+        except Overloaded as refusal:
+            self.told.append(refusal.retry_after_seconds)
+            return
+        self.machine.arrive(seconds)
+
+    def step(self) -> None:
+        machine, admission = self.machine, self.service.admission
+        if not machine.scheduler.has_work:
+            machine.now = max(machine.now, self.next_arrival)
+        began = machine.now
+        self._arrive_until(began)
+        step = machine.step()
+        self._arrive_until(machine.now)
+        self.service.clock.now = machine.now
+        for answer in step.began:
+            admission.started(1, TERMS.tenant, answer)
+        for answer in step.ended:
+            admission.ended(TERMS.tenant, answer)
+        admission.limit_running(machine.scheduler.max_num_running)
+        admission.stepped([1] * len(step.served))
+
+    def _arrive_until(self, seconds: float) -> None:
+        while self.next_arrival <= seconds:
+            self.arrive(max(self.next_arrival, self.service.clock.now))
+            self.next_arrival += self.machine.draw.expovariate(REQUESTS_PER_SECOND)
+
+    def run(self, num_steps: int) -> None:
+        """The beginning does not count: the first burst is taken whole."""
+        for _ in range(800):
+            self.step()
+        self.machine.ended, self.told, self.service.errors[:] = [], [], []
+        for _ in range(num_steps):
+            self.step()
+
+    def ttft_seconds(self, percentile: float) -> float:
+        return float(np.percentile([answer.ttft_seconds for answer in self.machine.ended], percentile))
+
+    @property
+    def goodput(self) -> float:
+        """Share of the answers that met both objectives."""
+        ended = self.machine.ended
+        return sum(a.tpot_seconds <= TARGET_TPOT and a.ttft_seconds <= TARGET_TTFT for a in ended) / len(ended)
+
+
+def test_without_a_target_first_tokens_are_fast_and_no_answer_is() -> None:
+    overload = Overload(SimulatedSteps())
+    overload.run(1000)
+    assert overload.ttft_seconds(99) <= TARGET_TTFT
+    assert overload.goodput == 0.0
+
+
+@pytest.mark.parametrize(("noise", "goodput"), [(0.0, 0.99), (0.3, 0.9)])
+def test_with_a_target_answers_keep_it_and_the_rest_is_refused_not_queued(noise: float, goodput: float) -> None:
+    overload = Overload(SimulatedSteps(target_seconds=TARGET_TPOT, noise=noise))
+    overload.run(2000)
+    assert overload.goodput >= goodput
+    assert overload.ttft_seconds(99) <= TARGET_TTFT
+    assert overload.machine.scheduler.num_waiting <= 5
+    # Promises of Retry-After are right by half a second, most of them.
+    assert overload.told
+    assert float(np.percentile(np.abs(overload.service.errors), 75)) <= 0.5
+
+
+def test_a_machine_that_becomes_slow_under_overload_keeps_first_tokens_and_recovers() -> None:
+    overload = Overload(SimulatedSteps(target_seconds=TARGET_TPOT))
+    overload.run(400)
+    overload.machine.slowdown = 1.5
+    overload.run(800)
+    assert overload.goodput >= 0.95
+    assert overload.ttft_seconds(99) <= TARGET_TTFT
+    overload.machine.slowdown = 1.0
+    overload.run(400)
+    assert overload.goodput >= 0.95
+    assert overload.machine.scheduler.num_running >= 20

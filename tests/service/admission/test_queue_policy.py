@@ -1,0 +1,99 @@
+"""Whose a request is and how long it may wait, by its body, its headers and the settings."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from starlette.requests import Request
+
+from service.admission.queue_policy import QueueLimits, QueuePolicy, queue_limits, tenant_of
+from service.config.settings import ServeSettings
+from service.http.auth import KEY_NAME
+from service.protocol.errors import InvalidRequest
+
+LIMITS = QueueLimits(max_seconds=60.0, target_seconds=0.5)
+
+
+def make(headers: Mapping[str, str] | None = None, *, host: str = "10.0.0.1", key: str | None = None) -> Request:
+    written = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    state = {} if key is None else {KEY_NAME: key}
+    return Request({"type": "http", "headers": written, "client": (host, 1), "state": state})
+
+
+def make_settings(**changes: float) -> ServeSettings:
+    return ServeSettings(checkpoint=Path("nowhere"), **changes)  # type: ignore[arg-type]
+
+
+def test_who_says_nothing_gets_the_settings() -> None:
+    assert LIMITS.terms(make(), None) == QueuePolicy(
+        tenant="address 10.0.0.1", timeout_seconds=60.0, patience_seconds=0.5, is_retry=False
+    )
+    assert QueueLimits().terms(make(), None).deadline(1.0) is None
+    assert LIMITS.terms(make(), None).deadline(1.0) == 61.0
+
+
+@pytest.mark.parametrize(
+    ("headers", "timeout", "timeout_seconds", "patience_seconds"),
+    [
+        ({}, 5.0, 5.0, 5.0),  # asked for in so many words: it is content to wait
+        ({}, 0.1, 0.1, 0.1),
+        ({}, 1000.0, 60.0, 60.0),
+        ({"x-request-timeout": "5"}, None, 5.0, 5.0),
+        ({"x-request-timeout": "5"}, 3.0, 3.0, 3.0),
+        ({"x-stainless-read-timeout": "5.0"}, None, 5.0, 0.5),  # the SDK's own, which says nothing of patience
+        ({"x-stainless-read-timeout": "600"}, None, 60.0, 0.5),
+        ({"x-stainless-timeout": "2"}, 10.0, 2.0, 2.0),
+        ({"x-stainless-timeout": "0.2"}, None, 0.2, 0.2),
+        ({"x-stainless-read-timeout": "None"}, None, 60.0, 0.5),
+        ({"x-stainless-read-timeout": "inf"}, None, 60.0, 0.5),
+        ({"x-stainless-timeout": "-1"}, None, 60.0, 0.5),
+    ],
+)
+def test_the_shortest_time_counts(
+    headers: dict[str, str], timeout: float | None, timeout_seconds: float, patience_seconds: float
+) -> None:
+    terms = LIMITS.terms(make(headers), timeout)
+    assert (terms.timeout_seconds, terms.patience_seconds) == (timeout_seconds, patience_seconds)
+
+
+@pytest.mark.parametrize("value", ["", "soon", "0", "-1", "nan", "inf"])
+def test_a_header_that_is_no_time_is_refused(value: str) -> None:
+    with pytest.raises(InvalidRequest, match="must be a number of seconds above 0") as caught:
+        LIMITS.terms(make({"x-request-timeout": value}), None)
+    assert caught.value.param == "x-request-timeout"
+
+
+@pytest.mark.parametrize(("count", "is_retry"), [("0", False), ("1", True), ("10", True), ("", False), ("x", False)])
+def test_who_comes_back_says_so_and_is_not_refused_for_the_wait_again(count: str, is_retry: bool) -> None:
+    terms = LIMITS.terms(make({"x-stainless-retry-count": count, "x-stainless-read-timeout": "20"}), None)
+    assert terms.is_retry is is_retry
+    assert terms.patience_seconds == (20.0 if is_retry else 0.5)
+
+
+def test_an_owner_is_a_key_or_where_a_request_comes_from() -> None:
+    assert tenant_of(make(key="tales")) == "key tales"
+    assert tenant_of(make()) == "address 10.0.0.1"
+    assert (
+        tenant_of(make(host="2001:db8:1:2:3::4"))
+        == tenant_of(make(host="2001:db8:1:2::5"))
+        == ("address 2001:db8:1:2::/64")
+    )
+    assert tenant_of(make(host="2001:db8:1:3::4")) != tenant_of(make(host="2001:db8:1:2::4"))
+    assert tenant_of(make(host="testclient")) == "address testclient"
+    assert tenant_of(Request({"type": "http", "headers": [], "client": None})) == "address "
+
+
+def test_each_key_has_its_own_prefix_cache_unless_the_setting_shares_it() -> None:
+    shared = queue_limits(make_settings(share_prefix_cache=True))
+    for limits, namespaces in ((queue_limits(make_settings()), ["", "bob"]), (shared, ["", ""])):
+        assert [limits.terms(make(key=key), None).cache_namespace for key in (None, "bob")] == namespaces
+
+
+def test_the_settings_are_the_limits_and_0_is_none() -> None:
+    assert queue_limits(make_settings()) == QueueLimits(max_seconds=60.0, target_seconds=0.05)
+    assert queue_limits(make_settings(max_queue_seconds=7.0, target_queue_seconds=3.0)) == QueueLimits(
+        max_seconds=7.0, target_seconds=3.0
+    )
+    none = queue_limits(make_settings(max_queue_seconds=0.0, target_queue_seconds=0.0))
+    assert (none.max_seconds, none.target_seconds) == (math.inf, math.inf)

@@ -1,0 +1,140 @@
+"""What a request says of its time in the queue, on its way to the engine and back."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from service.admission.queue_policy import QueuePolicy
+from service.api.app import Frontend
+from service.api.openapi import openapi_document
+from service.http.request_io import TIMEOUT_HEADER
+from service.ipc.messages import FinishReason, Submit, decode_command, encode_events
+from service.metrics.recorder import render
+from tests.service.echo import EchoQueue
+from tests.service.sequences import make_choice, make_delta, make_finish, make_hello, make_request
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+ROUTES = [
+    ("/v1/completions", {"prompt": "abc"}),
+    ("/v1/chat/completions", CHAT),
+    ("/v1/embeddings", {"input": "abc"}),
+]
+
+
+class LateQueue(EchoQueue):
+    """A worker that gets to nothing in time."""
+
+    def put(self, item: Any) -> None:
+        for command in map(decode_command, item[3]):
+            if isinstance(command, Submit):
+                self.submits.append(command)
+                late = make_delta(command.uid, finish=make_finish(FinishReason.ABORT, num_completion_tokens=0))
+                self.frontend.receive(encode_events([late]))
+
+
+@pytest.fixture
+def late(client: TestClient, frontend: Frontend) -> Iterator[LateQueue]:
+    queue = LateQueue()
+    queue.frontend = frontend
+    usual, frontend.request_queue = frontend.request_queue, queue
+    inboxes, frontend.inboxes = frontend.inboxes, (queue,)
+    yield queue
+    frontend.request_queue, frontend.inboxes = usual, inboxes
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_a_timeout_becomes_the_deadline_of_a_submission(
+    client: TestClient, queue: EchoQueue, path: str, body: dict[str, Any]
+) -> None:
+    for given, seconds in (({}, 60.0), ({"timeout": 5}, 5.0), ({"timeout": None}, 60.0), ({"timeout": 1e4}, 60.0)):
+        before = time.monotonic()
+        assert client.post(path, json={**body, **given}).status_code == 200
+        deadline = queue.submits[-1].deadline_seconds
+        assert deadline is not None
+        assert before + seconds <= deadline <= time.monotonic() + seconds
+        assert queue.submits[-1].tenant == "address testclient"
+    client.post(path, json=body, headers={"x-request-timeout": "7"})
+    last = queue.submits[-1]
+    assert last.deadline_seconds is not None
+    assert last.deadline_seconds - last.arrival_seconds == pytest.approx(7.0)
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+@pytest.mark.parametrize("timeout", [0, -1, "5", True, 86_401])
+def test_a_timeout_that_is_none_is_refused(
+    client: TestClient, queue: EchoQueue, path: str, body: dict[str, Any], timeout: object
+) -> None:
+    response = client.post(path, json={**body, "timeout": timeout})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "timeout")
+    response = client.post(path, json=body, headers={"x-request-timeout": "soon"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "x-request-timeout")
+    assert queue.submits == []
+
+
+def test_when_the_first_choice_has_begun_the_others_have_all_the_time_they_need(
+    client: TestClient, queue: EchoQueue
+) -> None:
+    client.post("/v1/completions", json={"prompt": ["a", "b"], "n": 2, "timeout": 5})
+    assert [submit.deadline_seconds is None for submit in queue.submits] == [False, True, True, True]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_was_not_begun_in_time_is_told_so_and_when_to_come_back(
+    client: TestClient, late: LateQueue, frontend: Frontend, stream: bool
+) -> None:
+    response = client.post("/v1/completions", json={"prompt": ["a", "b"], "stream": stream, "timeout": 5})
+    assert response.status_code == 408
+    assert response.json()["error"] == {
+        "message": "the request was not begun within its time, 5 s; try again later",
+        "type": "timeout_error",
+        "param": None,
+        "code": "queue_timeout",
+    }
+    assert int(response.headers["retry-after"]) >= 1
+    assert int(response.headers["retry-after-ms"]) >= 1
+    assert response.headers["x-should-retry"] == "true"
+    assert 'status="408"} 1.0' in render()[0].decode()
+    assert frontend._engine_client.num_choices == 0
+
+
+def test_what_has_begun_has_no_deadline_when_a_worker_has_died(frontend: Frontend, queue: EchoQueue) -> None:
+    queue.answers = False
+    engine_client = frontend._engine_client
+    for uid in ("begun", "waits"):
+        request = make_request(make_choice(uid))
+        request.terms = QueuePolicy(timeout_seconds=5.0)
+        engine_client.open(request)
+    engine_client.receive([make_delta("begun", ids=(1,))])
+    engine_client.receive([make_hello(1)])
+    deadlines = {submit.uid: submit.deadline_seconds for submit in queue.submits if submit.attempt == 1}
+    assert deadlines == {"begun": None, "waits": 5.0}
+
+
+def test_who_would_wait_too_long_is_refused_before_it_costs_anything(client: TestClient, queue: EchoQueue) -> None:
+    """The server of two places begins four requests a second or fewer: it answers at once, so that a slow one is made
+    by a rate that was observed before."""
+    frontend: Frontend = queue.frontend
+    admission = frontend._engine_client._admission
+    admission.admit([1, 1], QueuePolicy(tenant="address testclient"))
+    for _ in range(200):
+        admission._started.add(1, 10.0)
+    response = client.post("/v1/completions", json={"prompt": "a"})
+    assert response.status_code == 429
+    assert response.json()["error"]["code"] == "queue_time"
+    assert queue.submits == []
+    assert 'reason="queue_time"} 1.0' in render()[0].decode()
+    assert client.post("/v1/completions", json={"prompt": "a", "timeout": 50}).status_code == 200
+
+
+def test_the_document_says_where_a_timeout_may_stand() -> None:
+    document = openapi_document()
+    for path, operations in document["paths"].items():
+        waits = path in {"/inspect/attention", *(route for route, _ in ROUTES)}
+        told = [parameter["name"] for parameter in operations.get("post", {}).get("parameters", ())]
+        assert (TIMEOUT_HEADER in told) == waits, path
+        assert ("408" in str(operations) and "queue_timeout" in str(operations)) == waits, path
+    for name in ("CompletionRequest", "ChatCompletionRequest", "EmbeddingRequest"):
+        assert "timeout" in document["components"]["schemas"][name]["properties"]

@@ -1,0 +1,262 @@
+"""The routes over an engine that answers at once: what is refused, what is submitted, what `/ready` says when."""
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from starlette.testclient import TestClient
+
+from service.admission.queue_policy import QueuePolicy
+from service.api.app import Frontend
+from service.api.readiness import STALL_SECONDS
+from service.ipc.messages import WorkerReady, encode_events
+from service.ipc.shared_state import Lifecycle, Phase
+from service.metrics.recorder import render
+from service.protocol.errors import QueueTimeout
+from tests.service.bad_requests import BAD_REQUESTS
+from tests.service.echo import EchoQueue
+from tests.service.sequences import make_choice, make_hello, make_request
+
+
+@pytest.mark.parametrize(("body", "status", "said"), BAD_REQUESTS, ids=range(len(BAD_REQUESTS)))
+def test_a_bad_request_is_refused_and_reaches_no_engine(
+    client: TestClient, queue: EchoQueue, body: bytes, status: int, said: str
+) -> None:
+    response = client.post("/v1/completions", content=body)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert said in error["message"]
+    assert len(error["message"]) < 300
+    assert queue.submits == []
+
+
+def test_a_completion_streams_and_does_not(client: TestClient) -> None:
+    whole = client.post("/v1/completions", json={"prompt": "abc"}).json()
+    assert whole["choices"][0]["text"] == "abc"
+    assert whole["id"].startswith("cmpl-")
+    streamed = client.post("/v1/completions", json={"prompt": "abc", "stream": True})
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    assert streamed.text.endswith("data: [DONE]\n\n")
+
+
+def test_models(client: TestClient) -> None:
+    (card,) = client.get("/v1/models").json()["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == ("tiny", "model", 256)
+    assert client.get("/v1/models/tiny").json() == card
+    missing = client.get("/v1/models/other/one")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_tokenize_and_detokenize_are_inverse(client: TestClient) -> None:
+    text = "once upon a 😀 <|endoftext|>"
+    tokenized = client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert tokenized["count"] == len(tokenized["tokens"]) == len(tokenized["token_strs"])
+    assert tokenized["max_model_len"] == 256
+    assert client.post("/detokenize", json={"tokens": tokenized["tokens"]}).json() == {"prompt": text}
+    assert client.post("/tokenize", json={"prompt": text}).json()["token_strs"] is None
+    assert client.post("/detokenize", json={"tokens": [274]}).status_code == 400
+    assert client.post("/tokenize", json={"prompt": "a", "model": "x"}).status_code == 404
+    assert client.post("/tokenize", json={"prompt": "a" * 100_000}).json()["count"] == 100_000
+
+
+def test_a_marks_id_can_be_looked_up_and_text_stays_text(client: TestClient) -> None:
+    """As lm-evaluation-harness does it: the mark's text from /tokenizer_info, its id from /tokenize."""
+    mark = client.get("/tokenizer_info").json()["eos_token"]
+
+    def tokens(text: str, **fields: bool) -> list[int]:
+        answer: list[int] = client.post("/tokenize", json={"prompt": text, **fields}).json()["tokens"]
+        return answer
+
+    (mark_id,) = tokens(mark, add_special_tokens=False)
+    assert mark_id == 273
+    for text, fields in (
+        (mark, {}),
+        (mark + " ", {"add_special_tokens": False}),
+        ("a" + mark, {"add_special_tokens": False}),
+    ):
+        assert mark_id not in tokens(text, **fields)
+
+
+def test_what_vllms_clients_send_along_changes_nothing(client: TestClient) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    plain = client.post("/tokenize", json={"messages": messages}).json()
+    more = {"continue_final_message": False, "chat_template": None, "tools": [], "return_token_strs": None}
+    assert client.post("/tokenize", json={"messages": messages, **more}).json() == plain
+    for name, value in (("continue_final_message", True), ("chat_template", "x"), ("tools", [{}])):
+        response = client.post("/tokenize", json={"messages": messages, name: value})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+
+
+def test_health_version_metrics_and_pages(client: TestClient) -> None:
+    assert client.get("/health").json() == {"status": "ok"}
+    assert client.head("/health").status_code == 200
+    assert client.get("/version").json()["version"]
+    assert "llm_request_success_total" in client.get("/metrics").text
+    assert client.get("/").content == client.get("/playground").content
+    assert client.get("/").headers["content-type"].startswith("text/html")
+
+
+def test_a_full_server_answers_429_with_all_three_headers(
+    client: TestClient, frontend: Frontend, queue: EchoQueue
+) -> None:
+    queue.answers = False
+    for uid in "abcd":
+        frontend._engine_client.open(make_request(make_choice(uid)))
+    response = client.post("/v1/completions", json={"prompt": "a"})
+    assert response.status_code == 429
+    assert response.json()["error"]["code"] == "queue_full"
+    assert int(response.headers["retry-after"]) >= 1
+    assert int(response.headers["retry-after-ms"]) >= 1
+    assert response.headers["x-should-retry"] == "true"
+    assert (
+        'llm_admission_rejections_total{engine="0",model_name="tiny",reason="queue_full"} 1.0' in render()[0].decode()
+    )
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_a_full_server_reads_nothing_but_what_might_wait_longer(
+    client: TestClient, queue: EchoQueue, frontend: Frontend, route: str
+) -> None:
+    queue.answers = False
+    for uid in "abcd":
+        frontend._engine_client.open(make_request(make_choice(uid)))
+    unread = client.post(route, content=b"no JSON at all")
+    assert (unread.status_code, unread.json()["error"]["code"]) == (429, "queue_full")
+    assert client.post(route, content=b'{"timeout": no JSON either').status_code == 400
+
+
+def test_a_draining_server_answers_503_and_asks_for_another_connection(
+    client: TestClient, lifecycle: Lifecycle
+) -> None:
+    lifecycle.enter(Phase.DRAINING)
+    response = client.post("/v1/completions", json={"prompt": "a"})
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "draining"
+    assert response.headers["connection"] == "close"
+    assert 1 <= int(response.headers["retry-after"]) <= 30
+    assert client.get("/health").status_code == 200, "alive to the end"
+
+
+def say(frontend: Frontend, hello: WorkerReady) -> None:
+    frontend.receive(encode_events([hello]))
+
+
+def test_readiness_follows_worker_and_phase(
+    client: TestClient, frontend: Frontend, lifecycle: Lifecycle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ready() -> tuple[int, str]:
+        response = client.get("/ready")
+        assert (response.status_code == 503) == ("retry-after" in response.headers)
+        return response.status_code, response.json()["state"]
+
+    assert ready() == (503, "loading")
+    say(frontend, msgspec.structs.replace(make_hello(0), startup_seconds=3600.0))
+    assert ready() == (200, "ready")
+    lifecycle.epoch.value, lifecycle.epoch_seconds.value = 1, time.monotonic()
+    assert ready() == (503, "loading")
+    assert 3000 < client.get("/ready").json()["eta_s"] <= 3600, "the last start took an hour"
+    say(frontend, make_hello(1))
+    assert ready() == (200, "ready")
+    monkeypatch.setattr(frontend._worker_watchdog, "silence", lambda: STALL_SECONDS + 1.0)
+    assert ready() == (503, "stalled")
+    monkeypatch.setattr(frontend._worker_watchdog, "silence", lambda: 0.0)
+    assert ready() == (200, "ready")
+    monkeypatch.setattr(frontend._worker_watchdog, "silence", lambda: STALL_SECONDS + 1.0)
+    lifecycle.enter(Phase.DRAINING)
+    assert ready() == (503, "draining")
+
+
+def test_ready_tells_the_path_that_serves(client: TestClient, frontend: Frontend, lifecycle: Lifecycle) -> None:
+    def path() -> dict[str, Any] | None:
+        told: dict[str, Any] | None = client.get("/ready").json()["path"]
+        return told
+
+    assert path() is None, "nobody serves"
+    say(frontend, make_hello(0))
+    shared = {"matrices": "packed", "dtype": "float32", "device": "cpu"}
+    assert path() == {"kernels": "own", "level": "avx2", "attention": "native", **shared}
+    lifecycle.epoch.value = 1
+    assert path() is None, "the next worker may serve by another"
+
+
+def test_a_message_that_cannot_be_read_ends_requests_and_not_the_process(
+    frontend: Frontend, queue: EchoQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue.answers = False
+    request = make_request(make_choice("a"))
+    frontend._engine_client.open(request)
+    frontend.receive(b"\xc1")
+    assert request._failure is not None
+    assert request._failure.status == 500
+
+
+def test_a_body_that_is_announced_in_words_is_refused(client: TestClient) -> None:
+    response = client.post("/v1/completions", content=b"{}", headers={"content-length": "many"})
+    assert response.status_code == 400
+
+
+def test_the_request_id_comes_back_with_success_and_failure(client: TestClient) -> None:
+    for body in ({"prompt": "a"}, {"prompt": ""}):
+        response = client.post("/v1/completions", content=json.dumps(body), headers={"x-request-id": "mine"})
+        assert response.headers["x-request-id"] == "mine"
+
+
+def test_the_state_that_is_exposed_is_that_of_now_whatever_the_clock_says(
+    client: TestClient, frontend: Frontend, lifecycle: Lifecycle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of gauges that several processes set, the one with the latest time by the clock of the wall would count."""
+    seconds = iter(range(2_000_000_000, 0, -1_000_000))
+    monkeypatch.setattr(time, "time", lambda: float(next(seconds)))
+
+    def state() -> list[str]:
+        lines = [line for line in client.get("/metrics").text.splitlines() if line.startswith("llm_engine_state{")]
+        return [line.partition('state="')[2].partition('"')[0] for line in lines if line.endswith(" 1.0")]
+
+    assert state() == ["starting"]
+    say(frontend, make_hello(0))
+    assert state() == ["ready"]
+    lifecycle.epoch.value, lifecycle.epoch_seconds.value = 1, time.monotonic()
+    assert state() == ["restarting"]
+    say(frontend, make_hello(1))
+    assert state() == ["ready"]
+    monkeypatch.setattr(frontend._worker_watchdog, "silence", lambda: STALL_SECONDS + 1.0)
+    assert state() == ["stalled"]
+    lifecycle.enter(Phase.DRAINING)
+    assert state() == ["draining"]
+
+
+def test_while_it_runs_it_ends_waits_that_are_too_long(
+    frontend: Frontend, queue: EchoQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a word from the worker, which may hang."""
+    queue.answers = False
+    monkeypatch.setattr("service.api.app._TICK_SECONDS", 0.0)
+    say(frontend, make_hello(0))
+    request = make_request(make_choice("a"))
+    request.arrival_seconds, request.terms = time.monotonic() - 6.0, QueuePolicy(timeout_seconds=5.0)
+    frontend._engine_client.open(request)
+
+    async def run() -> None:
+        tending = asyncio.create_task(frontend.tend())
+        while not request.has_failed:
+            await asyncio.sleep(0)
+        tending.cancel()
+
+    asyncio.run(run())
+    assert isinstance(request._failure, QueueTimeout)
+
+
+def test_while_it_runs_it_gives_signs_of_life(frontend: Frontend, lifecycle: Lifecycle) -> None:
+    async def run() -> None:
+        tending = asyncio.create_task(frontend.tend())
+        await asyncio.sleep(0)
+        tending.cancel()
+
+    assert lifecycle.num_api_beats.value == 0
+    for _ in range(2):
+        asyncio.run(run())
+    assert lifecycle.num_api_beats.value == 2

@@ -1,0 +1,240 @@
+"""Events that are written in the turn in which they came: the same bytes in the same order, and when they are not."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from model.tokenizer.interface import Tokenizer
+from service.api.response_builder import (
+    ChatBuilder,
+    CompletionBuilder,
+    ResponseBuilder,
+    ResponseInfo,
+    ResponseOptions,
+    TokenPiece,
+)
+from service.api.streaming import CompletionStream
+from service.http.open_body import extension, open_body
+from service.metrics.recorder import Metrics
+from service.protocol.errors import ApiError
+from service.protocol.responses import encode_event
+from service.requests.inflight import Deltas
+from tests.service.api.test_streaming import Exchange, run, sample
+from tests.service.desk import Desk
+from tests.service.sequences import make_choice, make_delta, make_finish, make_request
+from tests.service.wire import connect
+
+
+class Body:
+    """A body that others write to, at the client's other end."""
+
+    def __init__(self) -> None:
+        self.is_writable = True
+        self.exchange: Exchange | None = None
+        self.parts: list[bytes] = []
+
+    def write(self, part: bytes) -> None:
+        assert self.exchange is not None
+        self.parts.append(part)
+        self.exchange.client.body += part
+
+
+def exchange_with(
+    body: Body, tools: Any, builder: type[ResponseBuilder] = CompletionBuilder, **response_options: Any
+) -> Exchange:
+    scope: Scope = {"type": "http", "extensions": extension(body)}
+    body.exchange = Exchange(CompletionStream, make_request(make_choice()), tools, builder, scope, **response_options)
+    return body.exchange
+
+
+@pytest.fixture
+def tools(tokenizer: Tokenizer, metrics: Metrics) -> tuple[Tokenizer, Metrics]:
+    return tokenizer, metrics
+
+
+WANTS: list[dict[str, Any]] = [{}, {"usage": True}, {"running_usage": True}, {"token_ids": True}, {"logprobs": 0}]
+
+
+@pytest.mark.parametrize("response_options", WANTS, ids=str)
+@pytest.mark.parametrize("builder", [CompletionBuilder, ChatBuilder])
+def test_the_bytes_are_those_that_the_task_sends(
+    tools: Any, builder: type[ResponseBuilder], response_options: dict[str, Any]
+) -> None:
+    async def test() -> None:
+        body = Body()
+        slow = Exchange(CompletionStream, make_request(make_choice()), tools, builder, **response_options)
+        fast = exchange_with(body, tools, builder, **response_options)
+        for text in ("a", 'b"\n', "", "\u2028é", "😀"):
+            for exchange in (slow, fast):
+                exchange.push(ids=(97,), text=text, logprobs=())
+            await slow.settle()
+        for exchange in (slow, fast):
+            finish = make_finish(decode_seconds=0.0)
+            exchange.push(ids=(98,), text="z", logprobs=(), finish=finish)
+            await exchange.task
+        assert without_times(fast.client.body) == without_times(slow.client.body)
+        assert fast.client.is_complete
+        assert len(body.parts) == (4 if response_options.get("token_ids") or "logprobs" in response_options else 3)
+        assert sample("llm_inter_token_latency_seconds_count") == 2 * 5
+
+    run(test)
+
+
+def without_times(body: bytes) -> list[bytes]:
+    return [event.partition(b'"timings"')[0] for event in body.split(b"\n\n")]
+
+
+def test_a_step_is_written_before_the_event_loop_turns(tools: Any) -> None:
+    async def test() -> None:
+        body = Body()
+        exchange = exchange_with(body, tools)
+        exchange.push(ids=(97,), text="a")
+        assert not exchange.client.events, "the head is the task's"
+        await exchange.settle()
+        exchange.push(ids=(98,), text="b")
+        assert len(exchange.client.events) == 2
+        exchange.push(ids=(99,), text="c", finish=make_finish())
+        assert len(exchange.client.events) == 2, "the end is the task's"
+        await exchange.task
+        assert [chunk["choices"][0]["text"] for chunk in exchange.client.chunks] == ["a", "b", "c"]
+        assert len(body.parts) == 1
+
+    run(test)
+
+
+def test_a_client_that_is_behind_gets_all_in_order_by_the_task(tools: Any) -> None:
+    async def test() -> None:
+        body = Body()
+        exchange = exchange_with(body, tools)
+        exchange.push(ids=(97,), text="a")
+        await exchange.settle()
+        body.is_writable = False
+        exchange.push(ids=(98,), text="b")
+        body.is_writable = True
+        exchange.push(ids=(99,), text="c")  # "b" waits for the task, and so must this
+        assert len(exchange.client.events) == 1
+        await exchange.settle()
+        exchange.push(ids=(100,), text="d")
+        assert [chunk["choices"][0]["text"] for chunk in exchange.client.chunks] == ["a", "b", "c", "d"]
+        assert len(body.parts) == 1
+        exchange.client.left.set()
+        await exchange.task
+
+    run(test)
+
+
+def test_one_answer_that_cannot_be_written_hinders_no_other() -> None:
+    async def test() -> None:
+        desk, written = Desk(), []
+
+        def fail(news: Deltas) -> Callable[[], None]:
+            raise RuntimeError("a bug")
+
+        def write(news: Deltas) -> Callable[[], None]:
+            return partial(written.extend, [delta.text for _, delta in news])
+
+        ill, well = desk.open(make_choice("a")), desk.open(make_choice("b"))
+        waits = [asyncio.create_task(ill.next_deltas(fail)), asyncio.create_task(well.next_deltas(write))]
+        await asyncio.sleep(0)
+        desk.engine_client.receive([make_delta("a", ids=(1,), text="A"), make_delta("b", ids=(1,), text="B")])
+        assert written == ["B"]
+        with pytest.raises(ApiError, match="internal error"):
+            await waits[0]
+        assert not waits[1].done()
+        waits[1].cancel()
+
+    run(test)
+
+
+@pytest.mark.parametrize("builder", [CompletionBuilder, ChatBuilder])
+@pytest.mark.parametrize("text", ["a", 'say "hi"\\', "\x85\u2028\u2029", "\0text\0", "é😀\n"])
+def test_a_plain_event_is_the_event_of_its_piece(
+    tokenizer: Tokenizer, builder: type[ResponseBuilder], text: str
+) -> None:
+    words = builder(
+        ResponseInfo(id="cmpl-1", created=5, model="\0text\0", response_options=ResponseOptions()), tokenizer
+    )
+    for choice in (make_choice(), make_choice("b", index=1)):
+        piece = TokenPiece(choice=choice, is_first=False, text=text, token_ids=(1,), logprobs=(), finish=None)
+        assert words.plain_event(choice, text) == encode_event(words.event(piece))
+
+
+async def twice(scope: Scope, receive: Receive, send: Send) -> None:
+    """Says the same both ways, and what the body's state was."""
+    body = open_body(scope)
+    assert body is not None
+    states = [body.is_writable]
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    states.append(body.is_writable)
+    await send({"type": "http.response.body", "body": b"a" * 20, "more_body": True})
+    if body.is_writable:
+        body.write(b"a" * 20)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+    scope["states"] = [*states, body.is_writable]
+
+
+def ask(version: str) -> tuple[list[bool], bytes]:
+    seen: dict[str, Any] = {}
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await twice(scope, receive, send)
+        seen.update(scope)
+
+    async def talk() -> bytes:
+        protocol, wire = connect(app, ServerState())
+        protocol.data_received(f"GET / HTTP/{version}\r\nhost: a\r\n\r\n".encode())
+        await asyncio.wait(set(protocol.tasks))
+        protocol.connection_lost(None)
+        return wire.written
+
+    written = asyncio.run(talk())
+    return seen["states"], written.partition(b"\r\n\r\n")[2]
+
+
+def test_a_part_is_framed_as_by_send() -> None:
+    chunk = b"14\r\n" + b"a" * 20 + b"\r\n"
+    assert ask("1.1") == ([False, True, False], chunk + chunk + b"0\r\n\r\n")
+
+
+def test_who_knows_no_chunks_is_answered_by_send_alone() -> None:
+    assert ask("1.0") == ([False, False, False], b"a" * 20)
+
+
+@pytest.mark.parametrize("trouble", ["behind", "gone", "closing"])
+def test_a_body_is_not_writable_while_its_client_is(trouble: str) -> None:
+    states: list[bool] = []
+
+    async def test() -> None:
+        go = asyncio.Event()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            body = open_body(scope)
+            assert body is not None
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            states.append(body.is_writable)
+            await go.wait()
+            states.append(body.is_writable)
+            protocol.resume_writing()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        protocol, wire = connect(app, ServerState())
+        protocol.data_received(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        if trouble == "behind":
+            protocol.pause_writing()
+        elif trouble == "gone":
+            protocol.connection_lost(None)
+        else:
+            wire.close()
+        go.set()
+        await asyncio.wait(set(protocol.tasks))
+        protocol.connection_lost(None)
+
+    run(test)
+    assert states == [True, False]

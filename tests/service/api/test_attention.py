@@ -1,0 +1,332 @@
+"""`/inspect/attention` over a worker that answers at once, late or never: what is refused, what is asked, what ends."""
+
+import asyncio
+import json
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from fastapi import FastAPI, Request
+from starlette.testclient import TestClient
+
+from model.tokenizer.interface import Tokenizer
+from service.admission.controller import Admission
+from service.admission.queue_policy import QueueLimits
+from service.api.attention import MAX_INSPECTIONS, Inspection
+from service.http.request_io import install_error_handlers
+from service.ipc.messages import (
+    AttentionQuery,
+    AttentionResult,
+    Cancel,
+    Command,
+    Started,
+    decode_command,
+    decode_events,
+    encode_command,
+    encode_events,
+)
+from service.preprocess.request_processor import RequestProcessor
+from service.protocol.errors import ApiError, ClientGone, Draining, EngineFailed, Overloaded, QueueTimeout
+from service.requests.engine_client import EngineClient
+from tests.service.sequences import make_delta, make_hello
+from tests.tiny_model import tiny_config
+
+ROUTE = "/inspect/attention"
+MAX_TOKENS = 32
+
+
+def even_weights(look: AttentionQuery) -> bytes:
+    """What average attention would answer."""
+    lengths = range(1, len(look.token_ids) + 1)
+    return array("f", [1 / length for _ in look.heads for length in lengths for _ in range(length)]).tobytes()
+
+
+class Bench:
+    """An Inspection, and a worker that takes what it sends; both directions pass through bytes, as in the service."""
+
+    def __init__(self, tokenizer: Tokenizer, max_tokens: int = MAX_TOKENS) -> None:
+        self.sent: list[Command] = []
+        self.counts: list[int] = []
+        self.is_draining = False
+        self.weights: Callable[[AttentionQuery], bytes | None] = even_weights
+        self.answers = True
+        processor = RequestProcessor(tokenizer=tokenizer, model_name="tiny", max_context_length=256, max_num_choices=4)
+        self.engine_client = EngineClient(
+            send=self._take,
+            admission=Admission(max_num_running=1, max_waiting_requests=1, max_waiting_tokens=100),
+            on_worker_ready=lambda hello: None,
+            on_replay=lambda outcome: None,
+            on_late=lambda num_tokens: None,
+        )
+        self.inspection = Inspection(
+            processor=processor,
+            config=tiny_config(274),
+            max_tokens=max_tokens,
+            max_body_bytes=100_000,
+            reject_when_draining=self._refuse_when_draining,
+            engine_client=self.engine_client,
+            limits=QueueLimits(max_seconds=60.0),
+            on_change=lambda: self.counts.append(self.engine_client.num_looks),
+        )
+
+    def _refuse_when_draining(self) -> None:
+        if self.is_draining:
+            raise Draining("the server is shutting down", retry_after_seconds=2.5)
+
+    def _take(self, commands: Sequence[Command]) -> None:
+        for command in (decode_command(encode_command(command)) for command in commands):
+            self.sent.append(command)
+            if isinstance(command, AttentionQuery) and self.answers:
+                looked = AttentionResult(uid=command.uid, weights=self.weights(command), compute_seconds=0.0125)
+                self.engine_client.receive(decode_events(encode_events([looked])))
+
+    def client(self) -> TestClient:
+        app = FastAPI()
+        install_error_handlers(app, lambda error: None)
+        app.add_api_route(ROUTE, self.inspection.limits, methods=["GET"])
+        app.add_api_route(ROUTE, self.inspection.attention, methods=["POST"])
+        return TestClient(app, raise_server_exceptions=False)
+
+
+@pytest.fixture
+def bench(tokenizer: Tokenizer) -> Bench:
+    return Bench(tokenizer)
+
+
+@pytest.fixture
+def client(bench: Bench) -> Iterator[TestClient]:
+    with bench.client() as client:
+        yield client
+
+
+def request_of(body: dict[str, Any], *, leaves: bool = False) -> Request:
+    """A request whose client stays, or leaves when its body is read."""
+    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        if not leaves:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    return Request({"type": "http", "headers": []}, receive)
+
+
+def test_all_heads(client: TestClient, bench: Bench) -> None:
+    body = client.post(ROUTE, json={"prompt": "the 😀", "layer": 1}).json()
+    assert body["object"] == "attention"
+    assert (body["layer"], body["heads"]) == (1, [0, 1, 2, 3])
+    assert (body["num_layers"], body["num_heads"]) == (2, 4)
+    assert len(body["tokens"]) == len(body["token_ids"]) > 2
+    assert any(token.startswith("bytes:") for token in body["tokens"])
+    assert body["timings"]["compute_ms"] == 12.5
+    assert len(body["weights"]) == 4
+    for square in body["weights"]:
+        for t, row in enumerate(square):
+            assert len(row) == len(body["tokens"])
+            assert sum(row) == pytest.approx(1, abs=1e-5)
+            assert row[t + 1 :] == [0.0] * (len(row) - t - 1)
+    (look,) = bench.sent
+    assert isinstance(look, AttentionQuery)
+    assert (look.layer, look.heads, list(look.token_ids)) == (1, (0, 1, 2, 3), body["token_ids"])
+    assert bench.counts == [1, 0]
+
+
+@pytest.mark.parametrize("head", [2, "all", None])
+def test_one_head_or_all_of_ids(client: TestClient, head: object) -> None:
+    body = client.post(ROUTE, json={"prompt": [5, 6], "layer": 0, "head": head, "model": "tiny"}).json()
+    assert body["heads"] == ([2] if head == 2 else [0, 1, 2, 3])
+    assert body["weights"][0] == [[1.0, 0.0], [0.5, 0.5]]
+
+
+def test_limits(client: TestClient) -> None:
+    limits = {"model": "tiny", "num_layers": 2, "num_heads": 4, "max_tokens": MAX_TOKENS}
+    assert client.get(ROUTE).json() == limits
+
+
+def _with(**fields: Any) -> bytes:
+    return json.dumps({"prompt": "a", "layer": 0, **fields}).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        (b"", 400, "the body is empty"),
+        (b"[]", 400, "must be a JSON object"),
+        (b'{"prompt": "a"}', 400, "layer is required"),
+        (b'{"layer": 0}', 400, "prompt must be a non-empty string or list of token ids"),
+        (_with(layer=2), 400, "layer 2 does not exist; this model has layers 0 to 1"),
+        (_with(layer=-1), 400, "layer must be greater than or equal to 0"),
+        (_with(layer=1.5), 400, "layer must be a whole number"),
+        (_with(layer="1"), 400, "layer must be a whole number"),
+        (_with(layer=True), 400, "layer must be a whole number"),
+        (_with(layer=None), 400, "layer must be a whole number"),
+        (b'{"prompt": "a", "layer": NaN}', 400, ""),
+        (b'{"prompt": "a", "layer": 1e400}', 400, "layer"),
+        (b'{"prompt": "a", "layer": ' + b"9" * 5000 + b"}", 400, ""),
+        (_with(layer=2**40), 400, "layer must be less than"),
+        (_with(head=4), 400, "head 4 does not exist; this model has heads 0 to 3"),
+        (_with(head="x"), 400, 'head must be the index of a head, from 0, or "all"'),
+        (_with(head="0"), 400, "head must be the index of a head"),
+        (_with(head=-1), 400, "head must be the index of a head"),
+        (_with(head=0.0), 400, "head must be the index of a head"),
+        (_with(head=[0]), 400, "head must be the index of a head"),
+        (_with(head=False), 400, "head must be the index of a head"),
+        (_with(prompt=""), 400, "prompt must be a non-empty string or list of token ids"),
+        (_with(prompt=[]), 400, "prompt must be a non-empty string or list of token ids"),
+        (_with(prompt=["a"]), 400, "prompt must be a non-empty string or list of token ids"),
+        (_with(prompt=[[1]]), 400, "prompt must be a non-empty string or list of token ids"),
+        (_with(prompt=7), 400, "prompt must be a non-empty string or list of token ids"),
+        (_with(prompt=[274]), 400, "out of vocabulary"),
+        (_with(prompt=[-1]), 400, "out of vocabulary"),
+        (_with(prompt=[1] * 33), 400, "the prompt has 33 tokens, but inspection takes at most 32"),
+        (_with(prompt="z" * 33), 400, "the prompt has 33 tokens, but inspection takes at most 32"),
+        (_with(prompt="z" * 90_000), 400, "the prompt has at least 18000 tokens, but inspection takes at most 32"),
+        (_with(prompt="z" * 200_000), 413, "over the limit"),
+        (b'{"prompt": "\\ud83d", "layer": 0}', 400, "not valid JSON"),
+        (_with(colour="red"), 400, "unknown field: colour"),
+        (_with(model="gpt-4"), 404, "does not exist"),
+    ],
+    ids=range(35),
+)
+def test_what_cannot_be_looked_at(client: TestClient, bench: Bench, body: bytes, status: int, said: str) -> None:
+    response = client.post(ROUTE, content=body)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert said in error["message"]
+    assert len(error["message"]) < 300
+    assert bench.sent == []
+
+
+def test_switched_off(tokenizer: Tokenizer) -> None:
+    with Bench(tokenizer, max_tokens=0).client() as client:
+        for response in (client.get(ROUTE), client.post(ROUTE, json={"prompt": "a", "layer": 0})):
+            assert response.status_code == 403
+            assert response.json()["error"]["code"] == "switched_off"
+            assert "--max-inspect-tokens above 0" in response.json()["error"]["message"]
+
+
+def test_a_service_that_drains_looks_no_more(client: TestClient, bench: Bench) -> None:
+    bench.is_draining = True
+    response = client.post(ROUTE, json={"prompt": "a", "layer": 0})
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "draining")
+    assert response.headers["retry-after"] == "3"
+    assert bench.sent == []
+
+
+def test_a_failed_computation_is_a_500(client: TestClient, bench: Bench) -> None:
+    bench.weights = lambda look: None
+    response = client.post(ROUTE, json={"prompt": "a", "layer": 0})
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "engine_failed")
+    assert bench.counts == [1, 0]
+
+
+async def waiting(bench: Bench, count: int, *, leaves: bool = False) -> list["asyncio.Task[Any]"]:
+    """Looks that nobody answers, all of them sent."""
+    bench.answers = False
+    body = {"prompt": "a", "layer": 0}
+    tasks = [asyncio.create_task(bench.inspection.attention(request_of(body, leaves=leaves))) for _ in range(count)]
+    while len(bench.sent) < count and not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+    return tasks
+
+
+def test_only_a_few_at_a_time(bench: Bench) -> None:
+    async def crowd() -> None:
+        tasks = await waiting(bench, MAX_INSPECTIONS)
+        with pytest.raises(Overloaded) as refused:
+            await bench.inspection.attention(request_of({"prompt": "a", "layer": 0}))
+        assert refused.value.status == 429
+        assert refused.value.headers()["retry-after"] == "1"
+        assert bench.engine_client.num_looks == MAX_INSPECTIONS
+        bench.engine_client.fail_all(ApiError("enough"))
+        assert all(isinstance(ending, ApiError) for ending in await asyncio.gather(*tasks, return_exceptions=True))
+        assert bench.engine_client.num_looks == 0
+
+    asyncio.run(crowd())
+
+
+def test_a_client_that_leaves_cancels(bench: Bench) -> None:
+    async def leave() -> None:
+        (task,) = await waiting(bench, 1, leaves=True)
+        with pytest.raises(ClientGone):
+            await task
+
+    asyncio.run(leave())
+    look, cancel = bench.sent
+    assert isinstance(look, AttentionQuery)
+    assert cancel == Cancel(uid=look.uid)
+    assert bench.counts == [1, 0]
+
+
+def answer_all(bench: Bench) -> None:
+    """What a worker answers to all that was sent."""
+    looks = [command for command in bench.sent if isinstance(command, AttentionQuery)]
+    bench.engine_client.receive(
+        [AttentionResult(uid=k.uid, weights=even_weights(k), compute_seconds=0.0) for k in looks]
+    )
+
+
+def test_a_look_whose_worker_dies_is_computed_by_the_next(bench: Bench) -> None:
+    async def die() -> None:
+        tasks = await waiting(bench, 2)
+        bench.engine_client.receive(
+            [AttentionResult(uid=bench.sent[1].uid, weights=None, compute_seconds=0.0), make_hello(epoch=1)]
+        )
+        first, _, again = bench.sent
+        assert isinstance(first, AttentionQuery)
+        assert again == msgspec.structs.replace(first, attempt=1), "the one without an answer"
+        answer_all(bench)
+        assert (await tasks[0]).status_code == 200
+        with pytest.raises(EngineFailed, match="the engine failed"):
+            await tasks[1]
+
+    asyncio.run(die())
+    assert bench.engine_client.num_looks == 0
+
+
+def test_a_look_that_kills_three_workers_ends(bench: Bench) -> None:
+    async def die() -> None:
+        (task,) = await waiting(bench, 1)
+        for epoch in range(1, 5):  # no worker has begun this attempt when it dies
+            bench.engine_client.receive([make_hello(epoch), Started(uid=bench.sent[0].uid, attempt=0)])
+        for epoch in (5, 6, 7):
+            assert not task.done()
+            bench.engine_client.receive([Started(uid=bench.sent[0].uid, attempt=epoch - 1), make_hello(epoch)])
+        with pytest.raises(EngineFailed, match="died repeatedly") as caught:
+            await task
+        assert caught.value.headers() == {"x-should-retry": "false"}
+
+    asyncio.run(die())
+    assert [type(command) for command in bench.sent] == [*[AttentionQuery] * 7, Cancel]
+
+
+def test_a_look_that_waits_longer_than_requests_may_ends_with_a_408(bench: Bench) -> None:
+    async def wait() -> None:
+        began, running = await waiting(bench, 2)
+        bench.engine_client.receive([Started(uid=bench.sent[1].uid, attempt=0)])
+        bench.engine_client.expire(time.monotonic() + 59.0, is_stalled=False)
+        await asyncio.sleep(0)
+        assert not began.done()
+        bench.engine_client.expire(time.monotonic() + 61.0, is_stalled=False)
+        with pytest.raises(QueueTimeout, match="not begun within its time, 60 s"):
+            await began
+        assert not running.done(), "the worker computes it"
+        bench.engine_client.expire(time.monotonic() + 61.0, is_stalled=True)
+        with pytest.raises(QueueTimeout, match="not answered within its time, 60 s"):
+            await running
+
+    asyncio.run(wait())
+    assert [type(command) for command in bench.sent] == [AttentionQuery, AttentionQuery, Cancel, Cancel]
+
+
+def test_other_events_and_late_answers_pass_by(bench: Bench) -> None:
+    delta = make_delta("a", ids=(1,), text="x")
+    late = AttentionResult(uid="unknown", weights=None, compute_seconds=0.0)
+    bench.engine_client.receive([late, delta])
+    assert bench.engine_client.num_looks == 0

@@ -1,0 +1,81 @@
+"""Tokens as labels, and the picture of attention."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from service.cli import attention_heatmap
+from service.cli.attention_heatmap import MAX_TOKENS, draw_attention
+from service.cli.token_labels import label
+
+HARD = ["␣a", "你好", "שלום", "🦊", "$x^2$", r"$\frac{1}{0}$", "U+200D", "◌́", "\U0010fffd", "_^{}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        (" dog", "␣dog"),
+        ("\n\n", "↵↵"),
+        ("\t\x00\x1b\x7f", "⇥^@^[^?"),
+        ("bytes:\\xf0\\x9f", "⟨f0 9f⟩"),
+        ("\u200d\u202e", "U+200DU+202E"),
+        ("\u00a0\u3000", "U+00A0U+3000"),
+        ("\u0301", "◌\u0301"),
+        ("<|endoftext|>", "<|endoftext|>"),
+        ("你好", "你好"),
+        ("a" * 17, "a" * 15 + "…"),
+        ("", ""),
+    ],
+)
+def test_labels_show_what_cannot_be_seen(name: str, wanted: str) -> None:
+    assert label(name) == wanted
+    assert "\n" not in label(name)
+
+
+def even(size: int, heads: int = 1) -> np.ndarray:
+    """Average attention."""
+    triangle = np.tril(np.ones((heads, size, size), dtype=np.float32))
+    return triangle / triangle.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("suffix", attention_heatmap.SUFFIXES)
+def test_draws_every_format_with_labels_of_any_kind(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"picture{suffix}"
+    draw_attention(path, even(len(HARD), 3), HARD, heads=[0, 1, 5], title="$ layer")
+    assert path.stat().st_size > 1000
+
+
+def test_the_future_is_white_and_weights_are_colours(tmp_path: Path) -> None:
+    path, weights = tmp_path / "one.png", np.eye(2, dtype=np.float32)[None]
+    draw_attention(path, weights, ["", ""], heads=[0], title="")
+    image = imread(path)[..., :3].reshape(-1, 3)
+    dark = (image.sum(1) < 1.0).sum()
+    draw_attention(path, np.array([[[1, 0], [1, 0]]], dtype=np.float32), ["", ""], heads=[0], title="")
+    moved = imread(path)[..., :3].reshape(-1, 3)
+    assert dark > 1000
+    assert (moved.sum(1) < 1.0).sum() == pytest.approx(dark, rel=0.1), "two cells of full weight in either"
+    assert not np.array_equal(image, moved)
+
+
+def test_a_character_of_no_font_is_named() -> None:
+    families, shown = attention_heatmap._fonts(["a\U0010fffd"])
+    assert families == ["DejaVu Sans"]
+    assert shown == ["aU+10FFFD"]
+
+
+def test_many_heads_stay_within_a_sane_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_heatmap, "_MAX_PIXELS", 300_000)
+    path = tmp_path / "many.png"
+    draw_attention(path, even(3, 18), ["a", "b", "c"], heads=range(18), title="")
+    height, width, _ = imread(path).shape
+    assert 250_000 < height * width < 310_000
+
+
+def test_refuses_what_nobody_could_read(tmp_path: Path) -> None:
+    size = MAX_TOKENS + 1
+    with pytest.raises(ValueError, match=f"{size} tokens are too many to read"):
+        draw_attention(tmp_path / "a.png", even(size), ["a"] * size, heads=[0], title="")
+    with pytest.raises(ValueError, match=r"ends in \.png, \.svg, \.pdf"):
+        draw_attention(tmp_path / "a.gif", even(2), ["a", "b"], heads=[0], title="")

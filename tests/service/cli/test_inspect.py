@@ -1,0 +1,170 @@
+"""`kvasir inspect` and `kvasir inspect params`: what is told of a checkpoint."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.checkpoint.manifest import CONFIG_FILE, read_manifest, write_manifest
+from model.config import ModelConfig
+from model.inspect.parameter_counts import count_parameters
+from service.cli import inspect_params
+from service.cli.main import main
+from tests.tiny_model import save_tiny_checkpoint, tiny_config
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """`kvasir inspect …`: exit code, stdout, stderr."""
+
+    def run_inspect(*argv: object) -> tuple[int, str, str]:
+        code = main(["inspect", *map(str, argv)])
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return run_inspect
+
+
+def test_facts(tiny_checkpoint: Path, run: Run) -> None:
+    code, out, _ = run("--checkpoint", tiny_checkpoint)
+    assert code == 0
+    assert f"{tiny_config(274).num_parameters:,}" in out
+    assert "L·g·(d_k + d_v)·4 = 256 bytes per token" in out
+    for part in ("tiny (", "attention", "files, all hashes correct", "training", "generation defaults"):
+        assert part in out
+    assert "'<|endoftext|>'" in out
+    assert "None" not in out
+    assert "64.0 kB per full context" in out
+
+
+def test_only_what_acts_is_shown(tiny_checkpoint: Path, run: Run) -> None:
+    names = {line.split()[0] for line in run("--checkpoint", tiny_checkpoint)[1].splitlines() if line.startswith("  ")}
+    assert {"rope_theta", "norm_eps", "qk_norm", "norm_unit_offset"} <= names
+    assert not {"norm_bias", "qk_norm_scope", "sliding_window"} & names
+
+
+def test_training_sources_are_words(tmp_path: Path, run: Run) -> None:
+    directory = save_tiny_checkpoint(tmp_path / "tiny")
+    sources = [
+        {"name": "tales", "licence": "public domain", "sha256": "ab" * 32, "attribution": ""},
+        {"name": "more", "share": 0.25},
+    ]
+    write_manifest(
+        directory,
+        name="tiny",
+        training={"sources": sources, "loss": {"held out": 1.23456}, "final_loss": 2.34567891, "seconds": 10160.3},
+    )
+    code, out, _ = run("--checkpoint", directory)
+    assert code == 0
+    assert "tales: licence public domain, sha256 abababababababab…" in out
+    assert "more: share 0.25" in out
+    assert "held out 1.235" in out
+    assert "attribution" not in out, "there is none"
+    assert re.search(r"final_loss +2\.346\n", out)
+    assert re.search(r"seconds +10160\n", out)
+    assert "{" not in out
+
+
+def test_generation_defaults_are_shown(tmp_path: Path, run: Run) -> None:
+    directory = save_tiny_checkpoint(tmp_path / "tiny")
+    (directory / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 5, "num_beams": 4}')
+    code, out, _ = run("--checkpoint", directory)
+    assert code == 0
+    assert "temperature 0.6, top_k 5" in out
+    assert "ignored defaults     num_beams" in out
+    assert "chat template        not set" in out
+
+
+def test_a_chat_template_is_shown(tmp_path: Path, run: Run) -> None:
+    directory = save_tiny_checkpoint(tmp_path / "tiny")
+    (directory / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    code, out, _ = run("--checkpoint", directory)
+    assert code == 0
+    assert "chat template        25 characters, from chat_template.jinja" in out
+
+
+def test_a_look_that_does_not_exist(run: Run) -> None:
+    code, _, err = run("parms")
+    assert code == 2
+    assert err == (
+        "kvasir inspect: no subcommand 'parms'; use `kvasir inspect params` and `kvasir inspect attention`\n"
+    )
+
+
+def test_params_says_what_was_counted(tiny_checkpoint: Path, run: Run) -> None:
+    code, out, err = run("params", "--checkpoint", tiny_checkpoint)
+    assert (code, err) == (0, "")
+    total = f"{tiny_config(274).num_parameters:,}"
+    assert f"tiny: {total} parameters, grouped-query attention" in out
+    (line,) = (line for line in out.splitlines() if line.startswith("  total"))
+    assert line.split() == ["total", total, total, "100.0%", "equal"]
+    assert "DIFFERS" not in out
+    assert "one head                   d·(2·d_k + d_v)" in out
+    assert "= 256 bytes per token, counted 256: equal" in out
+    assert "50.0% of what multi-head attention with 4 heads would store" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_kv_heads": 1}, "multi-query"),
+        ({"num_kv_heads": 4}, "multi-head"),
+        ({"num_heads": 1, "num_kv_heads": 1}, "single-head"),
+        ({"attention": "average", "position": "none", "num_kv_heads": 4}, "averages compare nothing"),
+        ({"position": "disentangled", "max_relative_distance": 8}, "W_K of distances"),
+        ({"position": "alibi"}, "ALiBi: fixed slopes"),
+        ({"tie_embeddings": False}, "V·d"),
+    ],
+)
+def test_params_of_other_mechanisms(tmp_path: Path, run: Run, change: dict[str, Any], words: str) -> None:
+    directory = save_tiny_checkpoint(tmp_path / "tiny")
+    config = ModelConfig.from_dict({**tiny_config(274).to_dict(), **change})
+    (directory / CONFIG_FILE).write_text(json.dumps(config.to_dict()))
+    code, out, _ = run("params", "--checkpoint", directory)
+    assert code == 0
+    assert words in out
+    assert "DIFFERS" not in out
+    assert f"{config.num_parameters:,}" in out
+
+
+def test_params_tells_of_a_formula_that_is_wrong(
+    tiny_checkpoint: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = count_parameters(read_manifest(tiny_checkpoint).config)
+    wrong = [dataclasses.replace(row, num_counted=7) if row.name == "W_V" else row for row in rows]
+    monkeypatch.setattr(inspect_params, "count_parameters", lambda _: wrong)
+    code, out, err = run("params", "--checkpoint", tiny_checkpoint)
+    assert code == 1
+    assert "DIFFERS" in out
+    assert err == "kvasir inspect params: attention W_V: formula d·g·d_v gives 1,024, but the tensors have 7\n"
+
+
+def test_params_refuses_in_one_line(tmp_path: Path, tiny_checkpoint: Path, run: Run) -> None:
+    code, _, err = run("params", "--checkpoint", tmp_path / "none")
+    assert code == 1
+    assert err.startswith(f"kvasir inspect params: {tmp_path / 'none'}: no such directory")
+    assert err.count("\n") == 1
+    assert run("params", "--checkpoint", tiny_checkpoint, "--layer", "2")[::2] == (
+        2,
+        "kvasir inspect params: unrecognized arguments: --layer 2; see kvasir inspect params --help\n",
+    )
+
+
+def test_the_largest_sizes_that_are_allowed_are_counted(tmp_path: Path, run: Run) -> None:
+    """Figures in MB are fractions, which have bounds that whole numbers have not."""
+    directory = save_tiny_checkpoint(tmp_path / "tiny")
+    values = json.loads((directory / CONFIG_FILE).read_text())
+    sizes = ("vocab_size", "max_context_length", "hidden_size", "num_heads", "num_kv_heads", "mlp_size")
+    values |= dict.fromkeys(sizes, 2**31 - 1) | {"head_dim": 2**31 - 2, "num_layers": 10_000}
+    (directory / CONFIG_FILE).write_text(json.dumps(values))
+    code, out, err = run("params", "--checkpoint", directory)
+    assert (code, err) == (0, "")
+    assert f"{ModelConfig.from_dict(values).num_parameters:,} parameters" in out
+    code, _, err = run("--checkpoint", directory)
+    assert (code, err.count("\n")) == (1, 1)

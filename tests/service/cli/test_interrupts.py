@@ -1,0 +1,64 @@
+"""Ctrl-C while a command is imported: exit code 130, and not a word."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from service.cli.__main__ import main
+from service.cli.interrupts import EXIT_CODE
+from tests.e2e.process import START_SECONDS
+from tests.interrupted import interrupting_environment
+
+ROOT = Path(__file__).parents[3]
+SHIPPED = ROOT / "checkpoints" / "kvasir-9m"
+# A command, and a module that it imports: of the command line, of the settings, of the command, of what computes.
+MOMENTS = [
+    ("serve", "service.cli.main"),
+    ("serve", "pydantic"),
+    ("serve", "service.config.settings"),
+    ("serve", "service.cli.serve"),
+    ("serve", "litserve"),
+    ("generate", "service.cli.generate"),
+    ("generate", "torch"),
+    ("tokenize", "tiktoken"),
+    ("bench", "loadtest.inprocess.bench_engine"),
+]
+
+
+def run(command: str, environment: dict[str, str], *prefix: str) -> subprocess.CompletedProcess[str]:
+    checkpoint = ["--checkpoint", str(SHIPPED)]
+    words = {"generate": ["--prompt", "x"], "tokenize": ["--text", "x"]}.get(command, [])
+    return subprocess.run(
+        [*prefix, sys.executable, "-m", "service.cli", command, *checkpoint, *words],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=START_SECONDS,
+    )
+
+
+@pytest.mark.parametrize(("command", "module"), MOMENTS)
+def test_an_interrupt_while_importing_ends_quietly(command: str, module: str, tmp_path: Path) -> None:
+    done = run(command, interrupting_environment(tmp_path, module))
+    assert (done.returncode, done.stdout, done.stderr) == (EXIT_CODE, "", "")
+    assert EXIT_CODE == 130
+
+
+def test_where_interrupts_are_ignored_they_stay_so(tmp_path: Path) -> None:
+    """As in background jobs of a shell."""
+    environment = interrupting_environment(tmp_path, "service.config.settings")
+    done = run("tokenize", environment, "sh", "-c", 'trap "" INT; exec "$@"', "sh")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "1 is begin-of-text" in done.stdout
+
+
+def test_the_program_begins_there() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"kvasir": f"{main.__module__}:{main.__name__}"}

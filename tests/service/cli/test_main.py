@@ -1,0 +1,186 @@
+"""The table of commands, and what each costs to start."""
+
+import importlib.metadata
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from model.tokenizer.native import load_native
+from service.cli.main import COMMANDS, LOOKS, main
+
+SHIPPED = Path(__file__).parents[3] / "checkpoints/kvasir-9m"
+
+
+def test_the_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["--help"], ["-h"]):
+        assert main(arguments) == 0
+        text = capsys.readouterr().out
+        for name, command in COMMANDS.items():
+            assert f"  {name} " in text
+            assert command.line in text
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"kvasir {importlib.metadata.version('kvasir')}\n"
+
+
+def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sreve"]) == 2
+    error = capsys.readouterr().err
+    assert "no command 'sreve'" in error
+    assert error.count("\n") == 1
+
+
+WITHOUT_EXTRAS = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Missing(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in {"matplotlib", "sympy", "mpmath", "networkx"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+from service.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def without_extras(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command in an environment like the CPU image's, without what serving does not need."""
+    command = [sys.executable, "-c", WITHOUT_EXTRAS, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "--prompt", "Once", "--max-tokens", "2"),
+        ("generate", "--prompt", "Once", "--max-tokens", "2", "--dtype", "bfloat16"),
+        ("generate", "--prompt", "Once", "--max-tokens", "2", "--quantize", "int8"),
+        ("inspect", "attention", "--prompt", "Once", "--layer", "0"),
+    ],
+)
+def test_serving_needs_neither_matplotlib_nor_sympy(arguments: tuple[str, ...], tiny_checkpoint: Path) -> None:
+    done = without_extras(*arguments, "--checkpoint", str(tiny_checkpoint))
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_command_that_needs_an_extra_names_it(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("A text of one's own. " * 5_000)
+    done = without_extras("train", "--corpus", str(tmp_path / "text"), "--out", str(tmp_path / "mine"))
+    assert done.returncode == 1
+    assert done.stderr == "kvasir train: needs matplotlib, which is not installed; run `pip install matplotlib`\n"
+
+
+EVERY = [[name] for name in COMMANDS] + [["inspect", look] for look in LOOKS]
+
+
+@pytest.mark.parametrize("words", EVERY, ids=" ".join)
+def test_an_unusable_flag_is_one_line_and_exit_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Told before torch is imported, which takes seconds."""
+    needed = ["--checkpoint", "none"] if words == ["bench"] else []  # argparse asks for what is needed first
+    code = "import sys; from service.cli.main import main; sys.exit(main(sys.argv[1:]) + ('torch' in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words, *needed, "--nonsense"], capture_output=True, text=True, check=False
+    )
+    name = " ".join(words)
+    said = f"kvasir {name}: unrecognized arguments: --nonsense; see kvasir {name} --help\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
+@pytest.mark.parametrize("command", ["serve", "tokenize", "inspect"])
+def test_a_checkpoint_without_its_flag_is_recognized(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, str(SHIPPED)]) == 2
+    error = capsys.readouterr().err
+    assert error.endswith(f"; did you mean --checkpoint {SHIPPED}?\n")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["serve", "tokenize", "inspect"])
+def test_a_missing_checkpoint_is_one_line_and_exit_code_1(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--checkpoint", str(tmp_path / "none")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"kvasir {command}: {tmp_path / 'none'}: no such directory")
+    assert error.count("\n") == 1
+
+
+def test_tokenize_prints_tokens_or_ids(tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tokenize", "--checkpoint", str(tiny_checkpoint), "--text", "ab😀", "--ids-only"]) == 0
+    ids = [int(word) for word in capsys.readouterr().out.split()]
+    assert ids[:2] == [97, 98]
+    assert main(["tokenize", "--checkpoint", str(tiny_checkpoint), "--text", "ab😀"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [int(line.split()[0]) for line in lines[:-1]] == ids
+    assert lines[-1].startswith(f"{len(ids)} tokens, 6 bytes")
+
+
+def test_tokenize_counts_what_the_service_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    """The mark that begins a prompt is among the tokens, unless it is left out."""
+    shipped = ["tokenize", "--checkpoint", str(SHIPPED), "--text", "The dog"]
+    assert main([*shipped, "--ids-only"]) == main([*shipped, "--ids-only", "--no-begin"]) == 0
+    begun, plain = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert begun == [str(load_native(SHIPPED).bos_token_id), *plain]
+    assert main(shipped) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{len(begun)} tokens (1 is begin-of-text), 7 bytes")
+
+
+def test_what_is_off_has_no_second_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["tokenize", "--help"])
+    shown = capsys.readouterr().out
+    assert "--ids-only" in shown
+    assert "--no-ids-only" not in shown
+    assert "False" not in shown
+
+
+def test_tokenize_refuses_bytes_that_are_no_text(
+    tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
+    assert main(["tokenize", "--checkpoint", str(tiny_checkpoint)]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "usual"),
+    [
+        ("OMP_WAIT_POLICY", "PASSIVE"),
+        ("GOMP_SPINCOUNT", "3000"),
+        ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"),
+        ("LRU_CACHE_CAPACITY", "64"),
+    ],
+)
+def test_what_torchs_libraries_read_is_set_unless_it_is_already(
+    name: str, usual: str, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for given, wanted in ((None, usual), ("1000", "1000")):
+        monkeypatch.delenv(name, raising=False)
+        if given is not None:
+            monkeypatch.setenv(name, given)
+        assert main(["tokenize", "--checkpoint", str(tiny_checkpoint), "--text", "a"]) == 0
+        assert os.environ[name] == wanted
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "service.cli.main",
+        "service.cli.tokenize",
+        "service.cli.export_tokenizer",
+        "service.cli.inspect",
+        "service.cli.serve",
+        "service.api.app",
+    ],
+)
+def test_only_what_computes_imports_torch(module: str) -> None:
+    code = f"import sys, {module}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

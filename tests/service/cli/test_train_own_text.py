@@ -1,0 +1,316 @@
+"""`kvasir train --corpus`: from a text of one's own to a checkpoint, killed and interrupted on the way."""
+
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from model.checkpoint.manifest import read_manifest
+from model.training import own_run, state
+from model.training.config import load_train_config
+from model.training.state import read_log
+from model.training.train import RunSettings, train
+from service.cli import train as command
+from service.cli.main import main
+
+ROOT = Path(__file__).parents[3]
+TALES = (ROOT / "loadtest" / "client" / "tales.txt").read_text()
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory with a text of one's own, so short that all it bears is trained in seconds."""
+    (tmp_path / "my.txt").write_text(TALES[:24_000])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "_seconds_since_start", lambda: 0.0)  # these tests began long ago
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    yield tmp_path
+    for number, handler in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True):
+        signal.signal(number, handler)
+
+
+def flags(*more: str) -> list[str]:
+    threads = str(torch.get_num_threads())
+    given = ["--corpus", "my.txt", "--out", "out/mine", "--minutes", "60"]
+    return [*given, "--device", "cpu", "--precision", "float32", "--threads", threads, "--no-compile", *more]
+
+
+def run(*more: str) -> int:
+    return main(["train", *flags(*more)])
+
+
+def start(directory: Path) -> subprocess.Popen[str]:
+    """The command in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "service.cli", "train", *flags()],
+        cwd=directory,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> str:
+    """What it says, up to the line with these words."""
+    assert process.stdout is not None
+    said = ""
+    while line := process.stdout.readline():  # a file's own iterator would read ahead
+        said += line
+        if words in line:
+            return said
+    raise AssertionError(f"{words!r} is not in {said!r}; {process.communicate()[1]}")
+
+
+def losses(run_directory: Path) -> list[float]:
+    log = read_log(run_directory / "log.jsonl")
+    assert [line["step"] for line in log] == list(range(len(log)))
+    return [line["loss"] for line in log]
+
+
+def test_an_attempt_that_led_to_nothing_takes_no_time_from_the_next(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_seconds_since_start", lambda: 600.0)
+    assert run("--minutes", "9") == 1
+    assert "too few --minutes" in capsys.readouterr().err
+    monkeypatch.setattr(command, "_seconds_since_start", lambda: 0.0)
+    assert run("--minutes", "9", "--stop-after", "1") == 0
+    assert json.loads((here / "runs" / "mine" / "clock.json").read_text()) < 540
+
+
+def test_a_run_inside_its_directory_of_texts_goes_on(here: Path) -> None:
+    for steps in ("1", "2"):
+        assert run("--corpus", ".", "--stop-after", steps) == 0
+    assert len(losses(here / "runs" / "mine")) == 2
+
+
+@pytest.mark.slow
+def test_killed_and_interrupted_it_goes_on_to_what_its_recipe_describes(here: Path) -> None:
+    process = start(here)
+    read_until(process, "text: ")
+    process.send_signal(signal.SIGINT)  # while it learns words
+    _, said = process.communicate()
+    assert (process.returncode, said) == (130, "\nkvasir train: stopped; run the same command again to continue\n")
+
+    process = start(here)
+    said = read_until(process, "step 1/")
+    for what in ("text: 24 KB of running text", "vocabulary: ", "model: ", "training: "):
+        assert what in said
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    spent = float((here / "runs" / "mine" / "clock.json").read_text())
+    assert spent > 0
+
+    process = start(here)
+    assert "resuming the run in runs/mine" in read_until(process, "step 1/")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert process.returncode == 130
+    assert out.endswith("saved in runs/mine; run the same command again to continue\n")
+    assert err == "\nstopping after this step; interrupt again to stop now\n"
+    step = json.loads((here / "runs" / "mine" / "state" / "run.json").read_text())["step"]
+    assert step == len(losses(here / "runs" / "mine")) >= 1
+    assert float((here / "runs" / "mine" / "clock.json").read_text()) > spent
+
+    process = start(here)
+    said = read_until(process, "resuming at step")
+    assert f"resuming at step {step} of" in said
+    out, _ = process.communicate()
+    assert process.returncode == 0
+
+    recipe = load_train_config(here / "runs" / "mine" / "recipe.toml")
+    alone = RunSettings(
+        run_directory=here / "alone",
+        checkpoint=here / "out" / "alone",
+        device="cpu",
+        precision="float32",
+        compile=False,
+        stop_after=None,
+    )
+    assert train(recipe, alone, lambda text: None)
+    assert losses(here / "runs" / "mine") == losses(here / "alone")
+
+
+@pytest.mark.slow
+def test_the_end_says_how_to_talk_to_it_and_a_second_time_too(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run() == 0
+    out = capfd.readouterr().out
+    config = load_train_config(here / "runs" / "mine" / "recipe.toml")
+    assert config.model.num_parameters < 400_000
+    assert "overfit" in out
+    assert re.search(r"^done in \d+:\d\d of 1:00:00$", out, re.M)
+    held_out = read_manifest(here / "out" / "mine").training["held_out_bits_per_byte"]
+    assert 1.5 < held_out["my.txt"] < 4.0
+    served, _, generated = [
+        line for line in out.splitlines() if line.startswith("  kvasir") or line.startswith("  curl")
+    ]
+    assert served.split() == ["kvasir", "serve", "--checkpoint", "out/mine"]
+    program, *arguments = shlex.split(generated)
+    assert program == "kvasir"
+    done = subprocess.run(
+        [sys.executable, "-m", "service.cli", *arguments],
+        cwd=here,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+    assert run() == 0
+    again = capfd.readouterr().out
+    assert again.startswith("out/mine is already finished; to start over, choose another --out, or delete runs/mine")
+    assert served in again
+
+    (here / "out" / "mine" / "manifest.json").unlink()  # as if killed before it was written
+    (here / "out" / "mine" / "model.safetensors").write_bytes(b"half")
+    assert run() == 0
+    read_manifest(here / "out" / "mine").verify()
+
+
+@pytest.mark.slow
+def test_another_text_is_not_gone_on_with(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("--stop-after", "3") == 0
+    assert capfd.readouterr().out.endswith("saved in runs/mine; run the same command again to continue\n")
+    (here / "my.txt").write_text(TALES[24_000:50_000])
+    assert run() == 1
+    assert capfd.readouterr().err == (
+        "kvasir train: runs/mine: this run began with a different text than my.txt; give the first text, or "
+        "start over: choose another --out, or delete runs/mine\n"
+    )
+    (here / "moved.txt").write_text(TALES[:24_000])
+    assert run("--corpus", "moved.txt", "--stop-after", "4") == 1  # two texts now
+    (here / "my.txt").write_text(TALES[:24_000])
+    (here / "runs" / "mine" / "own.json").write_text("{")
+    assert run() == 1
+    assert "own.json: damaged; delete runs/mine to start over" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_full_disk_costs_what_came_after_the_last_save(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--stop-after", "3") == 0
+    before = (here / "runs" / "mine" / "state" / "model.safetensors").read_bytes()
+    with monkeypatch.context() as full:
+
+        def refuse(tensors: dict[str, torch.Tensor], path: Path) -> None:
+            path.write_bytes(b"half")
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+        full.setattr(state, "save_file", refuse)
+        capfd.readouterr()
+        assert run("--stop-after", "5") == 1
+    assert capfd.readouterr().err == (
+        "kvasir train: runs/mine: the disk is full; the last save is intact; free some space, then run the same "
+        "command to continue\n"
+    )
+    assert (here / "runs" / "mine" / "state" / "model.safetensors").read_bytes() == before
+    assert not (here / "runs" / "mine" / "state.partial").exists()
+    assert run("--stop-after", "5") == 0
+    assert "resuming at step 3 of" in capfd.readouterr().out
+
+
+@pytest.fixture
+def wishes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[own_run.Wish, RunSettings]]:
+    """What the command would have trained."""
+    asked: list[tuple[own_run.Wish, RunSettings]] = []
+
+    def record(wish: own_run.Wish, settings: RunSettings, *_: object) -> bool:
+        asked.append((wish, settings))
+        return False
+
+    monkeypatch.setattr(command, "train_own_text", record)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    return asked
+
+
+def test_what_is_not_said_is_chosen(wishes: list[tuple[own_run.Wish, RunSettings]]) -> None:
+    assert main(["train", "--corpus", "a.txt", "--corpus", "b.jsonl", "--out", "checkpoints/My tales!"]) == 0
+    ((wish, settings),) = wishes
+    assert wish.corpora == (Path("a.txt"), Path("b.jsonl"))
+    assert (wish.minutes, wish.seed, wish.name) == (10.0, 1, "My-tales-")
+    assert settings.run_directory == Path("runs/My-tales-")
+    assert wish.began > 0
+
+
+def test_a_text_may_come_from_the_environment(
+    wishes: list[tuple[own_run.Wish, RunSettings]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVASIR_CORPUS", "a.txt:b.txt")
+    assert main(["train", "--out", "x", "--minutes", "2.5", "--seed", "0"]) == 0
+    ((wish, _),) = wishes
+    assert (wish.corpora, wish.minutes, wish.seed) == ((Path("a.txt"), Path("b.txt")), 2.5, 0)
+
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "nothing": ([], "give exactly one of --corpus (a training text) and --config (a recipe)"),
+    "both": (
+        ["--corpus", "a.txt", "--config", "a.toml"],
+        "give exactly one of --corpus (a training text) and --config (a recipe)",
+    ),
+    "steps": (
+        ["--corpus", "a.txt", "--steps", "5"],
+        "--steps needs --config; with --corpus set the duration by --minutes",
+    ),
+    "minutes": (
+        ["--config", "a.toml", "--minutes", "5"],
+        "--minutes needs --corpus; with --config set the duration by --steps",
+    ),
+    "none": (["--corpus", "a.txt", "--minutes", "0"], "--minutes: must be greater than 0, not '0'"),
+    "negative": (["--corpus", "a.txt", "--minutes", "-3"], "--minutes: must be greater than 0, not '-3'"),
+    "no number": (["--corpus", "a.txt", "--minutes", "nan"], "--minutes: must be"),
+    "a year": (["--corpus", "a.txt", "--minutes", "525600"], "--minutes: must be less than or equal to 10080"),
+    "in itself": (["--corpus", "a.txt", "--run-directory", "x"], "--out x is the run directory"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_makes_no_sense_is_refused(
+    wishes: list[tuple[own_run.Wish, RunSettings]], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given, message = REFUSED[what]
+    assert main(["train", *given, "--out", "x"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"kvasir train: {message}")
+    assert said.count("\n") == 1
+    assert wishes == []
+
+
+def test_what_is_no_text_is_told_before_anything_is_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "my.txt").write_bytes(b"\x89PNG")
+    assert run() == 1
+    assert capsys.readouterr().err == "kvasir train: my.txt: not text but a PNG picture; give plain text in UTF-8\n"
+    assert [path.name for path in here.iterdir()] == ["my.txt"]
+
+
+def test_too_few_minutes_are_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--minutes", "0.01") == 1
+    assert "too few --minutes: " in capsys.readouterr().err
+
+
+def test_the_run_of_a_recipe_is_left_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "runs" / "mine" / "state").mkdir(parents=True)
+    assert run() == 1
+    said = "kvasir train: runs/mine: holds a run with its own recipe; choose another --out or --run-directory\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_directory_of_other_things_is_not_written_to(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "out" / "mine").mkdir(parents=True)
+    (here / "out" / "mine" / "letter.txt").write_text("dear")
+    assert run() == 1
+    assert (
+        "out/mine: contains files but no manifest.json; choose an empty or a new directory" in capsys.readouterr().err
+    )

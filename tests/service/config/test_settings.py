@@ -1,0 +1,361 @@
+"""Flags, variables, defaults; one line for what cannot be used."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from model.attention.backends import ATTENTION_BACKENDS
+from model.checkpoint.manifest import read_manifest
+from service.config.command_settings import EvalSettings, TokenizeSettings, TrainSettings
+from service.config.default_checkpoint import find_default_checkpoint
+from service.config.flags import is_secret, variable_of
+from service.config.settings import (
+    GenerateSettings,
+    ServeSettings,
+    SettingsError,
+    context_length,
+    effective_values,
+    read_settings,
+)
+from service.protocol.completions import MAX_PROMPTS
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*ServeSettings.model_fields, "max_body_mb"):
+        monkeypatch.delenv(f"KVASIR_{name.upper()}", raising=False)
+
+
+def read(*argv: str) -> ServeSettings:
+    return read_settings(ServeSettings, argv, command="serve", summary="Serve.")
+
+
+def test_a_flag_wins_over_the_environment_which_wins_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read("--checkpoint", "c").port == 8000
+    monkeypatch.setenv("KVASIR_PORT", "8001")
+    assert read("--checkpoint", "c").port == 8001
+    assert read("--checkpoint", "c", "--port", "8002").port == 8002
+
+
+def test_an_empty_variable_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVASIR_THREADS", "")
+    assert read("--checkpoint", "c").threads == "auto"
+
+
+def test_every_flag_of_the_contract_is_read() -> None:
+    settings = read(
+        *("--checkpoint", "c", "--host", "0.0.0.0", "--port", "9000", "--device", "cpu", "--dtype", "bfloat16"),
+        *("--threads", "3", "--max-num-running", "5", "--max-batched-tokens", "77", "--kv-cache-memory", "12"),
+        *("--kv-cache-dtype", "float16"),
+        *("--block-size", "32", "--max-waiting-requests", "9", "--drain-seconds", "1.5", "--model-name", "m"),
+        *("--max-connections", "20", "--client-seconds", "2.5"),
+        *("--no-enable-prefix-cache", "--max-body-mb", "4", "--log-level", "debug", "--attention", "eager"),
+        *("--max-context-length", "99", "--chat-template", "plain", "--no-generation-config"),
+        *("--max-waiting-tokens", "11", "--api-keys-file", "k", "--no-open-probes", "--no-open-metrics"),
+        *("--cors-origins", "https://a.b", "--model-alias", "x:1", "--model-alias", "y,z", "--max-prompts", "7"),
+        "--share-prefix-cache",
+        *("--embedding-pooling", "last", "--speculative-tokens", "8", "--prompt-slowdown", "inf"),
+        *("--target-itl-ms", "40"),
+        *("--target-queue-seconds", "0.25", "--max-queue-seconds", "9.5", "--resume-seconds", "3"),
+        *("--no-standby", "--hang-seconds", "9.5", "--quantize", "int8", "--cache-dir", "k/c"),
+        *("--no-cuda-graphs", "--no-lookahead", "--gpu-memory-share", "0.5"),
+    )
+    assert settings.model_dump() == {
+        "checkpoint": Path("c"),
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "quantize": "int8",
+        "attention": "eager",
+        "cache_dir": Path("k/c"),
+        "cuda_graphs": False,
+        "lookahead": False,
+        "gpu_memory_share": 0.5,
+        "generation_config": False,
+        "max_context_length": 99,
+        "chat_template": "plain",
+        "max_inspect_tokens": 128,
+        "threads": 3,
+        "max_num_running": 5,
+        "max_batched_tokens": 77,
+        "prompt_slowdown": math.inf,
+        "target_itl_ms": 40.0,
+        "block_size": 32,
+        "kv_cache_memory": 12 * 2**20,
+        "kv_cache_dtype": "float16",
+        "enable_prefix_cache": False,
+        "host": "0.0.0.0",
+        "port": 9000,
+        "model_name": "m",
+        "max_body_size": 4 * 2**20,
+        "max_connections": 20,
+        "client_seconds": 2.5,
+        "model_alias": ("x:1", "y", "z"),
+        "api_keys_file": Path("k"),
+        "api_keys": None,
+        "api_key": None,
+        "open_probes": False,
+        "open_metrics": False,
+        "share_prefix_cache": True,
+        "cors_origins": ("https://a.b",),
+        "max_prompts": 7,
+        "speculative_tokens": 8,
+        "target_queue_seconds": 0.25,
+        "max_queue_seconds": 9.5,
+        "embedding_pooling": "last",
+        "max_waiting_requests": 9,
+        "max_waiting_tokens": 11,
+        "resume_seconds": 3.0,
+        "drain_seconds": 1.5,
+        "standby": False,
+        "hang_seconds": 9.5,
+        "log_level": "debug",
+    }
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--checkpoint",), "--checkpoint: expected one argument"),
+        (("--checkpoint", "c", "--prot", "1"), "unrecognized arguments: --prot 1; see kvasir serve --help"),
+        (("--checkpoint", "c", "--max-num", "1"), "unrecognized arguments: --max-num 1"),
+        (("--checkpoint", "c", "--port", "eight"), "--port: must be a whole number, not 'eight'"),
+        (("runs/none",), "unrecognized arguments: runs/none; see kvasir serve --help"),
+        (("tests",), "unrecognized arguments: tests; did you mean --checkpoint tests?"),
+        (("--checkpoint", "c", "--model-name", ""), "--model-name: must not be empty"),
+        (("--checkpoint", "c", "--host", "10.0.0.1"), "--host: must be '127.0.0.1', '0.0.0.0' or '::', not '10.0.0.1'"),
+        (("--checkpoint", "c", "--port", "80"), "--port: must be greater than or equal to 1024, not '80'"),
+        (("--checkpoint", "c", "--device", "tpu"), "--device: must be 'auto', 'cpu' or 'cuda', not 'tpu'"),
+        (("--checkpoint", "c", "--threads", "0"), "--threads: must be auto or at least 1, not '0'"),
+        (
+            ("--checkpoint", "c", "--kv-cache-memory", "big"),
+            "--kv-cache-memory: must be auto, or a size such as 512MiB, 2GiB or 1.5G, not 'big'",
+        ),
+        (
+            ("--checkpoint", "c", "--kv-cache-memory", "0"),
+            "--kv-cache-memory: must be auto, or at least 1 byte, such as",
+        ),
+        (
+            ("--checkpoint", "c", "--max-body-size", "-1"),
+            "--max-body-size: must be a size such as 512MiB, 2GiB or 1.5G",
+        ),
+        (
+            ("--checkpoint", "c", "--max-body-size", "2G"),
+            "--max-body-size: must be a size from 1KiB to 1GiB, such as 2MiB",
+        ),
+        (("--checkpoint", "c", "--max-body-mb", "0"), "--max-body-size: must be at least 1 byte"),
+        (("--checkpoint", "c", "--drain-seconds", "-1"), "--drain-seconds: must be greater than or equal to 0"),
+        (("--checkpoint", "c", "--max-batched-tokens", "8"), "--max-batched-tokens 8 is under --max-num-running 64"),
+    ],
+)
+def test_what_cannot_be_used_is_named_in_one_line(argv: tuple[str, ...], said: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        read(*argv)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def place(root: Path) -> Path:
+    """A directory that looks like the shipped model's, below this one."""
+    directory = root / "checkpoints" / "kvasir-9m"
+    directory.mkdir(parents=True)
+    (directory / "manifest.json").write_text("{}")
+    return directory
+
+
+def test_without_a_checkpoint_the_shipped_model_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the working directory, else beside the package, and in one line; a flag or a variable wins."""
+    here, package = tmp_path / "here", tmp_path / "package"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr("service.config.default_checkpoint._PACKAGE_ROOT", package)
+    with pytest.raises(SettingsError, match=r"^--checkpoint is needed \(or KVASIR_CHECKPOINT\)$"):
+        read()
+    beside = place(package)
+    assert read().checkpoint == beside
+    said = "kvasir serve: no --checkpoint given; using the shipped model, "
+    assert capsys.readouterr().err == f"{said}{beside}\n"
+    place(here)
+    assert read().checkpoint == Path("checkpoints/kvasir-9m")
+    assert capsys.readouterr().err == f"{said}checkpoints/kvasir-9m\n"
+    tokenize = read_settings(TokenizeSettings, ["--text", "x"], command="tokenize", summary="")
+    assert tokenize.checkpoint == Path("checkpoints/kvasir-9m")
+    capsys.readouterr()
+    with pytest.raises(SettingsError, match="--port: must be"):
+        read("--port", "1")
+    assert read("--checkpoint", "c").checkpoint == Path("c")
+    monkeypatch.setenv("KVASIR_CHECKPOINT", "v")
+    assert read().checkpoint == Path("v")
+    assert capsys.readouterr().err == ""
+
+
+def test_the_shipped_model_is_beside_an_editable_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = find_default_checkpoint()
+    assert found is not None
+    assert read_manifest(found).name == "kvasir-9m"
+
+
+def test_what_is_empty_is_not_shown() -> None:
+    with pytest.raises(SettingsError) as caught:
+        read_settings(GenerateSettings, ["--checkpoint", "c", "--prompt", ""], command="generate", summary="")
+    assert str(caught.value) == "--prompt: must not be empty"
+
+
+def test_localhost_is_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read("--checkpoint", "c", "--host", "localhost").host == "127.0.0.1"
+    monkeypatch.setenv("KVASIR_HOST", "localhost")
+    assert read("--checkpoint", "c").host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "origin", ["page.example", "https://a.b/c", "https://a b", "*,https://a.b", "null", "https://*.b"]
+)
+def test_an_origin_is_what_browsers_send(origin: str) -> None:
+    with pytest.raises(SettingsError, match=r"^--cors-origins: must be "):
+        read("--checkpoint", "c", "--cors-origins", origin)
+    assert read("--checkpoint", "c", "--cors-origins", "https://A.b:8/").cors_origins == ("https://a.b:8",)
+
+
+def test_the_bound_of_prompts_is_that_of_the_contract() -> None:
+    (bound,) = [rule.le for rule in ServeSettings.model_fields["max_prompts"].metadata if hasattr(rule, "le")]
+    assert bound == ServeSettings.model_fields["max_prompts"].default == MAX_PROMPTS
+
+
+def test_a_bad_variable_is_named_as_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVASIR_PORT", "tcp://10.0.0.1:80")
+    with pytest.raises(SettingsError, match="KVASIR_PORT: must be a whole number"):
+        read("--checkpoint", "c")
+
+
+def test_a_misspelt_variable_is_warned_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("KVASIR_PROT", "1")
+    monkeypatch.setenv("KVASIR_TEMPERATURE", "1")  # a setting of another command
+    read("--checkpoint", "c")
+    assert capsys.readouterr().err == "kvasir serve: warning: KVASIR_PROT is not a setting; ignored\n"
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        read("--checkpoint", "c").port = 1
+
+
+def test_the_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        read("--help")
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for name, field in ServeSettings.model_fields.items():
+        assert (variable_of(name) if is_secret(ServeSettings, name) else f"--{name.replace('_', '-')}") in text
+        if not field.is_required() and field.default is not False and field.default not in (None, ()):
+            assert f"(default: {field.default})" in text
+    assert "(default: checkpoints/kvasir-9m in the working directory, else beside the package)" in text
+    assert "(required)" not in text
+    for title in ("model:", "engine:", "http:", "access:", "admission:", "operation:"):
+        assert title in text
+
+
+def test_effective_values_have_a_line_each() -> None:
+    lines = list(effective_values(read("--checkpoint", "c", "--port", "9000"), {"threads": 7, "end_of_text": "</s>"}))
+    assert len(lines) == len(ServeSettings.model_fields) + 1
+    for words in (["port", "9000"], ["threads", "7"], ["end_of_text", "</s>"]):
+        assert [line.split() for line in lines].count(words) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("6M", 6_000_000),
+        ("512MB", 512_000_000),
+        ("1.5g", 1_500_000_000),
+        ("512Mi", 512 * 2**20),
+        ("2GiB", 2**31),
+        (" 2 gib ", 2**31),
+        ("70000b", 70_000),
+        ("64K", 64_000),
+        ("12", 12 * 2**20),
+        ("0.5", 2**19),
+    ],
+)
+def test_sizes_take_units_and_are_mebibytes_without(text: str, num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read("--checkpoint", "c", "--kv-cache-memory", text).kv_cache_memory == num_bytes
+    monkeypatch.setenv("KVASIR_KV_CACHE_MEMORY", text)
+    assert read("--checkpoint", "c").kv_cache_memory == num_bytes
+
+
+@pytest.mark.parametrize("text", ["5Q", "M", "-3", "1e3", "512Mbit", "2G!", "2 G B", "i", "inf", "9" * 5000, "٣M", ""])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"--kv-cache-memory: must be auto, or a size such as 512MiB, 2GiB or 1.5G"):
+        read("--checkpoint", "c", "--kv-cache-memory", text)
+
+
+def test_an_older_name_of_a_setting_still_works(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The present name wins over the older one, and a flag over a variable."""
+    assert read("--checkpoint", "c").max_body_size == 2 * 2**20
+    assert read("--checkpoint", "c", "--max-body-mb", "4").max_body_size == 4 * 2**20
+    monkeypatch.setenv("KVASIR_MAX_BODY_MB", "8")
+    assert read("--checkpoint", "c").max_body_size == 8 * 2**20
+    assert read("--checkpoint", "c", "--max-body-size", "3MiB").max_body_size == 3 * 2**20
+    monkeypatch.setenv("KVASIR_MAX_BODY_MB", "8 MB each")
+    with pytest.raises(SettingsError, match=r"^KVASIR_MAX_BODY_MB: must be a size such as .*, not '8 MB each'$"):
+        read("--checkpoint", "c")
+    monkeypatch.setenv("KVASIR_MAX_BODY_SIZE", "512K")
+    assert read("--checkpoint", "c").max_body_size == 512_000
+    assert capsys.readouterr().err == ""
+
+
+def test_effective_sizes_are_readable() -> None:
+    lines = [line.split() for line in effective_values(read("--checkpoint", "c", "--kv-cache-memory", "2GiB"), {})]
+    assert ["kv_cache_memory", "2.0GiB"] in lines
+    assert ["max_body_size", "2.0MiB"] in lines
+
+
+def test_a_context_is_the_models_or_shorter(tiny_checkpoint: Path) -> None:
+    config = read_manifest(tiny_checkpoint).config
+    for asked, length in (("auto", 256), ("256", 256), ("10", 10)):
+        assert context_length(read("--checkpoint", "c", "--max-context-length", asked), config) == length
+    with pytest.raises(SettingsError, match="--max-context-length 257 is over the 256 positions of the model; ask for"):
+        context_length(read("--checkpoint", "c", "--max-context-length", "257"), config)
+
+
+def test_the_help_of_a_recipe_asks_for_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_settings(TrainSettings, ["--help"], command="train", summary="Train.")
+    assert "--config FILE" in capsys.readouterr().out
+
+
+def test_the_help_of_generate_says_whose_default_wins(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_settings(GenerateSettings, ["--help"], command="generate", summary="Generate.")
+    said = capsys.readouterr().out
+    for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p"):
+        assert f"(default: the checkpoint's, else {GenerateSettings.model_fields[name].default})" in " ".join(
+            said.split()
+        )
+
+
+def test_a_flag_that_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def texts(*argv: str) -> tuple[str, ...]:
+        return read_settings(EvalSettings, ["--checkpoint", "c", *argv], command="eval", summary="Measure.").texts
+
+    assert texts() == ()
+    assert texts("--texts", "a=b", "--texts", "c=d=e") == ("a=b", "c=d=e")
+    monkeypatch.setenv("KVASIR_TEXTS", "a=b:c=d")
+    assert texts() == ("a=b", "c=d")
+    assert texts("--texts", "e=f") == ("e=f",)
+    with pytest.raises(SettingsError, match=r"must be NAME=FILE, each with a different name, not 'a, b=c'$"):
+        texts("--texts", "a", "--texts", "b=c")
+    for wrong in ("a", "=b", "a=", "a=b:a=c"):
+        monkeypatch.setenv("KVASIR_TEXTS", wrong)
+        with pytest.raises(SettingsError, match=r"^KVASIR_TEXTS: must be NAME=FILE, each with a different name, not '"):
+            texts()
+
+
+def test_the_choice_of_attention_is_the_table_of_backends() -> None:
+    for kind in (ServeSettings, GenerateSettings):
+        annotation = kind.model_fields["attention"].annotation
+        assert set(getattr(annotation, "__args__", ())) == set(ATTENTION_BACKENDS) | {"auto", "paged"}

@@ -1,0 +1,25 @@
+"""Completions without a server are the engine's, and so the slow twin's."""
+
+import pytest
+import torch
+
+from model.attention.backends import ATTENTION_BACKENDS
+from model.checkpoint.loading import load_model
+from model.checkpoint.manifest import read_manifest
+from model.evaluation.samples import complete_one_by_one
+from model.sampling.params import SamplingParams
+from service.engine.offline import complete_batch
+
+
+def test_many_at_once_are_those_one_by_one(tiny_checkpoint: str) -> None:
+    manifest = read_manifest(tiny_checkpoint)
+    tokenizer = manifest.verify()
+    model = load_model(manifest, device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["sdpa"])
+    prompts = [tokenizer.encode("once upon a time "[: 3 + i % 14]) for i in range(40)]
+    params = [SamplingParams(max_tokens=1 + i % 9, temperature=0.5 + 0.1 * (i % 5), seed=i) for i in range(40)]
+    expected = complete_one_by_one(model, tokenizer, prompts, params)
+    assert complete_batch(model, tokenizer, prompts, params) == expected
+    assert len({len(ids) for ids in expected}) > 3
+    assert complete_batch(model, tokenizer, [], []) == []
+    with pytest.raises(ValueError, match="token ids range from 999"):
+        complete_batch(model, tokenizer, [[999]], params[:1])

@@ -1,0 +1,298 @@
+"""Clients that let us wait, that ask for much at once, or whose words could be read in two ways."""
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from service.http.connection import MAX_AHEAD_BYTES, MAX_HEAD_BYTES, ConnectionLimits
+from service.protocol.errors import ApiError
+from tests.service import virtual_time
+from tests.service.wire import connect
+
+QUICK = ConnectionLimits(client_seconds=0.05)
+PATIENT = ConnectionLimits(client_seconds=1000.0)
+GET = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
+POST = b"POST / HTTP/1.1\r\nhost: a\r\n"
+
+
+class App:
+    """Answers with what it was sent. An answer waits for `go`; `ended` counts the clients that left before it."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.go.set()
+        self.ended = 0
+        self.fields: list[list[tuple[bytes, bytes]]] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, is_more = b"", True
+        while is_more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.ended += 1
+                return
+            body, is_more = body + message["body"], message["more_body"]
+        self.fields.append(list(scope["headers"]))
+        if not self.go.is_set():
+            left = asyncio.create_task(receive())  # type: ignore[arg-type]
+            going = asyncio.create_task(self.go.wait())
+            await asyncio.wait([left, going], return_when=asyncio.FIRST_COMPLETED)
+            if left.done():
+                self.ended += 1
+                return
+            left.cancel()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+        await send({"type": "http.response.body", "body": body})
+
+
+def run(scene: Callable[[App, ServerState], Coroutine[Any, Any, None]]) -> None:
+    async def play() -> None:
+        state = ServerState()
+        await scene(App(), state)
+        for protocol in list(state.connections):
+            protocol.connection_lost(None)
+        await asyncio.gather(*state.tasks)
+
+    virtual_time.run(play())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + 20
+    while not condition():
+        assert loop.time() < deadline
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"", b""),
+        (b"\r\n", b""),
+        (b"GET / HTTP/1.1\r\nhost: ", b"408"),
+        (POST + b"content-length: 5\r\n\r\nab", b"408"),
+        (POST + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n", b"408"),
+    ],
+)
+def test_nobody_waits_for_ever_for_a_request(sent: bytes, status: bytes) -> None:
+    refused: list[ApiError] = []
+
+    async def scene(app: App, state: ServerState) -> None:
+        protocol, wire = connect(app, state, limits=QUICK, count=refused.append)
+        protocol.data_received(sent)
+        await until(lambda: wire.is_closed)
+        assert wire.written[9:12] == status
+        if status:
+            assert json.loads(wire.written.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
+        protocol.connection_lost(None)
+        await until(lambda: not state.tasks)
+        assert app.ended == (b"\r\n\r\n" in sent)
+
+    run(scene)
+    assert [error.status for error in refused] == ([408] if status else [])
+
+
+def test_empty_lines_do_not_keep_a_connection() -> None:
+    async def scene(app: App, state: ServerState) -> None:
+        protocol, wire = connect(app, state, limits=QUICK)
+        protocol.data_received(GET)
+        await until(lambda: wire.written.endswith(b"\r\n\r\n"))
+
+        def is_closed_in_spite_of_a_line() -> bool:
+            protocol.data_received(b"\r\n")
+            return wire.is_closed
+
+        await until(is_closed_in_spite_of_a_line)
+
+    run(scene)
+
+
+def test_a_long_body_has_more_time_but_not_for_ever() -> None:
+    """10 kB are worth a second; what comes beyond the largest body is worth nothing."""
+    limits = ConnectionLimits(client_seconds=0.05, max_body_bytes=1)
+
+    async def scene(app: App, state: ServerState) -> None:
+        protocol, wire = connect(app, state, limits=ConnectionLimits(client_seconds=0.05))
+        bounded, cut = connect(app, state, limits=limits)
+        for each in (protocol, bounded):
+            each.data_received(POST + b"content-length: 2000000\r\n\r\n" + b"x" * 1_000_000)
+        await until(lambda: cut.is_closed)
+        assert not wire.is_closed
+
+    run(scene)
+
+
+def test_who_waits_for_us_is_not_cut_off() -> None:
+    async def scene(app: App, state: ServerState) -> None:
+        app.go.clear()
+        waiting, wire = connect(app, state, limits=QUICK)
+        waiting.data_received(POST + b"content-length: 2\r\n\r\nok")
+        idle, other = connect(app, state, limits=QUICK)
+        await until(lambda: other.is_closed)
+        assert not wire.is_closed
+        app.go.set()
+        await until(lambda: wire.written.endswith(b"ok"))
+        assert not idle.is_busy
+
+    run(scene)
+
+
+@pytest.mark.parametrize("is_closing", [False, True])
+def test_who_takes_nothing_is_cut_off(is_closing: bool) -> None:
+    """As long as a client takes something it is served; the last bytes of an answer count, too."""
+
+    async def scene(app: App, state: ServerState) -> None:
+        protocol, wire = connect(app, state, limits=QUICK)
+        wire.num_unsent, wire.is_closed = 10_000_000, is_closing
+        protocol.pause_writing()
+        for _ in range(60):  # 0.3 s
+            wire.num_unsent -= 100_000
+            await asyncio.sleep(0.005)
+        assert not wire.is_aborted
+        await until(lambda: wire.is_aborted)
+
+    run(scene)
+
+
+def test_one_connection_more_ends_the_one_that_is_idle_longest() -> None:
+    limits = ConnectionLimits(max_connections=2, client_seconds=1000.0)
+
+    async def scene(app: App, state: ServerState) -> None:
+        app.go.clear()
+        busy, first = connect(app, state, limits=limits)
+        busy.data_received(GET)
+        _, slow = connect(app, state, limits=limits)
+        third, wire = connect(app, state, limits=limits)
+        assert (first.is_aborted, slow.is_aborted, wire.is_closed) == (False, True, False)
+        third.data_received(GET)
+        _, refused = connect(app, state, limits=limits)
+        assert not wire.is_closed
+        assert refused.is_closed
+        head, _, body = refused.written.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b"\r\nretry-after: 1\r\n" in head
+        assert json.loads(body)["error"]["code"] == "too_many_connections"
+        app.go.set()
+        await until(lambda: b" 200 " in wire.written and b" 200 " in first.written)
+
+    run(scene)
+
+
+def test_all_requests_of_a_lost_connection_learn_it() -> None:
+    """The first one would go on computing for a client that sent another and left."""
+
+    async def scene(app: App, state: ServerState) -> None:
+        app.go.clear()
+        protocol, _ = connect(app, state, limits=PATIENT)
+        protocol.data_received(GET * 2)
+        await until(lambda: app.fields)
+        protocol.connection_lost(None)
+        await until(lambda: app.ended == 1)
+
+    run(scene)
+
+
+def test_reading_pauses_while_much_waits_to_be_parsed() -> None:
+    """Any number of requests is served, and the memory that they take before is bounded."""
+    number = MAX_AHEAD_BYTES // len(GET) + 100
+
+    async def scene(app: App, state: ServerState) -> None:
+        app.go.clear()
+        protocol, wire = connect(app, state, limits=PATIENT)
+        protocol.data_received(GET * number)
+        await until(lambda: app.fields)
+        assert protocol.flow.read_paused
+        assert len(state.tasks) == 1
+        assert len(protocol.pipeline) < 60
+        app.go.set()
+        await until(lambda: wire.written.count(b" 200 ") == number)
+        assert not protocol.flow.read_paused
+        protocol.data_received(GET)
+        await until(lambda: wire.written.count(b" 200 ") == number + 1)
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status"),
+    [
+        (b"GARBAGE\r\n\r\n", b"400"),
+        (POST + b"transfer-encoding: gzip\r\n\r\n", b"415"),
+        (POST + b"content-length: 5\r\n\r\nab", b"408"),
+    ],
+)
+def test_a_refusal_comes_after_the_answers_to_the_requests_before(wrong: bytes, status: bytes) -> None:
+    """It would else be read as the answer to one of them."""
+
+    async def scene(app: App, state: ServerState) -> None:
+        app.go.clear()
+        refused: list[ApiError] = []
+        protocol, wire = connect(app, state, limits=QUICK, count=refused.append)
+        protocol.data_received(GET * 2 + wrong)
+        await until(lambda: refused)
+        assert wire.written == b""
+        app.go.set()
+        await until(lambda: wire.is_closed)
+        assert [part[:3] for part in wire.written.split(b"HTTP/1.1 ")[1:]] == [b"200", b"200", status]
+        assert (len(refused), wire.is_aborted) == (1, False)
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    ("fields", "body", "status"),
+    [
+        (b"transfer-encoding: chunked\r\n", b"2\r\nok\r\n0\r\n\r\n", b"200"),
+        (b"transfer-encoding: gzip, chunked\r\n", b"2\r\nok\r\n0\r\n\r\n", b"415"),
+        (b"transfer-encoding: chunked\r\ncontent-length: 2\r\n", b"ok", b"400"),
+        (b"transfer-encoding: chunked\r\n", b"2;" + b"a" * (4 * MAX_HEAD_BYTES) + b"\r\nok\r\n0\r\n\r\n", b"400"),
+        (b"transfer-encoding: chunked\r\n", b"2\r\nok\r\n0\r\na: " + b"a" * (4 * MAX_HEAD_BYTES), b"400"),
+        (b"transfer-encoding: chunked\r\n", b"1\r\no\r\n" * 100_000 + b"0\r\n\r\n", b"200"),
+    ],
+)
+def test_a_body_is_framed_in_one_way_and_at_bounded_cost(fields: bytes, body: bytes, status: bytes) -> None:
+    async def scene(app: App, state: ServerState) -> None:
+        protocol, wire = connect(app, state, limits=PATIENT)
+        for start in range(0, len(sent := POST + fields + b"\r\n" + body), 50_000):
+            protocol.data_received(sent[start : start + 50_000])
+        await until(lambda: wire.written)
+        assert wire.written[9:12] == status
+
+    run(scene)
+
+
+def test_fields_after_a_body_are_not_the_heads() -> None:
+    async def scene(app: App, state: ServerState) -> None:
+        protocol, _ = connect(app, state, limits=PATIENT)
+        chunked = b"transfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\nauthorization: Bearer x\r\n\r\n"
+        protocol.data_received(POST + chunked)
+        await until(lambda: app.fields)
+        assert [name for name, _ in app.fields[0]] == [b"host", b"transfer-encoding"]
+
+    run(scene)
+
+
+@pytest.mark.parametrize("cut", [10, 60, 1000])
+@pytest.mark.parametrize("protocol_name", [b"h2c", b"websocket"])
+def test_an_offer_of_another_protocol_is_passed_over(protocol_name: bytes, cut: int) -> None:
+    """Java's client offers HTTP/2 with the first request, and sends its body all the same."""
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: " + protocol_name + b"\r\ncontent-length: 2\r\n\r\nok"
+
+    async def scene(app: App, state: ServerState) -> None:
+        protocol, wire = connect(app, state, limits=PATIENT)
+        sent = POST + offer
+        protocol.data_received(sent[:cut])
+        protocol.data_received(sent[cut:])
+        await until(lambda: wire.written.endswith(b"ok"))
+        protocol.data_received(POST + b"content-length: 3\r\n\r\ntoo")
+        await until(lambda: wire.written.endswith(b"too"))
+        protocol.data_received(b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert wire.is_closed
+        assert wire.written.count(b"HTTP/1.1 400 ") == 1
+
+    run(scene)

@@ -1,0 +1,97 @@
+"""A full server refuses what it has not read, and only what has no chance."""
+
+import asyncio
+
+import pytest
+from starlette.testclient import TestClient
+from starlette.types import Message, Receive, Scope, Send
+
+from service.admission.queue_policy import QueuePolicy
+from service.api.app import Frontend
+from service.http.load_shedding import ROUTES, LoadShedding
+from service.ipc.shared_state import Lifecycle, Phase
+from service.metrics.recorder import render
+from service.protocol.errors import Overloaded
+from tests.service.echo import EchoQueue
+
+WAITS = {"prompt": "a", "max_tokens": 2}
+
+
+@pytest.fixture
+def full(frontend: Frontend) -> None:
+    """Nothing finds room but what belongs to others."""
+    frontend._admission.admit([1, 1, 1, 1], QueuePolicy(tenant="address testclient"))
+
+
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize("path", sorted(ROUTES))
+def test_what_has_no_chance_is_refused_unread(client: TestClient, frontend: Frontend, path: str) -> None:
+    answer = client.post(path, content=b"this is not JSON", headers={"x-request-id": "mine"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert (answer.headers["x-should-retry"], answer.headers["x-request-id"]) == ("true", "mine")
+    assert 'reason="queue_full"} 1.0' in render()[0].decode()
+    assert frontend._admission.num_sequences == 4
+
+
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        (b'{"timeout": ', {}),
+        (b"{", {"idempotency-key": "one"}),
+        (b"{", {"last-event-id": "one"}),
+        (b"{", {"accept": " Text/Event-Stream"}),
+        (b"{", {"content-encoding": "gzip"}),
+    ],
+)
+def test_what_may_have_a_chance_is_read(client: TestClient, body: bytes, headers: dict[str, str]) -> None:
+    answer = client.post("/v1/completions", content=body, headers=headers)
+    assert answer.status_code in (400, 415)
+
+
+def test_a_body_that_comes_in_parts_goes_to_its_route_whole() -> None:
+    messages: list[Message] = [
+        {"type": "http.request", "body": part, "more_body": part != b"c"} for part in (b"a", b"b", b"c")
+    ]
+    read: list[Message] = []
+
+    async def receive() -> Message:
+        return messages.pop(0)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while not read or read[-1]["more_body"]:
+            read.append(await receive())
+
+    def refuse(scope: Scope) -> None:
+        raise Overloaded("full", retry_after_seconds=1.0)
+
+    async def send(message: Message) -> None:
+        raise AssertionError(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    asyncio.run(LoadShedding(app, refuse=refuse, count=lambda error: None)(scope, receive, send))
+    assert [message["body"] for message in read] == [b"a", b"b", b"c"]
+
+
+@pytest.mark.usefixtures("full")
+def test_other_routes_and_methods_are_not_asked(client: TestClient) -> None:
+    assert client.get("/v1/models").status_code == 200
+    assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200
+    assert client.get("/v1/completions").status_code == 405
+
+
+def test_where_there_is_room_everything_is_served(client: TestClient, queue: EchoQueue) -> None:
+    assert client.post("/v1/completions", json=WAITS).status_code == 200
+    assert client.post("/v1/completions", json={**WAITS, "stream": True}).status_code == 200
+    assert len(queue.submits) == 2
+
+
+def test_a_timeout_that_is_none_and_a_server_that_drains_are_told_unread(
+    client: TestClient, lifecycle: Lifecycle
+) -> None:
+    answer = client.post("/v1/completions", content=b"{", headers={"x-request-timeout": "soon"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-request-timeout")
+    lifecycle.enter(Phase.DRAINING)
+    answer = client.post("/v1/completions", content=b"{")
+    assert (answer.status_code, answer.headers["connection"]) == (503, "close")

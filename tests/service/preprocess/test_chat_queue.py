@@ -1,0 +1,143 @@
+"""A template that hangs, and requests of very many parts: who waits behind them is told so within bounds."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+from starlette.testclient import TestClient
+
+from model.chat.template import ChatTemplate
+from model.tokenizer.byte_level import ByteLevelTokenizer
+from service.http.request_io import MAX_CONTAINERS
+from service.preprocess.chat_renderer import ChatPrompts
+from service.protocol.chat import MAX_MESSAGES, MAX_PARTS, Message
+from service.protocol.completions import MAX_PROMPTS
+from service.protocol.errors import Overloaded
+from tests.service.echo import EchoQueue
+
+HELLO = Message(role="user", content="hi")
+
+
+@pytest.fixture
+def busy() -> Iterator[threading.Event]:
+    """Set it to let the renderer go on."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def prompts(
+    request: pytest.FixtureRequest,
+    tokenizer: ByteLevelTokenizer,
+    busy: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[ChatPrompts]:
+    """Waits for 0.05 s, or as long as the test's parameter says."""
+    template = ChatTemplate(source="{{ messages[0].content }}", origin="here")
+    made = ChatPrompts(template, tokenizer, max_waiting=2, wait_seconds=getattr(request, "param", 0.05))
+
+    def hang(*args: object) -> list[int]:
+        busy.wait()
+        return [1]
+
+    monkeypatch.setattr(made, "_encode", hang)
+    yield made
+    busy.set()
+    made.close()
+
+
+def encoding(prompts: ChatPrompts) -> "asyncio.Task[list[int]]":
+    return asyncio.create_task(prompts.encode([HELLO], add_generation_prompt=True, more=None))
+
+
+def test_who_waits_too_long_behind_a_template_that_hangs_is_told_to_come_back(
+    prompts: ChatPrompts, busy: threading.Event
+) -> None:
+    async def crowd() -> None:
+        first = encoding(prompts)
+        await asyncio.sleep(0)
+        others = [encoding(prompts), encoding(prompts)]
+        for other in others:
+            with pytest.raises(Overloaded, match=r"busy with other conversations for 0\.05 s") as caught:
+                await other
+            assert (caught.value.status, caught.value.headers()["retry-after"]) == (429, "1")
+        busy.set()
+        assert await first == [1]
+        assert await encoding(prompts) == [1]
+
+    asyncio.run(crowd())
+
+
+@pytest.mark.parametrize("prompts", [3600.0], indirect=True)
+def test_so_many_may_wait(prompts: ChatPrompts, busy: threading.Event) -> None:
+    async def crowd() -> None:
+        tasks = [encoding(prompts) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="2 conversations are queued for the chat template"):
+            await encoding(prompts)
+        busy.set()
+        assert await asyncio.gather(*tasks) == [[1]] * 3
+
+    asyncio.run(crowd())
+
+
+def test_who_leaves_while_rendering_does_not_pass_the_turn_before_its_end(
+    prompts: ChatPrompts, busy: threading.Event
+) -> None:
+    async def crowd() -> None:
+        first = encoding(prompts)
+        await asyncio.sleep(0.01)
+        first.cancel()
+        with pytest.raises(Overloaded):
+            await encoding(prompts)
+        busy.set()
+        while prompts._executor._turn.locked():  # until the thread is done, however long that takes
+            await asyncio.sleep(0.001)
+        assert await encoding(prompts) == [1]
+
+    asyncio.run(crowd())
+
+
+TEXT = {"type": "text", "text": "a"}
+MESSAGE = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/v1/chat/completions", {"messages": [MESSAGE] * (MAX_MESSAGES + 1)}, f"at most {MAX_MESSAGES}"),
+        ("/tokenize", {"messages": [MESSAGE] * (MAX_MESSAGES + 1)}, f"at most {MAX_MESSAGES}"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{**MESSAGE, "content": [TEXT] * (MAX_PARTS + 1)}]},
+            f"messages[0].content must be a string, or up to {MAX_PARTS}",
+        ),
+        ("/v1/completions", {"prompt": [[1]] * (MAX_PROMPTS + 1)}, f"up to {MAX_PROMPTS}"),
+        ("/v1/completions", {"prompt": ["a"] * (MAX_PROMPTS + 1)}, f"up to {MAX_PROMPTS}"),
+        ("/v1/completions", {"prompt": [[1]] * 200_000}, f"holds over {MAX_CONTAINERS} lists and objects"),
+        ("/tokenize", {"prompt": "a", "messages": [{}] * 400_000}, f"holds over {MAX_CONTAINERS} lists and objects"),
+    ],
+)
+def test_too_many_parts_are_a_400_that_names_the_limit(
+    client: TestClient, queue: EchoQueue, path: str, body: dict[str, object], said: str
+) -> None:
+    response = client.post(path, json=body)
+    assert response.status_code == 400
+    assert said in response.json()["error"]["message"]
+    assert queue.submits == []
+
+
+def test_as_many_as_allowed_are_read(client: TestClient) -> None:
+    messages = [{**MESSAGE, "content": [TEXT] * 2}] * MAX_MESSAGES
+    assert client.post("/tokenize", json={"messages": messages}).status_code == 200
+    parts = [{**MESSAGE, "content": [TEXT] * MAX_PARTS}]
+    assert client.post("/tokenize", json={"messages": parts}).status_code == 200
+
+
+@pytest.mark.parametrize("text", ["x" * 400_000, "[{" * 50_000, '"[\\"' * 50_000, "\\" * 99_999 + "[" * 50_000])
+def test_long_texts_and_brackets_in_them_are_text(client: TestClient, text: str) -> None:
+    answer = client.post("/tokenize", json={"prompt": text})
+    assert answer.status_code == 200
+    assert client.post("/detokenize", json={"tokens": answer.json()["tokens"]}).json()["prompt"] == text

@@ -1,0 +1,214 @@
+"""From a request to sequences: ids, seeds, limits, and the refusals that name what does not fit."""
+
+import json
+from typing import Any
+
+import pytest
+
+from model.tokenizer.byte_level import ByteLevelTokenizer
+from model.tokenizer.interface import TokenizerError
+from service.preprocess.request_processor import RequestProcessor, sample_seed
+from service.preprocess.served_model import RequestDefaults
+from service.protocol.completions import CompletionRequest
+from service.protocol.errors import ApiError, ContextLengthExceeded, InvalidRequest, ModelNotFound
+from service.requests.inflight import Choice
+
+
+@pytest.fixture
+def processor(tokenizer: ByteLevelTokenizer) -> RequestProcessor:
+    return RequestProcessor(tokenizer=tokenizer, model_name="tiny", max_context_length=64, max_num_choices=12)
+
+
+def plan(processor: RequestProcessor, **fields: Any) -> list[Choice]:
+    request = CompletionRequest.parse(json.dumps({"prompt": "abc", **fields}).encode())
+    return processor.plan(request, arrival_seconds=3.0)
+
+
+def test_choices_are_numbered_prompt_by_prompt(processor: RequestProcessor) -> None:
+    choices = plan(processor, prompt=["ab", "c"], n=3)
+    assert [(c.index, c.prompt_index) for c in choices] == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1)]
+    assert [c.submit.prompt_token_ids for c in choices] == [(97, 98)] * 3 + [(99,)] * 3
+    assert len({c.submit.uid for c in choices}) == 6
+    assert {c.submit.arrival_seconds for c in choices} == {3.0}
+
+
+def test_every_sampling_field_reaches_the_engine(processor: RequestProcessor) -> None:
+    fields: dict[str, Any] = {
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "temperature": 0,
+        "top_k": 5,
+        "top_p": 0.5,
+        "min_p": 0.25,
+        "seed": 7,
+        "stop": ["x", "yz"],
+        "stop_token_ids": [1],
+        "include_stop_str_in_output": True,
+        "ignore_eos": True,
+        "logprobs": 2,
+    }
+    (choice,) = plan(processor, **fields)
+    params = choice.submit.params
+    for name, value in fields.items():
+        assert getattr(params, name) == (tuple(value) if isinstance(value, list) else value)
+    assert params.prompt_logprobs is None
+    (scored,) = plan(processor, **fields, echo=True)
+    assert scored.submit.params.prompt_logprobs == 2
+    for asked, found in ((0, 2), (5, 5)):  # the more of what is to be told
+        (scored,) = plan(processor, **fields, echo=True, prompt_logprobs=asked)
+        assert scored.submit.params.prompt_logprobs == found
+    (scored,) = plan(processor, prompt_logprobs=3)
+    assert (scored.submit.params.prompt_logprobs, scored.submit.params.logprobs) == (3, None)
+
+
+def test_the_first_sample_scores_the_prompt_for_all(processor: RequestProcessor) -> None:
+    choices = plan(processor, prompt=["ab", "c"], n=2, echo=True, logprobs=3)
+    assert [choice.submit.params.prompt_logprobs for choice in choices] == [3, None, 3, None]
+    first, second, other, _ = (choice.prompt_logprobs for choice in choices)
+    assert first is second
+    assert first is not other
+
+
+def test_a_top_k_of_minus_one_is_off(processor: RequestProcessor) -> None:
+    assert plan(processor, top_k=-1)[0].submit.params.top_k == 0
+
+
+def test_echo_gives_back_the_prompt(processor: RequestProcessor) -> None:
+    assert [c.prompt_text for c in plan(processor, prompt=["ab", "é"], echo=True)] == ["ab", "é"]
+    assert [c.prompt_text for c in plan(processor, prompt=[[97, 0xF0], [98]], echo=True)] == ["a\ufffd", "b"]
+    assert plan(processor)[0].prompt_text == ""
+
+
+def test_seeds_are_repeatable_and_different_for_each_sample(processor: RequestProcessor) -> None:
+    def seeds(**fields: Any) -> list[int]:
+        return [choice.submit.params.seed for choice in plan(processor, **fields)]
+
+    assert seeds(seed=5, n=4) == seeds(seed=5, n=4)
+    assert len(set(seeds(seed=5, n=8))) == 8
+    assert seeds(seed=5, n=4)[:1] == seeds(seed=5)  # the first sample is the same whatever n
+    assert seeds(seed=5, n=2, prompt=["a", "b"])[:2] == seeds(seed=5, n=2)  # and each prompt's whatever the others
+    assert seeds(seed=5, n=2)[1] != seeds(seed=6, n=2)[1]
+    assert len(set(seeds(n=8) + seeds(n=4))) == 12  # without a seed, all random
+    assert 0 <= sample_seed(-1, 0) < 2**64
+    assert sample_seed(-1, 0) == 2**64 - 1
+
+
+def test_a_request_over_the_context_is_refused_with_both_numbers(processor: RequestProcessor) -> None:
+    assert len(plan(processor, prompt="a" * 60, max_tokens=4)) == 1
+    with pytest.raises(
+        ContextLengthExceeded, match="context length is 64 tokens, but the prompt has 60 and max_tokens is 5"
+    ):
+        plan(processor, prompt="a" * 60, max_tokens=5)
+    with pytest.raises(ContextLengthExceeded, match=r"the prompt has 60 and max_tokens is 16, its default$"):
+        plan(processor, prompt="a" * 60)
+    with pytest.raises(ContextLengthExceeded, match="the prompt has 65"):
+        plan(processor, prompt=[97] * 65, max_tokens=0)
+
+
+def test_a_hopelessly_long_text_is_refused_without_tokenizing_it(
+    processor: RequestProcessor, tokenizer: ByteLevelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ByteLevelTokenizer, "encode", lambda self, text: pytest.fail("tokenized"))
+    with pytest.raises(ContextLengthExceeded, match="at least 200000"):
+        plan(processor, prompt="a" * 1_000_000)
+
+
+@pytest.mark.parametrize("token_id", [-1, 274, 2**62])
+def test_ids_out_of_vocabulary_are_refused(processor: RequestProcessor, token_id: int) -> None:
+    for fields in ({"prompt": [1, token_id]}, {"prompt": [[1], [token_id]]}, {"stop_token_ids": [token_id]}):
+        with pytest.raises(InvalidRequest, match="out of vocabulary") as caught:
+            plan(processor, **fields)
+        assert caught.value.param in ("prompt", "stop_token_ids")
+
+
+def test_more_choices_than_the_server_holds_are_refused(processor: RequestProcessor) -> None:
+    assert len(plan(processor, prompt=["a", "b"], n=6)) == 12
+    with pytest.raises(InvalidRequest, match="13 completions, over the limit of 12"):
+        plan(processor, n=13)
+
+
+def test_fields_that_contradict_each_other_are_refused(processor: RequestProcessor) -> None:
+    with pytest.raises(InvalidRequest, match="min_tokens=5 is over max_tokens=4"):
+        plan(processor, min_tokens=5, max_tokens=4)
+
+
+def test_another_model_is_not_found_and_none_means_ours(processor: RequestProcessor) -> None:
+    with pytest.raises(ModelNotFound, match="'gpt-4' does not exist"):
+        plan(processor, model="gpt-4")
+    assert plan(processor, model="tiny")
+    assert plan(processor, model=None)
+
+
+def test_a_text_begins_with_the_mark_that_begins_texts(tokenizer: ByteLevelTokenizer) -> None:
+    marked = ByteLevelTokenizer(
+        pattern=tokenizer.pattern,
+        ranks={bytes([byte]): byte for byte in range(256)},
+        special_tokens={"<begin>": 256, "<end>": 257},
+        eos_token_ids=(257,),
+        bos_token_id=256,
+    )
+    processor = RequestProcessor(tokenizer=marked, model_name="m", max_context_length=64, max_num_choices=4)
+    assert plan(processor, prompt="ab")[0].submit.prompt_token_ids == (256, 97, 98)
+    assert plan(processor, prompt=[97])[0].submit.prompt_token_ids == (97,)
+    assert plan(processor, prompt="<end>")[0].submit.prompt_token_ids[1:] == tuple(b"<end>")
+
+
+@pytest.fixture
+def mild(tokenizer: ByteLevelTokenizer) -> RequestProcessor:
+    """A request processor for a checkpoint that says how it wants to be sampled."""
+    sampling = {"temperature": 0.0, "top_k": 7, "top_p": 0.5, "min_p": 0.25}
+    defaults = RequestDefaults(sampling=sampling, max_new_tokens=50)
+    return RequestProcessor(
+        tokenizer=tokenizer,
+        model_name="tiny",
+        max_context_length=64,
+        max_num_choices=12,
+        defaults=defaults,
+    )
+
+
+def test_the_checkpoints_defaults_are_the_requests(mild: RequestProcessor) -> None:
+    for fields in ({}, dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "max_tokens"), None)):
+        params = plan(mild, **fields)[0].submit.params
+        assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.0, 7, 0.5, 0.25)
+        assert params.max_tokens == 50
+
+
+def test_what_a_request_says_wins_even_where_it_says_the_usual(mild: RequestProcessor) -> None:
+    params = plan(mild, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=16)[0].submit.params
+    assert (params.temperature, params.top_k, params.top_p, params.min_p, params.max_tokens) == (1.0, 0, 1.0, 0.0, 16)
+
+
+def test_a_default_length_fits_the_context_and_an_asked_one_must(mild: RequestProcessor) -> None:
+    assert plan(mild, prompt="a" * 40)[0].submit.params.max_tokens == 24
+    with pytest.raises(ContextLengthExceeded, match=r"the prompt has 64, which leaves no room for a completion$"):
+        plan(mild, prompt=[97] * 64)
+    with pytest.raises(ContextLengthExceeded, match="the prompt has 40 and max_tokens is 50"):
+        plan(mild, prompt=[97] * 40, max_tokens=50)
+
+
+def test_errors_of_two_fields_and_of_the_model_name_a_field(processor: RequestProcessor) -> None:
+    for fields, param in (({"min_tokens": 5, "max_tokens": 4}, "min_tokens"), ({"model": "gpt-4"}, "model")):
+        with pytest.raises(ApiError) as caught:
+            plan(processor, **fields)
+        assert caught.value.param == param
+
+
+def test_a_long_text_is_tokenized_where_one_token_may_stand_for_all_of_it(
+    processor: RequestProcessor, tokenizer: ByteLevelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "_longest_token", None)
+    monkeypatch.setattr(ByteLevelTokenizer, "encode", lambda self, text: [97])
+    assert plan(processor, prompt="é" * 1_000_000)[0].submit.prompt_token_ids == (97,)
+
+
+def test_a_text_that_the_tokenizer_refuses_is_the_clients_error(
+    processor: RequestProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: ByteLevelTokenizer, text: str) -> list[int]:
+        raise TokenizerError("no token stands for it")
+
+    monkeypatch.setattr(ByteLevelTokenizer, "encode", refuse)
+    with pytest.raises(InvalidRequest, match="no token stands for it") as caught:
+        plan(processor, prompt="a")
+    assert (caught.value.status, caught.value.param) == (400, "prompt")

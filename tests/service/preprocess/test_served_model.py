@@ -1,0 +1,193 @@
+"""What a checkpoint's other files bring to the service, and what the settings make of them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.chat.template import PLAIN_SOURCE, ChatTemplateError
+from model.checkpoint.manifest import read_manifest
+from model.sampling.generation_config import GenerationConfigError
+from model.tokenizer.files import load_tokenizer
+from service.cli.main import main
+from service.config.settings import ServeSettings, SettingsError
+from service.preprocess.served_model import RequestDefaults, ServedModel, read_defaults, read_served_model
+from tests.e2e.process import free_port
+from tests.tiny_model import EOS
+
+
+@pytest.fixture
+def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy that a test may add to."""
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
+
+
+def served(checkpoint: Path, **settings: Any) -> ServedModel:
+    return read_served_model(
+        ServeSettings(checkpoint=checkpoint, threads=1, **settings),
+        read_manifest(checkpoint),
+        load_tokenizer(checkpoint),
+    )
+
+
+def write(path: Path, value: Any) -> None:
+    path.write_text(value if isinstance(value, str) else json.dumps(value))
+
+
+def test_a_checkpoint_alone_brings_its_tokenizers_marks_and_the_plain_template(checkpoint: Path) -> None:
+    found = served(checkpoint)
+    assert found.model_name == "tiny"
+    assert found.max_context_length == 256
+    assert found.defaults == RequestDefaults()
+    assert found.marks == {"eos_token": EOS}
+    assert found.template is not None
+    assert found.template.source == PLAIN_SOURCE
+    assert found.warnings() == []
+
+
+def test_template_and_marks_of_the_files_win(checkpoint: Path) -> None:
+    config = {"chat_template": "{{ eos_token }}", "eos_token": "</s>", "bos_token": {"content": "<s>"}}
+    write(checkpoint / "tokenizer_config.json", config)
+    found = served(checkpoint)
+    assert found.marks == {"eos_token": "</s>", "bos_token": "<s>"}
+    assert found.template is not None
+    assert found.template.render([]) == "</s>"
+    plain = served(checkpoint, chat_template="plain")
+    assert plain.template is not None
+    assert plain.template.source == PLAIN_SOURCE
+    assert served(checkpoint, chat_template="none").template is None
+
+
+def test_a_file_may_be_named(checkpoint: Path, tmp_path: Path) -> None:
+    write(tmp_path / "mine.jinja", "mine{{ eos_token }}")
+    found = served(checkpoint, chat_template=str(tmp_path / "mine.jinja"))
+    assert found.template is not None
+    assert found.template.render([]) == "mine" + EOS
+
+
+def test_what_is_not_used_is_warned_of(checkpoint: Path) -> None:
+    write(checkpoint / "generation_config.json", {"length_penalty": 1.3, "num_beams": 4, "temperature": 0.5})
+    write(checkpoint / "chat_template.jinja", "a")
+    (checkpoint / "additional_chat_templates").mkdir()
+    write(checkpoint / "additional_chat_templates" / "rag.jinja", "b")
+    found = served(checkpoint)
+    generation, templates = found.warnings()
+    assert generation == f"{checkpoint}/generation_config.json: length_penalty, num_beams: not supported, ignored"
+    assert templates == f"{checkpoint}/chat_template.jinja: the templates rag are not used"
+    assert served(checkpoint, generation_config=False, chat_template="none").warnings() == []
+
+
+@pytest.mark.parametrize(
+    ("values", "sampling", "told"),
+    [
+        ({}, {}, "none"),
+        ({"temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9}, "temperature 0.6, top_p 0.9"),
+        ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}, "temperature 0"),
+        ({"do_sample": True, "top_k": 20, "min_p": 0.1}, {"top_k": 20, "min_p": 0.1}, "top_k 20, min_p 0.1"),
+        ({"top_k": 2**31 - 1, "top_p": 1}, {"top_k": 2**31 - 1, "top_p": 1}, "top_k 2147483647, top_p 1"),
+        ({"top_k": None}, {}, "none"),
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}, "repetition_penalty 1.1"),
+    ],
+)
+def test_defaults_are_the_checkpoints(checkpoint: Path, values: Any, sampling: Any, told: str) -> None:
+    write(checkpoint / "generation_config.json", values)
+    found = served(checkpoint).defaults
+    assert found.sampling == sampling
+    assert str(found) == told
+    assert served(checkpoint, generation_config=False).defaults == RequestDefaults()
+
+
+def test_a_file_without_defaults_is_told_from_none(checkpoint: Path) -> None:
+    settings = ServeSettings(checkpoint=checkpoint, threads=1)
+    assert served(checkpoint).found(settings)["generation_config"] == "none"
+    write(checkpoint / "generation_config.json", {"bos_token_id": 1})
+    assert served(checkpoint).found(settings)["generation_config"] == "none in generation_config.json"
+
+
+def test_the_longest_answer_is_the_checkpoints(checkpoint: Path) -> None:
+    write(checkpoint / "generation_config.json", {"max_new_tokens": 30})
+    found = served(checkpoint).defaults
+    assert (found.max_new_tokens, str(found)) == (30, "max_new_tokens 30")
+
+
+def test_everything_is_shown(checkpoint: Path) -> None:
+    write(checkpoint / "generation_config.json", {"temperature": 0.5})
+    settings = ServeSettings(checkpoint=checkpoint, threads=3, max_context_length=100)
+    found = read_served_model(settings, read_manifest(checkpoint), load_tokenizer(checkpoint)).found(settings)
+    assert found == {
+        "model_name": "tiny",
+        "max_context_length": 100,
+        "chat_template": "plain: the checkpoint has none",
+        "generation_config": "temperature 0.5",
+        "begin_of_text": "none",
+        "end_of_text": f"{EOS} (273)",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "said"),
+    [
+        ("chat_template.jinja", "\n{% if %}", ChatTemplateError, "chat_template.jinja: line 2: Expected an expression"),
+        ("chat_template.jinja", "{{ a | no }}", ChatTemplateError, "--chat-template plain, none or FILE"),
+        ("tokenizer_config.json", "{", ChatTemplateError, "tokenizer_config.json: not JSON"),
+        ("generation_config.json", "{", GenerationConfigError, "generation_config.json: not JSON"),
+        (
+            "generation_config.json",
+            {"temperature": 1e9},
+            GenerationConfigError,
+            "temperature must be between 0 and 100",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(
+    checkpoint: Path, name: str, value: Any, error: type[Exception], said: str
+) -> None:
+    write(checkpoint / name, value)
+    with pytest.raises(error) as caught:
+        served(checkpoint)
+    assert said in str(caught.value)
+    assert str(checkpoint) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_longer_context_than_the_models_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(SettingsError, match="257 is over the 256 positions"):
+        served(checkpoint, max_context_length=257)
+
+
+def test_a_missing_template_file_is_named(checkpoint: Path) -> None:
+    with pytest.raises(ChatTemplateError, match="--chat-template nowhere: no such file; give"):
+        served(checkpoint, chat_template="nowhere")
+
+
+def test_defaults_need_no_tokenizer(checkpoint: Path) -> None:
+    write(checkpoint / "generation_config.json", {"top_p": 0.5})
+    assert read_defaults(ServeSettings(checkpoint=checkpoint), checkpoint).sampling == {"top_p": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("flags", "files", "code", "said"),
+    [
+        (("--max-context-length", "257"), {}, 2, "257 is over the 256 positions of the model; ask for at most 256"),
+        (("--chat-template", "nowhere"), {}, 1, "nowhere: no such file; give auto, plain, none or a Jinja file"),
+        ((), {"chat_template.jinja": "{% if %}"}, 1, "chat_template.jinja: line 1"),
+        ((), {"generation_config.json": {"top_p": 7}}, 1, "top_p must be"),
+    ],
+)
+def test_a_service_that_cannot_be_is_one_line_and_no_start(
+    checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    files: dict[str, Any],
+    code: int,
+    said: str,
+) -> None:
+    for name, value in files.items():
+        write(checkpoint / name, value)
+    assert main(["serve", "--checkpoint", str(checkpoint), "--port", str(free_port()), *flags]) == code
+    told = capsys.readouterr().err
+    assert told.startswith("kvasir serve: ")
+    assert said in told
+    assert told.count("\n") == 1

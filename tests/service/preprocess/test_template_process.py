@@ -1,0 +1,123 @@
+"""Templates that would take all there is take what they may, and the next conversation is rendered all the same."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from model.chat.template_sandbox import TemplateFailure
+from service.preprocess.template_process import Limits, TemplateProcess
+from tests.model.chat_templates import CHATML
+
+SMALL = Limits(cpu_seconds=0.5, memory_bytes=256 * 2**20, max_characters=100_000)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    before = renderers()
+    yield
+    assert renderers() == before
+
+
+def renderers() -> set[int]:
+    children = psutil.Process().children(recursive=True)
+    return {child.pid for child in children if "template_sandbox" in " ".join(child.cmdline())}
+
+
+def test_conversations_are_rendered_one_after_the_other() -> None:
+    with TemplateProcess("{{ messages[0].content | upper }}{{ eos_token }}") as process:
+        for content in ("a", "é 😀\n\u2028", "\ud800", "x" * 1_000_000):
+            text = process.render({"messages": [{"content": content}], "eos_token": "."})
+            assert text == content.upper() + "."
+        assert len(renderers()) == 1
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        "{{ (9 * messages | length) ** (9 ** 9) }}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 'x' * 10**11 }}",
+        "{% set n = namespace(s='xx') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+        "{{ '%099999999999d' % 1 }}",
+        "{{ [0] * 10**11 }}",
+        "{{ lipsum(n=10**9) }}",
+        "{{ ''.ljust(10**11) }}",
+        "{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",
+    ],
+)
+def test_a_bomb_is_bounded_and_one_line(bomb: str) -> None:
+    source = "{% if messages[0].content == 'boom' %}" + bomb + "{% endif %}ok"
+    with TemplateProcess(source, SMALL) as process:
+        with pytest.raises(TemplateFailure) as caught:
+            process.render({"messages": [{"content": "boom"}]})
+        assert "\n" not in str(caught.value)
+        assert str(caught.value)
+        assert not caught.value.by_template
+        assert process.render({"messages": [{"content": "peace"}]}) == "ok"
+
+
+def test_a_template_that_takes_too_long_to_compile_is_bounded() -> None:
+    with (
+        TemplateProcess("{{ 9 ** (9 ** 9) }}", SMALL) as process,
+        pytest.raises(TemplateFailure, match="processor time"),
+    ):
+        process.check()
+
+
+def test_a_template_may_refuse_and_goes_on() -> None:
+    with TemplateProcess("{% if not messages %}{{ raise_exception('say something') }}{% endif %}ok") as process:
+        process.check()
+        before = renderers()
+        with pytest.raises(TemplateFailure, match="say something") as caught:
+            process.render({"messages": []})
+        assert caught.value.by_template
+        assert process.render({"messages": [1]}) == "ok"
+        assert renderers() == before
+
+
+def test_what_is_no_template_is_told_when_it_is_checked() -> None:
+    with TemplateProcess("{% if %}") as process, pytest.raises(TemplateFailure, match="line 1: Expected an expression"):
+        process.check()
+
+
+def test_a_process_that_was_killed_is_replaced() -> None:
+    with TemplateProcess(CHATML) as process:
+        messages = [{"role": "user", "content": "hi"}]
+        text = process.render({"messages": messages})
+        (pid,) = renderers()
+        psutil.Process(pid).kill()
+        assert process.render({"messages": messages}) == text
+        assert renderers() != {pid}
+
+
+def test_a_template_cannot_read_files_beside_it(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    with TemplateProcess(f"{{% include '{secret}' %}}") as process, pytest.raises(TemplateFailure, match="no loader"):
+        process.render({})
+
+
+_ENDLESS = """
+from service.preprocess.template_process import Limits, TemplateProcess
+loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+process = TemplateProcess("{% if messages %}" + loops + "{% endif %}", Limits(cpu_seconds=3600))
+process.check()
+print("checked", flush=True)
+process.render({"messages": ["a"]})
+"""
+
+
+def test_it_ends_with_its_parent_in_the_middle_of_work() -> None:
+    with subprocess.Popen([sys.executable, "-c", _ENDLESS], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"checked\n"
+        (child,) = psutil.Process(parent.pid).children()
+        before = child.cpu_times().user
+        while child.cpu_times().user < before + 0.1:  # it renders
+            assert parent.poll() is None
+        parent.kill()
+    assert psutil.wait_procs([child], timeout=60)[1] == []

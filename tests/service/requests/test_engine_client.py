@@ -1,0 +1,230 @@
+"""Who gets which event, and how a request ends."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from service.admission.queue_policy import QueuePolicy
+from service.ipc.messages import Cancel, FinishReason, RunningLimitChanged, Started, Submit, TokenDelta
+from service.protocol.errors import (
+    ApiError,
+    ClientGone,
+    Draining,
+    EngineFailed,
+    InvalidRequest,
+    Overloaded,
+    QueueTimeout,
+)
+from tests.service.desk import Desk, run, texts
+from tests.service.sequences import make_choice, make_delta, make_finish, make_hello, make_request
+
+
+def test_events_reach_their_request_in_order() -> None:
+    async def test() -> None:
+        desk = Desk()
+        first = desk.open(make_choice("a"), make_choice("b", index=1))
+        second = desk.open(make_choice("c"))
+        desk.engine_client.receive([make_delta("b", ids=(1,), text="B"), make_delta("a", ids=(1,), text="A")])
+        desk.engine_client.receive([make_delta("c", ids=(1,), text="C"), make_delta("a", index=1, ids=(2,), text="AA")])
+        assert await texts(first) == [(1, "B"), (0, "A"), (0, "AA")]
+        assert await texts(second) == [(0, "C")]
+
+    run(test)
+
+
+def test_admission_sees_each_sequence_wait_run_and_end() -> None:
+    desk = Desk()
+    request = desk.open(make_choice("a"), make_choice("b", index=1))
+    assert (desk.admission.num_sequences, desk.admission.num_waiting_tokens) == (2, 26)
+    desk.engine_client.receive([make_delta("a", ids=(1,))])
+    assert (desk.admission.num_sequences, desk.admission.num_waiting_tokens) == (2, 13)
+    desk.engine_client.receive([make_delta("a", index=1, finish=make_finish())])
+    assert (desk.admission.num_sequences, desk.admission.num_waiting_tokens) == (1, 13)
+    desk.engine_client.close(request)
+    assert (desk.admission.num_sequences, desk.admission.num_waiting_tokens) == (0, 0)
+    assert desk.sent[-1] == Cancel(uid="b")
+
+
+def test_admission_goes_by_the_engines_limit_until_another_worker_says_hello(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk()
+    limits: list[int | None] = []
+    monkeypatch.setattr(desk.admission, "limit_running", limits.append)
+    desk.engine_client.receive([RunningLimitChanged(max_num_running=1)])
+    desk.engine_client.receive([make_hello(1)])
+    assert limits == [1, None]
+
+
+def test_what_is_not_admitted_is_not_kept() -> None:
+    desk = Desk(waiting=0)
+    with pytest.raises(Overloaded):
+        desk.open(*(make_choice(uid, index=i) for i, uid in enumerate("abc")))
+    assert (desk.engine_client.num_requests, desk.engine_client.num_choices, desk.sent) == (0, 0, [])
+
+
+def test_what_cannot_be_submitted_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk()
+
+    def send(commands: object) -> None:
+        raise Draining("the queue is gone", retry_after_seconds=1.0)
+
+    monkeypatch.setattr(desk.engine_client, "_send", send)
+    with pytest.raises(Draining):
+        desk.open(make_choice("a"), make_choice("b", index=1))
+    assert (desk.engine_client.num_requests, desk.engine_client.num_choices) == (0, 0)
+    assert (desk.admission.num_sequences, desk.admission.num_waiting_tokens) == (0, 0)
+
+
+def test_closing_cancels_only_what_is_unfinished() -> None:
+    desk = Desk()
+    request = desk.open(make_choice("a"))
+    desk.engine_client.receive([make_delta("a", ids=(1,), finish=make_finish())])
+    assert desk.engine_client.close(request) == 0
+    assert [type(command) for command in desk.sent] == [Submit]
+    desk.engine_client.receive([make_delta("a", index=1, ids=(2, 3))])
+    assert desk.late == [2], "nobody is there any more"
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])
+def test_an_engine_that_gives_up_fails_the_request_after_what_came_before(reason: FinishReason) -> None:
+    async def test() -> None:
+        desk = Desk()
+        request = desk.open(make_choice("a"))
+        desk.engine_client.receive([make_delta("a", ids=(1,), text="x")])
+        desk.engine_client.receive([make_delta("a", index=1, finish=make_finish(reason, error="/secret/path"))])
+        assert await texts(request) == [(0, "x")]
+        with pytest.raises(EngineFailed) as caught:
+            await request.next_deltas()
+        assert "secret" not in caught.value.message
+
+    run(test)
+
+
+def test_an_event_out_of_order_fails_the_request() -> None:
+    async def test() -> None:
+        desk = Desk()
+        request = desk.open(make_choice("a"))
+        desk.engine_client.receive([make_delta("a", index=1, ids=(2,), text="lost its beginning")])
+        with pytest.raises(EngineFailed):
+            await request.next_deltas()
+
+    run(test)
+
+
+def test_a_failure_after_tokens_that_nobody_was_told_is_told_as_what_it_is() -> None:
+    async def test() -> None:
+        desk = Desk()
+        request = desk.open(make_choice("a"))
+        desk.engine_client.receive([make_delta("a", index=1, finish=make_finish(FinishReason.ERROR))])
+        with pytest.raises(EngineFailed, match="the engine failed on this request"):
+            await request.next_deltas()
+        assert request.choices[0].finish is not None
+        assert desk.engine_client.num_choices == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"allowed_token_ids": (5,), "bad_word_ids": ((5, 5),)}, "allowed_token_ids"),
+        ({"bad_word_ids": ((5,),)}, "bad_words"),
+        ({}, "structured_outputs.grammar"),
+    ],
+)
+def test_a_request_that_left_no_token_to_draw_is_told_so_and_not_to_try_again(params: Any, param: str) -> None:
+    async def test() -> None:
+        desk = Desk()
+        choice = make_choice("a", **params)
+        choice.grammar_param = "structured_outputs.grammar"
+        request = desk.open(choice)
+        desk.engine_client.receive(
+            [make_delta("a", finish=make_finish(FinishReason.REFUSED, error="no token may follow"))]
+        )
+        with pytest.raises(InvalidRequest, match="no token may follow") as caught:
+            await request.next_deltas()
+        assert (caught.value.status, caught.value.param) == (400, param)
+        assert desk.engine_client.num_choices == 0
+
+    run(test)
+
+
+def test_a_client_that_has_gone_hears_no_more() -> None:
+    async def test() -> None:
+        desk = Desk()
+        request = desk.open(make_choice("a"))
+        desk.engine_client.receive([make_delta("a", ids=(1,), text="x")])
+        request.fail(ClientGone("gone"))
+        with pytest.raises(ClientGone):
+            await request.next_deltas()
+
+    run(test)
+
+
+def test_only_silent_requests_are_poked() -> None:
+    async def test() -> None:
+        desk = Desk()
+        silent, lively = desk.open(make_choice("a")), desk.open(make_choice("b"))
+        silent.last_sent_seconds, lively.last_sent_seconds = 1.0, 5.0
+        desk.engine_client.wake_silent_requests(since_seconds=3.0)
+        assert await silent.next_deltas() == []
+        waiting = asyncio.create_task(lively.next_deltas())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        desk.engine_client.receive([make_delta("b", ids=(1,))])
+        assert len(await waiting) == 1
+
+    run(test)
+
+
+def test_fail_all_ends_every_request_with_the_first_error_it_had() -> None:
+    async def test() -> None:
+        desk = Desk()
+        requests = [desk.open(make_choice(f"r{i}")) for i in range(3)]
+        requests[0].fail(ClientGone("gone"))
+        desk.engine_client.fail_all(ApiError("the end"))
+        for request, kind in zip(requests, (ClientGone, ApiError, ApiError), strict=True):
+            with pytest.raises(ApiError) as caught:
+                await request.next_deltas()
+            assert type(caught.value) is kind
+
+    run(test)
+
+
+def test_a_request_expires_in_the_queue_and_a_begun_one_only_where_the_worker_hangs() -> None:
+    async def test() -> None:
+        desk = Desk()
+        terms = QueuePolicy(timeout_seconds=5.0)
+        waits, begun, streams, patient = (make_request(make_choice(uid)) for uid in ("w", "b", "s", "p"))
+        waits.terms = begun.terms = streams.terms = terms
+        for request in (waits, begun, streams, patient):
+            desk.engine_client.open(request)
+        desk.engine_client.receive([Started(uid=uid, attempt=0) for uid in "bs"])
+        desk.engine_client.receive([make_delta("s", ids=(1,))])
+        desk.engine_client.expire(5.0, is_stalled=True)
+        assert not any(request.has_failed for request in (waits, begun, streams, patient))
+        desk.engine_client.expire(5.1, is_stalled=False)
+        assert [request.has_failed for request in (waits, begun, streams, patient)] == [True, False, False, False]
+        desk.engine_client.expire(5.2, is_stalled=True)
+        assert [request.has_failed for request in (waits, begun, streams, patient)] == [True, True, False, False]
+        with pytest.raises(QueueTimeout, match="not begun within its time, 5 s; try again later"):
+            await waits.next_deltas()
+        with pytest.raises(QueueTimeout, match="not answered within its time, 5 s; try again later"):
+            await begun.next_deltas()
+
+    run(test)
+
+
+def test_what_the_next_worker_has_not_begun_expires_again_in_the_queue() -> None:
+    desk = Desk()
+    request = make_request(make_choice("a"))
+    request.terms = QueuePolicy(timeout_seconds=5.0)
+    desk.engine_client.open(request)
+    desk.engine_client.receive([Started(uid="a", attempt=0), make_hello(1)])
+    desk.engine_client.expire(6.0, is_stalled=False)
+    assert request.has_failed
+
+
+def test_unknown_uids_are_ignored() -> None:
+    delta: TokenDelta = make_delta("nobody", ids=(1,))
+    Desk().engine_client.receive([delta])

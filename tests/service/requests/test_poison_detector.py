@@ -1,0 +1,115 @@
+"""Strikes, trials and verdicts, in exact sequences."""
+
+import pytest
+
+from service.ipc.messages import AttentionQuery
+from service.requests.poison_detector import PoisonRequestDetector
+from tests.service.sequences import make_submit
+
+
+def look(uid: str) -> AttentionQuery:
+    return AttentionQuery(uid=uid, token_ids=(1,), layer=0, heads=(0,))
+
+
+class Bench:
+    """A detector, and the worker that computes what it is given."""
+
+    def __init__(self, *uids: str) -> None:
+        self.detector = PoisonRequestDetector()
+        self.live = dict.fromkeys(uids)
+        self.given = self.admit(*uids)
+
+    def admit(self, *uids: str) -> list[str]:
+        """Offer work; looks have names that begin with "look". Returns what the worker is given."""
+        work = [look(uid) if uid.startswith("look") else make_submit(uid) for uid in uids]
+        return [each.uid for each in self.detector.admit(work)]
+
+    def start(self, *uids: str) -> None:
+        for uid in uids:
+            self.detector.record_start(uid)
+
+    def release(self) -> list[str]:
+        return [each.uid for each in self.detector.release()]
+
+    def crash(self) -> str | None:
+        """Returns the poison. `given` is what the next worker gets at once."""
+        poison = self.detector.record_crash()
+        self.live.pop(poison or "", None)
+        self.given = self.admit(*self.live) + self.release()
+        return poison
+
+
+def crashed_twice(*uids: str) -> Bench:
+    bench = Bench(*uids)
+    for _ in range(2):
+        bench.start(*uids)
+        assert bench.crash() is None
+    return bench
+
+
+@pytest.mark.parametrize("uid", ["completion", "look"])
+def test_the_third_strike_alone_convicts(uid: str) -> None:
+    bench = Bench(uid, "other")
+    bench.start(uid)
+    assert bench.crash() is None
+    assert bench.given == [uid, "other"], "one strike: beside the others"
+    bench.start(uid)
+    assert bench.crash() is None
+    assert bench.given == [uid], "two strikes: alone"
+    assert bench.admit("new") == []
+    bench.start(uid)
+    assert bench.crash() == uid
+    assert bench.given == ["other"]
+    assert bench.crash() is None
+
+
+def test_a_death_while_a_suspect_waits_is_not_its_fault() -> None:
+    bench = crashed_twice("a")
+    for _ in range(5):
+        assert bench.crash() is None, "the worker had not begun it"
+        assert bench.given == ["a"]
+    bench.start("a")
+    assert bench.crash() == "a"
+
+
+def test_progress_removes_strikes() -> None:
+    bench = Bench("a", "b")
+    for _ in range(9):
+        bench.start("a", "b")
+        assert not bench.detector.record_progress("a")
+        assert not bench.detector.record_progress("b")
+        assert bench.crash() is None
+        assert bench.given == ["a", "b"]
+
+
+def test_each_suspect_is_tried_alone_before_any_other_work() -> None:
+    bench = crashed_twice("a", "look", "b")
+    assert bench.given == ["a"]
+    bench.start("a")
+    assert bench.detector.record_progress("a"), "a must leave the worker"
+    assert bench.admit("a") == []
+    assert bench.release() == ["look"]
+    assert bench.release() == [], "one at a time"
+    bench.start("look")
+    bench.detector.forget("look")  # answered
+    assert bench.release() == ["b"]
+    bench.start("b")
+    assert not bench.detector.record_progress("b"), "the last suspect may go on"
+    assert bench.release() == ["a"]
+    assert bench.admit("c") == ["c"]
+    assert bench.detector.is_empty
+
+
+def test_a_crash_that_has_two_explanations_convicts_no_request() -> None:
+    bench = crashed_twice("a", "b")
+    bench.start("a", "b")
+    assert bench.crash() is None
+
+
+def test_a_suspect_that_ends_makes_room() -> None:
+    bench = crashed_twice("a", "b")
+    bench.detector.forget("b")
+    bench.detector.forget("a")
+    assert bench.release() == []
+    assert bench.detector.is_empty
+    assert bench.admit("c") == ["c"]

@@ -1,0 +1,199 @@
+"""What is not kept of an answer, and when it is let go of: errors, absence, too much of it."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from starlette.responses import Response
+from starlette.types import Send
+
+from service.protocol.errors import EngineFailed, ResponseGone
+from service.protocol.responses import encode_event
+from service.requests import recorded_response, response_store
+from tests.service.recorded import Client, Events, Kept, gives, never, settle
+
+
+def fails_after(gate: asyncio.Event) -> Callable[[], Coroutine[Any, Any, Response]]:
+    async def make() -> Response:
+        await gate.wait()
+        raise EngineFailed("no", retry=True)
+
+    return make
+
+
+async def is_made_anew(kept: Kept, key: str = "k") -> None:
+    """A request under that key gets nothing that was made before."""
+    again = Client(idempotency_key=key)
+    await again.ask(kept.all, gives(Response(b"anew")))
+    assert again.received == b"anew"
+
+
+def test_an_error_is_told_to_everybody_who_waits_and_not_kept() -> None:
+    async def scenario() -> None:
+        async with Kept() as kept:
+            gate = asyncio.Event()
+            asking = [
+                asyncio.create_task(Client(idempotency_key="k").ask(kept.all, fails_after(gate))) for _ in range(2)
+            ]
+            await settle()
+            gate.set()
+            for result in await asyncio.gather(*asking, return_exceptions=True):
+                assert isinstance(result, EngineFailed)
+            await is_made_anew(kept)
+
+    asyncio.run(scenario())
+
+
+def test_an_error_that_nobody_was_there_to_hear_is_not_kept_either() -> None:
+    async def scenario() -> None:
+        async with Kept() as kept:
+            gate = asyncio.Event()
+            client = Client(idempotency_key="k")
+            asking = asyncio.create_task(client.ask(kept.all, fails_after(gate)))
+            await settle()
+            client.left.set()
+            await asking
+            gate.set()
+            await settle()
+            await is_made_anew(kept)
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_ended_with_an_error_is_not_repeated() -> None:
+    class Broken(Events):
+        async def _deliver(self, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            error = encode_event(EngineFailed("no", retry=True).body())
+            await send({"type": "http.response.body", "body": error, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def scenario() -> None:
+        async with Kept() as kept:
+            client = Client(idempotency_key="k")
+            await client.ask(kept.all, gives(Broken(0)))
+            assert '"engine_failed"' in client.events[0]
+            await is_made_anew(kept)
+
+    asyncio.run(scenario())
+
+
+def test_who_does_not_come_back_in_time_is_given_up() -> None:
+    async def scenario() -> None:
+        async with Kept(keep_seconds=0.01) as kept:
+            stream, client = Events(2), Client(idempotency_key="k")
+            asking = asyncio.create_task(client.ask(kept.all, gives(stream)))
+            stream.let(1)
+            await settle()
+            await asyncio.sleep(0.02)
+            kept.all.tend()
+            await settle()
+            assert not stream.was_abandoned, "somebody is reading"
+            client.left.set()
+            await asking
+            await asyncio.sleep(0.02)
+            kept.all.tend()
+            await settle()
+            assert stream.was_abandoned
+            with pytest.raises(ResponseGone):
+                await Client(last_event_id=client.ids[0]).ask(kept.all, never)
+            await is_made_anew(kept)
+
+    asyncio.run(scenario())
+
+
+def test_memory_is_bounded_and_who_is_too_late_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_response, "MAX_RESPONSE_BYTES", 5_000)
+    monkeypatch.setattr(response_store, "MAX_KEPT_BYTES", 20_000)
+
+    async def scenario() -> None:
+        async with Kept() as kept:
+            stream, client = Events(100, size=1_000), Client(idempotency_key="long")
+            stream.let(100)
+            await client.ask(kept.all, gives(stream))
+            assert ["too slowly" in event for event in client.events] == [True], "it came all at once"
+            with pytest.raises(ResponseGone):
+                await Client(idempotency_key="long").ask(kept.all, never)
+            for number in range(5):
+                await Client(idempotency_key=f"k{number}").ask(kept.all, gives(Response(b"y" * 1_000)))
+            kept.all.tend()
+            await is_made_anew(kept, "k0")
+            newest = Client(idempotency_key="k4")
+            await newest.ask(kept.all, never)
+            assert len(newest.received) == 1_000
+
+    asyncio.run(scenario())
+
+
+def test_a_reader_that_is_left_behind_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_response, "MAX_RESPONSE_BYTES", 5_000)
+
+    async def scenario() -> None:
+        async with Kept() as kept:
+            stream, client = Events(40, size=1_000), Client(idempotency_key="k")
+            may_send = asyncio.Event()
+            send = client.send
+
+            async def slowly(message: Any) -> None:
+                await may_send.wait()
+                await send(message)
+
+            client.send = slowly  # type: ignore[method-assign]
+            asking = asyncio.create_task(client.ask(kept.all, gives(stream)))
+            stream.let(40)
+            await settle()
+            await settle()
+            may_send.set()
+            await asking
+            assert "too slowly" in client.events[-1]
+            assert len(client.events) < 40
+
+    asyncio.run(scenario())
+
+
+def test_what_nobody_came_for_is_waste() -> None:
+    """Three tokens an event: of a stream those behind the last event that was played to anybody."""
+
+    async def scenario() -> None:
+        async with Kept(keep_seconds=0.01) as kept:
+            whole, half, body = Events(4), Events(4), Response(b"no tokens are known of")
+            readers = [Client(idempotency_key="whole"), Client(idempotency_key="half"), Client(idempotency_key="body")]
+            asking = [
+                asyncio.create_task(reader.ask(kept.all, gives(response)))
+                for reader, response in zip(readers, (whole, half, body), strict=True)
+            ]
+            whole.let(4)
+            half.let(1)
+            await settle()
+            readers[1].left.set()
+            await asyncio.gather(asking[0], asking[1], asking[2])
+            half.let(3)
+            await settle()
+            assert kept.wasted == []
+            await asyncio.sleep(0.02)
+            kept.all.tend()
+            await settle()
+            assert sorted(kept.wasted) == [0, 0, 9]
+
+    asyncio.run(scenario())
+
+
+def test_what_came_for_nobody_before_the_end_is_waste_too() -> None:
+    async def scenario() -> None:
+        async with Kept(keep_seconds=0.01) as kept:
+            stream, client = Events(4), Client(idempotency_key="k")
+            asking = asyncio.create_task(client.ask(kept.all, gives(stream)))
+            stream.let(1)
+            await settle()
+            client.left.set()
+            await asking
+            stream.let(2)
+            await settle()
+            await asyncio.sleep(0.02)
+            kept.all.tend()
+            await settle()
+            assert stream.was_abandoned
+            assert kept.wasted == [6]
+
+    asyncio.run(scenario())

@@ -1,0 +1,210 @@
+"""What a request may ask of a completion's form, what is refused and where, and that asking costs a bounded time."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from service.protocol.completions import CompletionRequest
+from service.protocol.errors import InvalidRequest, Overloaded
+from service.protocol.response_format import MAX_SCHEMA_CHARACTERS, Kind, OutputConstraint
+from service.structured_output.compiler import GrammarChecker, Limits
+from tests.service.sequences import make_choice
+from tests.tiny_model import tiny_tokenizer
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def parse(**fields: Any) -> CompletionRequest:
+    return CompletionRequest.parse(json.dumps({"prompt": "a", **fields}).encode())
+
+
+def schema_format(**fields: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, **fields}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, None),
+        ({"response_format": None, "structured_outputs": None}, None),
+        ({"response_format": {"type": "text"}}, None),
+        (
+            {"response_format": {"type": "json_object"}},
+            OutputConstraint(Kind.JSON, {"type": "object"}, "response_format"),
+        ),
+        (
+            {"response_format": schema_format(description="x", strict=True)},
+            OutputConstraint(Kind.JSON, SCHEMA, "response_format.json_schema.schema"),
+        ),
+        (
+            {"response_format": schema_format(strict=False)},
+            OutputConstraint(Kind.JSON, SCHEMA, "response_format.json_schema.schema", lenient=True),
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, OutputConstraint(Kind.JSON, SCHEMA, "structured_outputs.json")),
+        (
+            {"structured_outputs": {"json": json.dumps(SCHEMA)}},
+            OutputConstraint(Kind.JSON, SCHEMA, "structured_outputs.json"),
+        ),
+        ({"structured_outputs": {"regex": "a+"}}, OutputConstraint(Kind.REGEX, "a+", "structured_outputs.regex")),
+        ({"structured_outputs": {"choice": ["a"]}}, OutputConstraint(Kind.CHOICE, ["a"], "structured_outputs.choice")),
+        (
+            {"structured_outputs": {"grammar": "root ::= [a]", "json": None}, "response_format": {"type": "text"}},
+            OutputConstraint(Kind.GRAMMAR, "root ::= [a]", "structured_outputs.grammar"),
+        ),
+    ],
+)
+def test_what_is_asked_for(fields: dict[str, Any], wanted: OutputConstraint | None) -> None:
+    assert parse(**fields).output_constraint == wanted
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type", "must be 'text', 'json_object' or"),
+        ({"response_format": {}}, "response_format.type", "is required"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs json_schema"),
+        ({"response_format": {**schema_format(), "type": "text"}}, "response_format.json_schema", "takes no"),
+        ({"response_format": schema_format(name="a b")}, "response_format.json_schema.name", "must match"),
+        ({"response_format": schema_format(schema="{}")}, "response_format.json_schema.schema", "an object"),
+        ({"response_format": schema_format(stricter=1)}, "response_format.json_schema.stricter", "unknown field"),
+        ({"response_format": schema_format(strict=1)}, "response_format.json_schema.strict", "true or false"),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one of json, regex, choice and grammar, not none"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "not json, regex"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not valid JSON"),
+        ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "must be a JSON object"),
+        ({"structured_outputs": {"json": "[" * 100_000}}, "structured_outputs.json", "not valid JSON: recursion limit"),
+        (
+            {"structured_outputs": {"json": {"enum": ["x" * MAX_SCHEMA_CHARACTERS]}}},
+            "structured_outputs.json",
+            f"at most {MAX_SCHEMA_CHARACTERS}",
+        ),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "must not be empty"),
+        ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice", "must not be empty"),
+        ({"structured_outputs": {"regex": "a" * 16_001}}, "structured_outputs.regex", "at most 16000"),
+        ({"structured_outputs": {"json_object": True}}, "structured_outputs.json_object", "unknown field"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "not both",
+        ),
+    ],
+)
+def test_what_is_refused_names_its_field(fields: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(**fields)
+    assert caught.value.param == param
+    assert message in caught.value.message
+
+
+@pytest.fixture(scope="module")
+def checker() -> Iterator[GrammarChecker]:
+    checker = GrammarChecker(tiny_tokenizer(), Limits(cpu_seconds=1.0))
+    yield checker
+    checker.close()
+
+
+def checked(checker: GrammarChecker, kind: Kind, content: Any, *, lenient: bool = False) -> str | None:
+    return asyncio.run(checker.grammar(OutputConstraint(kind, content, "field", lenient)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "message"),
+    [
+        (Kind.JSON, {"type": "objekt"}, "field: Invalid type: objekt"),
+        (
+            Kind.JSON,
+            {"properties": {"a": {"anyOf": [{"type": "null"}, {"items": {"type": "strin"}}]}}},
+            "field: at properties.a.anyOf[1].items: Invalid type: strin",
+        ),
+        (
+            Kind.JSON,
+            {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"type": "string", "pattern": "x(y"}}},
+            "field: at properties.a: not a regular expression: unclosed group at character 1",
+        ),
+        (Kind.JSON, {"properties": {"a": {"uniqueItems": True}}}, 'field: at properties.a: Unimplemented keys: ["uniq'),
+        (Kind.JSON, {"$ref": "#/nowhere"}, "field: Pointer '/nowhere' does not exist"),
+        (Kind.JSON, {"type": "integer", "minimum": 2, "maximum": 1}, "field: Unsatisfiable schema: minimum (2) is"),
+        (Kind.REGEX, "ab(c", "field: not a regular expression: unclosed group at character 2"),
+        (Kind.REGEX, "(?=a)b", "look-around, including look-ahead and look-behind, is not supported"),
+        (Kind.GRAMMAR, 'start: "a"\n  b', "field: line 2, column 4: "),
+        (Kind.GRAMMAR, "root ::= other", "field: line 1: Rule 'other' not found"),
+        (Kind.GRAMMAR, 'root ::= a-b\na-b ::= "a-c"\n d ::= a-c', "field: line 3: Rule 'a-c' not found"),
+        (Kind.GRAMMAR, 'root ::= "a"\nb ::= ?', "field: line 2: Expected name before ?"),
+        (Kind.GRAMMAR, 'root ::= "a"\nb ::= [x', "field: line 2: Unexpected end of input after oot"),
+        (Kind.REGEX, "\ud800", "field: 'utf-8' codec can't encode"),
+        # Without a bound: a compilation that does not end, a first mask of seconds, a nest of brackets.
+        (Kind.JSON, {"type": "integer", "multipleOf": 1234567}, "field: compiling it takes over 1 s of CPU time"),
+        (Kind.REGEX, "((a{100}){100}){100}", "field: "),
+        (Kind.GRAMMAR, "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000, "field: "),
+        (Kind.JSON, json.loads('{"items":' * 300 + "{}" + "}" * 300), "recursion limit"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_and_says_where(
+    checker: GrammarChecker, kind: Kind, content: Any, message: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        checked(checker, kind, content)
+    assert message in caught.value.message
+    assert caught.value.param == "field"
+    assert "\n" not in caught.value.message
+    assert len(caught.value.message) < 500
+    assert checked(checker, Kind.REGEX, "a+") is not None
+
+
+def test_lenient_passes_over_what_cannot_be_enforced(checker: GrammarChecker) -> None:
+    schema = {"type": "array", "uniqueItems": True}
+    with pytest.raises(InvalidRequest, match="uniqueItems"):
+        checked(checker, Kind.JSON, schema)
+    assert checked(checker, Kind.JSON, schema, lenient=True) is not None
+
+
+def test_every_kind_becomes_a_grammar(checker: GrammarChecker) -> None:
+    kinds: dict[Kind, Any] = {
+        Kind.JSON: SCHEMA,
+        Kind.REGEX: r"\d{3}",
+        Kind.CHOICE: ['é😀\n"\\', "b"],
+        Kind.GRAMMAR: 'start: "a"+',
+    }
+    grammars = {checked(checker, kind, content) for kind, content in kinds.items()}
+    assert len(grammars) == 4
+    assert all(grammars)
+    assert asyncio.run(checker.grammar(None)) is None
+
+
+def test_each_request_is_told_of_and_how_long_it_took_unless_it_was_remembered() -> None:
+    told: list[tuple[str, str, float | None]] = []
+    checker = GrammarChecker(tiny_tokenizer(), observe=lambda *observed: told.append(observed))
+    for kind, content in [(Kind.REGEX, "a"), (Kind.REGEX, "a"), (Kind.JSON, {"type": "x"})]:
+        with contextlib.suppress(InvalidRequest):
+            checked(checker, kind, content)
+    asyncio.run(checker.grammar(None))
+    checker.close()
+    assert [observed[:2] for observed in told] == [("regex", "accepted"), ("regex", "accepted"), ("json", "refused")]
+    assert [seconds is None for _, _, seconds in told] == [False, True, False]
+
+
+def test_a_choice_knows_where_its_grammar_is_from(checker: GrammarChecker) -> None:
+    """So that a refusal in the middle of a text can name the field."""
+    choice = make_choice()
+    asyncio.run(checker.attach(OutputConstraint(Kind.REGEX, "a+", "structured_outputs.regex"), [choice]))
+    assert choice.submit.grammar is not None
+    assert choice.grammar_param == "structured_outputs.regex"
+
+
+def test_who_waits_too_long_is_told_to_come_back() -> None:
+    checker = GrammarChecker(tiny_tokenizer(), Limits(cpu_seconds=1.0), wait_seconds=0.01)
+
+    async def ask_two() -> list[Any]:
+        slow = OutputConstraint(Kind.JSON, {"type": "integer", "multipleOf": 1234567}, "slow")
+        fast = OutputConstraint(Kind.REGEX, "a", "fast")
+        return await asyncio.gather(checker.grammar(slow), checker.grammar(fast), return_exceptions=True)
+
+    slow, fast = asyncio.run(ask_two())
+    checker.close()
+    assert isinstance(slow, InvalidRequest)
+    assert isinstance(fast, Overloaded)
+    assert fast.headers()["retry-after"] == "1"

@@ -1,0 +1,173 @@
+"""Where the library would follow something else than what was asked for: it is refused with its place, or mended."""
+
+import math
+from functools import cache
+from typing import Any
+
+import pytest
+from llguidance import LLTokenizer
+
+from model.structured_output.grammar import GrammarError, Vocabulary, compile_grammar
+from service.structured_output.compiler_process import check
+from tests.tiny_model import tiny_tokenizer
+
+INTEGER = {"type": "integer"}
+LARGEST = 2**53 - 1
+BEYOND = "is beyond ±(2^53 - 1), where JSON numbers are no longer exact"
+
+
+@cache
+def vocabulary() -> tuple[Vocabulary, LLTokenizer]:
+    made = Vocabulary.of(tiny_tokenizer())
+    return made, made.for_masks()
+
+
+def follows(kind: str, content: Any, text: str) -> bool:
+    """Whether a text is one that what is asked for allows."""
+    made, masks = vocabulary()
+    matcher = compile_grammar(masks, check(masks, kind, content))
+    consumed = all(matcher.consume_token(token_id) for token_id in made(text.encode()))
+    return consumed and (matcher.is_stopped() or matcher.is_accepting())
+
+
+def complaint(kind: str, content: Any, *, lenient: bool = False) -> str:
+    """Why something is refused."""
+    with pytest.raises(GrammarError) as caught:
+        check(vocabulary()[1], kind, content, lenient=lenient)
+    return str(caught.value)
+
+
+NAMED_AND_FREE = {
+    "type": "object",
+    "properties": {"a": INTEGER},
+    "required": ["a"],
+    "additionalProperties": {"type": "boolean"},
+}
+PATTERNS = {"type": "object", "patternProperties": {"^a$": INTEGER}, "additionalProperties": {"type": "boolean"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "may"),
+    [
+        (NAMED_AND_FREE, '{"a":1,"b":true}', True),
+        (NAMED_AND_FREE, r'{"a":1,"\"\\\n":true}', True),
+        (NAMED_AND_FREE, '{"a":1,"a":true}', False),
+        (NAMED_AND_FREE, r'{"a":1,"\u0061":true}', False),
+        (PATTERNS, '{"a":1,"b":true}', True),
+        (PATTERNS, '{"a":true}', False),
+        (PATTERNS, r'{"\u0061":true}', False),
+        ({"const": {"é\t": "é\t"}}, '{"é\\t":"é\\t"}', True),
+        ({"type": "object", "properties": {"\x01": INTEGER}, "required": ["\x01"]}, r'{"\u0001":1}', True),
+    ],
+)
+def test_a_key_is_written_in_one_way_only(schema: Any, text: str, may: bool) -> None:
+    """Another way to write a name would pass for a key without one, and its value for one of any kind."""
+    assert follows("json", schema, text) is may
+
+
+def test_keys_that_may_repeat_are_not_counted_on() -> None:
+    """Keys without a name can come twice, which no grammar can tell: two of them may be one."""
+    free = {"type": "object", "minProperties": 2, "additionalProperties": INTEGER}
+    assert complaint("json", free).startswith(
+        "minProperties: 2 with 0 required cannot be enforced, because keys that are not named"
+    )
+    assert complaint("json", {"properties": {"b": free}}).startswith("at properties.b: minProperties: 2 with 0 req")
+    patterns = {**free, "additionalProperties": False, "patternProperties": {"^x": INTEGER}}
+    assert "cannot be enforced" in complaint("json", patterns)
+    assert follows("json", {**free, "minProperties": 1}, '{"x":1}')
+    assert not follows("json", {**free, "minProperties": 1}, "{}")
+    one_more = {**free, "required": ["a"]}
+    assert follows("json", one_more, '{"a":1,"x":1}')
+    assert not follows("json", one_more, '{"a":1}')
+    assert check(vocabulary()[1], "json", free, lenient=True)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"const": LARGEST + 1}, f"at const: {LARGEST + 1} {BEYOND}"),
+        ({"properties": {"a": {"enum": [1, {"b": [-(2**70)]}]}}}, f"at properties.a.enum[1].b[0]: -{2**70} {BEYOND}"),
+        ({**INTEGER, "minimum": 2**64}, f"at minimum: {2**64} {BEYOND}"),
+        ({"items": {**INTEGER, "exclusiveMaximum": -1e20}}, f"at items.exclusiveMaximum: -1e+20 {BEYOND}"),
+        ({"type": "string", "maxLength": 2**70}, f"at maxLength: {2**70} {BEYOND}"),
+        ({"x-mine": [2**70]}, f"{2**70} is too large a number"),
+        ({"enum": ["a", math.nan]}, "at enum[1]: nan is not a JSON number"),
+        ({"type": "number", "minimum": -math.inf}, "at minimum: -inf is not a JSON number"),
+        ({"anyOf": [INTEGER, {"const": "a\x01"}]}, "at anyOf[1].const: a control character that needs a \\u escape"),
+        ({"x-guidance": {"item_separator": "x"}}, "x-guidance is not supported"),
+        ({"items": [INTEGER, {"x-guidance": {}}]}, "at items[1]: x-guidance is not supported"),
+        ({"$ref": "#/mine/a", "mine": {"a": {"const": 2**60}}}, f"at mine.a.const: {2**60} {BEYOND}"),
+        ({"$ref": "#"}, "no text can ever be complete; check for a rule or a $ref that refers only to itself"),
+        ({"properties": {"a": {"oneOf": [INTEGER, {"type": "number"}]}}}, "at properties.a: oneOf with branches"),
+    ],
+)
+def test_what_a_schema_cannot_say(schema: Any, message: str) -> None:
+    assert complaint("json", schema).startswith(message)
+    assert "coerce_one_of" not in complaint("json", schema)
+
+
+def test_numbers_are_exact_as_far_as_they_go() -> None:
+    """A bound further out is moved in, which leaves out documents and lets in none."""
+    for number in (LARGEST, -LARGEST, 0, 0.1, 1.5):
+        assert follows("json", {"const": number}, str(number))
+    for schema in (
+        {"minimum": -(2**63), "maximum": 2**63 - 1},
+        {"exclusiveMinimum": -1e300, "exclusiveMaximum": 1e300},
+    ):
+        for sign in (1, -1):
+            assert follows("json", {**INTEGER, **schema}, str(sign * LARGEST))
+            assert not follows("json", {**INTEGER, **schema}, str(sign * (LARGEST + 1)))
+    assert follows("json", {"type": "number", "maximum": 1e300}, "0.5")
+
+
+def test_names_and_notes_are_no_keywords() -> None:
+    named = {"type": "object", "properties": {"x-guidance": INTEGER, "const": INTEGER}, "required": ["x-guidance"]}
+    assert follows("json", named, '{"x-guidance":1,"const":2}')
+    assert follows("json", {**INTEGER, "default": 2**70, "examples": [math.nan, 2**70]}, "12")
+
+
+TOKENS = "refers to a token; a grammar may only describe text"
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        ('start: <[256]> "a"', f"line 1: <[256]> {TOKENS}"),
+        ('start: "a"\n  | b\nb: <|im_end|>', f"line 3: <|im_end|> {TOKENS}"),
+        ("start: <[*]>", f"line 1: <[*]> {TOKENS}"),
+        ('start: "<[9]>" <[^1-5]>', f"line 1: <[^1-5]> {TOKENS}"),
+        ("start: start", "no text can ever be complete; check for a rule or a $ref that refers only to itself"),
+        ('start: "a"\n  b\nb[temperature=0.5]: "c"', "line 3: a rule cannot set temperature; set it in the request"),
+        ('start: "a"\n  %json {"const": 1e20}', f"line 2: at const: 1e+20 {BEYOND}"),
+        ('start: %json {"x-guidance": {}}', "line 1: x-guidance is not supported"),
+        ("start: %json {", 'failed to parse "%json"'),
+    ],
+)
+def test_what_a_grammar_cannot_say(grammar: str, message: str) -> None:
+    assert complaint("grammar", grammar).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        ('start: "<[9]>" /<[0-9]>/ b // <[3]> temperature=1\nb: "<|im_end|>" # %json', "<[9]><7><|im_end|>"),
+        ('start: temperature\ntemperature: "%json temperature=" "a"i', "%json temperature=A"),
+        ('start: "say: " %json {"type": "array", "items": {"type": "integer", "maximum": 9}}', "say: [1, 2]"),
+        ('start: %json true "x"', '[{"any": null}]x'),
+        ('%llguidance {}\nstart: "a"', "a"),
+        (r'root ::= "a\"<" [^"]* ">"', 'a"<b>'),
+    ],
+)
+def test_texts_that_look_like_it_are_texts(grammar: str, text: str) -> None:
+    assert follows("grammar", grammar, text)
+
+
+def test_schemas_in_a_grammar_mean_what_they_mean_elsewhere() -> None:
+    assert not follows("grammar", 'start: "x" %json {"type": "array"}', "x[1,  2]")  # two spaces, which none writes
+
+
+@pytest.mark.parametrize(("day", "may"), [("2023-02-28", True), ("2023-02-29", True), ("2023-02-30", False)])
+def test_a_date_knows_months_and_no_leap_years(day: str, may: bool) -> None:
+    """As the documentation says."""
+    assert follows("json", {"type": "string", "format": "date"}, f'"{day}"') is may
+    assert follows("json", {"type": "string", "format": "date-time"}, f'"{day}T01:02:03Z"') is may

@@ -1,0 +1,63 @@
+"""What a machine lacks is told before anything is loaded."""
+
+import errno
+import os
+import shutil
+import tempfile
+from collections import namedtuple
+from multiprocessing.sharedctypes import RawValue
+from typing import Any, NoReturn
+
+import pytest
+
+from service.config.settings import SettingsError
+from service.http.fd_limits import RESERVED, limit_connections
+from service.supervisor.preflight import check_machine
+
+_Usage = namedtuple("_Usage", "total used free")
+
+
+def refuse(number: int) -> Any:
+    def call(*_: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def test_this_machine_will_do() -> None:
+    assert check_machine() is None
+    assert RawValue("i", 1).value == 1
+
+
+def test_what_is_missing_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("service.supervisor.preflight.RawValue", refuse(errno.EROFS))
+        assert check_machine() == "shared memory cannot be used (Read-only file system); mount a tmpfs on /dev/shm"
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "gettempdir", refuse(errno.ENOENT))
+        assert "no directory for temporary files (No such file or directory)" in str(check_machine())
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: _Usage(2**30, 2**30 - 2**20, 2**20))
+        assert "has 1024 KiB free, and the service needs 8192; make room" in str(check_machine())
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised", "number"),
+    [(1024, 4096, 1064, 1000), (1024, 1024, 1024, 960), (8192, 8192, 8192, 1000), (-1, -1, -1, 1000)],
+)
+def test_connections_fit_the_limit_of_open_files(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int, number: int
+) -> None:
+    limits = [(soft, hard)]
+    monkeypatch.setattr("resource.getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr("resource.setrlimit", lambda _, given: limits.append(given))
+    assert limit_connections(1000) == number
+    assert limits[-1] == (raised, hard)
+
+
+def test_a_limit_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (RESERVED + 15, RESERVED + 15))
+    monkeypatch.setattr("resource.setrlimit", lambda *_: None)
+    with pytest.raises(SettingsError, match=r"only 79 files .* raise the limit \(ulimit -n\) to 1064"):
+        limit_connections(1000)
+    assert limit_connections(15) == 15

@@ -1,0 +1,113 @@
+"""`--kv-cache-dtype`: what it makes of the cache's size, what is told of it, and what refuses it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.checkpoint.manifest import read_manifest
+from service.cli.main import main
+from service.config.settings import ModelSettings, SettingsError, read_settings
+from service.worker.engine_factory import build_engine
+
+BYTES_PER_TOKEN = 256  # float32 keys and values of the tiny model
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Any:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def settings(checkpoint: Path, **values: Any) -> ModelSettings:
+    return ModelSettings(checkpoint=checkpoint, **{"device": "cpu", "threads": 1, **values})
+
+
+def test_the_same_memory_holds_twice_the_tokens(tiny_checkpoint: Path) -> None:
+    manifest = read_manifest(tiny_checkpoint)
+    found = {}
+    for wanted in ("auto", "float16"):
+        engine, facts = build_engine(settings(tiny_checkpoint, kv_cache_memory=2, kv_cache_dtype=wanted), manifest)
+        found[wanted] = facts
+        spare = facts.kv_cache_bytes // facts.num_blocks  # the block that padding writes to
+        assert engine._runner._cache.num_bytes == facts.kv_cache_bytes + spare  # type: ignore[attr-defined]
+        assert facts.found()["kv_cache_dtype"] == facts.kv_cache_dtype
+        assert facts.kv_cache_bytes == 2 * 2**20
+        assert f"(2 MiB of {facts.kv_cache_dtype})" in str(facts)
+    assert [facts.kv_cache_dtype for facts in found.values()] == ["float32", "float16"]
+    assert found["auto"].num_blocks == 2 * 2**20 // (16 * BYTES_PER_TOKEN)
+    assert found["float16"].num_blocks == 2 * found["auto"].num_blocks
+
+
+def test_the_same_tokens_take_half_the_memory(tiny_checkpoint: Path) -> None:
+    manifest = read_manifest(tiny_checkpoint)
+    whole, half = (
+        build_engine(settings(tiny_checkpoint, max_num_running=4, kv_cache_dtype=wanted), manifest)[1]
+        for wanted in ("auto", "float16")
+    )
+    assert whole.num_blocks == half.num_blocks
+    assert whole.kv_cache_bytes == 2 * half.kv_cache_bytes
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_it_serves_beside_matrices_of_any_kind(tiny_checkpoint: Path, quantize: str) -> None:
+    asked = settings(tiny_checkpoint, kv_cache_dtype="float16", quantize=quantize)
+    engine, facts = build_engine(asked, read_manifest(tiny_checkpoint))
+    assert (facts.dtype, facts.kv_cache_dtype) == ("float32", "float16")
+    engine.warm_up()
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("asked", "model"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16 on the CPU"),
+        ({"dtype": "float64"}, "float64 on the CPU"),
+        ({"device": "auto"}, "bfloat16 on CUDA"),
+        ({"device": "cuda", "dtype": "float32"}, "float32 on CUDA"),
+    ],
+)
+def test_other_models_are_refused(
+    asked: dict[str, str], model: str, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    remedy = "leave it out, or give --device cpu --dtype float32"
+    line = f"--kv-cache-dtype float16 needs a float32 model on the CPU, and this model is {model}; {remedy}"
+    with pytest.raises(SettingsError) as refusal:
+        build_engine(settings(tiny_checkpoint, kv_cache_dtype="float16", **asked), read_manifest(tiny_checkpoint))
+    assert str(refusal.value) == line
+
+
+def test_a_refusal_is_one_line_of_a_command(tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--device", "cpu", "--dtype", "bfloat16", "--kv-cache-dtype", "float16", "--prompt", "a"]
+    assert main(["generate", "--checkpoint", str(tiny_checkpoint), *flags]) != 0
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("kvasir generate: --kv-cache-dtype float16 needs a float32 model on the CPU")
+
+
+def test_a_variable_gives_it_too(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVASIR_KV_CACHE_DTYPE", "float16")
+    read = read_settings(ModelSettings, ["--checkpoint", str(tiny_checkpoint)], command="serve", summary="")
+    assert read.kv_cache_dtype == "float16"
+    with pytest.raises(SettingsError, match=r"--kv-cache-dtype: .*'float32'"):
+        read_settings(ModelSettings, ["--kv-cache-dtype", "float32", "--checkpoint", "."], command="serve", summary="")
+
+
+def test_what_it_costs_is_measured(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts, out = tmp_path / "texts.txt", tmp_path / "out.json"
+    texts.write_text("once upon a time, the inn and the rain\n" * 5)
+    results = {}
+    command = ["eval", "--checkpoint", str(tiny_checkpoint), "--device", "cpu", "--threads", "1", "--samples", "0"]
+    command += ["--texts", f"mine={texts}", "--out", str(out)]
+    for wanted in ("auto", "float16"):
+        assert main([*command, "--kv-cache-dtype", wanted]) == 0, capsys.readouterr().err
+        results[wanted] = json.loads(out.read_text())
+        assert results[wanted]["settings"]["kv_cache_dtype"] == wanted
+    exact, half = (results[wanted]["held_out"]["mine"]["nats_per_token"] for wanted in ("auto", "float16"))
+    assert half != exact
+    assert half == pytest.approx(exact, rel=1e-3)
+    assert main([*command, "--kv-cache-dtype", "float16", "--dtype", "bfloat16"]) != 0
+    assert "--kv-cache-dtype float16 needs a float32 model" in capsys.readouterr().err

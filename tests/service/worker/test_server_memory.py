@@ -1,0 +1,89 @@
+"""A server's memory is planned for all of its processes before the weights are read."""
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from service.config.settings import ModelSettings
+from service.worker import server_memory
+from service.worker.server_memory import LoadedModel, MemoryPlan, plan_memory, step_bytes
+from tests.tiny_model import tiny_config
+
+MIB = 2**20
+CONFIG = tiny_config(8192)
+SETTINGS = ModelSettings(checkpoint=Path("checkpoint"), max_batched_tokens=512)
+IMPORTS = 174 * MIB
+MODEL = LoadedModel(CONFIG, value_bytes=4, cache_value_bytes=4, num_copies=1, max_context_length=256)
+
+
+def has_memory(monkeypatch: pytest.MonkeyPatch, available: int, limit: int | None = None) -> None:
+    monkeypatch.setattr(server_memory, "available_memory_bytes", lambda: available)
+    monkeypatch.setattr(server_memory, "memory_limit_bytes", lambda: limit)
+    monkeypatch.setattr(server_memory, "own_anonymous_bytes", lambda: IMPORTS)
+
+
+def least_memory(monkeypatch: pytest.MonkeyPatch, model: LoadedModel) -> int:
+    """Return the MiB that a model needs beside what is used, by what the rejection says."""
+    has_memory(monkeypatch, 0)
+    with pytest.raises(ValueError, match="needs at least") as raised:
+        plan_memory(model, SETTINGS, standby=True)
+    found = re.search(r"at least (\d+) MiB", str(raised.value))
+    assert found is not None
+    return int(found[1])
+
+
+def test_a_standby_is_kept_where_it_fits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    has_memory(monkeypatch, least_memory(monkeypatch, MODEL) * MIB + IMPORTS)
+    with_standby = plan_memory(MODEL, SETTINGS, standby=True)
+    without = plan_memory(MODEL, SETTINGS, standby=False)
+    assert with_standby == MemoryPlan(without.reserved_bytes + IMPORTS, has_standby=True)
+    assert without.has_standby is False
+    assert not caplog.records
+
+
+def test_a_standby_that_does_not_fit_is_left_out_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    has_memory(monkeypatch, least_memory(monkeypatch, MODEL) * MIB + IMPORTS - 2 * MIB)
+    with caplog.at_level(logging.WARNING):
+        plan = plan_memory(MODEL, SETTINGS, standby=True)
+    assert plan == plan_memory(MODEL, SETTINGS, standby=False)
+    (record,) = caplog.records
+    assert re.match(r"no standby worker: memory is short by [12] MiB; ", record.message)
+
+
+def test_a_limit_that_is_too_small_is_rejected_with_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, used = 512 * MIB, 240 * MIB
+    needed = used // MIB + least_memory(monkeypatch, MODEL)
+    has_memory(monkeypatch, 10 * MIB, limit=10 * MIB + used)
+    with pytest.raises(ValueError, match=f"^the memory limit is 250 MiB and this model needs at least {needed} MiB: "):
+        plan_memory(MODEL, SETTINGS, standby=True)
+    has_memory(monkeypatch, (needed - 1) * MIB - used, limit=limit)
+    with pytest.raises(ValueError, match=r"raise the limit \(docker --memory, MEMORY in compose\)"):
+        plan_memory(MODEL, SETTINGS, standby=True)
+    has_memory(monkeypatch, needed * MIB - used, limit=limit)
+    assert plan_memory(MODEL, SETTINGS, standby=True).has_standby is False
+
+
+def test_without_a_limit_the_machines_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_memory(monkeypatch, 10 * MIB)
+    with pytest.raises(ValueError, match=r"^10 MiB of memory are available and this model needs at least \d+ MiB: "):
+        plan_memory(MODEL, SETTINGS, standby=False)
+
+
+def test_what_is_needed_follows_the_model_and_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CONFIG.tie_embeddings
+    values = CONFIG.num_parameters + CONFIG.vocab_size * CONFIG.hidden_size
+    assert MODEL.weight_bytes == 4 * values
+    assert MODEL._replace(value_bytes=2).weight_bytes == 2 * values
+    assert MODEL._replace(num_copies=2).weight_bytes == 4 * (values + CONFIG.num_parameters)
+    results = 64 * MIB
+    assert step_bytes(CONFIG, 1024) - results == 2 * (step_bytes(CONFIG, 512) - results)
+    # A prompt's tokens are scored with their log-probabilities: two tables of float32 at least.
+    assert step_bytes(CONFIG, 512) > 2 * 512 * CONFIG.vocab_size * 4
+    # A context over 1,024 tokens is rejected with the length that fits, not here.
+    wide = MODEL._replace(cache_value_bytes=64)
+    long, longer = (least_memory(monkeypatch, wide._replace(max_context_length=length)) for length in (1024, 2**20))
+    assert long == longer > least_memory(monkeypatch, wide)

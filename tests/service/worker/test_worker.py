@@ -1,0 +1,326 @@
+"""The loop around the engine: order of commands, one message a step, endings for everybody when it fails."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+import pytest
+
+from service.ipc.messages import (
+    Cancel,
+    Command,
+    Event,
+    FinishReason,
+    RunningLimitChanged,
+    Started,
+    StepStats,
+    Submit,
+    TokenDelta,
+    encode_command,
+)
+from service.metrics.recorder import Metrics
+from service.worker import engine_loop
+from service.worker.engine_loop import EngineLoop, Parcel
+from service.worker.worker import EXIT_SETTINGS
+from tests.service.sequences import make_delta, make_finish, make_stats, make_submit
+
+
+@dataclass
+class Result:
+    events: list[TokenDelta]
+    stats: StepStats
+
+
+@dataclass
+class ScriptedEngine:
+    """An engine that counts one token a step for each sequence, and notes what is asked of it."""
+
+    calls: list[Any] = field(default_factory=list)
+    failures: list[Exception] = field(default_factory=list)
+    before_step: Callable[[], None] = lambda: None
+    events_of_the_dead: list[TokenDelta] = field(default_factory=list)
+    live: dict[str, tuple[Submit, int]] = field(default_factory=dict)
+    max_num_running: int = 8
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.live)
+
+    def submit(self, submit: Submit) -> None:
+        self.calls.append(("submit", submit.uid, submit.attempt))
+        self.live[submit.uid] = (submit, 0)
+
+    def cancel(self, uid: str) -> None:
+        self.calls.append(("cancel", uid))
+        del self.live[uid]
+
+    def check_integrity(self) -> None:
+        self.calls.append("check")
+
+    def step(self, *, before: Callable[[list[str]], None]) -> Result:
+        before(list(self.live))
+        self.before_step()
+        self.calls.append("step")
+        if self.failures:
+            raise self.failures.pop(0)
+        events = list(self.events_of_the_dead)
+        for uid, (submit, count) in list(self.live.items()):
+            is_last = count + 1 == submit.params.max_tokens
+            finish = make_finish() if is_last else None
+            events.append(make_delta(uid, index=count, ids=(1,), text="x", attempt=submit.attempt, finish=finish))
+            self.live[uid] = (submit, count + 1)
+            if is_last:
+                del self.live[uid]
+        return Result(events, make_stats(num_running=len(self.live)))
+
+    def abort_all(self, error: str) -> list[TokenDelta]:
+        self.calls.append("abort_all")
+        finish = make_finish(FinishReason.ERROR, error=error)
+        events = [make_delta(uid, attempt=s.attempt, index=n, finish=finish) for uid, (s, n) in self.live.items()]
+        self.live.clear()
+        return events
+
+
+class Bench:
+    """A driver, its inbox, and what it sent."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.engine = ScriptedEngine()
+        self.inbox: SimpleQueue[Parcel] = SimpleQueue()
+        self.sent: list[tuple[int, list[Event]]] = []
+        self.sent_now: list[tuple[int, list[Event]]] = []
+        self.num_heartbeats = 0
+        self.engine_loop = self.make_engine_loop(metrics)
+
+    def make_engine_loop(self, metrics: Metrics, **more: Any) -> EngineLoop:
+        engine: Any = self.engine
+        return EngineLoop(
+            engine,
+            inbox=self.inbox,
+            send=lambda api, events: self.sent.append((api, events)),
+            send_now=lambda api, events: self.sent_now.append((api, events)),
+            metrics=metrics,
+            beat=self._beat,
+            **more,
+        )
+
+    def _beat(self) -> None:
+        self.num_heartbeats += 1
+
+    def put(self, *commands: Command, api: int = 0) -> None:
+        self.inbox.put((api, tuple(map(encode_command, commands))))
+
+    def started(self) -> list[tuple[int, str, int]]:
+        """What was told ahead of being computed: API process, uid, attempt."""
+        told = [(api, event) for api, events in self.sent_now for event in events]
+        return [(api, event.uid, event.attempt) for api, event in told if isinstance(event, Started)]
+
+    def uids(self) -> list[list[str]]:
+        return [[event.uid for event in events if isinstance(event, TokenDelta)] for _, events in self.sent]
+
+
+@pytest.fixture
+def bench(metrics: Metrics) -> Bench:
+    return Bench(metrics)
+
+
+def test_a_step_sends_one_message_with_everybodys_events(bench: Bench) -> None:
+    bench.put(make_submit("a"), make_submit("b"))
+    bench.put(make_submit("c"))
+    bench.engine_loop.run_once()
+    assert bench.uids() == [["a", "b", "c"]]
+    assert bench.engine.calls == [("submit", "a", 0), ("submit", "b", 0), ("submit", "c", 0), "step"]
+
+
+def test_each_api_process_gets_its_own_events(bench: Bench) -> None:
+    bench.put(make_submit("a"), api=0)
+    bench.put(make_submit("b"), api=1)
+    bench.engine_loop.run_once()
+    assert [(api, [e.uid for e in events]) for api, events in bench.sent if all(hasattr(e, "uid") for e in events)] == [
+        (0, ["a"]),
+        (1, ["b"]),
+    ]
+
+
+def test_a_changed_limit_on_running_sequences_goes_once_with_the_next_events(bench: Bench) -> None:
+    def limits() -> list[list[int]]:
+        told = [[e.max_num_running for e in events if isinstance(e, RunningLimitChanged)] for _, events in bench.sent]
+        return [each for each in told if each]
+
+    bench.put(make_submit("a"))
+    bench.engine_loop.run_once()
+    assert not limits()
+    for limit in (5, 5, 7):
+        bench.engine.max_num_running = limit
+        bench.engine_loop.run_once()
+    assert limits() == [[5], [7]]
+
+
+def test_commands_that_arrive_during_a_step_act_before_the_next(bench: Bench) -> None:
+    bench.put(make_submit("a"))
+    bench.engine.before_step = lambda: bench.put(make_submit("b"))
+    bench.engine_loop.run_once()
+    bench.engine.before_step = lambda: None
+    bench.engine_loop.run_once()
+    assert bench.uids() == [["a"], ["a", "b"]]
+
+
+def test_a_cancelled_sequence_is_gone_before_the_next_step(bench: Bench) -> None:
+    bench.put(make_submit("a"), make_submit("b"))
+    bench.engine_loop.run_once()
+    bench.put(Cancel(uid="a"), Cancel(uid="unknown"))
+    bench.engine_loop.run_once()
+    assert bench.uids() == [["a", "b"], ["b"]]
+    assert bench.engine.calls[-2:] == [("cancel", "a"), "step"]
+
+
+def test_a_finished_sequence_can_no_longer_be_cancelled(bench: Bench) -> None:
+    bench.put(make_submit("a", max_tokens=1), make_submit("b"))
+    bench.engine_loop.run_once()
+    bench.put(Cancel(uid="a"))
+    bench.engine_loop.run_once()
+    assert ("cancel", "a") not in bench.engine.calls
+
+
+def test_only_the_newest_attempt_is_heard(bench: Bench) -> None:
+    first = make_submit("a")
+    again = Submit(**{**{f: getattr(first, f) for f in first.__struct_fields__}, "attempt": 1})
+    bench.put(first)
+    bench.engine_loop.run_once()
+    bench.put(again)
+    bench.engine_loop.run_once()
+    assert bench.engine.calls == [("submit", "a", 0), "step", ("submit", "a", 1), "step"]
+    attempts = [event.attempt for _, events in bench.sent for event in events if isinstance(event, TokenDelta)]
+    assert attempts == [0, 1]
+    bench.engine.events_of_the_dead = [make_delta("a", index=1, ids=(1,), attempt=0)]
+    bench.engine_loop.run_once()
+    assert [e.attempt for e in bench.sent[-1][1] if isinstance(e, TokenDelta)] == [1]
+
+
+def test_when_the_engine_raises_every_request_ends_with_an_error_and_the_next_is_served(bench: Bench) -> None:
+    bench.put(make_submit("a"), make_submit("b"))
+    bench.engine.failures = [ZeroDivisionError("at /some/path")]
+    bench.engine_loop.run_once()
+    ((_, events),) = bench.sent
+    finishes = [event.finish for event in events if isinstance(event, TokenDelta)]
+    assert [finish and finish.reason for finish in finishes] == [FinishReason.ERROR] * 2
+    assert all(finish and "path" not in (finish.error or "") for finish in finishes)
+    bench.put(make_submit("c"))
+    bench.engine_loop.run_once()
+    assert bench.uids()[1] == ["c"]
+
+
+def test_an_engine_that_fails_twice_in_a_row_is_given_up(bench: Bench) -> None:
+    bench.engine.failures = [ValueError("once"), ValueError("twice")]
+    bench.put(make_submit("a"))
+    bench.engine_loop.run_once()
+    bench.put(make_submit("b"))
+    with pytest.raises(RuntimeError, match="twice in a row"):
+        bench.engine_loop.run_once()
+    assert bench.uids() == [["a"], ["b"]], "the second one has its ending, too"
+
+
+def test_failures_with_success_between_them_are_survived(bench: Bench) -> None:
+    for uid in ("a", "b", "c"):
+        bench.engine.failures = [ValueError(uid)]
+        bench.put(make_submit(uid))
+        bench.engine_loop.run_once()
+        bench.put(make_submit(uid + "!", max_tokens=1))
+        bench.engine_loop.run_once()
+    assert bench.uids() == [["a"], ["a!"], ["b"], ["b!"], ["c"], ["c!"]]
+
+
+def test_an_idle_turn_does_not_walk_the_block_pool(bench: Bench) -> None:
+    for uid in ("a", "b"):
+        bench.put(make_submit(uid, max_tokens=1))
+        bench.engine_loop.run_once()
+    assert bench.engine.calls == [("submit", "a", 0), "step", ("submit", "b", 0), "step"]
+    assert bench.inbox.empty()
+
+
+def test_what_begins_is_told_before_it_is_computed_and_once(bench: Bench) -> None:
+    told: list[int] = []
+    bench.engine.before_step = lambda: told.append(len(bench.started()))
+    bench.put(make_submit("a", max_tokens=3))
+    bench.put(make_submit("b", max_tokens=3), api=1)
+    bench.engine_loop.run_once()
+    bench.engine_loop.run_once()
+    assert told == [2, 2]
+    assert bench.started() == [(0, "a", 0), (1, "b", 0)]
+
+
+def test_a_newer_attempt_begins_anew(bench: Bench) -> None:
+    bench.put(make_submit("a"))
+    bench.engine_loop.run_once()
+    bench.put(msgspec.structs.replace(make_submit("a"), attempt=1))
+    bench.engine_loop.run_once()
+    assert bench.started() == [(0, "a", 0), (0, "a", 1)]
+
+
+def test_a_grammar_begins_when_it_comes(bench: Bench) -> None:
+    """It is compiled beside the steps, long before its sequence is computed."""
+    bench.engine.submit = lambda submit: bench.engine.calls.append(len(bench.started()))  # type: ignore[method-assign]
+    bench.put(msgspec.structs.replace(make_submit("a"), grammar="start: /a+/"), make_submit("b"))
+    bench.engine_loop.run_once()
+    assert bench.engine.calls == [1, 1]
+    assert bench.started() == [(0, "a", 0)]
+
+
+def test_every_turn_is_a_sign_of_life(bench: Bench) -> None:
+    bench.put(make_submit("a", max_tokens=3))
+    bench.engine_loop.run_once()
+    before = bench.num_heartbeats
+    bench.engine_loop.run_once()
+    bench.engine_loop.run_once()
+    assert bench.num_heartbeats == before + 2
+
+
+def test_a_worker_that_waits_gives_signs_of_life(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_loop, "_BEAT_SECONDS", 0.001)
+    thread = threading.Thread(target=bench.engine_loop.run_once, daemon=True)
+    thread.start()
+    while bench.num_heartbeats < 5:
+        thread.join(0.001)
+    assert thread.is_alive(), "there is nothing to do"
+    bench.put(make_submit("a", max_tokens=1))
+    thread.join(60)
+    assert bench.uids() == [["a"]]
+
+
+_REFUSED_START = """
+import threading
+from types import SimpleNamespace
+import torch
+from service.config.settings import SettingsError
+from service.worker.worker import EngineAPI
+
+class Refusing(EngineAPI):
+    def __init__(self):
+        self.settings = SimpleNamespace(log_level="warning")
+        self.lifecycle = SimpleNamespace(die_with_main=lambda: None, epoch_seconds=SimpleNamespace(value=0.0))
+        self.word, self.stamps = None, {}
+
+    def build(self):
+        computing, matrix = threading.Event(), torch.ones(1000, 1000)
+
+        def compute():
+            while True:
+                torch.mm(matrix, matrix)
+                computing.set()
+
+        threading.Thread(target=compute, daemon=True).start()
+        computing.wait()
+        raise SettingsError("--kv-cache-memory holds too little")
+
+Refusing().setup("cpu")
+"""
+
+
+def test_a_refused_start_is_one_line_while_a_thread_computes() -> None:
+    done = subprocess.run([sys.executable, "-c", _REFUSED_START], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (EXIT_SETTINGS, "kvasir serve: --kv-cache-memory holds too little\n")
