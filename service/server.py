@@ -1,7 +1,8 @@
 """Composition root: LitServe with Kvasir's API, engine loop and routes, plus supervision and draining.
 
 LitServe does not handle SIGTERM. It restarts workers without their requests, and does not notice the death of its API
-process or queue process. This module adds the missing parts and handles no tokens.
+process. Its manager process with its queues is not started: commands and events pass through a socket. This module adds
+the missing parts and handles no tokens.
 """
 
 import asyncio
@@ -12,17 +13,16 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from types import FrameType, MethodType
+from types import FrameType, MethodType, SimpleNamespace
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 from litserve import LitServer
-from litserve.utils import WorkerSetupStatus
 
 from model.checkpoint.manifest import read_manifest
 from service.api.app import Frontend
@@ -34,21 +34,18 @@ from service.http.connection import BoundedHttpProtocol, ConnectionLimits
 from service.http.event_loop import slow_down_ticks
 from service.http.fd_limits import limit_connections
 from service.http.request_io import install_error_handlers
-from service.ipc.channel import EventChannel
+from service.ipc.channel import Channel
 from service.ipc.shared_state import Lifecycle, Phase, name_process
 from service.metrics.recorder import Metrics, prepare_directory
 from service.preprocess.served_model import read_served_model
 from service.supervisor.preflight import check_machine, check_port
 from service.supervisor.prespawned_worker import EARLY_WORKER
-from service.supervisor.supervisor import StartError, Supervisor, cause_of_death, failed_start
+from service.supervisor.supervisor import StartError, Supervisor, failed_start
 from service.supervisor.worker_launch import launch_worker
 from service.worker.worker import EngineAPI, WorkerLoop
 
 logger = logging.getLogger(__name__)
 
-# LitServe's queue process keeps serving a dead worker's get() for up to 1 s and drops the item it takes. So consecutive
-# workers use different queues. Eight queues exceed the number of workers that can die within that second.
-_NUM_INBOXES = 8
 _FOREIGN_PAGES = ("/docs", "/docs/oauth2-redirect", "/redoc")
 # Longer than the idle timeout of load balancers (60 s), so that the load balancer closes idle connections first.
 _KEEP_ALIVE_SECONDS = 75
@@ -64,6 +61,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         api: EngineAPI,
         *,
         frontend: Frontend,
+        channel: Channel,
         settings: ServeSettings,
         keys: ApiKeys,
         lifecycle: Lifecycle,
@@ -79,6 +77,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         )
         self.uvicorn_graceful_timeout = _CLOSE_SECONDS
         self._frontend = frontend
+        self._transport = channel
         self._settings = settings
         self._connection_limits = ConnectionLimits(
             max_connections=limit_connections(settings.max_connections),
@@ -89,9 +88,6 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         self._metrics = metrics
         self._hurry = threading.Event()
         self._exit_code = 0
-        self._manager: Any = None
-        self._inboxes: tuple[Any, ...] = ()
-        self._next_epoch = 0  # epoch of the next worker to start
         self._supervisor = Supervisor(
             lifecycle,
             metrics,
@@ -129,8 +125,6 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
             )
         except _StoppedWhileStarting:
             return 0
-        except (EOFError, OSError):  # run() waits on an event in LitServe's queue process, which has died
-            self._exit_code = self._exit_code or 1
         finally:
             self._end_children()
         return self._exit_code
@@ -149,27 +143,17 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         """Register nothing: Kvasir's own routes replace LitServe's `/`, `/health` and `/info`."""
 
     def _init_manager(self, num_api_servers: int) -> Any:
-        self._manager = super()._init_manager(num_api_servers)
-        self._transport = EventChannel()
-        self._lifecycle.manager_pid.value = self._manager._process.pid
-        self._inboxes = self._frontend.inboxes = tuple(self._manager.Queue() for _ in range(_NUM_INBOXES))
-        return self._manager
+        """Make what LitServe's `run` needs, without LitServe's manager process."""
+        self.workers_setup_status: dict[str, str] = {}
+        self._shutdown_event = threading.Event()  # only this process uses the event
+        return SimpleNamespace(shutdown=lambda: None)
 
-    def _get_request_queue(self, api_path: str) -> Any:
-        """Return the queue of the worker started next. LitServe calls this when it starts a worker."""
-        return self._inboxes[self._next_epoch % _NUM_INBOXES]
+    def _get_request_queue(self, api_path: str) -> None:
+        """Return no queue: commands pass through the channel."""
 
     def launch_inference_worker(self, lit_api: EngineAPI) -> list[BaseProcess]:
-        """Start the first worker in the prespawned process, instead of a new process that has imported nothing.
-
-        Requests that arrive before the worker's hello wait in its queue, which the frontend gets here as in LitServe.
-        """
-        self._frontend.request_queue = self._get_request_queue(lit_api.api_path)
-        return [self._launch_prespawned(lit_api)]
-
-    def _launch_prespawned(self, lit_api: EngineAPI) -> BaseProcess:
-        statuses, queue = self.workers_setup_status, self._get_request_queue(lit_api.api_path)
-        return launch_worker(lit_api, queue, self._transport, statuses, self._callback_runner)
+        """Start the first worker in the prespawned process, instead of a new process that has imported nothing."""
+        return [launch_worker(lit_api, self._transport, self._callback_runner)]
 
     def verify_worker_status(self) -> None:
         """Wait until the worker is ready. A worker that fails prints the reason in one line and exits.
@@ -178,7 +162,7 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
             StartError: the worker ended.
             _StoppedWhileStarting: SIGTERM or SIGINT arrived.
         """
-        while WorkerSetupStatus.READY not in self.workers_setup_status.values():
+        while self._lifecycle.ready_epoch.value < 0:
             if self._lifecycle.phase.value >= Phase.DRAINING:
                 self._abandon_start()
                 raise _StoppedWhileStarting
@@ -192,17 +176,6 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         for worker in self.inference_workers:
             worker.terminate()
             worker.join()
-        self._manager.shutdown()
-
-    def _perform_graceful_shutdown(self, *args: Any, **kwargs: Any) -> None:
-        """Shut LitServe down. Record a failure first if LitServe does so because its queue process died.
-
-        The failure enters the stopping phase, so that the API process sends its clients an error before it ends.
-        """
-        if self._lifecycle.phase.value < Phase.STOPPING:
-            self._manager._process.join(1.0)
-            self._fail(f"the queue process {cause_of_death(self._manager._process)}")
-        super()._perform_graceful_shutdown(*args, **kwargs)
 
     def _start_server(self, *args: Any, **kwargs: Any) -> dict[int, BaseProcess]:
         if self._lifecycle.phase.value == Phase.STARTING:
@@ -243,28 +216,25 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
     # Supervision.
 
     def _start_worker_monitoring(self, *args: Any) -> None:
-        """Monitor the worker. LitServe's own monitor, which this replaces, polls the queue process."""
+        """Monitor the worker, in place of LitServe's own monitor."""
         replace = partial(self._supervisor.keep_worker, self.inference_workers)
         threading.Thread(target=replace, name="replace", daemon=True).start()
 
     def _launch(self, epoch: int, word: Connection | None = None) -> BaseProcess:
         """Start the worker of an epoch. With `word`, start a standby that waits for a message on this connection."""
-        self._next_epoch, self.lit_api.word = epoch, word
+        self.lit_api.word = word
         if word is None:
             EARLY_WORKER.begin(self._settings.checkpoint)
         else:
             EARLY_WORKER.begin_quietly()
-        return self._launch_prespawned(self.lit_api)
+        return launch_worker(self.lit_api, self._transport, self._callback_runner)
 
     def _watch(self, api_process: BaseProcess) -> None:
         """Supervise the child processes until main ends.
 
         This thread must not end earlier: its children die with it, see `Lifecycle.die_with_main`.
         """
-        threading.Thread(target=self._supervisor.listen, args=(self._inboxes[0].qsize,), daemon=True).start()
-        self._supervisor.keep_watch(
-            api=api_process, queue=self._manager._process, worker=lambda: self.inference_workers[0]
-        )
+        self._supervisor.keep_watch(api=api_process, worker=lambda: self.inference_workers[0])
 
     def _fail(self, message: str, hung: BaseProcess | None = None) -> None:
         logger.error("%s", message)
@@ -298,10 +268,9 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         self._stop()
 
     def _stop(self) -> None:
-        """Wake `run`. LitServe then ends the API process, the workers and the queue process, in that order."""
+        """Wake `run`. LitServe then ends the API process and the workers, in that order."""
         self._lifecycle.enter(Phase.STOPPING)
-        with suppress(EOFError, ConnectionError, FileNotFoundError):  # the queue process may have died
-            self._shutdown_event.set()
+        self._shutdown_event.set()
 
 
 class _StoppedWhileStarting(Exception):
@@ -336,7 +305,8 @@ def build_server(settings: ServeSettings, *, engine_api: type[EngineAPI] = Engin
     except OSError as error:
         raise StartError(f"metrics cannot be written ({error.strerror}); set TMPDIR to another directory") from None
     lifecycle = Lifecycle(main_pid=os.getpid())
-    frontend = Frontend(settings, served=serving, lifecycle=lifecycle, metrics=metrics)
+    channel = Channel()
+    frontend = Frontend(settings, served=serving, channel=channel, lifecycle=lifecycle, metrics=metrics)
     api = engine_api(
         settings,
         manifest=manifest,
@@ -345,7 +315,9 @@ def build_server(settings: ServeSettings, *, engine_api: type[EngineAPI] = Engin
         loop=WorkerLoop(),
         spec=frontend,
     )
-    return KvasirServer(api, frontend=frontend, settings=settings, keys=keys, lifecycle=lifecycle, metrics=metrics)
+    return KvasirServer(
+        api, frontend=frontend, channel=channel, settings=settings, keys=keys, lifecycle=lifecycle, metrics=metrics
+    )
 
 
 def _requests(number: int, state: str) -> str:

@@ -35,7 +35,7 @@ def load_model(
 ) -> Transformer:
     """Load a model onto its device, in `dtype`, ready for inference.
 
-    Tensors are read, converted and moved slice by slice, so no tensor is ever in memory twice, see `model.checkpoint.weights`.
+    Tensors are read, converted and moved slice by slice, so no tensor is ever in memory twice, see `weights.py`.
 
     Args:
         packs_next: the caller converts all matrices before it uses the model, so they need not be copied from the

@@ -1,7 +1,7 @@
 """API process: routes, admission, delivery, cancellation, replay. Imports no torch.
 
-LitServe gives this spec its request queue and runs one copy of the spec in each API process. One LitAPI, one queue and
-one worker serve all routes. Results arrive through `event_channel`, one message per engine step.
+LitServe runs this spec in the API process. One LitAPI and one worker serve all routes. Commands and events pass through
+`service.ipc.channel`, with one message of events per engine step.
 """
 
 import asyncio
@@ -31,7 +31,8 @@ from service.api.readiness import get_readiness
 from service.api.tokenization import TokenizerRoutes
 from service.config.settings import ServeSettings
 from service.http.request_io import json_response
-from service.ipc.messages import API_PATH, BUS, Cancel, Command, WorkerReady, decode_events, encode_command
+from service.ipc.channel import Channel
+from service.ipc.messages import API_PATH, Command, CommandBatch, WorkerReady, decode_events, encode_commands
 from service.ipc.shared_state import Lifecycle
 from service.ipc.watchdog import Watchdog
 from service.metrics.recorder import EngineState, Metrics, render
@@ -53,12 +54,21 @@ _PLAYGROUND = Path(__file__).parent / "playground" / "index.html"
 
 
 class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
-    """Routes and state of one API process."""
+    """Routes and state of the API process."""
 
-    def __init__(self, settings: ServeSettings, *, served: ServedModel, lifecycle: Lifecycle, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        settings: ServeSettings,
+        *,
+        served: ServedModel,
+        channel: Channel,
+        lifecycle: Lifecycle,
+        metrics: Metrics,
+    ) -> None:
         super().__init__()
         self.api_path = API_PATH
         self._settings = settings
+        self._channel = channel
         self._lifecycle = lifecycle
         self._worker_watchdog = Watchdog(lambda: lifecycle.worker_signs)
         self._metrics = metrics
@@ -113,7 +123,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         width = served.manifest.config.hidden_size
         self._embeddings = Embeddings(settings, intake=intake, processor=self._processor, width=width)
         self._hello: WorkerReady | None = None
-        self.inboxes: tuple[Any, ...] = ()  # successive workers use them in turn; set before this process is forked
+        self._epoch = 0  # of the worker that gets the commands
 
     @property
     def stream(self) -> bool:
@@ -276,24 +286,14 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self._lifecycle.num_active.value = self._engine_client.num_requests + self._engine_client.num_looks
 
     def _send(self, commands: Sequence[Command]) -> None:
-        """Put commands on the queue of the last worker that sent `WorkerReady`.
-
-        All commands form one item, because each item costs a round trip to LitServe's manager process.
-
-        Raises:
-            Draining: LitServe's queue process is gone, and main is about to stop the service.
-        """
-        payload = tuple(map(encode_command, commands))
-        try:
-            self.request_queue.put((self.response_queue_id, BUS, time.monotonic(), payload))
-        except (EOFError, OSError):
-            # A cancel needs no error: nothing is computed any more.
-            if not all(isinstance(command, Cancel) for command in commands):
-                raise Draining("the server is shutting down", retry_after_seconds=1.0) from None
+        """Send commands to the last worker that sent `WorkerReady`, or to the first worker before that."""
+        self._channel.submit(encode_commands(CommandBatch(self._epoch, list(commands))))
 
     def _hear_hello(self, hello: WorkerReady) -> None:
         self._hello = hello
-        self.request_queue = self.inboxes[hello.epoch % len(self.inboxes)]
+        if hello.epoch != self._epoch:
+            self._epoch = hello.epoch
+            self._channel.discard_unsent()
 
 
 def _admission(settings: ServeSettings, metrics: Metrics) -> Admission:

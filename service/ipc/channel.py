@@ -1,17 +1,19 @@
-"""Unix socket that carries events from the worker to the API process.
+"""Unix sockets between the API process and the worker: commands one way, events the other way.
 
-LitServe's own transport passes each message through its queue process and through a thread of the API process. That
-costs about 0.33 ms of CPU per message; a step of 16 streams can spare 0.5 ms. Here the worker writes to the socket, and
-the event loop reads the message and delivers it in the same iteration. LitServe's reader task is not used: it waits
-forever. The socket uses sequenced packets (unix(7)), which are written whole or not at all. A worker that dies while it
-writes therefore leaves no partial packet. A longer message is split into packets; its first packet is marked, so that
-the reader drops a message whose beginning or end is missing.
+The event loop of the API process reads a message and delivers it in the same iteration. The worker's engine loop reads
+commands before each step. No other process or thread handles a message.
+
+The sockets use sequenced packets (unix(7)), which are written whole or not at all. A process that dies while it writes
+therefore leaves no partial packet. A longer message is split into packets; its first packet is marked, so that the
+reader drops a message whose beginning or end is missing.
 """
 
 import asyncio
+import select
 import socket
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from litserve.transport.base import MessageTransport
@@ -25,52 +27,97 @@ _BEGINS, _ENDS = 1, 2
 _MAX_PACKETS_A_TURN = 16
 
 
-class EventChannel(MessageTransport):  # type: ignore[misc]  # litserve has no types
-    """LitServe message transport with one consumer. Created before the processes; each process has both socket ends.
+class Channel(MessageTransport):  # type: ignore[misc]  # litserve has no types
+    """LitServe message transport with one API process. Created before the processes; each has all socket ends.
 
-    `send` is thread-safe and blocks while the socket is full. One event loop receives. Only one worker sends at a time:
-    a replacement sends after the worker that it replaces.
+    The API process calls `submit`, `discard_unsent` and `deliver_to`, in one event loop. The worker calls `send` and
+    `receive`. Only one worker uses the channel at a time: a replacement begins after the worker that it replaces.
     """
 
     def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._reader.setblocking(False)
-        self._writer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_BUFFER_BYTES)  # the kernel caps this value
+        self._sockets: tuple[socket.socket, ...] = (*_socket_pair(), *_socket_pair())
         self._prepare()
 
-    def __getstate__(self) -> tuple[socket.socket, socket.socket]:
-        """Return the two sockets, which multiprocessing passes to a new worker as file descriptors."""
-        return self._reader, self._writer
+    def __getstate__(self) -> tuple[socket.socket, ...]:
+        """Return the sockets, which multiprocessing passes to a new worker as file descriptors."""
+        return self._sockets
 
-    def __setstate__(self, ends: tuple[socket.socket, socket.socket]) -> None:
-        self._reader, self._writer = ends
+    def __setstate__(self, sockets: tuple[socket.socket, ...]) -> None:
+        self._sockets = sockets
         self._prepare()
 
     def _prepare(self) -> None:
+        event_reader, self._event_writer, command_reader, self._command_writer = self._sockets
+        for end in (event_reader, command_reader, self._command_writer):
+            end.setblocking(False)
+        self._events, self._commands = _MessageReader(event_reader), _MessageReader(command_reader)
         self._sending = threading.Lock()
-        self._packet = memoryview(bytearray(1 + _PACKET_BYTES))
-        self._gathered = bytearray()
-        self._is_gathering = False
-        self._receive: Callable[[bytes], None] | None = None
+        self._unsent: deque[list[bytes | memoryview]] = deque()
+        self._is_full = False
+        self._deliver: Callable[[bytes], None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._poll = select.poll()
+        self._poll.register(command_reader.fileno(), select.POLLIN)
 
-    def send(self, item: bytes, consumer_id: int) -> None:
-        """Send a message to the API process. Messages arrive in the order of sending.
+    # The worker.
+
+    def send(self, item: bytes, consumer_id: int = 0) -> None:
+        """Send a message to the API process. Thread-safe; blocks while the socket is full.
 
         Raises:
             OSError: the channel is closed.
         """
-        message = memoryview(item)
         with self._sending:
-            for start in range(0, max(1, len(message)), _PACKET_BYTES):
-                end = start + _PACKET_BYTES
-                flags = (_BEGINS if start == 0 else 0) | (_ENDS if end >= len(message) else 0)
-                self._writer.sendmsg((bytes((flags,)), message[start:end]))
+            for packet in _packets(item):
+                self._event_writer.sendmsg(packet)
 
-    def deliver_to(self, receive: Callable[[bytes], None]) -> None:
-        """Call `receive` with each message, in the running event loop. `receive` must not raise."""
-        self._receive, self._loop = receive, asyncio.get_running_loop()
-        self._loop.add_reader(self._reader.fileno(), self._read)
+    def receive(self, timeout_seconds: float) -> bytes | None:
+        """Return the next message of the API process; None if none has arrived whole before the timeout."""
+        message = self._commands.read()
+        if message is None and timeout_seconds > 0.0:
+            self._poll.poll(1000.0 * timeout_seconds)
+            message = self._commands.read()
+        return message
+
+    # The API process.
+
+    def submit(self, message: bytes) -> None:
+        """Send a message to the worker. Packets that the socket cannot take now wait in this process, in order."""
+        self._unsent.extend(_packets(message))
+        if not self._is_full:
+            self._flush()
+
+    def discard_unsent(self) -> None:
+        """Drop the packets that wait in this process, because the worker that they were meant for has died."""
+        self._unsent.clear()
+
+    def _flush(self) -> None:
+        was_full, self._is_full = self._is_full, False
+        while self._unsent:
+            try:
+                self._command_writer.sendmsg(self._unsent[0])
+            except BlockingIOError:
+                self._is_full = True
+                break
+            self._unsent.popleft()
+        if self._is_full and not was_full:
+            asyncio.get_running_loop().add_writer(self._command_writer.fileno(), self._flush)
+        elif was_full and not self._is_full:
+            asyncio.get_running_loop().remove_writer(self._command_writer.fileno())
+
+    def deliver_to(self, deliver: Callable[[bytes], None]) -> None:
+        """Call `deliver` with each message of a worker, in the running event loop. `deliver` must not raise."""
+        self._deliver, self._loop = deliver, asyncio.get_running_loop()
+        self._loop.add_reader(self._events.source.fileno(), self._read)
+
+    def _read(self) -> None:
+        """Read one message and deliver it. The event loop calls again for the next message or the rest of a long one.
+
+        An unfinished message of a dead worker is dropped.
+        """
+        if (message := self._events.read()) is not None:
+            assert self._deliver is not None
+            self._deliver(message)
 
     async def areceive(self, consumer_id: int, timeout: float | None = None, block: bool = True) -> NoReturn:
         """Wait until cancelled. LitServe's reader task calls this; messages arrive by `deliver_to` instead."""
@@ -80,20 +127,31 @@ class EventChannel(MessageTransport):  # type: ignore[misc]  # litserve has no t
     def close(self, send_sentinel: bool = True) -> None:
         """Stop sending and receiving in this process. Other processes have their own socket ends."""
         if self._loop is not None:
-            self._loop.remove_reader(self._reader.fileno())
-        self._reader.close()
-        self._writer.close()
+            self._loop.remove_reader(self._events.source.fileno())
+            self._loop.remove_writer(self._command_writer.fileno())
+        for end in self._sockets:
+            end.close()
 
-    def _read(self) -> None:
-        """Read one message and deliver it. The event loop calls again for the next message or the rest of a long one.
 
-        An unfinished message of a dead worker is dropped.
+class _MessageReader:
+    """Reader that joins the packets of a non-blocking socket into messages."""
+
+    def __init__(self, source: socket.socket) -> None:
+        self.source = source
+        self._packet = memoryview(bytearray(1 + _PACKET_BYTES))
+        self._gathered = bytearray()
+        self._is_gathering = False
+
+    def read(self) -> bytes | None:
+        """Return the next message; None if it has not arrived whole, or is longer than `_MAX_PACKETS_A_TURN`.
+
+        In the second case the next calls read on.
         """
         for _ in range(_MAX_PACKETS_A_TURN):
             try:
-                num_bytes = self._reader.recv_into(self._packet)
+                num_bytes = self.source.recv_into(self._packet)
             except BlockingIOError:
-                break
+                return None
             flags = self._packet[0]
             if flags & _BEGINS:
                 self._gathered.clear()
@@ -103,6 +161,21 @@ class EventChannel(MessageTransport):  # type: ignore[misc]  # litserve has no t
             self._gathered += self._packet[1:num_bytes]
             if flags & _ENDS:
                 self._is_gathering = False
-                assert self._receive is not None
-                self._receive(bytes(self._gathered))
-                break
+                return bytes(self._gathered)
+        return None
+
+
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Return a reader and a writer."""
+    reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    writer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_BUFFER_BYTES)  # the kernel caps this value
+    return reader, writer
+
+
+def _packets(message: bytes) -> Iterator[list[bytes | memoryview]]:
+    """Yield the packets of a message, as buffers for `sendmsg`."""
+    view = memoryview(message)
+    for start in range(0, max(1, len(view)), _PACKET_BYTES):
+        end = start + _PACKET_BYTES
+        flags = (_BEGINS if start == 0 else 0) | (_ENDS if end >= len(view) else 0)
+        yield [bytes((flags,)), view[start:end]]

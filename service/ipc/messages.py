@@ -1,8 +1,7 @@
 """Messages between the API process and the worker: frozen structs without torch, and their msgpack encoding.
 
-Commands travel API -> worker, events travel worker -> API (`event_channel`). LitServe's command queue lives in a
-manager process that unpickles and re-pickles every item. The items are therefore `bytes` (msgpack), which pickle only
-copies. Times are `time.monotonic()` seconds: on Linux all processes of a machine share this clock.
+Commands travel API -> worker, events travel worker -> API (`service.ipc.channel`). Times are `time.monotonic()`
+seconds: on Linux all processes of a machine share this clock.
 """
 
 from enum import StrEnum
@@ -84,8 +83,6 @@ Command: TypeAlias = Submit | Cancel | AttentionQuery
 
 # LitServe names the command queue after a route.
 API_PATH = "/v1/completions"
-# Constant uid of every item on LitServe's queue. The uids of requests are inside the commands.
-BUS = "bus"
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -212,19 +209,29 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     num_non_finite: int = 0
 
 
-def encode_command(command: Command) -> bytes:
-    """Encode a command for LitServe's request queue."""
-    return _ENCODER.encode(command)
+class CommandBatch(msgspec.Struct, frozen=True, array_like=True):
+    """Commands that are sent together. Only the worker of this epoch obeys them.
+
+    The API process sends all unfinished requests again to a new worker. So a new worker ignores what a dead worker has
+    not read.
+    """
+
+    epoch: int
+    commands: list[Command]
 
 
-def decode_command(data: bytes) -> Command:
-    """Decode a command written by `encode_command`. Raises `msgspec.DecodeError` on any other bytes."""
-    command: Command = _COMMAND_DECODER.decode(data)
-    return command
+def encode_commands(batch: CommandBatch) -> bytes:
+    """Encode commands for the worker."""
+    return _ENCODER.encode(batch)
+
+
+def decode_commands(data: bytes) -> CommandBatch:
+    """Decode commands written by `encode_commands`. Raises `msgspec.DecodeError` on any other bytes."""
+    return _COMMANDS_DECODER.decode(data)
 
 
 def encode_events(events: list[Event]) -> bytes:
-    """Encode the events of one step for one API process."""
+    """Encode the events of one step."""
     return _ENCODER.encode(events)
 
 
@@ -234,5 +241,5 @@ def decode_events(data: bytes) -> list[Event]:
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_COMMAND_DECODER = msgspec.msgpack.Decoder(Command)
+_COMMANDS_DECODER = msgspec.msgpack.Decoder(CommandBatch)
 _EVENTS_DECODER = msgspec.msgpack.Decoder(list[Event])

@@ -5,7 +5,6 @@ Each word has one writer. No word needs a lock that a killed process could leave
 
 import contextlib
 import os
-import signal
 import time
 from ctypes import c_double, c_int, c_long
 from dataclasses import dataclass, field
@@ -37,7 +36,6 @@ class Lifecycle:
     num_heartbeats: heartbeats of the worker, one per step, or one per second while idle; written by the worker.
     num_api_beats: heartbeats of the API process, one per second; written by the API process.
     num_active: requests to the engine whose response is not finished; written by the API process.
-    manager_pid: process id of LitServe's queue process, 0 until the process is up; written by main.
     num_blocks: blocks of the KV-cache, 0 before the first worker has set it. Later workers use the same number.
     has_standby_memory: 0 if memory does not suffice for a standby worker; written by the first worker.
     """
@@ -51,7 +49,6 @@ class Lifecycle:
     num_heartbeats: c_long = field(default_factory=lambda: RawValue(c_long, 0))
     num_api_beats: c_long = field(default_factory=lambda: RawValue(c_long, 0))
     num_active: c_int = field(default_factory=lambda: RawValue(c_int, 0))
-    manager_pid: c_int = field(default_factory=lambda: RawValue(c_int, 0))
     num_blocks: c_int = field(default_factory=lambda: RawValue(c_int, 0))
     has_standby_memory: c_int = field(default_factory=lambda: RawValue(c_int, 1))
 
@@ -83,13 +80,9 @@ class Lifecycle:
         self.end_if_orphaned()
 
     def end_if_orphaned(self) -> None:
-        """Exit if main is gone. First kill the queue process, which does not check for main itself."""
-        if os.getppid() == self.main_pid:
-            return
-        if self.manager_pid.value:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.manager_pid.value, signal.SIGKILL)
-        os._exit(1)
+        """Exit if main is gone."""
+        if os.getppid() != self.main_pid:
+            os._exit(1)
 
 
 def name_process(name: str) -> None:

@@ -1,8 +1,7 @@
 """Supervision of the child processes by the main process.
 
-A dead worker is replaced. If the API process or the queue process dies, the service ends. A process that hangs is
-killed. The worker and the API process write heartbeats to shared memory. LitServe's queue process is polled. While the
-queue process does not respond, no other process is judged, because it may be waiting for the queue process.
+A dead worker is replaced. If the API process dies, the service ends. A process that hangs is killed. Both processes
+write heartbeats to shared memory.
 """
 
 import logging
@@ -11,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -27,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 # Interval of heartbeat checks. The kernel reports the end of a process at once.
 CHECK_SECONDS = 0.5
-# Interval of polls of the queue process, and the silence after which no other process is judged.
-_ASK_SECONDS, _UNANSWERED_SECONDS = 1.0, 2.5
 # A later start may take this many times as long as the first start, in addition to --hang-seconds.
 _SLOWEST_START = 10.0
 # The service ends at more worker deaths per minute, as restarts would go on forever.
@@ -90,9 +86,7 @@ class Supervisor:
         self._deaths: deque[float] = deque(maxlen=_MAX_WORKER_DEATHS_A_MINUTE)
         self._standby = Standby(lambda word: launch(lifecycle.epoch.value + 1, word))
         self._clock = clock
-        self._num_answers = 0  # polls that the queue process has answered
         self._start_seconds: float | None = None  # duration of the first worker's start
-        self._queue_dog = Watchdog(lambda: self._num_answers, clock=clock)
         self._api_dog = Watchdog(lambda: lifecycle.num_api_beats.value, clock=clock)
         self._worker_dog = Watchdog(lambda: lifecycle.worker_signs, clock=clock)
         self._hung: BaseProcess | None = None  # worker killed because it hung
@@ -134,26 +128,18 @@ class Supervisor:
             if workers[0] is dead:
                 return
 
-    def listen(self, ask: Callable[[], object]) -> None:
-        """Poll the queue process until it is gone. Run in a thread of its own, since a poll may block forever."""
-        with suppress(EOFError, OSError):
-            while True:
-                ask()
-                self._num_answers += 1
-                time.sleep(_ASK_SECONDS)
-
-    def keep_watch(self, *, api: BaseProcess, queue: BaseProcess, worker: Callable[[], BaseProcess]) -> NoReturn:
-        """Call `watch` at intervals, and at once when `api` or `queue` ends. Run it as `keep_worker` is run."""
+    def keep_watch(self, *, api: BaseProcess, worker: Callable[[], BaseProcess]) -> NoReturn:
+        """Call `watch` at intervals, and at once when `api` ends. Run it as `keep_worker` is run."""
         while True:
-            self.watch(api=api, queue=queue, worker=worker)
+            self.watch(api=api, worker=worker)
             is_over = self._lifecycle.phase.value == Phase.STOPPING
-            connection.wait([] if is_over else [api.sentinel, queue.sentinel], CHECK_SECONDS)
+            connection.wait([] if is_over else [api.sentinel], CHECK_SECONDS)
 
-    def watch(self, *, api: BaseProcess, queue: BaseProcess, worker: Callable[[], BaseProcess]) -> None:
-        """Check all child processes once, and start a standby worker if one is missing.
+    def watch(self, *, api: BaseProcess, worker: Callable[[], BaseProcess]) -> None:
+        """Check both child processes once, and start a standby worker if one is missing.
 
-        A hung worker is killed, and `keep_worker` replaces it. The service ends without the API process or the queue
-        process: a restart could restore neither the clients' connections nor the queued requests.
+        A hung worker is killed, and `keep_worker` replaces it. The service ends without the API process: a restart
+        could not restore the clients' connections.
         """
         lifecycle = self._lifecycle
         if lifecycle.phase.value == Phase.STOPPING:
@@ -162,9 +148,7 @@ class Supervisor:
             self._start_seconds = self._clock() - lifecycle.epoch_seconds.value
         if not api.is_alive():
             self._fail(f"the API process {cause_of_death(api)}")
-        elif not queue.is_alive():
-            self._fail(f"the queue process {cause_of_death(queue)}")
-        elif self._hang_seconds and self._end_hung(api=api, queue=queue, worker=worker):
+        elif self._hang_seconds and self._end_hung(api=api, worker=worker):
             pass
         elif self._wants_standby and lifecycle.ready_epoch.value == lifecycle.epoch.value:
             with self._launching:
@@ -174,14 +158,9 @@ class Supervisor:
     def _wants_standby(self) -> bool:
         return self._has_standby and self._lifecycle.has_standby_memory.value != 0
 
-    def _end_hung(self, *, api: BaseProcess, queue: BaseProcess, worker: Callable[[], BaseProcess]) -> bool:
+    def _end_hung(self, *, api: BaseProcess, worker: Callable[[], BaseProcess]) -> bool:
         """Kill a process that has been silent for too long. Return True if there was one."""
         limit = self._hang_seconds
-        if (silence := self._queue_dog.silence()) > limit:
-            self._fail(f"the queue process sent no heartbeat for {limit:g} s", queue)
-            return True
-        if silence > _UNANSWERED_SECONDS:
-            return False
         if self._api_dog.silence() > limit and self._lifecycle.num_api_beats.value:
             self._fail(f"the API process sent no heartbeat for {limit:g} s", api)
             return True

@@ -14,7 +14,6 @@ from litserve import LitAPI
 from litserve.callbacks.base import CallbackRunner
 from litserve.loops import inference_worker
 from litserve.transport.base import MessageTransport
-from litserve.utils import WorkerSetupStatus
 
 from service.supervisor.prespawned_worker import EARLY_WORKER, RECEIVED, Begun
 
@@ -82,16 +81,10 @@ class _HandedOver(SpawnPopen):
         self._begun.hand_over([tracker, *self._descriptors], order.getvalue())
 
 
-def launch_worker(
-    api: LitAPI, queue: Any, transport: MessageTransport, statuses: Any, callbacks: CallbackRunner
-) -> BaseProcess:
-    """Start a worker. Does the same as LitServe's `launch_single_inference_worker`, without its handling of routes.
-
-    Args:
-        statuses: LitServe's table of worker states, shared with the workers.
-    """
-    statuses[f"{api.api_path.split('/')[-1]}_0"] = WorkerSetupStatus.STARTING
-    order = (api, "cpu", 0, queue, transport, statuses, callbacks, True)
+def launch_worker(api: LitAPI, transport: MessageTransport, callbacks: CallbackRunner) -> BaseProcess:
+    """Start a worker. Does the same as LitServe's `launch_single_inference_worker`, without queue and state table."""
+    no_states: dict[str, str] = {}
+    order = (api, "cpu", 0, None, transport, no_states, callbacks, True)
     process = EarlyProcess(target=inference_worker, args=order, name="inference-worker")
     process.start()
     return process

@@ -6,21 +6,19 @@ The loop knows no processes or transports, so that a test can call each iteratio
 import logging
 import math
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from queue import Empty, SimpleQueue
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
 from service.ipc.messages import (
     AttentionQuery,
     AttentionResult,
     Cancel,
+    Command,
     Event,
     RunningLimitChanged,
     Started,
     Submit,
     TokenDelta,
-    decode_command,
 )
 from service.metrics.recorder import Metrics
 
@@ -38,16 +36,16 @@ _MAX_FAILURES_IN_A_ROW = 2
 # Interval between heartbeats of an idle worker.
 _BEAT_SECONDS = 1.0
 
-Parcel: TypeAlias = tuple[int, tuple[bytes, ...]]  # API process, encoded commands
-Send: TypeAlias = Callable[[int, list[Event]], None]
+Receive: TypeAlias = Callable[[float], Iterable[Command] | None]
+Send: TypeAlias = Callable[[list[Event]], None]
 
 
 class EngineLoop:
     """Engine loop. Its thread is the only one that uses the engine.
 
     Args:
-        inbox: commands from the pump thread.
-        send: sends events to an API process, in order.
+        receive: returns the next commands; None if none arrive within the given seconds.
+        send: sends events to the API process, in order.
         send_now: sends events like `send`, and returns only when the events have left this process.
         beat: heartbeat; called in every iteration, and every second of a wait.
         clock: seconds, to share the time between steps and attention looks.
@@ -57,7 +55,7 @@ class EngineLoop:
         self,
         engine: "Engine",
         *,
-        inbox: SimpleQueue[Parcel],
+        receive: Receive,
         send: Send,
         send_now: Send,
         metrics: Metrics,
@@ -65,18 +63,18 @@ class EngineLoop:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._engine = engine
-        self._inbox = inbox
+        self._receive = receive
         self._send = send
         self._send_now = send_now
         self._metrics = metrics
         self._beat = beat
-        self._tenants: dict[str, tuple[int, int]] = {}  # uid -> API process, attempt
-        self._started: set[str] = set()  # uids of `_owners` that the engine has begun to compute
-        self._looks: dict[str, tuple[int, AttentionQuery]] = {}  # uid -> API process, in order of arrival
+        self._attempts: dict[str, int] = {}  # attempt of each unfinished sequence, by uid
+        self._started: set[str] = set()  # uids of `_attempts` that the engine has begun to compute
+        self._looks: dict[str, AttentionQuery] = {}  # by uid, in order of arrival
         self._clock = clock
         self._next_look_seconds = -math.inf  # earliest time of the next look while sequences run
         self._num_failures = 0
-        self._max_num_running = engine.max_num_running  # last value sent to the API processes
+        self._max_num_running = engine.max_num_running  # last value sent to the API process
 
     def run_once(self) -> None:
         """Run one iteration: wait for work, take all commands, run at most one step and one look, send the events.
@@ -86,27 +84,26 @@ class EngineLoop:
         """
         if not self._engine.has_work and not self._looks:
             self._metrics.observe_idle()
-            self._handle(self._next_parcel())
-        with suppress(Empty):
-            while True:
-                self._handle(self._inbox.get_nowait())
+            self._handle(self._wait_for_commands())
+        while (commands := self._receive(0.0)) is not None:
+            self._handle(commands)
         self._beat()
         if self._engine.has_work:
             self._step()
         if self._looks and (not self._engine.has_work or self._clock() >= self._next_look_seconds):
             self._look()
 
-    def _next_parcel(self) -> Parcel:
+    def _wait_for_commands(self) -> Iterable[Command]:
         while True:
             self._beat()
-            with suppress(Empty):
-                return self._inbox.get(timeout=_BEAT_SECONDS)
+            if (commands := self._receive(_BEAT_SECONDS)) is not None:
+                return commands
 
     def _look(self) -> None:
         """Compute the oldest attention look. Streams wait meanwhile, so steps get their share before the next look."""
         uid = next(iter(self._looks))
-        api_id, look = self._looks.pop(uid)
-        self._send_now(api_id, [Started(uid=uid, attempt=look.attempt)])
+        look = self._looks.pop(uid)
+        self._send_now([Started(uid=uid, attempt=look.attempt)])
         began, weights = self._clock(), None
         try:
             weights = self._engine.attention_weights(look.token_ids, layer=look.layer, heads=look.heads)
@@ -114,13 +111,13 @@ class EngineLoop:
             logger.exception("the engine failed on an attention look at layer %d", look.layer)
         ended = self._clock()
         self._next_look_seconds = ended + _STEPS_PER_LOOK * (ended - began)
-        self._send(api_id, [AttentionResult(uid=uid, weights=weights, compute_seconds=ended - began)])
+        self._send([AttentionResult(uid=uid, weights=weights, compute_seconds=ended - began)])
 
     def _step(self) -> None:
         try:
             result = self._engine.step(before=self._report_started)
         except Exception as error:  # on any failure every request gets an error, and the service continues
-            logger.exception("the engine failed; its %d sequences end with an error", len(self._tenants))
+            logger.exception("the engine failed; its %d sequences end with an error", len(self._attempts))
             self._num_failures += 1
             self._emit(self._engine.abort_all(_FAILED))
             self._metrics.flush()
@@ -131,22 +128,21 @@ class EngineLoop:
         self._emit(result.events)
         self._metrics.observe_step(result.stats)
 
-    def _handle(self, parcel: Parcel) -> None:
-        api_id, payload = parcel
-        for command in map(decode_command, payload):
+    def _handle(self, commands: Iterable[Command]) -> None:
+        for command in commands:
             match command:
                 case Submit():
-                    self._tenants[command.uid] = (api_id, command.attempt)
+                    self._attempts[command.uid] = command.attempt
                     self._started.discard(command.uid)
                     if command.grammar is not None:  # its compilation begins with `submit`, before any step
                         self._report_started([command.uid])
                     self._engine.submit(command)
                 case AttentionQuery():
-                    self._looks[command.uid] = (api_id, command)
+                    self._looks[command.uid] = command
                 case Cancel():
                     self._looks.pop(command.uid, None)
                     self._started.discard(command.uid)
-                    if self._tenants.pop(command.uid, None) is not None:
+                    if self._attempts.pop(command.uid, None) is not None:
                         self._engine.cancel(command.uid)
 
     def _report_started(self, uids: list[str]) -> None:
@@ -156,27 +152,21 @@ class EngineLoop:
         """
         new = [uid for uid in uids if uid not in self._started]
         self._started.update(new)
-        messages: dict[int, list[Event]] = {}
-        for uid in new:
-            api_id, attempt = self._tenants[uid]
-            messages.setdefault(api_id, []).append(Started(uid=uid, attempt=attempt))
-        for api_id, events in messages.items():
-            self._send_now(api_id, events)
+        if new:
+            self._send_now([Started(uid=uid, attempt=self._attempts[uid]) for uid in new])
 
     def _emit(self, deltas: list[TokenDelta]) -> None:
-        """Send each API process one message with its deltas of this step."""
-        messages: dict[int, list[Event]] = {}
+        """Send the deltas of this step in one message."""
+        events: list[Event] = []
         for delta in deltas:
-            tenant = self._tenants.get(delta.uid)
-            if tenant is None or tenant[1] != delta.attempt:
+            if self._attempts.get(delta.uid) != delta.attempt:
                 continue  # cancelled, or an older attempt
-            messages.setdefault(tenant[0], []).append(delta)
+            events.append(delta)
             if delta.finish is not None:
-                del self._tenants[delta.uid]
+                del self._attempts[delta.uid]
                 self._started.discard(delta.uid)
-        if messages and self._max_num_running != self._engine.max_num_running:
+        if events and self._max_num_running != self._engine.max_num_running:
             self._max_num_running = self._engine.max_num_running
-            for events in messages.values():
-                events.append(RunningLimitChanged(max_num_running=self._max_num_running))
-        for api_id, events in messages.items():
-            self._send(api_id, events)
+            events.append(RunningLimitChanged(max_num_running=self._max_num_running))
+        if events:
+            self._send(events)

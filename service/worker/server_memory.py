@@ -2,7 +2,7 @@
 
 A server is several processes under one memory limit. The worker plans the memory of all processes, because only the
 worker knows the device and the dtype. It plans after its imports and before it reads the weights. Memory already used
-(main, LitServe's queue process, this worker's imports) is measured. Memory needed later is computed from the model and
+(main, this worker's imports) is measured. Memory needed later is computed from the model and
 the settings:
 
     weights          in the dtype of computation, a tied embedding twice, plus copies packed for native kernels
@@ -22,8 +22,8 @@ from service.config.settings import ModelSettings
 logger = logging.getLogger(__name__)
 
 _MIB = 2**20
-# The API process takes 32 MiB idle and 51 MiB while it sends 64 responses with logprobs; the tokenizer, metrics
-# and the queue process grow by 12 MiB (proportional set sizes, Python 3.12, kvasir-9m).
+# The API process takes 32 MiB idle and 51 MiB while it sends 64 responses with logprobs; the tokenizer and metrics
+# grow by 12 MiB (proportional set sizes, Python 3.12, kvasir-9m).
 _SERVICE_BYTES = 64 * _MIB
 # Rows of hidden size per token: hidden states, norms, queries, keys, values and attention output of one layer.
 _HIDDEN_COPIES = 8

@@ -1,8 +1,7 @@
 """Worker process: LitAPI builds the engine, and LitLoop runs it in one thread.
 
-Each access to LitServe's queue is a round trip to another process. So a pump thread moves commands from that queue to
-an in-process inbox. The engine loop blocks on the inbox while there is no work, and empties it before each step. The
-loop puts the events of each step into an outbox, from which a carrier thread sends them to the API process.
+The engine loop reads commands from the channel before each step, and waits there while there is no work. The loop puts
+the events of each step into an outbox, from which a carrier thread sends them to the API process.
 """
 
 import gc
@@ -26,12 +25,13 @@ from litserve.specs.base import LitSpec
 from model.checkpoint.manifest import Manifest
 from service.config import log_setup
 from service.config.settings import ServeSettings, SettingsError, effective_values
-from service.ipc.messages import API_PATH, Event, WorkerReady, encode_events
+from service.ipc.channel import Channel
+from service.ipc.messages import API_PATH, Command, Event, WorkerReady, decode_commands, encode_events
 from service.ipc.serving_path import get_serving_path
 from service.ipc.shared_state import Lifecycle, Phase, name_process
 from service.metrics.recorder import WORKER, Metrics
 from service.worker.checkpoint_guard import check_unchanged, stamps_of
-from service.worker.engine_loop import EngineLoop, Parcel
+from service.worker.engine_loop import EngineLoop
 from service.worker.server_memory import ServerNeeds
 from service.worker.standby import wait_for_word
 
@@ -48,7 +48,7 @@ EXIT_START_FAILED, EXIT_SETTINGS = 3, 4
 _CPU_MEMORY = "can't allocate memory"
 # Tokens of the warm-up step on a CPU. A longer step takes seconds with a large model and has no further use.
 _CPU_WARM_UP_TOKENS = 16
-# Minimum interval of messages to an API process, because each message wakes its event loop.
+# Minimum interval of messages to the API process, because each message wakes its event loop.
 _MESSAGE_SECONDS = 0.0005
 
 
@@ -139,33 +139,20 @@ class WorkerLoop(LitLoop):  # type: ignore[misc]
         lit_api: EngineAPI,
         device: str,
         worker_id: int,
-        request_queue: Any,
-        transport: Any,
-        workers_setup_status: Any,
+        request_queue: None,
+        transport: Channel,
+        workers_setup_status: dict[str, str],
         callback_runner: Any,
     ) -> NoReturn:
         """Serve until the process ends."""
-        _empty(request_queue)
-        inbox: SimpleQueue[Parcel] = SimpleQueue()
-        outbox: SimpleQueue[tuple[int, list[Event]]] = SimpleQueue()
-
-        def send(api_id: int, events: list[Event]) -> None:
-            outbox.put((api_id, events))
-
-        def send_now(api_id: int, events: list[Event]) -> None:
-            self._put(transport, api_id, events)
-
-        carrier = threading.Thread(target=self._carry, args=(outbox, transport), name="carrier", daemon=True)
-        carrier.start()
-        pump = threading.Thread(
-            target=self._pump, args=(request_queue, inbox, lit_api.lifecycle), name="pump", daemon=True
-        )
-        pump.start()
+        outbox: SimpleQueue[list[Event]] = SimpleQueue()
+        threading.Thread(target=_carry, args=(outbox, transport), name="carrier", daemon=True).start()
+        lifecycle = lit_api.lifecycle
         metrics = Metrics(lit_api.settings.model_name or lit_api.manifest.name, process=WORKER)
         facts = lit_api.facts
         hello = WorkerReady(
             worker_id=worker_id,
-            epoch=lit_api.lifecycle.epoch.value,
+            epoch=lifecycle.epoch.value,
             device=facts.device,
             dtype=facts.dtype,
             attention=facts.attention,
@@ -179,51 +166,50 @@ class WorkerLoop(LitLoop):  # type: ignore[misc]
         metrics.observe_worker_start(hello)
         metrics.record_serving_path(get_serving_path(hello))
         logger.info("%s, ready after %.1f s", facts, hello.startup_seconds)
-        send(0, [hello])
-        lit_api.lifecycle.ready_epoch.value = hello.epoch
+        _send(transport, [hello])
+        lifecycle.ready_epoch.value = hello.epoch
+
+        def receive(timeout_seconds: float) -> list[Command] | None:
+            if (message := transport.receive(timeout_seconds)) is None:
+                return None
+            batch = decode_commands(message)
+            return batch.commands if batch.epoch == hello.epoch else []
+
+        def beat() -> None:
+            lifecycle.beat()
+            lifecycle.end_if_orphaned()
+
         engine_loop = EngineLoop(
             lit_api.engine,
-            inbox=inbox,
-            send=send,
-            send_now=send_now,
+            receive=receive,
+            send=outbox.put,
+            send_now=lambda events: _send(transport, events),
             metrics=metrics,
-            beat=lit_api.lifecycle.beat,
+            beat=beat,
         )
         gc.collect()
         gc.freeze()  # long-lived objects: scanning them in later collections would delay every stream
         while True:
             engine_loop.run_once()
 
-    def _carry(self, outbox: SimpleQueue[tuple[int, list[Event]]], transport: Any) -> NoReturn:
-        """Send events to the API process while the next step computes. Sending blocks while the API process is behind.
 
-        Events that arrive between two messages are sent together, since a step may be shorter than the cost of a
-        message.
-        """
-        while True:
-            messages = gathered(outbox)
-            next_seconds = time.monotonic() + _MESSAGE_SECONDS
-            for api_id, events in messages.items():
-                self._put(transport, api_id, events)
-            time.sleep(max(0.0, next_seconds - time.monotonic()))
+def _carry(outbox: SimpleQueue[list[Event]], transport: Channel) -> NoReturn:
+    """Send events to the API process while the next step computes. Sending blocks while the API process is behind.
 
-    def _put(self, transport: Any, api_id: int, events: list[Event]) -> None:
-        message = encode_events(events)
-        try:
-            transport.send(message, api_id)
-        except OSError:  # the channel is closed; main ends the service
-            os._exit(1)
+    Events that arrive between two messages are sent together, since a step may be shorter than the cost of a message.
+    """
+    while True:
+        events = gathered(outbox)
+        next_seconds = time.monotonic() + _MESSAGE_SECONDS
+        _send(transport, events)
+        time.sleep(max(0.0, next_seconds - time.monotonic()))
 
-    def _pump(self, request_queue: Any, inbox: SimpleQueue[Parcel], lifecycle: Lifecycle) -> None:
-        while True:
-            lifecycle.end_if_orphaned()
-            try:
-                item = self.get_request(request_queue, timeout=1.0)
-            except (EOFError, OSError):  # the queue process has died; main ends the service
-                os._exit(1)
-            if item is not None:
-                api_id, _, _, payload = item
-                inbox.put((api_id, payload))
+
+def _send(transport: Channel, events: list[Event]) -> None:
+    try:
+        transport.send(encode_events(events))
+    except OSError:  # the channel is closed; main ends the service
+        os._exit(1)
 
 
 def _end_start(error: Exception, *, is_memory: bool) -> NoReturn:
@@ -239,25 +225,13 @@ def _end_start(error: Exception, *, is_memory: bool) -> NoReturn:
     os._exit(EXIT_SETTINGS if isinstance(error, SettingsError) else EXIT_START_FAILED)
 
 
-def _empty(request_queue: Any) -> None:
-    """Drop the queue's items, which were sent to an earlier worker.
-
-    The API process sends all unfinished requests again after this worker's `WorkerReady`.
-    """
+def gathered(outbox: SimpleQueue[list[Event]]) -> list[Event]:
+    """Return all events of the outbox, in order. Block until there is an event."""
+    events = list(outbox.get())
     with suppress(Empty):
         while True:
-            request_queue.get_nowait()
-
-
-def gathered(outbox: SimpleQueue[tuple[int, list[Event]]]) -> dict[int, list[Event]]:
-    """Return all events of the outbox by API process, in order. Block until there is an event."""
-    api_id, events = outbox.get()
-    messages = {api_id: list(events)}
-    with suppress(Empty):
-        while True:
-            api_id, events = outbox.get_nowait()
-            messages.setdefault(api_id, []).extend(events)
-    return messages
+            events.extend(outbox.get_nowait())
+    return events
 
 
 def _obey_only_main(lifecycle: Lifecycle) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -96,22 +95,10 @@ class Service:
         """The process that talks to clients."""
         return self._named("kvasir-api")
 
-    @property
-    def queue(self) -> psutil.Process:
-        """LitServe's process with the queues: the one that was forked and has not taken another name."""
-        started = {"spawn_main", "resource_tracker", "template_sandbox", "structured"}
-        others = (child for child in self.children if not child.name().startswith("kvasir-"))
-        (process,) = (child for child in others if not started & set(_words(child)))
-        return process
-
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Signal main and wait; its exit code."""
         self.process.send_signal(number)
         return self.process.wait(PATIENCE_SECONDS)
-
-
-def _words(process: psutil.Process) -> list[str]:
-    return re.findall(r"\w+", " ".join(process.cmdline()))
 
 
 def free_port() -> int:

@@ -1,6 +1,5 @@
-"""Requests that kill the worker, and what becomes of the others; deaths of the standby and of the queue process."""
+"""Requests that kill the worker, and what becomes of the others; deaths of the standby."""
 
-import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +9,7 @@ import psutil
 import pytest
 
 from tests.e2e.poisoned import KILLS
-from tests.e2e.process import PATIENCE_SECONDS, START_SECONDS, Service, alive, serving, wait_until
+from tests.e2e.process import START_SECONDS, Service, alive, serving, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -57,20 +56,3 @@ def has_standby(service: Service, other_than: psutil.Process | None = None) -> C
         return any(name == "kvasir-standby" and child != other_than for child, name in names.items())
 
     return look
-
-
-def test_without_a_queue_process_the_service_tells_its_clients_ends_and_leaves_nobody(
-    long_checkpoint: Path, tmp_path: Path
-) -> None:
-    with serving(long_checkpoint, tmp_path) as service:
-        family = service.children
-        fields = {"prompt": "once", "max_tokens": 8000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", service.url + "/v1/completions", json=fields, timeout=PATIENCE_SECONDS) as response:
-            lines = (line for line in response.iter_lines() if line)
-            next(lines)
-            service.queue.send_signal(signal.SIGKILL)
-            *_, last = lines
-        assert '"code":"draining"' in last
-        assert service.process.wait(PATIENCE_SECONDS) == 1
-        wait_until(lambda: not alive(family), what="every process to end")
-        assert "the queue process was killed by SIGKILL" in service.log.read_text()

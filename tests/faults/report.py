@@ -77,11 +77,7 @@ def _left(result: Result) -> Iterable[tuple[object, ...]]:
     assert after is not None
     yield "requests, blocks of the KV-cache", 0, 0
     yield "asyncio tasks of the API process", before.num_tasks, after.num_tasks
-    yield (
-        "open files and sockets of the API process (a worker's queue is one, up to eight)",
-        before.num_files,
-        after.num_files,
-    )
+    yield "open files and sockets of the API process", before.num_files, after.num_files
     yield "memory of the API process, MiB", before.api_bytes >> 20, after.api_bytes >> 20
     yield "memory of the worker, MiB", before.worker_bytes >> 20, after.worker_bytes >> 20
     yield "processes after the server ended", f"{result.num_processes} started in total", result.num_orphans

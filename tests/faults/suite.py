@@ -153,7 +153,7 @@ def _left(result: Result) -> Iterator[str]:
     before, after = result.before, result.after
     assert before is not None
     assert after is not None
-    if after.num_files > before.num_files + _new_queues(result):
+    if after.num_files > before.num_files:
         yield f"the API process holds {after.num_files} files, {before.num_files} before"
     if after.num_tasks > before.num_tasks:
         yield f"the API process has {after.num_tasks} tasks, {before.num_tasks} before"
@@ -161,11 +161,6 @@ def _left(result: Result) -> Iterator[str]:
         yield f"the API process holds {after.api_bytes >> 20} MiB, {before.api_bytes >> 20} before"
     if after.worker_bytes > before.worker_bytes + _ROOM_BYTES:
         yield f"the worker holds {after.worker_bytes >> 20} MiB, {before.worker_bytes >> 20} before"
-
-
-def _new_queues(result: Result) -> int:
-    """A worker has another queue than the one before it, the ninth the first one's again; each is a connection."""
-    return min(7, int(result.counted["worker_restarts_total"]))
 
 
 def _miscounted(result: Result) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi import FastAPI
@@ -19,7 +20,7 @@ from service.http.request_io import install_error_handlers
 from service.ipc.shared_state import Lifecycle, Phase
 from service.metrics.recorder import Metrics
 from service.preprocess.served_model import read_served_model
-from tests.service.echo import EchoQueue
+from tests.service.echo import EchoChannel
 from tests.tiny_model import tiny_tokenizer
 
 
@@ -36,8 +37,8 @@ def metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Metrics:
 
 
 @pytest.fixture
-def queue() -> EchoQueue:
-    return EchoQueue()
+def queue() -> EchoChannel:
+    return EchoChannel()
 
 
 @pytest.fixture
@@ -54,10 +55,10 @@ def settings(tiny_checkpoint: Path) -> ServeSettings:
 
 
 @pytest.fixture
-def frontend(settings: ServeSettings, metrics: Metrics, lifecycle: Lifecycle, queue: EchoQueue) -> Iterator[Frontend]:
+def frontend(settings: ServeSettings, metrics: Metrics, lifecycle: Lifecycle, queue: EchoChannel) -> Iterator[Frontend]:
     serving = read_served_model(settings, read_manifest(settings.checkpoint), load_tokenizer(settings.checkpoint))
-    frontend = Frontend(settings, served=serving, lifecycle=lifecycle, metrics=metrics)
-    frontend.request_queue, frontend.response_queue_id, frontend.inboxes = queue, 0, (queue,)
+    channel: Any = queue
+    frontend = Frontend(settings, served=serving, channel=channel, lifecycle=lifecycle, metrics=metrics)
     frontend.pre_setup(None)
     queue.frontend = frontend
     yield frontend

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from service.ipc.messages import Cancel, FinishReason, Submit, decode_command, encode_events
+from service.ipc.messages import Cancel, FinishReason, Submit, decode_commands, encode_events
 from tests.service.sequences import make_delta, make_finish
 
 WIDTH = 32  # of the tiny model's hidden states
 
 
-class EchoQueue:
-    """LitServe's queue with a worker behind it that completes every prompt with itself, at once.
+class EchoChannel:
+    """The channel with a worker behind it that completes every prompt with itself, at once.
 
     A text's vector is a function of its ids: `vector`.
     """
@@ -25,10 +25,11 @@ class EchoQueue:
         self.answers = True
         self.failure: str | None = None
 
-    def put(self, item: Any) -> None:
-        api_id, _, _, payload = item
-        assert api_id == 0
-        for command in map(decode_command, payload):
+    def discard_unsent(self) -> None:
+        """Nothing waits here."""
+
+    def submit(self, message: bytes) -> None:
+        for command in decode_commands(message).commands:
             if isinstance(command, Submit):
                 self.submits.append(command)
                 ids = command.prompt_token_ids

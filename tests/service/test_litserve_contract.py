@@ -3,9 +3,7 @@
 import asyncio
 import importlib.metadata
 import inspect
-import multiprocessing
 import pickle
-from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +15,7 @@ from litserve.specs.base import LitSpec
 from litserve.utils import WorkerSetupStatus
 from starlette.testclient import TestClient
 
-from service.ipc.channel import EventChannel
+from service.ipc.channel import Channel
 
 
 class Loop(LitLoop):  # type: ignore[misc]
@@ -91,17 +89,9 @@ def test_setup_may_end_the_worker_by_system_exit() -> None:
     assert statuses == {"things_0": WorkerSetupStatus.STARTING}
 
 
-def test_get_request_gives_the_item_or_none_when_nothing_came() -> None:
-    from_queue = Loop().get_request
-    queue: Queue[Any] = Queue()
-    assert from_queue(queue, timeout=0.01) is None
-    queue.put((0, "uid", 1.0, (b"x",)))
-    assert from_queue(queue, timeout=0.01) == (0, "uid", 1.0, (b"x",))
-
-
 def test_the_reader_waits_in_our_transport_and_ends_when_it_is_cancelled() -> None:
     async def test() -> None:
-        channel, buffer = EventChannel(), dict[str, Any]()
+        channel, buffer = Channel(), dict[str, Any]()
         reader = asyncio.create_task(response_queue_to_buffer(channel, buffer, 0, make_server().litapi_connector))
         for _ in range(3):
             await asyncio.sleep(0)
@@ -120,15 +110,6 @@ def test_the_spec_owns_the_routes_and_litserve_adds_none() -> None:
     assert server.lit_api.was_asked, "authorize is the routes' dependency"
     for path in ("/", "/health", "/info", "/predict", "/shutdown"):
         assert client.get(path).status_code == client.post(path).status_code == 404
-
-
-def test_the_spec_is_given_queue_and_buffer_before_the_api_process_is_forked() -> None:
-    server, spec = make_server(), Spec()
-    server.litapi_request_queues = {"/v1/things": "queue"}
-    spec.setup(server)
-    assert spec.request_queue == "queue"
-    assert spec.response_queue_id is None, "set for each API process in _start_server"
-    assert "lit_api.spec.response_queue_id = response_queue_id" in inspect.getsource(LitServer._start_server)
 
 
 def test_a_worker_works_without_the_spec_if_it_knows_the_path() -> None:
@@ -161,7 +142,7 @@ def test_what_we_override_has_this_signature_and_is_called_by_run(name: str, par
     assert any(f"self.{name}" in inspect.getsource(caller) for caller in callers)
 
 
-def test_run_waits_on_the_shutdown_event_and_then_ends_api_workers_and_manager_in_that_order() -> None:
+def test_run_waits_on_the_shutdown_event_and_then_ends_api_process_and_workers_in_that_order() -> None:
     run = inspect.getsource(LitServer.run)
     assert "self._shutdown_event.wait()" in run
     assert "self.inference_workers.extend" in run
@@ -169,6 +150,22 @@ def test_run_waits_on_the_shutdown_event_and_then_ends_api_workers_and_manager_i
     end = inspect.getsource(LitServer._perform_graceful_shutdown)
     assert end.index("uvicorn_workers.items()") < end.index("self.inference_workers") < end.index("manager.shutdown")
     assert "self.uvicorn_graceful_timeout" in end
+
+
+def test_the_manager_process_is_used_only_where_we_replace_it() -> None:
+    """`_init_manager` makes it; states, shutdown event, queues and transport come from it."""
+    users = {name for name, value in vars(LitServer).items() if "manager." in source_of(value)}
+    assert users == {"_init_manager", "_perform_graceful_shutdown"}
+    readers = {name for name, value in vars(LitServer).items() if "workers_setup_status" in source_of(value)}
+    assert readers == {
+        *("_init_manager", "verify_worker_status", "_register_internal_endpoints"),
+        *("launch_inference_worker", "launch_single_inference_worker"),
+    }
+    assert "if workers_setup_status:\n" in inspect.getsource(inference_worker), "an empty table stays empty"
+
+
+def source_of(value: object) -> str:
+    return inspect.getsource(value) if inspect.isfunction(value) else ""
 
 
 def test_a_worker_is_put_where_the_monitor_puts_it() -> None:
@@ -185,7 +182,6 @@ def test_workers_are_spawned_and_api_processes_forked() -> None:
 
 
 def test_whoever_starts_a_worker_asks_for_its_queue_and_so_does_the_spec() -> None:
-    """Each worker of ours has a queue of its own."""
     assert list(inspect.signature(LitServer._get_request_queue).parameters) == ["self", "api_path"]
     for asker in (LitServer.launch_inference_worker, LitServer.launch_single_inference_worker):
         assert "self._get_request_queue(lit_api.api_path)" in inspect.getsource(asker)
@@ -198,33 +194,12 @@ def test_a_worker_gets_the_api_object_itself_so_that_what_we_hang_on_it_arrives(
     assert source.rstrip().endswith("process.start()\n        return process")
 
 
-def test_the_api_process_is_started_and_the_manager_forked_by_the_thread_that_runs() -> None:
+def test_the_api_process_is_started_by_the_thread_that_runs() -> None:
     """The kernel ends a child with the thread that started it: that one must last as long as main."""
-    run = inspect.getsource(LitServer.run)
-    assert "manager = self._init_manager(num_api_servers)" in run
-    assert "uvicorn_workers = self._start_server(" in run
-    assert "manager = mp.Manager()" in inspect.getsource(LitServer._init_manager)
-    init_manager = inspect.getsource(LitServer._init_manager)
-    assert "Thread" not in init_manager
+    assert "uvicorn_workers = self._start_server(" in inspect.getsource(LitServer.run)
 
 
-def test_the_transport_is_made_with_the_manager_and_taken_from_the_server_by_everybody() -> None:
-    init_manager = inspect.getsource(LitServer._init_manager)
-    assert "self._transport = create_transport_from_config(self.transport_config)" in init_manager
+def test_the_transport_is_taken_from_the_server() -> None:
     assert "transport = self._transport\n" in inspect.getsource(LitServer.lifespan)
-    assert "self._transport," in inspect.getsource(LitServer.launch_inference_worker)
-    assert "self._transport," in inspect.getsource(LitServer.launch_single_inference_worker)
     assert "await transport.areceive(consumer_id)\n" in inspect.getsource(response_queue_to_buffer)
     assert "self._transport.close(send_sentinel=True)" in inspect.getsource(LitServer._perform_graceful_shutdown)
-
-
-def test_a_dead_queue_process_is_an_error_that_the_worker_knows_and_not_an_empty_queue() -> None:
-    started: Any = multiprocessing.Manager()
-    with started as manager:
-        queue: Any = manager.Queue()
-        process = started._process
-        assert process.pid
-        process.kill()
-        process.join()
-        with pytest.raises((EOFError, OSError)):
-            Loop().get_request(queue, timeout=0.01)

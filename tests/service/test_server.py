@@ -4,10 +4,10 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,21 +39,19 @@ def port() -> int:
 
 
 @pytest.fixture
-def server(tiny_checkpoint: Path, port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> KvasirServer:
+def server(tiny_checkpoint: Path, port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[KvasirServer]:
     monkeypatch.setattr(server_module, "prepare_directory", lambda: None)
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     server = build_server(ServeSettings(checkpoint=tiny_checkpoint, port=port, drain_seconds=3600))
     server._shutdown_event = threading.Event()
     server._lifecycle.enter(Phase.SERVING)
-    return server
+    yield server
+    server._transport.close()
 
 
 @pytest.fixture
 def begun(server: KvasirServer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """How processes were begun for workers, none of which is there."""
-    for name in ("workers_setup_status", "_transport"):  # which LitServe makes when it runs
-        monkeypatch.setattr(server, name, {}, raising=False)
-    server._inboxes = tuple(range(8))
     ways: list[str] = []
     monkeypatch.setattr(server_module.EARLY_WORKER, "begin", lambda checkpoint: ways.append("now"))
     monkeypatch.setattr(server_module.EARLY_WORKER, "begin_quietly", lambda: ways.append("quietly"))
@@ -90,21 +88,6 @@ def test_a_worker_that_dies_again_and_again_ends_the_service(
     assert server._shutdown_event.is_set()
     assert (len(begun), server._exit_code, server._lifecycle.phase.value) == (5, 1, Phase.STOPPING)
     assert "the worker died 6 times within a minute (was killed by SIGKILL" in caplog.text
-
-
-@pytest.mark.usefixtures("begun")
-def test_each_worker_has_another_queue_than_those_before(server: KvasirServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody may still wait in LitServe's queue process for what a dead worker had asked for."""
-    given: list[int] = []
-
-    def launch(api: Any, queue: int, *others: Any) -> FakeProcess:
-        given.append(queue)
-        return FakeProcess(None)
-
-    monkeypatch.setattr(server_module, "launch_worker", launch)
-    for _ in range(3):
-        die(server)
-    assert given == [1, 2, 3]
 
 
 @pytest.mark.usefixtures("begun")
@@ -180,12 +163,11 @@ def test_no_page_loads_scripts_from_elsewhere(server: KvasirServer) -> None:
 
 def test_the_death_of_the_api_process_ends_the_service(server: KvasirServer) -> None:
     dead: Any = FakeProcess(exitcode=-11)
-    server._supervisor.watch(api=dead, queue=dead, worker=lambda: dead)
+    server._supervisor.watch(api=dead, worker=lambda: dead)
     assert (server._exit_code, server._lifecycle.phase.value) == (1, Phase.STOPPING)
 
 
 def test_who_hangs_is_killed_before_anybody_waits_for_it(server: KvasirServer) -> None:
-    """To end the service main has to tell the queue process, which would never answer."""
     asked: list[Phase] = []
 
     class Hung(FakeProcess):
@@ -197,30 +179,6 @@ def test_who_hangs_is_killed_before_anybody_waits_for_it(server: KvasirServer) -
     server._fail("it gave no sign of life", hung)
     assert asked == [Phase.STOPPING]
     assert (server._exit_code, server._shutdown_event.is_set()) == (1, True)
-
-
-def test_main_asks_the_queue_process_and_looks_at_all_of_them(
-    server: KvasirServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, seen = threading.Event(), []
-
-    class Queue:
-        def qsize(self) -> int:
-            asked.set()
-            raise EOFError
-
-    def watch(**processes: Any) -> None:
-        assert asked.wait(60)
-        seen.append((processes["api"], processes["queue"], processes["worker"]()))
-        raise InterruptedError
-
-    server._inboxes, server.inference_workers = (Queue(),), ["worker"]
-    monkeypatch.setattr(server, "_manager", SimpleNamespace(_process="queue"))
-    monkeypatch.setattr(server._supervisor, "watch", watch)
-    api: Any = "api"
-    with pytest.raises(InterruptedError):
-        server._watch(api)
-    assert seen == [("api", "queue", "worker")]
 
 
 def test_a_taken_port_is_found_before_anything_is_loaded(tiny_checkpoint: Path) -> None:
@@ -239,33 +197,30 @@ def test_a_standby_imports_when_nobody_else_computes(
     standby, needed_now = FakeProcess(None, pid=1), FakeProcess(None, pid=2)
     words: list[Any] = []
 
-    def launch(api: Any, queue: Any, *given: Any) -> FakeProcess:
+    def launch(api: Any, *given: Any) -> FakeProcess:
         if api.word is None:
             return needed_now
         assert begun == ["quietly"]
-        words.append((Connection(os.dup(api.word.fileno())), queue))  # as its process has it
-        words[0][0].send_bytes(b"imported")
+        words.append(Connection(os.dup(api.word.fileno())))  # as its process has it
+        words[0].send_bytes(b"imported")
         return standby
 
     monkeypatch.setattr(server_module, "launch_worker", launch)
     server._supervisor._standby.keep()
-    ((word, queue),) = words
-    assert queue == 1
+    (word,) = words
     assert (die(server), die(server)) == (standby, needed_now)
     assert begun == ["quietly", "now"]
     assert word.recv_bytes() == b"begin"
     word.close()
 
 
-def test_what_comes_before_the_first_workers_hello_has_its_queue(
-    server: KvasirServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inboxes = tuple(f"queue {number}" for number in range(8))
-    server._inboxes = server._frontend.inboxes = inboxes
-    server._frontend.request_queue = None
-    for name in ("workers_setup_status", "_transport"):  # which LitServe makes when it runs
-        monkeypatch.setattr(server, name, {}, raising=False)
+def test_the_start_waits_for_the_worker(server: KvasirServer) -> None:
     worker: Any = FakeProcess(None)
-    monkeypatch.setattr(server_module, "launch_worker", lambda *given: worker)
-    assert server.launch_inference_worker(server.lit_api) == [worker]
-    assert server._frontend.request_queue == inboxes[0]
+    server.inference_workers = [worker]
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (server.verify_worker_status(), done.set()))
+    thread.start()
+    assert not done.wait(0.1)
+    server._lifecycle.ready_epoch.value = 0
+    assert done.wait(60)
+    thread.join()

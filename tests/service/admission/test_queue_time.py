@@ -11,9 +11,9 @@ from service.admission.queue_policy import QueuePolicy
 from service.api.app import Frontend
 from service.api.openapi import openapi_document
 from service.http.request_io import TIMEOUT_HEADER
-from service.ipc.messages import FinishReason, Submit, decode_command, encode_events
+from service.ipc.messages import FinishReason, Submit, decode_commands, encode_events
 from service.metrics.recorder import render
-from tests.service.echo import EchoQueue
+from tests.service.echo import EchoChannel
 from tests.service.sequences import make_choice, make_delta, make_finish, make_hello, make_request
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -24,11 +24,11 @@ ROUTES = [
 ]
 
 
-class LateQueue(EchoQueue):
+class LateQueue(EchoChannel):
     """A worker that gets to nothing in time."""
 
-    def put(self, item: Any) -> None:
-        for command in map(decode_command, item[3]):
+    def submit(self, message: bytes) -> None:
+        for command in decode_commands(message).commands:
             if isinstance(command, Submit):
                 self.submits.append(command)
                 late = make_delta(command.uid, finish=make_finish(FinishReason.ABORT, num_completion_tokens=0))
@@ -39,15 +39,15 @@ class LateQueue(EchoQueue):
 def late(client: TestClient, frontend: Frontend) -> Iterator[LateQueue]:
     queue = LateQueue()
     queue.frontend = frontend
-    usual, frontend.request_queue = frontend.request_queue, queue
-    inboxes, frontend.inboxes = frontend.inboxes, (queue,)
+    channel: Any = queue
+    usual, frontend._channel = frontend._channel, channel
     yield queue
-    frontend.request_queue, frontend.inboxes = usual, inboxes
+    frontend._channel = usual
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
 def test_a_timeout_becomes_the_deadline_of_a_submission(
-    client: TestClient, queue: EchoQueue, path: str, body: dict[str, Any]
+    client: TestClient, queue: EchoChannel, path: str, body: dict[str, Any]
 ) -> None:
     for given, seconds in (({}, 60.0), ({"timeout": 5}, 5.0), ({"timeout": None}, 60.0), ({"timeout": 1e4}, 60.0)):
         before = time.monotonic()
@@ -65,7 +65,7 @@ def test_a_timeout_becomes_the_deadline_of_a_submission(
 @pytest.mark.parametrize(("path", "body"), ROUTES)
 @pytest.mark.parametrize("timeout", [0, -1, "5", True, 86_401])
 def test_a_timeout_that_is_none_is_refused(
-    client: TestClient, queue: EchoQueue, path: str, body: dict[str, Any], timeout: object
+    client: TestClient, queue: EchoChannel, path: str, body: dict[str, Any], timeout: object
 ) -> None:
     response = client.post(path, json={**body, "timeout": timeout})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "timeout")
@@ -75,7 +75,7 @@ def test_a_timeout_that_is_none_is_refused(
 
 
 def test_when_the_first_choice_has_begun_the_others_have_all_the_time_they_need(
-    client: TestClient, queue: EchoQueue
+    client: TestClient, queue: EchoChannel
 ) -> None:
     client.post("/v1/completions", json={"prompt": ["a", "b"], "n": 2, "timeout": 5})
     assert [submit.deadline_seconds is None for submit in queue.submits] == [False, True, True, True]
@@ -100,7 +100,7 @@ def test_who_was_not_begun_in_time_is_told_so_and_when_to_come_back(
     assert frontend._engine_client.num_choices == 0
 
 
-def test_what_has_begun_has_no_deadline_when_a_worker_has_died(frontend: Frontend, queue: EchoQueue) -> None:
+def test_what_has_begun_has_no_deadline_when_a_worker_has_died(frontend: Frontend, queue: EchoChannel) -> None:
     queue.answers = False
     engine_client = frontend._engine_client
     for uid in ("begun", "waits"):
@@ -113,7 +113,7 @@ def test_what_has_begun_has_no_deadline_when_a_worker_has_died(frontend: Fronten
     assert deadlines == {"begun": None, "waits": 5.0}
 
 
-def test_who_would_wait_too_long_is_refused_before_it_costs_anything(client: TestClient, queue: EchoQueue) -> None:
+def test_who_would_wait_too_long_is_refused_before_it_costs_anything(client: TestClient, queue: EchoChannel) -> None:
     """The server of two places begins four requests a second or fewer: it answers at once, so that a slow one is made
     by a rate that was observed before."""
     frontend: Frontend = queue.frontend

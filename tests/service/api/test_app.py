@@ -17,13 +17,13 @@ from service.ipc.shared_state import Lifecycle, Phase
 from service.metrics.recorder import render
 from service.protocol.errors import QueueTimeout
 from tests.service.bad_requests import BAD_REQUESTS
-from tests.service.echo import EchoQueue
+from tests.service.echo import EchoChannel
 from tests.service.sequences import make_choice, make_hello, make_request
 
 
 @pytest.mark.parametrize(("body", "status", "said"), BAD_REQUESTS, ids=range(len(BAD_REQUESTS)))
 def test_a_bad_request_is_refused_and_reaches_no_engine(
-    client: TestClient, queue: EchoQueue, body: bytes, status: int, said: str
+    client: TestClient, queue: EchoChannel, body: bytes, status: int, said: str
 ) -> None:
     response = client.post("/v1/completions", content=body)
     assert response.status_code == status
@@ -101,7 +101,7 @@ def test_health_version_metrics_and_pages(client: TestClient) -> None:
 
 
 def test_a_full_server_answers_429_with_all_three_headers(
-    client: TestClient, frontend: Frontend, queue: EchoQueue
+    client: TestClient, frontend: Frontend, queue: EchoChannel
 ) -> None:
     queue.answers = False
     for uid in "abcd":
@@ -119,7 +119,7 @@ def test_a_full_server_answers_429_with_all_three_headers(
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
 def test_a_full_server_reads_nothing_but_what_might_wait_longer(
-    client: TestClient, queue: EchoQueue, frontend: Frontend, route: str
+    client: TestClient, queue: EchoChannel, frontend: Frontend, route: str
 ) -> None:
     queue.answers = False
     for uid in "abcd":
@@ -184,7 +184,7 @@ def test_ready_tells_the_path_that_serves(client: TestClient, frontend: Frontend
 
 
 def test_a_message_that_cannot_be_read_ends_requests_and_not_the_process(
-    frontend: Frontend, queue: EchoQueue, caplog: pytest.LogCaptureFixture
+    frontend: Frontend, queue: EchoChannel, caplog: pytest.LogCaptureFixture
 ) -> None:
     queue.answers = False
     request = make_request(make_choice("a"))
@@ -230,7 +230,7 @@ def test_the_state_that_is_exposed_is_that_of_now_whatever_the_clock_says(
 
 
 def test_while_it_runs_it_ends_waits_that_are_too_long(
-    frontend: Frontend, queue: EchoQueue, monkeypatch: pytest.MonkeyPatch
+    frontend: Frontend, queue: EchoChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a word from the worker, which may hang."""
     queue.answers = False

@@ -22,10 +22,11 @@ from service.ipc.messages import (
     AttentionResult,
     Cancel,
     Command,
+    CommandBatch,
     Started,
-    decode_command,
+    decode_commands,
     decode_events,
-    encode_command,
+    encode_commands,
     encode_events,
 )
 from service.preprocess.request_processor import RequestProcessor
@@ -77,7 +78,7 @@ class Bench:
             raise Draining("the server is shutting down", retry_after_seconds=2.5)
 
     def _take(self, commands: Sequence[Command]) -> None:
-        for command in (decode_command(encode_command(command)) for command in commands):
+        for command in decode_commands(encode_commands(CommandBatch(0, list(commands)))).commands:
             self.sent.append(command)
             if isinstance(command, AttentionQuery) and self.answers:
                 looked = AttentionResult(uid=command.uid, weights=self.weights(command), compute_seconds=0.0125)

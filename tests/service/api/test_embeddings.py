@@ -23,7 +23,7 @@ from service.metrics.recorder import Metrics, render
 from service.protocol.embeddings import EmbeddingRequest, write_vectors
 from service.protocol.errors import Overloaded
 from service.requests.inflight import InflightRequest
-from tests.service.echo import WIDTH, EchoQueue, vector
+from tests.service.echo import WIDTH, EchoChannel, vector
 from tests.service.sequences import make_choice, make_hello, make_request
 
 ROUTE = "/v1/embeddings"
@@ -51,7 +51,7 @@ def vectors(body: dict[str, Any]) -> NDArray[np.float32]:
         ([[5], [6, 7]], [[5], [6, 7]]),
     ],
 )
-def test_each_text_has_its_vector_in_order(client: TestClient, queue: EchoQueue, asked: Any, ids: list[Any]) -> None:
+def test_each_text_has_its_vector_in_order(client: TestClient, queue: EchoChannel, asked: Any, ids: list[Any]) -> None:
     body = ask(client, input=asked, model="tiny", user="me")
     np.testing.assert_allclose(vectors(body), [vector(each) for each in ids], atol=1e-8)
     count = sum(map(len, ids))
@@ -81,7 +81,7 @@ def test_dimensions_cut_and_scale_again(client: TestClient) -> None:
     assert (vectors(ask(client, input="abc", dimensions=WIDTH)) == whole).all()
 
 
-def test_a_text_is_cut_where_the_request_wants_it(client: TestClient, queue: EchoQueue) -> None:
+def test_a_text_is_cut_where_the_request_wants_it(client: TestClient, queue: EchoChannel) -> None:
     for kept, length in ((3, 3), (-1, 256), (256, 256)):
         body = ask(client, input=["a" * 250 + "xyz" * 20], truncate_prompt_tokens=kept)
         ids = queue.submits[-1].prompt_token_ids
@@ -113,7 +113,7 @@ def test_a_text_is_cut_where_the_request_wants_it(client: TestClient, queue: Ech
     ],
 )
 def test_what_is_wrong_is_named(
-    client: TestClient, queue: EchoQueue, fields: dict[str, Any], status: int, param: str, said: str
+    client: TestClient, queue: EchoChannel, fields: dict[str, Any], status: int, param: str, said: str
 ) -> None:
     response = client.post(ROUTE, json=fields)
     error = response.json()["error"]
@@ -122,7 +122,7 @@ def test_what_is_wrong_is_named(
     assert queue.submits == []
 
 
-def test_a_request_of_many_texts_needs_no_more_room_than_the_server_has(client: TestClient, queue: EchoQueue) -> None:
+def test_a_request_of_many_texts_needs_no_more_room_than_the_server_has(client: TestClient, queue: EchoChannel) -> None:
     """Room for 4 sequences; 2 at once are one request's."""
     texts = [f"{number}" for number in range(50)]
     body = ask(client, input=texts)
@@ -140,7 +140,7 @@ def test_groups_are_of_bounded_number_and_length() -> None:
 
 
 def test_a_full_server_and_a_draining_one_refuse(
-    client: TestClient, frontend: Frontend, lifecycle: Lifecycle, queue: EchoQueue
+    client: TestClient, frontend: Frontend, lifecycle: Lifecycle, queue: EchoChannel
 ) -> None:
     queue.answers = False
     for uid in "abcd":
@@ -150,7 +150,7 @@ def test_a_full_server_and_a_draining_one_refuse(
     assert client.post(ROUTE, json={"input": "a"}).json()["error"]["code"] == "draining"
 
 
-def test_a_retry_under_a_key_is_not_computed_twice(client: TestClient, queue: EchoQueue) -> None:
+def test_a_retry_under_a_key_is_not_computed_twice(client: TestClient, queue: EchoChannel) -> None:
     headers = {"Idempotency-Key": "k"}
     first, second = (client.post(ROUTE, json={"input": "a"}, headers=headers) for _ in range(2))
     assert first.content == second.content
@@ -222,7 +222,7 @@ def test_one_that_has_begun_waits_for_room(frontend: Frontend, metrics: Metrics)
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_who_leaves_is_forgotten(frontend: Frontend, metrics: Metrics, queue: EchoQueue, answers: bool) -> None:
+def test_who_leaves_is_forgotten(frontend: Frontend, metrics: Metrics, queue: EchoChannel, answers: bool) -> None:
     """While it is computed, and while it waits for room between two groups."""
 
     async def run() -> Served:
@@ -243,14 +243,14 @@ def test_who_leaves_is_forgotten(frontend: Frontend, metrics: Metrics, queue: Ec
     assert cancelled % ("running" if answers else "waiting") in render()[0].decode()
 
 
-def test_a_failure_is_an_error(client: TestClient, frontend: Frontend, queue: EchoQueue) -> None:
+def test_a_failure_is_an_error(client: TestClient, frontend: Frontend, queue: EchoChannel) -> None:
     queue.failure = "the engine failed"
     error = client.post(ROUTE, json={"input": "a"})
     assert (error.status_code, error.json()["error"]["code"]) == (500, "engine_failed")
     assert frontend._engine_client.num_requests == 0
 
 
-def test_a_dead_workers_texts_are_pooled_by_the_next(frontend: Frontend, metrics: Metrics, queue: EchoQueue) -> None:
+def test_a_dead_workers_texts_are_pooled_by_the_next(frontend: Frontend, metrics: Metrics, queue: EchoChannel) -> None:
     async def run() -> Served:
         queue.answers = False
         served = Served(frontend, metrics, num_refusals=0)
@@ -274,7 +274,7 @@ class TestPooledByItsLast:
     def settings(self, tiny_checkpoint: Path) -> ServeSettings:
         return ServeSettings(checkpoint=tiny_checkpoint, embedding_pooling="last")
 
-    def test_the_engine_is_asked_so(self, client: TestClient, queue: EchoQueue) -> None:
+    def test_the_engine_is_asked_so(self, client: TestClient, queue: EchoChannel) -> None:
         ask(client, input="abc")
         assert queue.submits[0].pooling is Pooling.LAST
 

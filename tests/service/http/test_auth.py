@@ -16,7 +16,7 @@ from service.http.api_keys import read_api_keys
 from service.http.auth import middlewares
 from service.http.request_io import install_error_handlers, json_response
 from service.protocol.errors import ApiError
-from tests.service.echo import EchoQueue
+from tests.service.echo import EchoChannel
 
 KEY = "sk-alice-0123456789abcdef"
 PAGE = "https://page.example"
@@ -175,7 +175,7 @@ def settings(tiny_checkpoint: Path) -> ServeSettings:
     return ServeSettings(checkpoint=tiny_checkpoint, api_keys=f"alice: {KEY}", model_alias=("gpt-x",), max_prompts=2)
 
 
-def test_every_route_that_documents_a_401_asks_for_a_key(client: TestClient, queue: EchoQueue) -> None:
+def test_every_route_that_documents_a_401_asks_for_a_key(client: TestClient, queue: EchoChannel) -> None:
     paths = openapi_document()["paths"]
     documented = {path for path, operations in paths.items() for o in operations.values() if "401" in o["responses"]}
     assert documented == {path for path, o in paths.items() for each in o.values() if "security" in each}

@@ -12,7 +12,7 @@ from service.http.load_shedding import ROUTES, LoadShedding
 from service.ipc.shared_state import Lifecycle, Phase
 from service.metrics.recorder import render
 from service.protocol.errors import Overloaded
-from tests.service.echo import EchoQueue
+from tests.service.echo import EchoChannel
 
 WAITS = {"prompt": "a", "max_tokens": 2}
 
@@ -81,7 +81,7 @@ def test_other_routes_and_methods_are_not_asked(client: TestClient) -> None:
     assert client.get("/v1/completions").status_code == 405
 
 
-def test_where_there_is_room_everything_is_served(client: TestClient, queue: EchoQueue) -> None:
+def test_where_there_is_room_everything_is_served(client: TestClient, queue: EchoChannel) -> None:
     assert client.post("/v1/completions", json=WAITS).status_code == 200
     assert client.post("/v1/completions", json={**WAITS, "stream": True}).status_code == 200
     assert len(queue.submits) == 2

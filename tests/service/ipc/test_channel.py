@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from service.ipc.channel import _BEGINS, _PACKET_BYTES, EventChannel
+from service.ipc.channel import _BEGINS, _PACKET_BYTES, Channel
 
 LONG = os.urandom(3_000_000)
 
 
-def _send(channel: EventChannel, items: list[bytes]) -> None:
+def _send(channel: Channel, items: list[bytes]) -> None:
     for item in items:
-        channel.send(item, 0)
+        channel.send(item)
 
 
-def _die_half_way(channel: EventChannel) -> None:
-    channel.send(b"whole", 0)
-    channel._writer.send(bytes((_BEGINS,)) + LONG[:_PACKET_BYTES])
+def _die_half_way(channel: Channel) -> None:
+    channel.send(b"whole")
+    channel._event_writer.send(bytes((_BEGINS,)) + LONG[:_PACKET_BYTES])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -31,7 +31,7 @@ def _started(target: Any, *args: Any) -> BaseProcess:
     return process
 
 
-async def _received(channel: EventChannel, count: int) -> list[bytes]:
+async def _received(channel: Channel, count: int) -> list[bytes]:
     received: list[bytes] = []
     are_all_here = asyncio.Event()
 
@@ -47,7 +47,7 @@ async def _received(channel: EventChannel, count: int) -> list[bytes]:
 
 def test_another_process_sends_messages_of_any_length_in_order() -> None:
     items = [b"x", LONG, b"", b"y" * _PACKET_BYTES, b"z" * 1000] * 3
-    channel = EventChannel()
+    channel = Channel()
     worker = _started(_send, channel, items)
     assert asyncio.run(_received(channel, len(items))) == items
     worker.join()
@@ -55,7 +55,7 @@ def test_another_process_sends_messages_of_any_length_in_order() -> None:
 
 
 def test_what_a_worker_had_not_written_whole_is_lost_and_nothing_else() -> None:
-    channel = EventChannel()
+    channel = Channel()
     dying = _started(_die_half_way, channel)
     dying.join()
     assert dying.exitcode == -signal.SIGKILL
@@ -69,7 +69,7 @@ def test_a_message_is_handed_over_in_the_turn_in_which_it_is_read() -> None:
     """And the next one in a turn of its own, so that clients are looked at between two."""
 
     async def test() -> None:
-        channel, turns = EventChannel(), list[int]()
+        channel, turns = Channel(), list[int]()
         number = 0
         is_over = asyncio.Event()
 
@@ -79,7 +79,7 @@ def test_a_message_is_handed_over_in_the_turn_in_which_it_is_read() -> None:
                 is_over.set()
 
         for message in (b"first", LONG[:100_000], b"last"):
-            channel.send(message, 0)
+            channel.send(message)
         channel.deliver_to(receive)
         assert not turns
         while not is_over.is_set():
@@ -92,7 +92,66 @@ def test_a_message_is_handed_over_in_the_turn_in_which_it_is_read() -> None:
 
 
 def test_a_closed_channel_sends_nothing() -> None:
-    channel = EventChannel()
+    channel = Channel()
     channel.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
-        channel.send(b"late", 0)
+        channel.send(b"late")
+
+
+def _receive(channel: Channel, count: int) -> list[bytes]:
+    received: list[bytes] = []
+    while len(received) < count:
+        if (message := channel.receive(60.0)) is not None:
+            received.append(message)
+    return received
+
+
+def _echo(channel: Channel, count: int) -> None:
+    for message in _receive(channel, count):
+        channel.send(message)
+
+
+def test_commands_of_any_length_reach_another_process_in_order() -> None:
+    """The messages are longer than the socket's buffer: some of them wait in the sending process."""
+    items = [b"x", LONG, b"", b"y" * _PACKET_BYTES, b"z" * 1000] * 3
+    channel = Channel()
+    worker = _started(_echo, channel, len(items))
+
+    async def test() -> list[bytes]:
+        for item in items:
+            channel.submit(item)
+        assert channel._unsent
+        return await _received(channel, len(items))
+
+    assert asyncio.run(test()) == items
+    assert not channel._unsent
+    worker.join()
+    channel.close()
+
+
+def test_nothing_arrives_before_something_is_sent() -> None:
+    channel = Channel()
+    assert channel.receive(0.0) is None
+    assert channel.receive(0.01) is None
+    channel.submit(b"now")
+    assert channel.receive(0.0) == b"now"
+    channel.close()
+
+
+def test_a_new_worker_gets_whole_messages_after_unsent_packets_were_dropped() -> None:
+    async def test() -> None:
+        channel = Channel()
+        for _ in range(10):
+            channel.submit(LONG)  # the worker dies before it has read all, and the rest was never sent
+        assert channel._unsent
+        channel.discard_unsent()
+        channel.submit(b"for the new worker")
+        received: list[bytes] = []
+        while received[-1:] != [b"for the new worker"]:
+            if (message := channel.receive(0.0)) is not None:
+                received.append(message)
+            await asyncio.sleep(0)  # the event loop sees that the socket has room again
+        assert set(received[:-1]) <= {LONG}
+        channel.close()
+
+    asyncio.run(test())

@@ -14,7 +14,7 @@ from service.preprocess.chat_renderer import ChatPrompts
 from service.protocol.chat import MAX_MESSAGES, MAX_PARTS, Message
 from service.protocol.completions import MAX_PROMPTS
 from service.protocol.errors import Overloaded
-from tests.service.echo import EchoQueue
+from tests.service.echo import EchoChannel
 
 HELLO = Message(role="user", content="hi")
 
@@ -121,7 +121,7 @@ MESSAGE = {"role": "user", "content": "a"}
     ],
 )
 def test_too_many_parts_are_a_400_that_names_the_limit(
-    client: TestClient, queue: EchoQueue, path: str, body: dict[str, object], said: str
+    client: TestClient, queue: EchoChannel, path: str, body: dict[str, object], said: str
 ) -> None:
     response = client.post(path, json=body)
     assert response.status_code == 400

@@ -64,7 +64,7 @@ class Bench:
         self.launched: list[tuple[int, bool]] = []  # epoch, and whether it waits for a word
         self.failures: list[str] = []
         self.now = 100.0
-        self.others = {"api": FakeProcess(), "queue": FakeProcess()}
+        self.api: Any = FakeProcess()
         self.error: OSError | None = None
         self.worker: Any = FakeProcess()
         self.supervisor = Supervisor(
@@ -93,21 +93,18 @@ class Bench:
             process.word.send_bytes(b"imported")
         return process
 
-    def watch(self, **others: FakeProcess) -> None:
-        processes: Any = self.others | others
-        self.supervisor.watch(**processes, worker=lambda: self.worker)
+    def watch(self, api: Any = None) -> None:
+        self.supervisor.watch(api=api or self.api, worker=lambda: self.worker)
 
     def watch_for(self, seconds: float, *beating: str) -> None:
         """Look ten times a second for so long, while these give signs of life, until one is killed."""
         until = self.now + seconds
-        while self.now < until and all(process.is_alive() for process in (self.worker, *self.others.values())):
+        while self.now < until and self.worker.is_alive() and self.api.is_alive():
             self.now += 0.1
             if "worker" in beating:
                 self.lifecycle.beat()
             if "api" in beating:
                 self.lifecycle.record_api_heartbeat()
-            if "queue" in beating:
-                self.supervisor._num_answers += 1
             self.watch()
 
     def die(self) -> None:
@@ -168,10 +165,9 @@ def test_the_end_of_the_api_process_is_seen_at_once(metrics: Metrics, monkeypatc
         has_failed.set()
 
     bench.supervisor._fail = fail
-    processes: Any = bench.others
-    watch = partial(bench.supervisor.keep_watch, **processes, worker=lambda: bench.worker)
+    watch = partial(bench.supervisor.keep_watch, api=bench.api, worker=lambda: bench.worker)
     threading.Thread(target=watch, daemon=True).start()
-    bench.others["api"].kill()
+    bench.api.kill()
     has_failed.wait()
     assert bench.failures == ["the API process was killed by SIGKILL (out of memory?)"]
 
@@ -218,16 +214,16 @@ def hanging(metrics: Metrics) -> Bench:
 
 def test_who_gives_signs_of_life_is_left_alone(metrics: Metrics) -> None:
     bench = hanging(metrics)
-    bench.watch_for(100.0, "worker", "api", "queue")
+    bench.watch_for(100.0, "worker", "api")
     assert bench.now > 199.0
     assert bench.failures == []
 
 
 def test_a_worker_that_hangs_is_killed(metrics: Metrics, caplog: pytest.LogCaptureFixture) -> None:
     bench = hanging(metrics)
-    bench.watch_for(9.5, "api", "queue")
+    bench.watch_for(9.5, "api")
     assert bench.worker.is_alive()
-    bench.watch_for(1.0, "api", "queue")
+    bench.watch_for(1.0, "api")
     assert not bench.worker.is_alive()
     bench.worker = bench.supervisor.replace(bench.worker)
     assert "the worker was killed because it hung; starting another" in caplog.text
@@ -240,36 +236,25 @@ def test_a_worker_that_hangs_while_it_loads_is_killed_later(metrics: Metrics) ->
     """It may take ten times as long as the first: files may have to be read from the disk again."""
     bench = hanging(metrics)
     bench.die()
-    bench.watch_for(59.0, "api", "queue")
+    bench.watch_for(59.0, "api")
     assert bench.worker.is_alive()
-    bench.watch_for(2.0, "api", "queue")
+    bench.watch_for(2.0, "api")
     assert not bench.worker.is_alive()
 
 
-@pytest.mark.parametrize(("name", "others"), [("API", ("worker", "queue")), ("queue", ("worker", "api"))])
-def test_without_a_sign_of_life_of_the_others_the_service_ends(
-    metrics: Metrics, name: str, others: tuple[str, ...]
-) -> None:
+def test_an_api_process_that_hangs_ends_the_service(metrics: Metrics) -> None:
     bench = hanging(metrics)
-    bench.watch_for(9.5, *others)
+    bench.watch_for(9.5, "worker")
     assert bench.failures == []
-    bench.watch_for(1.0, *others)
-    assert bench.failures == [f"the {name} process sent no heartbeat for 10 s"]
-    assert [process.is_alive() for process in bench.others.values()] == [name == "queue", name == "API"]
-
-
-def test_who_waits_for_a_queue_process_that_hangs_is_not_blamed(metrics: Metrics) -> None:
-    bench = hanging(metrics)
-    bench.watch_for(5.0, "queue")
-    bench.watch_for(12.0)
-    assert bench.failures == ["the queue process sent no heartbeat for 10 s"]
-    assert bench.worker.is_alive()
+    bench.watch_for(1.0, "worker")
+    assert bench.failures == ["the API process sent no heartbeat for 10 s"]
+    assert not bench.api.is_alive()
 
 
 def test_an_api_process_that_is_not_up_yet_owes_nothing(metrics: Metrics) -> None:
     bench = hanging(metrics)
     bench.lifecycle.num_api_beats.value = 0
-    bench.watch_for(100.0, "worker", "queue")
+    bench.watch_for(100.0, "worker")
     assert bench.failures == []
 
 
@@ -281,23 +266,9 @@ def test_a_limit_of_zero_is_none(metrics: Metrics) -> None:
     assert bench.failures == []
 
 
-def test_the_queue_process_is_asked_until_it_is_gone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.supervisor.supervisor._ASK_SECONDS", 0.0)
-    answers = iter([1, 2, 3])
-
-    def ask() -> int:
-        for answer in answers:
-            return answer
-        raise EOFError
-
-    bench.supervisor.listen(ask)
-    assert bench.supervisor._num_answers == 3
-
-
-def test_without_the_api_process_or_the_queue_process_the_service_ends(bench: Bench) -> None:
+def test_without_the_api_process_the_service_ends(bench: Bench) -> None:
     bench.watch(api=FakeProcess(-11))
-    bench.watch(queue=FakeProcess(1))
-    assert bench.failures == ["the API process was killed by SIGSEGV", "the queue process ended with exit code 1"]
+    assert bench.failures == ["the API process was killed by SIGSEGV"]
 
 
 def test_what_dies_at_the_end_is_left_alone(bench: Bench) -> None:

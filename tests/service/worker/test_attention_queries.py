@@ -46,9 +46,9 @@ class LookingBench(Bench):
             raise RuntimeError("out of memory")
         return b"weights"
 
-    def looked(self) -> list[tuple[int, str, bytes | None]]:
-        events = [(api, event) for api, events in self.sent for event in events]
-        return [(api, event.uid, event.weights) for api, event in events if isinstance(event, AttentionResult)]
+    def looked(self) -> list[tuple[str, bytes | None]]:
+        events = [event for events in self.sent for event in events]
+        return [(event.uid, event.weights) for event in events if isinstance(event, AttentionResult)]
 
 
 @pytest.fixture
@@ -61,16 +61,16 @@ def look(uid: str) -> AttentionQuery:
 
 
 def test_a_look_alone(bench: LookingBench) -> None:
-    bench.put(look("a"), api=2)
+    bench.put(look("a"))
     bench.engine_loop.run_once()
     assert bench.engine.calls == [("look", (1, 2), 1, (0, 3))]
-    assert bench.looked() == [(2, "a", b"weights")]
+    assert bench.looked() == [("a", b"weights")]
 
 
 def test_a_look_is_told_before_it_is_computed(bench: LookingBench) -> None:
-    bench.put(msgspec.structs.replace(look("a"), attempt=2), api=1)
+    bench.put(msgspec.structs.replace(look("a"), attempt=2))
     bench.engine_loop.run_once()
-    assert bench.started() == [(1, "a", 2)]
+    assert bench.started() == [("a", 2)]
 
 
 def test_streams_get_a_step_between_two_looks(bench: LookingBench) -> None:
@@ -79,7 +79,7 @@ def test_streams_get_a_step_between_two_looks(bench: LookingBench) -> None:
         bench.engine_loop.run_once()
     did = [call if isinstance(call, str) else call[0] for call in bench.engine.calls]
     assert did == ["submit", "step", "look", "step", "look", "step"]
-    assert [uid for _, uid, _ in bench.looked()] == ["a", "b"]
+    assert [uid for uid, _ in bench.looked()] == ["a", "b"]
 
 
 def test_looks_get_a_quarter_of_the_time_beside_streams(bench: LookingBench) -> None:
@@ -97,20 +97,20 @@ def test_looks_have_all_the_time_when_nothing_streams(bench: LookingBench) -> No
     bench.put(*(look(uid) for uid in "abc"))
     for _ in range(3):
         bench.engine_loop.run_once()
-    assert [uid for _, uid, _ in bench.looked()] == ["a", "b", "c"]
+    assert [uid for uid, _ in bench.looked()] == ["a", "b", "c"]
 
 
 def test_waiting_looks_need_no_further_command(bench: LookingBench) -> None:
     bench.put(look("a"), look("b"))
     bench.engine_loop.run_once()
     bench.engine_loop.run_once()
-    assert [uid for _, uid, _ in bench.looked()] == ["a", "b"]
+    assert [uid for uid, _ in bench.looked()] == ["a", "b"]
 
 
 def test_a_cancelled_look_is_not_computed(bench: LookingBench) -> None:
     bench.put(look("a"), look("b"), Cancel(uid="a"))
     bench.engine_loop.run_once()
-    assert [uid for _, uid, _ in bench.looked()] == ["b"]
+    assert [uid for uid, _ in bench.looked()] == ["b"]
 
 
 def test_a_look_that_fails_is_answered_and_streams_go_on(bench: LookingBench) -> None:
@@ -118,7 +118,7 @@ def test_a_look_that_fails_is_answered_and_streams_go_on(bench: LookingBench) ->
     bench.put(make_submit("s"), look("a"))
     bench.engine_loop.run_once()
     bench.engine_loop.run_once()
-    assert bench.looked() == [(0, "a", None)]
+    assert bench.looked() == [("a", None)]
     assert bench.uids() == [["s"], [], ["s"]]
 
 

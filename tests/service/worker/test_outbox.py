@@ -1,4 +1,4 @@
-"""What gathers on the way from the engine to an API process."""
+"""Events that gather on the way from the engine to the API process."""
 
 from queue import SimpleQueue
 
@@ -15,15 +15,13 @@ def _delta(number: int) -> TokenDelta:
     )
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), min_size=1))
-def test_all_that_waits_goes_at_once_to_its_process_and_in_order(steps: list[tuple[int, int]]) -> None:
-    outbox: SimpleQueue[tuple[int, list[Event]]] = SimpleQueue()
-    sent: dict[int, list[Event]] = {}
-    number = 0
-    for api_id, count in steps:
-        events: list[Event] = [_delta(number + i) for i in range(count)]
-        number += count
-        sent.setdefault(api_id, []).extend(events)
-        outbox.put((api_id, events))
+@given(st.lists(st.integers(0, 3), min_size=1))
+def test_all_waiting_events_leave_at_once_and_in_order(steps: list[int]) -> None:
+    outbox: SimpleQueue[list[Event]] = SimpleQueue()
+    sent: list[Event] = []
+    for count in steps:
+        events: list[Event] = [_delta(len(sent) + i) for i in range(count)]
+        sent.extend(events)
+        outbox.put(events)
     assert gathered(outbox) == sent
     assert outbox.empty()

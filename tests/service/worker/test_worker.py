@@ -3,9 +3,10 @@
 import subprocess
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ import pytest
 from service.ipc.messages import (
     Cancel,
     Command,
+    CommandBatch,
     Event,
     FinishReason,
     RunningLimitChanged,
@@ -21,11 +23,12 @@ from service.ipc.messages import (
     StepStats,
     Submit,
     TokenDelta,
-    encode_command,
+    decode_commands,
+    encode_commands,
 )
 from service.metrics.recorder import Metrics
 from service.worker import engine_loop
-from service.worker.engine_loop import EngineLoop, Parcel
+from service.worker.engine_loop import EngineLoop
 from service.worker.worker import EXIT_SETTINGS
 from tests.service.sequences import make_delta, make_finish, make_stats, make_submit
 
@@ -91,9 +94,9 @@ class Bench:
 
     def __init__(self, metrics: Metrics) -> None:
         self.engine = ScriptedEngine()
-        self.inbox: SimpleQueue[Parcel] = SimpleQueue()
-        self.sent: list[tuple[int, list[Event]]] = []
-        self.sent_now: list[tuple[int, list[Event]]] = []
+        self.inbox: deque[bytes] = deque()
+        self.sent: list[list[Event]] = []
+        self.sent_now: list[list[Event]] = []
         self.num_heartbeats = 0
         self.engine_loop = self.make_engine_loop(metrics)
 
@@ -101,9 +104,9 @@ class Bench:
         engine: Any = self.engine
         return EngineLoop(
             engine,
-            inbox=self.inbox,
-            send=lambda api, events: self.sent.append((api, events)),
-            send_now=lambda api, events: self.sent_now.append((api, events)),
+            receive=self._receive,
+            send=self.sent.append,
+            send_now=self.sent_now.append,
             metrics=metrics,
             beat=self._beat,
             **more,
@@ -112,16 +115,21 @@ class Bench:
     def _beat(self) -> None:
         self.num_heartbeats += 1
 
-    def put(self, *commands: Command, api: int = 0) -> None:
-        self.inbox.put((api, tuple(map(encode_command, commands))))
+    def put(self, *commands: Command) -> None:
+        self.inbox.append(encode_commands(CommandBatch(0, list(commands))))
 
-    def started(self) -> list[tuple[int, str, int]]:
-        """What was told ahead of being computed: API process, uid, attempt."""
-        told = [(api, event) for api, events in self.sent_now for event in events]
-        return [(api, event.uid, event.attempt) for api, event in told if isinstance(event, Started)]
+    def _receive(self, timeout_seconds: float) -> list[Command] | None:
+        if not self.inbox:
+            time.sleep(timeout_seconds)
+        return decode_commands(self.inbox.popleft()).commands if self.inbox else None
+
+    def started(self) -> list[tuple[str, int]]:
+        """Uid and attempt of what was reported ahead of being computed."""
+        told = [event for events in self.sent_now for event in events]
+        return [(event.uid, event.attempt) for event in told if isinstance(event, Started)]
 
     def uids(self) -> list[list[str]]:
-        return [[event.uid for event in events if isinstance(event, TokenDelta)] for _, events in self.sent]
+        return [[event.uid for event in events if isinstance(event, TokenDelta)] for events in self.sent]
 
 
 @pytest.fixture
@@ -137,19 +145,9 @@ def test_a_step_sends_one_message_with_everybodys_events(bench: Bench) -> None:
     assert bench.engine.calls == [("submit", "a", 0), ("submit", "b", 0), ("submit", "c", 0), "step"]
 
 
-def test_each_api_process_gets_its_own_events(bench: Bench) -> None:
-    bench.put(make_submit("a"), api=0)
-    bench.put(make_submit("b"), api=1)
-    bench.engine_loop.run_once()
-    assert [(api, [e.uid for e in events]) for api, events in bench.sent if all(hasattr(e, "uid") for e in events)] == [
-        (0, ["a"]),
-        (1, ["b"]),
-    ]
-
-
 def test_a_changed_limit_on_running_sequences_goes_once_with_the_next_events(bench: Bench) -> None:
     def limits() -> list[list[int]]:
-        told = [[e.max_num_running for e in events if isinstance(e, RunningLimitChanged)] for _, events in bench.sent]
+        told = [[e.max_num_running for e in events if isinstance(e, RunningLimitChanged)] for events in bench.sent]
         return [each for each in told if each]
 
     bench.put(make_submit("a"))
@@ -195,18 +193,18 @@ def test_only_the_newest_attempt_is_heard(bench: Bench) -> None:
     bench.put(again)
     bench.engine_loop.run_once()
     assert bench.engine.calls == [("submit", "a", 0), "step", ("submit", "a", 1), "step"]
-    attempts = [event.attempt for _, events in bench.sent for event in events if isinstance(event, TokenDelta)]
+    attempts = [event.attempt for events in bench.sent for event in events if isinstance(event, TokenDelta)]
     assert attempts == [0, 1]
     bench.engine.events_of_the_dead = [make_delta("a", index=1, ids=(1,), attempt=0)]
     bench.engine_loop.run_once()
-    assert [e.attempt for e in bench.sent[-1][1] if isinstance(e, TokenDelta)] == [1]
+    assert [e.attempt for e in bench.sent[-1] if isinstance(e, TokenDelta)] == [1]
 
 
 def test_when_the_engine_raises_every_request_ends_with_an_error_and_the_next_is_served(bench: Bench) -> None:
     bench.put(make_submit("a"), make_submit("b"))
     bench.engine.failures = [ZeroDivisionError("at /some/path")]
     bench.engine_loop.run_once()
-    ((_, events),) = bench.sent
+    (events,) = bench.sent
     finishes = [event.finish for event in events if isinstance(event, TokenDelta)]
     assert [finish and finish.reason for finish in finishes] == [FinishReason.ERROR] * 2
     assert all(finish and "path" not in (finish.error or "") for finish in finishes)
@@ -240,18 +238,18 @@ def test_an_idle_turn_does_not_walk_the_block_pool(bench: Bench) -> None:
         bench.put(make_submit(uid, max_tokens=1))
         bench.engine_loop.run_once()
     assert bench.engine.calls == [("submit", "a", 0), "step", ("submit", "b", 0), "step"]
-    assert bench.inbox.empty()
+    assert not bench.inbox
 
 
 def test_what_begins_is_told_before_it_is_computed_and_once(bench: Bench) -> None:
     told: list[int] = []
     bench.engine.before_step = lambda: told.append(len(bench.started()))
     bench.put(make_submit("a", max_tokens=3))
-    bench.put(make_submit("b", max_tokens=3), api=1)
+    bench.put(make_submit("b", max_tokens=3))
     bench.engine_loop.run_once()
     bench.engine_loop.run_once()
     assert told == [2, 2]
-    assert bench.started() == [(0, "a", 0), (1, "b", 0)]
+    assert bench.started() == [("a", 0), ("b", 0)]
 
 
 def test_a_newer_attempt_begins_anew(bench: Bench) -> None:
@@ -259,7 +257,7 @@ def test_a_newer_attempt_begins_anew(bench: Bench) -> None:
     bench.engine_loop.run_once()
     bench.put(msgspec.structs.replace(make_submit("a"), attempt=1))
     bench.engine_loop.run_once()
-    assert bench.started() == [(0, "a", 0), (0, "a", 1)]
+    assert bench.started() == [("a", 0), ("a", 1)]
 
 
 def test_a_grammar_begins_when_it_comes(bench: Bench) -> None:
@@ -268,7 +266,7 @@ def test_a_grammar_begins_when_it_comes(bench: Bench) -> None:
     bench.put(msgspec.structs.replace(make_submit("a"), grammar="start: /a+/"), make_submit("b"))
     bench.engine_loop.run_once()
     assert bench.engine.calls == [1, 1]
-    assert bench.started() == [(0, "a", 0)]
+    assert bench.started() == [("a", 0)]
 
 
 def test_every_turn_is_a_sign_of_life(bench: Bench) -> None:
