@@ -36,7 +36,7 @@ from service.http.fd_limits import limit_connections
 from service.http.request_io import install_error_handlers
 from service.ipc.channel import Channel
 from service.ipc.shared_state import Lifecycle, Phase, name_process
-from service.metrics.recorder import Metrics, prepare_directory
+from service.metrics.recorder import Metrics
 from service.preprocess.served_model import read_served_model
 from service.supervisor.preflight import check_machine, check_port
 from service.supervisor.prespawned_worker import EARLY_WORKER
@@ -65,7 +65,6 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         settings: ServeSettings,
         keys: ApiKeys,
         lifecycle: Lifecycle,
-        metrics: Metrics,
     ) -> None:
         # accelerator: LitServe starts one worker per device. The worker, which has torch, resolves --device itself.
         super().__init__(
@@ -85,12 +84,10 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
             max_body_bytes=settings.max_body_size,
         )
         self._lifecycle = lifecycle
-        self._metrics = metrics
         self._hurry = threading.Event()
         self._exit_code = 0
         self._supervisor = Supervisor(
             lifecycle,
-            metrics,
             launch=self._launch,
             fail=self._fail,
             has_standby=settings.standby,
@@ -206,7 +203,6 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         async with super().lifespan(app):
             self._transport.deliver_to(self._frontend.receive)
-            self._metrics.reserve_disk_space()
             task = asyncio.create_task(self._frontend.tend())
             logger.info("ready: http://%s:%d", self._settings.host, self._settings.port)
             yield
@@ -288,7 +284,7 @@ def build_server(settings: ServeSettings, *, engine_api: type[EngineAPI] = Engin
             message is one line.
         SettingsError: --max-context-length is over the model's positions, the API keys cannot be used, or the limit
             of open files is too low.
-        StartError: the port is in use, or the machine lacks shared memory or disk space.
+        StartError: the port is in use, or the machine lacks shared memory.
     """
     if (fault := check_machine()) is not None:
         raise StartError(fault)
@@ -299,11 +295,7 @@ def build_server(settings: ServeSettings, *, engine_api: type[EngineAPI] = Engin
     serving = read_served_model(settings, manifest, manifest.verify())
     for warning in (*keys.warnings, *serving.warnings()):
         logger.warning("%s", warning)
-    try:
-        prepare_directory()
-        metrics = Metrics(serving.model_name)
-    except OSError as error:
-        raise StartError(f"metrics cannot be written ({error.strerror}); set TMPDIR to another directory") from None
+    metrics = Metrics(serving.model_name)
     lifecycle = Lifecycle(main_pid=os.getpid())
     channel = Channel()
     frontend = Frontend(settings, served=serving, channel=channel, lifecycle=lifecycle, metrics=metrics)
@@ -315,9 +307,7 @@ def build_server(settings: ServeSettings, *, engine_api: type[EngineAPI] = Engin
         loop=WorkerLoop(),
         spec=frontend,
     )
-    return KvasirServer(
-        api, frontend=frontend, channel=channel, settings=settings, keys=keys, lifecycle=lifecycle, metrics=metrics
-    )
+    return KvasirServer(api, frontend=frontend, channel=channel, settings=settings, keys=keys, lifecycle=lifecycle)
 
 
 def _requests(number: int, state: str) -> str:

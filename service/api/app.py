@@ -33,9 +33,10 @@ from service.config.settings import ServeSettings
 from service.http.request_io import json_response
 from service.ipc.channel import Channel
 from service.ipc.messages import API_PATH, Command, CommandBatch, WorkerReady, decode_events, encode_commands
+from service.ipc.serving_path import get_serving_path
 from service.ipc.shared_state import Lifecycle
 from service.ipc.watchdog import Watchdog
-from service.metrics.recorder import EngineState, Metrics, render
+from service.metrics.recorder import EngineState, Metrics
 from service.preprocess.chat_renderer import ChatPrompts
 from service.preprocess.request_processor import RequestProcessor
 from service.preprocess.served_model import ServedModel
@@ -67,24 +68,13 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
     ) -> None:
         super().__init__()
         self.api_path = API_PATH
-        self._settings = settings
-        self._channel = channel
-        self._lifecycle = lifecycle
+        self._settings, self._channel, self._lifecycle, self._metrics = settings, channel, lifecycle, metrics
         self._worker_watchdog = Watchdog(lambda: lifecycle.worker_signs)
-        self._metrics = metrics
         self.model_name = served.model_name
         self._card = _model_card(served)
         self._admission = admission = _admission(settings, metrics)
         self._queue_limits = queue_limits(settings)
-        self._processor = RequestProcessor(
-            tokenizer=served.tokenizer,
-            model_name=self.model_name,
-            max_context_length=served.max_context_length,
-            max_num_choices=admission.max_num_sequences,
-            defaults=served.defaults,
-            aliases=settings.model_alias,
-            max_prompts=settings.max_prompts,
-        )
+        self._processor = _request_processor(settings, served, max_num_choices=admission.max_num_sequences)
         self._chat = ChatPrompts(served.template, served.tokenizer, max_waiting=admission.max_num_sequences)
         max_body_bytes = settings.max_body_size
         self._tokenizer_routes = TokenizerRoutes(
@@ -94,6 +84,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             send=self._send,
             admission=admission,
             on_worker_ready=self._hear_hello,
+            on_engine=metrics.observe_engine,
             on_replay=metrics.count_replay,
             on_late=partial(metrics.count_wasted_tokens, "cancelled"),
         )
@@ -192,12 +183,14 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         return json_response(responses.Version(version=importlib.metadata.version("kvasir")))
 
     async def metrics(self) -> Response:
-        """`GET /metrics`. Renders in a thread, because this reads the metric files of all processes."""
-        num_tasks = len(asyncio.all_tasks())
+        """`GET /metrics`. Renders in a thread, because this takes milliseconds."""
         self._metrics.set_engine_state(self._engine_state())
+        self._metrics.set_worker_restarts(
+            signal=self._lifecycle.num_killed.value, exit=self._lifecycle.num_exited.value
+        )
+        self._metrics.observe_api(num_requests=self._lifecycle.num_active.value, num_tasks=len(asyncio.all_tasks()))
         self._metrics.flush()
-        self._metrics.observe_api(num_requests=self._lifecycle.num_active.value, num_tasks=num_tasks)
-        body, content_type = await asyncio.to_thread(render)
+        body, content_type = await asyncio.to_thread(self._metrics.render)
         return Response(body, headers={"content-type": content_type})
 
     async def playground(self) -> Response:
@@ -246,7 +239,6 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         )
 
     def _engine_state(self) -> EngineState:
-        """Return the state for the metric. Only the API process sets the metric: a second writer would overwrite it."""
         state = self.readiness().state
         if state == "loading":
             return EngineState.STARTING if self._hello is None else EngineState.RESTARTING
@@ -291,9 +283,22 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
 
     def _hear_hello(self, hello: WorkerReady) -> None:
         self._hello = hello
+        self._metrics.observe_worker_start(hello, get_serving_path(hello))
         if hello.epoch != self._epoch:
             self._epoch = hello.epoch
             self._channel.discard_unsent()
+
+
+def _request_processor(settings: ServeSettings, served: ServedModel, *, max_num_choices: int) -> RequestProcessor:
+    return RequestProcessor(
+        tokenizer=served.tokenizer,
+        model_name=served.model_name,
+        max_context_length=served.max_context_length,
+        max_num_choices=max_num_choices,
+        defaults=served.defaults,
+        aliases=settings.model_alias,
+        max_prompts=settings.max_prompts,
+    )
 
 
 def _admission(settings: ServeSettings, metrics: Metrics) -> Admission:

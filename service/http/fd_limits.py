@@ -8,7 +8,7 @@ from service.config.settings import SettingsError
 
 logger = logging.getLogger(__name__)
 
-# Open files that are not connections: an idle process has fewer than 40, including libraries and metric files.
+# Open files that are not connections: an idle process has fewer than 40, including libraries.
 RESERVED: Final = 64
 _FEWEST_CONNECTIONS: Final = 16
 

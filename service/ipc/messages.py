@@ -183,11 +183,11 @@ class RunningLimitChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True, a
     max_num_running: int
 
 
-Event: TypeAlias = TokenDelta | WorkerReady | AttentionResult | Started | RunningLimitChanged
+class StepStats(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """Event: statistics of one engine step, for metrics.
 
-
-class StepStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Statistics of one engine step, for metrics. Counters are increments of this step; `kv_usage` is 0..1."""
+    Counters are increments of this step; `kv_usage` is 0..1.
+    """
 
     num_running: int
     max_num_running: int
@@ -207,6 +207,13 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     num_accepted_tokens: int
     step_seconds: float
     num_non_finite: int = 0
+
+
+class EngineIdle(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Event: the engine has no work left. Cancelled work ends between steps, so no step reports its end."""
+
+
+Event: TypeAlias = TokenDelta | WorkerReady | AttentionResult | Started | RunningLimitChanged | StepStats | EngineIdle
 
 
 class CommandBatch(msgspec.Struct, frozen=True, array_like=True):

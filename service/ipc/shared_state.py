@@ -31,6 +31,7 @@ class Lifecycle:
     phase: a `Phase`; written by main.
     phase_seconds: `time.monotonic()` at which the phase began; written by main.
     epoch: number of worker restarts; written by main.
+    num_killed, num_exited: replaced workers that a signal killed, or that exited; written by main.
     epoch_seconds: `time.monotonic()` of the last start of a worker; written by main.
     ready_epoch: the epoch of the last worker that was ready to serve, -1 before; written by the worker.
     num_heartbeats: heartbeats of the worker, one per step, or one per second while idle; written by the worker.
@@ -44,6 +45,8 @@ class Lifecycle:
     phase: c_int = field(default_factory=lambda: RawValue(c_int, Phase.STARTING))
     phase_seconds: c_double = field(default_factory=lambda: RawValue(c_double, 0.0))
     epoch: c_int = field(default_factory=lambda: RawValue(c_int, 0))
+    num_killed: c_int = field(default_factory=lambda: RawValue(c_int, 0))
+    num_exited: c_int = field(default_factory=lambda: RawValue(c_int, 0))
     epoch_seconds: c_double = field(default_factory=lambda: RawValue(c_double, 0.0))
     ready_epoch: c_int = field(default_factory=lambda: RawValue(c_int, -1))
     num_heartbeats: c_long = field(default_factory=lambda: RawValue(c_long, 0))

@@ -1,4 +1,4 @@
-"""Buffer of histogram observations, to write prometheus_client's shared file once for many observations."""
+"""Buffer of histogram observations, written to prometheus_client's histogram at once."""
 
 from bisect import bisect_left
 

@@ -1,22 +1,13 @@
-"""Multiprocess Prometheus metrics: recording in each process, exposition of the sum over all processes.
+"""Prometheus metrics of the service, recorded and exposed by the API process.
 
-Each process writes memory-mapped files in one shared directory. The process that serves a scrape adds up the files of
-all processes. A counter outlives its process; a gauge is dropped with it (`mark_dead`). Successive workers reuse the
-same files, because the disk may be full when a new worker starts.
+The worker's statistics arrive as events, and main's counters in shared memory.
 """
 
-import atexit
-import functools
 import importlib.metadata
-import os
 import platform
-import shutil
-import struct
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from prometheus_client import (
     CONTENT_TYPE_PLAIN_0_0_4,
@@ -25,26 +16,21 @@ from prometheus_client import (
     Gauge,
     Histogram,
     generate_latest,
-    multiprocess,
     values,
 )
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from service.ipc.messages import Finish, FinishReason, StepStats, WorkerReady
+from service.ipc.messages import EngineIdle, Finish, FinishReason, StepStats, WorkerReady
 from service.ipc.serving_path import ServingPath
 from service.metrics.definitions import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Family, Kind
 from service.metrics.definitions import EngineState as EngineState
-from service.metrics.directory import claim, remove_stale_directories, reserve
 from service.metrics.histogram_buffer import Tally
 from service.metrics.step_metrics_buffer import StepMetricsBuffer
 
-WORKER: Final = "worker"  # file name of the worker and of each worker that replaces it
-_DIRECTORY_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's name
-_DIRECTORY_PREFIX: Final = "kvasir-metrics-"
-# Header of an empty prometheus_client file: the number of used bytes, which includes the 8-byte header.
-_NOTHING_USED: Final = struct.pack("i", 8)
 _Instrument: TypeAlias = Counter | Gauge | Histogram
+# Without this, PROMETHEUS_MULTIPROC_DIR in the environment would make prometheus_client write files.
+values.ValueClass = values.MutexValue
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,23 +42,15 @@ class Objectives:
 
 
 class Metrics:
-    """Metrics of one engine, as recorded by this process.
+    """Metrics of one engine."""
 
-    Args:
-        process: name in the file names, for successive processes that share files; None uses the process id. At most
-            one live process may use a name.
-
-    Raises:
-        RuntimeError: `prepare_directory` has run neither in this process nor in an ancestor.
-    """
-
-    def __init__(
-        self, model_name: str, *, engine: str = "0", objectives: Objectives | None = None, process: str | None = None
-    ) -> None:
+    def __init__(self, model_name: str, *, engine: str = "0", objectives: Objectives | None = None) -> None:
         self._common = (model_name, engine)
-        self._process = process
-        self._instruments = _instruments(_directory(), process)
+        self._instruments = {name: _instrument(family) for name, family in FAMILIES.items()}
+        self._registry = CollectorRegistry()
+        self._registry.register(_Exposition(list(self._instruments.values())))
         self._objectives = Objectives() if objectives is None else objectives
+        self._num_restarts: dict[str, int] = {}
         for family in FAMILIES.values():
             if family.kind is Kind.COUNTER:
                 for label_values in family.known:
@@ -92,39 +70,27 @@ class Metrics:
         self._request_prompt_tokens = self._histogram("request_prompt_tokens")
         self._request_generation_tokens = self._histogram("request_generation_tokens")
         self._request_max_tokens = self._histogram("request_params_max_tokens")
-        self.reserve_disk_space()
-
-    def reserve_disk_space(self) -> None:
-        """Allocate disk space for this process' metric files now.
-
-        Raises:
-            OSError: the disk is full.
-        """
-        self._counter("requests_replayed", "resubmitted").inc(0)  # makes a forked child create its own files
         self._steps = StepMetricsBuffer(counter=self._counter, gauge=self._gauge, histogram=self._histogram)
         packages = ("kvasir", "torch", "litserve")
         version, torch, litserve = (importlib.metadata.version(package) for package in packages)
         self._gauge("build_info", version, platform.python_version(), torch, litserve).set(1)
-        reserve(_directory(), self._process or os.getpid())
 
-    def observe_worker_start(self, hello: WorkerReady) -> None:
-        """Record that a worker is ready and idle."""
+    def observe_worker_start(self, hello: WorkerReady, path: ServingPath) -> None:
+        """Record that a worker is ready and idle, and the code path that it serves with."""
+        for name in ("cache_config_info", "serving_path"):
+            self._instruments[name].clear()  # an earlier worker's labels
         shape = (str(hello.block_size), str(hello.num_blocks), hello.kv_cache_dtype, hello.device)
         self._gauge("cache_config_info", *shape).set(1)
-        self._gauge("startup_seconds").set(hello.startup_seconds)
-        self.observe_idle()
-
-    def record_serving_path(self, path: ServingPath) -> None:
-        """Record the code path of a ready worker."""
         self._gauge("serving_path", *path.labels).set(1)
-
-    def observe_idle(self) -> None:
-        """Record that the engine has no work left."""
+        self._gauge("startup_seconds").set(hello.startup_seconds)
         self._steps.rest()
 
-    def observe_step(self, stats: StepStats) -> None:
-        """Record an engine step. A scrape sees the step up to 0.1 s later, or after `flush`."""
-        self._steps.add(stats)
+    def observe_engine(self, event: StepStats | EngineIdle) -> None:
+        """Record an engine step, or that the engine has no work left. A scrape sees a step after `flush`."""
+        if isinstance(event, StepStats):
+            self._steps.add(event)
+        else:
+            self._steps.rest()
 
     def observe_first_token(self, seconds: float) -> None:
         """Record that a choice's first token left the server `seconds` after its request arrived."""
@@ -135,7 +101,7 @@ class Metrics:
         self._gaps.add(seconds, count)
 
     def flush(self) -> None:
-        """Write buffered observations to the shared files, so that scrapes see them."""
+        """Write buffered observations to the metrics, so that scrapes see them."""
         self._gaps.flush()
         self._steps.flush()
 
@@ -193,9 +159,11 @@ class Metrics:
         """Count `n` completion tokens that were computed but not delivered."""
         self._counter("wasted_tokens", reason).inc(n)
 
-    def count_worker_restart(self, reason: str) -> None:
-        """Count a worker that died and was replaced."""
-        self._counter("worker_restarts", reason).inc()
+    def set_worker_restarts(self, **numbers: int) -> None:
+        """Record the numbers of replaced workers, by reason."""
+        for reason, number in numbers.items():
+            self._counter("worker_restarts", reason).inc(number - self._num_restarts.get(reason, 0))
+            self._num_restarts[reason] = number
 
     def count_replay(self, outcome: str) -> None:
         """Count a request that a dead worker left unfinished: "resubmitted" or "gave_up"."""
@@ -211,7 +179,9 @@ class Metrics:
         self._gauge("api_tasks").set(num_tasks)
 
     def set_engine_state(self, state: EngineState) -> None:
-        """Set the state gauge. Only one process may call this: a second process would overwrite the value."""
+        """Set the state gauge. Without a worker, no sequence is running or waiting in the engine."""
+        if state in (EngineState.STARTING, EngineState.RESTARTING):
+            self._steps.rest()
         for candidate in EngineState:
             self._gauge("engine_state", candidate).set(candidate == state)
 
@@ -230,40 +200,20 @@ class Metrics:
         assert isinstance(histogram, Histogram), f"{name} is not a histogram"
         return histogram
 
-
-def prepare_directory() -> str:
-    """Create the directory for the metric files of this process and its children; it is removed at exit.
-
-    Also removes the stale directories of killed services. Call this once, in the main process, before it starts
-    children or constructs `Metrics`.
-    """
-    directory = tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX)
-    claim(Path(directory))
-    remove_stale_directories(Path(directory).parent, _DIRECTORY_PREFIX)
-    os.environ[_DIRECTORY_VARIABLE] = directory
-    atexit.register(_remove_directory, directory, os.getpid())
-    return directory
+    def render(self) -> tuple[bytes, str]:
+        """Return the metrics in Prometheus' text format, and the content type."""
+        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
 
-def mark_dead(process: str | int) -> None:
-    """Drop the gauges of a dead process, by name or process id. Its counters and its disk space are kept."""
-    for path in Path(_directory()).glob(f"gauge_live*_{process}.db"):
-        with path.open("r+b") as file:
-            file.write(_NOTHING_USED)
+class _Exposition(Collector):
+    def __init__(self, instruments: list[_Instrument]) -> None:
+        self._instruments = instruments
 
-
-def render() -> tuple[bytes, str]:
-    """Return the metrics of all processes, with the counters of dead processes, and the content type."""
-    registry = CollectorRegistry()
-    registry.register(_AllProcesses())
-    return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
-
-
-class _AllProcesses(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield each family, followed by the same values under vLLM's name if vLLM has this metric."""
-        found = multiprocess.MultiProcessCollector(None, _directory()).collect()
+        found = [metric for instrument in self._instruments for metric in instrument.collect()]
         for metric in sorted(found, key=lambda metric: str(metric.name)):
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
             yield metric
             family = FAMILIES.get(metric.name.removeprefix(PREFIX))
             if family is not None and family.in_vllm:
@@ -277,34 +227,12 @@ def _under_vllm_name(metric: Metric) -> Metric:
     return twin
 
 
-@functools.cache
-def _instruments(directory: str, process: str | None) -> Mapping[str, _Instrument]:
-    """Return this process' instruments on `directory`. Cached: two on one series would overwrite each other."""
-    # prometheus_client chooses between in-process and multiprocess values at import, which may be before
-    # `prepare_directory`. Setting the class here makes the order of imports irrelevant.
-    values.ValueClass = values.MultiProcessValue(os.getpid if process is None else lambda: process)
-    return {name: _instrument(family) for name, family in FAMILIES.items()}
-
-
 def _instrument(family: Family) -> _Instrument:
     name, labels = PREFIX + family.name, (*COMMON_LABELS, *family.labels)
     match family.kind:
         case Kind.COUNTER:
             return Counter(name, family.help, labels, registry=None)
         case Kind.GAUGE:
-            # The most recent value wins: a replacement worker's value shows before the old worker is marked dead.
-            return Gauge(name, family.help, labels, registry=None, multiprocess_mode="livemostrecent")
+            return Gauge(name, family.help, labels, registry=None)
         case Kind.HISTOGRAM:
             return Histogram(name, family.help, labels, registry=None, buckets=family.buckets)
-
-
-def _directory() -> str:
-    directory = os.environ.get(_DIRECTORY_VARIABLE)
-    if directory is None:
-        raise RuntimeError("service.metrics.recorder.prepare_directory() has not run")
-    return directory
-
-
-def _remove_directory(directory: str, tenant: int) -> None:
-    if os.getpid() == tenant:  # forked children inherit exit handlers
-        shutil.rmtree(directory, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""Metrics of engine steps, buffered and written to prometheus_client's shared files at intervals.
+"""Metrics of engine steps, buffered and written to prometheus_client's metrics at intervals.
 
-Writing all metrics takes 80 µs, since the CPU caches are full of weights. A step of few streams takes 1,000 µs.
+Writing all metrics takes tens of microseconds, and a step of few streams 1,000 µs.
 """
 
 import time
@@ -11,7 +11,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from service.ipc.messages import StepStats
 from service.metrics.histogram_buffer import Tally
 
-# Maximum age of the metrics in the shared files while steps are computed.
+# Maximum age of the metrics while steps are computed.
 _SECONDS = 0.1
 
 

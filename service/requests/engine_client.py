@@ -16,11 +16,13 @@ from service.ipc.messages import (
     AttentionResult,
     Cancel,
     Command,
+    EngineIdle,
     Event,
     Finish,
     FinishReason,
     RunningLimitChanged,
     Started,
+    StepStats,
     Submit,
     TokenDelta,
     WorkerReady,
@@ -38,9 +40,10 @@ class EngineClient:
     """Owner of the live requests. One thread: the API process' event loop.
 
     Args:
-        send: puts commands on the worker's queue, in order.
+        send: sends commands to the worker, in order.
         admission: limits the live requests.
-        on_hello: called with the `WorkerReady` of each new worker, before requests are resubmitted.
+        on_worker_ready: called with the `WorkerReady` of each new worker, before requests are resubmitted.
+        on_engine: called with the statistics of each step, and when the engine has no work left.
         on_replay: called per request with the outcome of its resubmission: "resubmitted" or "gave_up".
         on_late: called with the number of tokens that arrived for a cancelled sequence.
     """
@@ -51,12 +54,14 @@ class EngineClient:
         send: Callable[[Sequence[Command]], None],
         admission: Admission,
         on_worker_ready: Callable[[WorkerReady], None],
+        on_engine: Callable[[StepStats | EngineIdle], None],
         on_replay: Callable[[str], None],
         on_late: Callable[[int], None],
     ) -> None:
         self._send = send
         self._admission = admission
         self._on_worker_ready = on_worker_ready
+        self._on_engine = on_engine
         self._on_replay = on_replay
         self._on_late = on_late
         self._choices: dict[str, tuple[InflightRequest, Choice]] = {}
@@ -147,6 +152,8 @@ class EngineClient:
                 self._admission.limit_running(event.max_num_running)
             elif isinstance(event, Started):
                 self._receive_start(event)
+            elif isinstance(event, StepStats | EngineIdle):
+                self._on_engine(event)
             else:
                 self._receive_look(event)
         # All system calls (`send`) run after all Python code, so that each finds its code in the CPU caches.

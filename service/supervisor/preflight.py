@@ -1,15 +1,9 @@
-"""Checks of the machine before the service starts: shared memory, temporary files, port, disk space."""
+"""Checks of the machine before the service starts: shared memory and the port."""
 
 import errno
-import shutil
 import socket
-import tempfile
 from ctypes import c_int
 from multiprocessing.sharedctypes import RawValue
-from typing import Final
-
-# The metric files of three processes take less than 2 MiB; multiprocessing adds a few sockets.
-_ROOM_BYTES: Final = 8 * 2**20
 
 
 def check_machine() -> str | None:
@@ -18,16 +12,6 @@ def check_machine() -> str | None:
         RawValue(c_int, 0)
     except OSError as error:
         return f"shared memory cannot be used ({error.strerror}); mount a tmpfs on /dev/shm"
-    try:
-        directory = tempfile.gettempdir()
-        free = shutil.disk_usage(directory).free
-    except OSError as error:
-        return f"no directory for temporary files ({error.strerror}); set TMPDIR to a writable directory"
-    if free < _ROOM_BYTES:
-        return (
-            f"{directory} has {free // 1024} KiB free, and the service needs {_ROOM_BYTES // 1024}; "
-            "make room, or set TMPDIR to another directory"
-        )
     return None
 
 

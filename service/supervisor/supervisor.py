@@ -17,7 +17,6 @@ from typing import NoReturn, Protocol
 
 from service.ipc.shared_state import Lifecycle, Phase
 from service.ipc.watchdog import Watchdog
-from service.metrics.recorder import WORKER, Metrics, mark_dead
 from service.worker.standby import Standby
 from service.worker.worker import EXIT_SETTINGS, EXIT_START_FAILED
 
@@ -69,7 +68,6 @@ class Supervisor:
     def __init__(
         self,
         lifecycle: Lifecycle,
-        metrics: Metrics,
         *,
         launch: Launch,
         fail: Fail,
@@ -78,7 +76,6 @@ class Supervisor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lifecycle = lifecycle
-        self._metrics = metrics
         self._launch = launch
         self._fail = fail
         self._has_standby = has_standby
@@ -98,13 +95,13 @@ class Supervisor:
             return dead
         cause = "was killed because it hung" if dead is self._hung else cause_of_death(dead)
         now = time.monotonic()
-        mark_dead(WORKER)
         if len(self._deaths) == self._deaths.maxlen and now - self._deaths[0] < 60.0:
             self._fail(f"the worker died {len(self._deaths) + 1} times within a minute ({cause}); giving up")
             return dead
         self._deaths.append(now)
         logger.error("the worker %s; starting another worker, which resumes the unfinished requests", cause)
-        self._metrics.count_worker_restart("signal" if (dead.exitcode or 0) < 0 else "exit")
+        restarts = self._lifecycle.num_killed if (dead.exitcode or 0) < 0 else self._lifecycle.num_exited
+        restarts.value += 1
         with self._launching:
             self._lifecycle.epoch_seconds.value = now
             self._lifecycle.epoch.value += 1

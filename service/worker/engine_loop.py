@@ -14,13 +14,14 @@ from service.ipc.messages import (
     AttentionResult,
     Cancel,
     Command,
+    EngineIdle,
     Event,
     RunningLimitChanged,
     Started,
+    StepStats,
     Submit,
     TokenDelta,
 )
-from service.metrics.recorder import Metrics
 
 if TYPE_CHECKING:
     from service.engine.engine import Engine
@@ -58,7 +59,6 @@ class EngineLoop:
         receive: Receive,
         send: Send,
         send_now: Send,
-        metrics: Metrics,
         beat: Callable[[], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -66,7 +66,6 @@ class EngineLoop:
         self._receive = receive
         self._send = send
         self._send_now = send_now
-        self._metrics = metrics
         self._beat = beat
         self._attempts: dict[str, int] = {}  # attempt of each unfinished sequence, by uid
         self._started: set[str] = set()  # uids of `_attempts` that the engine has begun to compute
@@ -83,7 +82,7 @@ class EngineLoop:
             RuntimeError: the engine failed twice in a row, the second time after all its sequences were aborted.
         """
         if not self._engine.has_work and not self._looks:
-            self._metrics.observe_idle()
+            self._send([EngineIdle()])
             self._handle(self._wait_for_commands())
         while (commands := self._receive(0.0)) is not None:
             self._handle(commands)
@@ -120,13 +119,11 @@ class EngineLoop:
             logger.exception("the engine failed; its %d sequences end with an error", len(self._attempts))
             self._num_failures += 1
             self._emit(self._engine.abort_all(_FAILED))
-            self._metrics.flush()
             if self._num_failures >= _MAX_FAILURES_IN_A_ROW:
                 raise RuntimeError("the engine failed twice in a row") from error
             return
         self._num_failures = 0
-        self._emit(result.events)
-        self._metrics.observe_step(result.stats)
+        self._emit(result.events, result.stats)
 
     def _handle(self, commands: Iterable[Command]) -> None:
         for command in commands:
@@ -155,8 +152,8 @@ class EngineLoop:
         if new:
             self._send_now([Started(uid=uid, attempt=self._attempts[uid]) for uid in new])
 
-    def _emit(self, deltas: list[TokenDelta]) -> None:
-        """Send the deltas of this step in one message."""
+    def _emit(self, deltas: list[TokenDelta], stats: StepStats | None = None) -> None:
+        """Send the deltas and the statistics of this step in one message."""
         events: list[Event] = []
         for delta in deltas:
             if self._attempts.get(delta.uid) != delta.attempt:
@@ -168,5 +165,7 @@ class EngineLoop:
         if events and self._max_num_running != self._engine.max_num_running:
             self._max_num_running = self._engine.max_num_running
             events.append(RunningLimitChanged(max_num_running=self._max_num_running))
+        if stats is not None:
+            events.append(stats)
         if events:
             self._send(events)

@@ -27,9 +27,7 @@ from service.config import log_setup
 from service.config.settings import ServeSettings, SettingsError, effective_values
 from service.ipc.channel import Channel
 from service.ipc.messages import API_PATH, Command, Event, WorkerReady, decode_commands, encode_events
-from service.ipc.serving_path import get_serving_path
 from service.ipc.shared_state import Lifecycle, Phase, name_process
-from service.metrics.recorder import WORKER, Metrics
 from service.worker.checkpoint_guard import check_unchanged, stamps_of
 from service.worker.engine_loop import EngineLoop
 from service.worker.server_memory import ServerNeeds
@@ -148,7 +146,6 @@ class WorkerLoop(LitLoop):  # type: ignore[misc]
         outbox: SimpleQueue[list[Event]] = SimpleQueue()
         threading.Thread(target=_carry, args=(outbox, transport), name="carrier", daemon=True).start()
         lifecycle = lit_api.lifecycle
-        metrics = Metrics(lit_api.settings.model_name or lit_api.manifest.name, process=WORKER)
         facts = lit_api.facts
         hello = WorkerReady(
             worker_id=worker_id,
@@ -163,8 +160,6 @@ class WorkerLoop(LitLoop):  # type: ignore[misc]
             block_size=facts.block_size,
             startup_seconds=time.monotonic() - lit_api.started_seconds,
         )
-        metrics.observe_worker_start(hello)
-        metrics.record_serving_path(get_serving_path(hello))
         logger.info("%s, ready after %.1f s", facts, hello.startup_seconds)
         _send(transport, [hello])
         lifecycle.ready_epoch.value = hello.epoch
@@ -184,7 +179,6 @@ class WorkerLoop(LitLoop):  # type: ignore[misc]
             receive=receive,
             send=outbox.put,
             send_now=lambda events: _send(transport, events),
-            metrics=metrics,
             beat=beat,
         )
         gc.collect()

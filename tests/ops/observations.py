@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from service.ipc.messages import Finish, FinishReason, StepStats, WorkerReady
 from service.ipc.serving_path import get_serving_path
-from service.metrics.recorder import EngineState, Metrics, render
+from service.metrics.recorder import EngineState, Metrics
 
 MODEL = "tales"
 
@@ -131,21 +131,15 @@ _STEPPED = (
 OBSERVATIONS = (
     Observation(
         name="worker_start",
-        make=lambda metrics: metrics.observe_worker_start(HELLO),
+        make=lambda metrics: metrics.observe_worker_start(HELLO, get_serving_path(HELLO)),
         changes={
             'cache_config_info{block_size="16",cache_dtype="float16",device="cpu",num_gpu_blocks="64"}': 1,
+            'serving_path{attention="native",device="cpu",dtype="float32",'
+            'kernels="own",level="avx2",matrices="packed"}': 1,
             "startup_seconds": 1.5,
         },
     ),
-    Observation(
-        name="path",
-        make=lambda metrics: metrics.record_serving_path(get_serving_path(HELLO)),
-        changes={
-            'serving_path{attention="native",device="cpu",dtype="float32",'
-            'kernels="own",level="avx2",matrices="packed"}': 1,
-        },
-    ),
-    Observation(name="step", make=lambda metrics: metrics.observe_step(STEP), changes=_STEPPED),
+    Observation(name="step", make=lambda metrics: metrics.observe_engine(STEP), changes=_STEPPED),
     Observation(
         name="first_token",
         make=lambda metrics: metrics.observe_first_token(0.25),
@@ -165,7 +159,7 @@ OBSERVATIONS = (
     Observation(
         name="retry_after_error",
         make=lambda metrics: metrics.observe_retry_after_error(-0.125),
-        changes=_once("retry_after_error_seconds", -0.125),
+        changes={"retry_after_error_seconds_count": 1},  # no sum, since values may be negative
     ),
     Observation(
         name="structured",
@@ -190,7 +184,7 @@ OBSERVATIONS = (
     ),
     Observation(
         name="worker_restart",
-        make=lambda metrics: metrics.count_worker_restart("signal"),
+        make=lambda metrics: metrics.set_worker_restarts(signal=1),
         changes={'worker_restarts_total{reason="signal"}': 1},
     ),
     Observation(
@@ -216,10 +210,10 @@ OBSERVATIONS = (
 )
 
 
-def scrape(prefix: str = "llm_", *, model_name: str = MODEL, engine: str = "0") -> dict[str, float]:
+def scrape(metrics: Metrics, prefix: str = "llm_", *, model_name: str = MODEL, engine: str = "0") -> dict[str, float]:
     """Return the samples of one engine with one prefix, as `name{label="value"}` without prefix and common labels."""
     samples: dict[str, float] = {}
-    for family in text_string_to_metric_families(render()[0].decode()):
+    for family in text_string_to_metric_families(metrics.render()[0].decode()):
         for sample in family.samples:
             labels = dict(sample.labels)
             if (labels.pop("model_name"), labels.pop("engine")) != (model_name, engine):

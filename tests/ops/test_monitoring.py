@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from monitoring.written_file import write_or_check
-from service.metrics.recorder import Metrics, render
+from service.metrics.recorder import Metrics
 from tests.ops.deployment import ROOT, read_yaml
 from tests.ops.observations import observe_everything
 from tests.ops.questions import DASHBOARD, MODEL_VARIABLE, RULE_FILES, Selection, panels, questions, rules, selections
@@ -43,7 +43,7 @@ def series(metrics: Metrics) -> dict[str, list[dict[str, str]]]:
     observe_everything(metrics)
     (job,) = PROMETHEUS["scrape_configs"]
     found: dict[str, list[dict[str, str]]] = {"up": [{"job": job["job_name"], "instance": ""}]}
-    for family in text_string_to_metric_families(render()[0].decode()):
+    for family in text_string_to_metric_families(metrics.render()[0].decode()):
         for sample in family.samples:
             found.setdefault(sample.name, []).append(sample.labels)
     for rule in rules():

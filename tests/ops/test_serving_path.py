@@ -8,16 +8,16 @@ from service.metrics.recorder import Metrics
 from tests.ops.observations import HELLO, scrape
 
 
-def paths() -> dict[str, float]:
-    return {name: value for name, value in scrape().items() if name.startswith("serving_path")}
+def paths(metrics: Metrics) -> dict[str, float]:
+    return {name: value for name, value in scrape(metrics).items() if name.startswith("serving_path")}
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "paged (decode: in place, prompts: one by one)"])
 def test_a_path_of_pytorchs_kernels(metrics: Metrics, attention: str) -> None:
     hello = msgspec.structs.replace(HELLO, attention=attention, kernel_level=None)
-    metrics.record_serving_path(get_serving_path(hello))
+    metrics.observe_worker_start(hello, get_serving_path(hello))
     labels = f'attention="{attention.split()[0]}",device="cpu",dtype="float32",kernels="pytorch",level="",'
-    assert paths() == {f'serving_path{{{labels}matrices="packed"}}': 1}
+    assert paths(metrics) == {f'serving_path{{{labels}matrices="packed"}}': 1}
 
 
 def test_labels_are_those_that_the_metric_has() -> None:

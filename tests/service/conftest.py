@@ -30,9 +30,7 @@ def tokenizer() -> ByteLevelTokenizer:
 
 
 @pytest.fixture
-def metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Metrics:
-    """Metrics of a directory of their own; `service.metrics.recorder.render()` reads it."""
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+def metrics() -> Metrics:
     return Metrics("tiny")
 
 

@@ -24,6 +24,7 @@ class Desk:
             send=self._send,
             admission=self.admission,
             on_worker_ready=self.hellos.append,
+            on_engine=lambda event: None,
             on_replay=self.outcomes.append,
             on_late=self.late.append,
         )

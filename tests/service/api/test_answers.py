@@ -142,6 +142,7 @@ class Scene:
             send=engine.take,
             admission=Admission(max_num_running=8, max_waiting_requests=8, max_waiting_tokens=1000),
             on_worker_ready=lambda hello: None,
+            on_engine=lambda event: None,
             on_replay=lambda outcome: None,
             on_late=lambda num_tokens: None,
         )

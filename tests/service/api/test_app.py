@@ -14,7 +14,6 @@ from service.api.app import Frontend
 from service.api.readiness import STALL_SECONDS
 from service.ipc.messages import WorkerReady, encode_events
 from service.ipc.shared_state import Lifecycle, Phase
-from service.metrics.recorder import render
 from service.protocol.errors import QueueTimeout
 from tests.service.bad_requests import BAD_REQUESTS
 from tests.service.echo import EchoChannel
@@ -113,7 +112,8 @@ def test_a_full_server_answers_429_with_all_three_headers(
     assert int(response.headers["retry-after-ms"]) >= 1
     assert response.headers["x-should-retry"] == "true"
     assert (
-        'llm_admission_rejections_total{engine="0",model_name="tiny",reason="queue_full"} 1.0' in render()[0].decode()
+        'llm_admission_rejections_total{engine="0",model_name="tiny",reason="queue_full"} 1.0'
+        in client.get("/metrics").text
     )
 
 

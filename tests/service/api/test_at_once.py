@@ -80,7 +80,7 @@ def test_the_bytes_are_those_that_the_task_sends(
         assert without_times(fast.client.body) == without_times(slow.client.body)
         assert fast.client.is_complete
         assert len(body.parts) == (4 if response_options.get("token_ids") or "logprobs" in response_options else 3)
-        assert sample("llm_inter_token_latency_seconds_count") == 2 * 5
+        assert sample(tools[1], "llm_inter_token_latency_seconds_count") == 2 * 5
 
     run(test)
 

@@ -59,6 +59,7 @@ class Bench:
             send=self._take,
             admission=Admission(max_num_running=1, max_waiting_requests=1, max_waiting_tokens=100),
             on_worker_ready=lambda hello: None,
+            on_engine=lambda event: None,
             on_replay=lambda outcome: None,
             on_late=lambda num_tokens: None,
         )

@@ -19,7 +19,7 @@ from service.api.intake import Intake
 from service.config.settings import ServeSettings
 from service.ipc.messages import Pooling, encode_events
 from service.ipc.shared_state import Lifecycle, Phase
-from service.metrics.recorder import Metrics, render
+from service.metrics.recorder import Metrics
 from service.protocol.embeddings import EmbeddingRequest, write_vectors
 from service.protocol.errors import Overloaded
 from service.requests.inflight import InflightRequest
@@ -129,7 +129,7 @@ def test_a_request_of_many_texts_needs_no_more_room_than_the_server_has(client: 
     np.testing.assert_allclose(vectors(body), [vector(list(text.encode())) for text in texts], atol=1e-8)
     assert [bytes(submit.prompt_token_ids).decode() for submit in queue.submits] == texts
     finished = 'llm_request_success_total{engine="0",finished_reason="length",model_name="tiny"} 50.0'
-    assert finished in render()[0].decode()
+    assert finished in client.get("/metrics").text
 
 
 def test_groups_are_of_bounded_number_and_length() -> None:
@@ -240,7 +240,7 @@ def test_who_leaves_is_forgotten(frontend: Frontend, metrics: Metrics, queue: Ec
     assert served.engine_client.num_requests == served.engine_client.num_choices == 0
     assert queue.cancelled == ([] if answers else ["0"])
     cancelled = 'llm_requests_cancelled_total{engine="0",model_name="tiny",phase="%s"} 1.0'
-    assert cancelled % ("running" if answers else "waiting") in render()[0].decode()
+    assert cancelled % ("running" if answers else "waiting") in metrics.render()[0].decode()
 
 
 def test_a_failure_is_an_error(client: TestClient, frontend: Frontend, queue: EchoChannel) -> None:

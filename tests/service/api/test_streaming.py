@@ -13,7 +13,6 @@ from model.tokenizer.interface import Tokenizer
 from service.api.response_builder import CompletionBuilder, ResponseBuilder, ResponseInfo, ResponseOptions
 from service.api.streaming import CompletionBody, CompletionStream
 from service.ipc.messages import FinishReason, TokenLogprob
-from service.metrics import recorder as exposition
 from service.metrics.recorder import Metrics
 from service.protocol.errors import Draining, EngineFailed
 from service.protocol.responses import Completion, encode_event
@@ -106,9 +105,9 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
-def sample(name: str, **labels: str) -> float:
+def sample(metrics: Metrics, name: str, **labels: str) -> float:
     """A metric's value, summed over the series that have these labels."""
-    lines = exposition.render()[0].decode().splitlines()
+    lines = metrics.render()[0].decode().splitlines()
     found = [line for line in lines if line.partition("{")[0].partition(" ")[0] == name]
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     return sum(float(line.rpartition(" ")[2]) for line in found if all(want in line for want in wanted))
@@ -266,9 +265,9 @@ def test_a_client_that_leaves_ends_its_request(kind: Any, has_started: bool, too
         assert exchange.closed == [exchange.request]
         assert not exchange.client.is_complete
         phase = "running" if has_started else "waiting"
-        assert sample("llm_requests_cancelled_total", phase=phase) == 1
+        assert sample(tools[1], "llm_requests_cancelled_total", phase=phase) == 1
         undelivered = (3 if kind is CompletionBody else 2) if has_started else 0
-        assert sample("llm_wasted_tokens_total", reason="cancelled") == undelivered
+        assert sample(tools[1], "llm_wasted_tokens_total", reason="cancelled") == undelivered
 
     run(test)
 
@@ -298,7 +297,7 @@ def test_a_failure_in_mid_stream_is_the_last_event_and_there_is_no_done(tools: A
             "error": {"message": "going down", "type": "server_error", "param": None, "code": "draining"}
         }
         assert b"[DONE]" not in exchange.client.body
-        assert sample("llm_request_failures_total", status="503") == 1
+        assert sample(tools[1], "llm_request_failures_total", status="503") == 1
 
     run(test)
 
@@ -325,10 +324,10 @@ def test_latencies_count_one_first_token_and_the_gaps_between_the_others(tools: 
             exchange.push(index, ids=(97, 98, 99), text="abc")
             exchange.push(index, ids=(97,), text="a", finish=make_finish(num_completion_tokens=5))
         await exchange.task
-        assert sample("llm_time_to_first_token_seconds_count") == 2
-        assert sample("llm_inter_token_latency_seconds_count") == 2 * (5 - 1)
-        assert sample("llm_e2e_request_latency_seconds_count") == 2
-        assert sample("llm_request_success_total", finished_reason="length") == 2
+        assert sample(tools[1], "llm_time_to_first_token_seconds_count") == 2
+        assert sample(tools[1], "llm_inter_token_latency_seconds_count") == 2 * (5 - 1)
+        assert sample(tools[1], "llm_e2e_request_latency_seconds_count") == 2
+        assert sample(tools[1], "llm_request_success_total", finished_reason="length") == 2
 
     run(test)
 

@@ -10,7 +10,6 @@ from service.admission.queue_policy import QueuePolicy
 from service.api.app import Frontend
 from service.http.load_shedding import ROUTES, LoadShedding
 from service.ipc.shared_state import Lifecycle, Phase
-from service.metrics.recorder import render
 from service.protocol.errors import Overloaded
 from tests.service.echo import EchoChannel
 
@@ -30,7 +29,7 @@ def test_what_has_no_chance_is_refused_unread(client: TestClient, frontend: Fron
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
     assert int(answer.headers["retry-after"]) >= 1
     assert (answer.headers["x-should-retry"], answer.headers["x-request-id"]) == ("true", "mine")
-    assert 'reason="queue_full"} 1.0' in render()[0].decode()
+    assert 'reason="queue_full"} 1.0' in client.get("/metrics").text
     assert frontend._admission.num_sequences == 4
 
 

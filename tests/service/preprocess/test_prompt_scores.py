@@ -13,6 +13,7 @@ def test_after_a_death_each_sample_scores_the_prompt_and_the_first_to_tell_count
         send=sent.extend,
         admission=Admission(max_num_running=8, max_waiting_requests=8, max_waiting_tokens=1000),
         on_worker_ready=lambda hello: None,
+        on_engine=lambda event: None,
         on_replay=lambda outcome: None,
         on_late=lambda num_tokens: None,
     )

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from service.ipc.shared_state import Lifecycle, Phase
-from service.metrics.recorder import Metrics
 from service.supervisor.supervisor import Supervisor, failed_start
 from service.worker.worker import EXIT_SETTINGS, EXIT_START_FAILED
 
@@ -57,7 +56,7 @@ def test_a_start_that_failed(ended: int, said: str, code: int) -> None:
 class Bench:
     """A supervisor, whom it has started for which epoch, and what ended the service."""
 
-    def __init__(self, metrics: Metrics, *, has_standby: bool = True, hang_seconds: float = 0.0) -> None:
+    def __init__(self, *, has_standby: bool = True, hang_seconds: float = 0.0) -> None:
         self.lifecycle = Lifecycle(main_pid=os.getpid())
         self.lifecycle.phase.value = Phase.SERVING
         self.lifecycle.ready_epoch.value = 0
@@ -69,7 +68,6 @@ class Bench:
         self.worker: Any = FakeProcess()
         self.supervisor = Supervisor(
             self.lifecycle,
-            metrics,
             launch=self._launch,
             fail=self._fail,
             has_standby=has_standby,
@@ -113,8 +111,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(metrics: Metrics) -> Bench:
-    return Bench(metrics)
+def bench() -> Bench:
+    return Bench()
 
 
 def test_the_standby_becomes_the_worker_and_another_one_waits(bench: Bench) -> None:
@@ -133,10 +131,10 @@ def test_the_standby_becomes_the_worker_and_another_one_waits(bench: Bench) -> N
 
 
 def test_a_worker_that_ends_is_replaced_at_once_and_again_until_the_service_ends(
-    metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("service.supervisor.supervisor.CHECK_SECONDS", 3600.0)
-    bench = Bench(metrics, has_standby=False)
+    bench = Bench(has_standby=False)
     launch = bench._launch
 
     def launch_one_that_soon_ends(epoch: int, word: Connection | None = None) -> Any:
@@ -154,9 +152,9 @@ def test_a_worker_that_ends_is_replaced_at_once_and_again_until_the_service_ends
     assert (workers[0].epoch, workers[0].is_alive()) == (2, False)
 
 
-def test_the_end_of_the_api_process_is_seen_at_once(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_the_api_process_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.supervisor.supervisor.CHECK_SECONDS", 3600.0)
-    bench = Bench(metrics, has_standby=False)
+    bench = Bench(has_standby=False)
     has_failed = threading.Event()
 
     def fail(message: str, hung: Any = None) -> None:
@@ -180,8 +178,8 @@ def test_a_standby_that_does_not_fit_into_memory_is_not_started(bench: Bench) ->
     assert bench.launched == [(1, False)]
 
 
-def test_without_a_standby_a_worker_is_started(metrics: Metrics) -> None:
-    bench = Bench(metrics, has_standby=False)
+def test_without_a_standby_a_worker_is_started() -> None:
+    bench = Bench(has_standby=False)
     bench.watch()
     bench.die()
     bench.die()
@@ -203,24 +201,24 @@ def test_where_no_worker_can_be_started_the_service_ends(bench: Bench) -> None:
     assert bench.failures == ["no other worker can be started: [Errno 11] Resource temporarily unavailable"]
 
 
-def hanging(metrics: Metrics) -> Bench:
+def hanging() -> Bench:
     """Ten seconds' patience; the first worker was up after five."""
-    bench = Bench(metrics, has_standby=False, hang_seconds=10.0)
+    bench = Bench(has_standby=False, hang_seconds=10.0)
     bench.lifecycle.epoch_seconds.value = 95.0
     bench.lifecycle.record_api_heartbeat()
     bench.watch()
     return bench
 
 
-def test_who_gives_signs_of_life_is_left_alone(metrics: Metrics) -> None:
-    bench = hanging(metrics)
+def test_who_gives_signs_of_life_is_left_alone() -> None:
+    bench = hanging()
     bench.watch_for(100.0, "worker", "api")
     assert bench.now > 199.0
     assert bench.failures == []
 
 
-def test_a_worker_that_hangs_is_killed(metrics: Metrics, caplog: pytest.LogCaptureFixture) -> None:
-    bench = hanging(metrics)
+def test_a_worker_that_hangs_is_killed(caplog: pytest.LogCaptureFixture) -> None:
+    bench = hanging()
     bench.watch_for(9.5, "api")
     assert bench.worker.is_alive()
     bench.watch_for(1.0, "api")
@@ -232,9 +230,9 @@ def test_a_worker_that_hangs_is_killed(metrics: Metrics, caplog: pytest.LogCaptu
     assert bench.failures == []
 
 
-def test_a_worker_that_hangs_while_it_loads_is_killed_later(metrics: Metrics) -> None:
+def test_a_worker_that_hangs_while_it_loads_is_killed_later() -> None:
     """It may take ten times as long as the first: files may have to be read from the disk again."""
-    bench = hanging(metrics)
+    bench = hanging()
     bench.die()
     bench.watch_for(59.0, "api")
     assert bench.worker.is_alive()
@@ -242,8 +240,8 @@ def test_a_worker_that_hangs_while_it_loads_is_killed_later(metrics: Metrics) ->
     assert not bench.worker.is_alive()
 
 
-def test_an_api_process_that_hangs_ends_the_service(metrics: Metrics) -> None:
-    bench = hanging(metrics)
+def test_an_api_process_that_hangs_ends_the_service() -> None:
+    bench = hanging()
     bench.watch_for(9.5, "worker")
     assert bench.failures == []
     bench.watch_for(1.0, "worker")
@@ -251,15 +249,15 @@ def test_an_api_process_that_hangs_ends_the_service(metrics: Metrics) -> None:
     assert not bench.api.is_alive()
 
 
-def test_an_api_process_that_is_not_up_yet_owes_nothing(metrics: Metrics) -> None:
-    bench = hanging(metrics)
+def test_an_api_process_that_is_not_up_yet_owes_nothing() -> None:
+    bench = hanging()
     bench.lifecycle.num_api_beats.value = 0
     bench.watch_for(100.0, "worker")
     assert bench.failures == []
 
 
-def test_a_limit_of_zero_is_none(metrics: Metrics) -> None:
-    bench = Bench(metrics, has_standby=False)
+def test_a_limit_of_zero_is_none() -> None:
+    bench = Bench(has_standby=False)
     bench.lifecycle.record_api_heartbeat()
     bench.watch_for(1000.0)
     assert bench.worker.is_alive()

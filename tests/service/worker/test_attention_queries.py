@@ -18,7 +18,6 @@ from model.tokenizer.files import load_tokenizer
 from service.engine.engine import Engine
 from service.engine.scheduling.config import EngineConfig
 from service.ipc.messages import AttentionQuery, AttentionResult, Cancel, Submit, TokenDelta
-from service.metrics.recorder import Metrics
 from tests.service.sequences import make_submit
 from tests.service.worker.test_worker import Bench
 
@@ -26,12 +25,12 @@ from tests.service.worker.test_worker import Bench
 class LookingBench(Bench):
     """The scripted engine, which also looks, and notes it."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        super().__init__(metrics)
+    def __init__(self) -> None:
+        super().__init__()
         engine: Any = self.engine
         engine.attention_weights = self._attention_weights
         engine.before_step = lambda: self._spend(self.step_seconds)
-        self.engine_loop = self.make_engine_loop(metrics, clock=lambda: self.now)
+        self.engine_loop = self.make_engine_loop(clock=lambda: self.now)
         self.fails = False
         self.now = 0.0
         self.step_seconds, self.look_seconds = 3.0, 1.0
@@ -52,8 +51,8 @@ class LookingBench(Bench):
 
 
 @pytest.fixture
-def bench(metrics: Metrics) -> LookingBench:
-    return LookingBench(metrics)
+def bench() -> LookingBench:
+    return LookingBench()
 
 
 def look(uid: str) -> AttentionQuery:

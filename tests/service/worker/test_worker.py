@@ -16,6 +16,7 @@ from service.ipc.messages import (
     Cancel,
     Command,
     CommandBatch,
+    EngineIdle,
     Event,
     FinishReason,
     RunningLimitChanged,
@@ -26,7 +27,6 @@ from service.ipc.messages import (
     decode_commands,
     encode_commands,
 )
-from service.metrics.recorder import Metrics
 from service.worker import engine_loop
 from service.worker.engine_loop import EngineLoop
 from service.worker.worker import EXIT_SETTINGS
@@ -92,22 +92,22 @@ class ScriptedEngine:
 class Bench:
     """A driver, its inbox, and what it sent."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self) -> None:
         self.engine = ScriptedEngine()
         self.inbox: deque[bytes] = deque()
-        self.sent: list[list[Event]] = []
+        self.sent: list[list[Event]] = []  # without the statistics
+        self.statistics: list[StepStats | EngineIdle] = []
         self.sent_now: list[list[Event]] = []
         self.num_heartbeats = 0
-        self.engine_loop = self.make_engine_loop(metrics)
+        self.engine_loop = self.make_engine_loop()
 
-    def make_engine_loop(self, metrics: Metrics, **more: Any) -> EngineLoop:
+    def make_engine_loop(self, **more: Any) -> EngineLoop:
         engine: Any = self.engine
         return EngineLoop(
             engine,
             receive=self._receive,
-            send=self.sent.append,
+            send=self._send,
             send_now=self.sent_now.append,
-            metrics=metrics,
             beat=self._beat,
             **more,
         )
@@ -123,6 +123,11 @@ class Bench:
             time.sleep(timeout_seconds)
         return decode_commands(self.inbox.popleft()).commands if self.inbox else None
 
+    def _send(self, events: list[Event]) -> None:
+        self.statistics += [event for event in events if isinstance(event, StepStats | EngineIdle)]
+        if others := [event for event in events if not isinstance(event, StepStats | EngineIdle)]:
+            self.sent.append(others)
+
     def started(self) -> list[tuple[str, int]]:
         """Uid and attempt of what was reported ahead of being computed."""
         told = [event for events in self.sent_now for event in events]
@@ -133,8 +138,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(metrics: Metrics) -> Bench:
-    return Bench(metrics)
+def bench() -> Bench:
+    return Bench()
 
 
 def test_a_step_sends_one_message_with_everybodys_events(bench: Bench) -> None:
@@ -143,6 +148,16 @@ def test_a_step_sends_one_message_with_everybodys_events(bench: Bench) -> None:
     bench.engine_loop.run_once()
     assert bench.uids() == [["a", "b", "c"]]
     assert bench.engine.calls == [("submit", "a", 0), ("submit", "b", 0), ("submit", "c", 0), "step"]
+
+
+def test_steps_and_rest_are_reported(bench: Bench) -> None:
+    bench.put(make_submit("a", max_tokens=2))
+    for _ in range(2):
+        bench.engine_loop.run_once()
+    bench.put(make_submit("b", max_tokens=1))
+    bench.engine_loop.run_once()
+    kinds = [type(event) for event in bench.statistics]
+    assert kinds == [EngineIdle, StepStats, StepStats, EngineIdle, StepStats]
 
 
 def test_a_changed_limit_on_running_sequences_goes_once_with_the_next_events(bench: Bench) -> None:
