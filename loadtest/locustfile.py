@@ -181,7 +181,7 @@ def add_options(parser: LocustArgumentParser) -> None:
 @events.test_start.add_listener
 def start(environment: Environment, **_: Any) -> None:
     """Discover the service once, for all users. Exit with an error if it cannot be reached."""
-    locust.stats.bucket_response_time = three_digits
+    locust.stats.bucket_response_time = three_digits  # type: ignore[assignment]  # locust works with floats too
     if not isinstance(environment.runner, LocalRunner):
         log.warning("distributed run: objectives and --results need a single process; only locust's tables are written")
     try:

@@ -218,8 +218,8 @@ def _latencies(cells: Sequence[Mapping[str, Any]]) -> str:
         "Kvasir, TTFT p50 / p99 ms",
         "peer, TTFT p50 / p99 ms",
         "p99 ratio",
+        "client CPU, % of a core",
     )
-    head += ("client CPU, % of a core",)
     return table(head, rows)
 
 

@@ -65,9 +65,9 @@ def _measured(cell: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _rate(cell: Mapping[str, Any], name: str) -> float | None:
     if name == "ours":
         values = [value for figure in _measured(cell) for value in figure["ours"]["tokens_per_second"]["values"]]
-        return statistics.median(values)
+        return float(statistics.median(values))
     figure = cell["peers"].get(name, {})
-    return figure["theirs"]["tokens_per_second"]["median"] if figure and is_sound(figure) else None
+    return float(figure["theirs"]["tokens_per_second"]["median"]) if figure and is_sound(figure) else None
 
 
 def _logarithmic(axes: Axes, ticks: Sequence[int], x_label: str, y_label: str) -> None:

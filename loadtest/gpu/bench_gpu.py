@@ -79,7 +79,7 @@ def tiny(device: torch.device) -> Bench:
     return Bench(
         device=device,
         dtype=torch.float32,
-        shape=ModelConfig.from_dict(_QWEN2 | _TINY),
+        shape=ModelConfig.from_dict({**_QWEN2, **_TINY}),
         batches=(1, 5),
         context=40,
         attention=((4, 2, 16),),

@@ -8,6 +8,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -218,8 +219,8 @@ def timed_steps(
     for batch in bench.batches:
         inputs = decode_inputs(batch, bench.context, max(4, batch))
         bound = formula.decode(batch_size=batch, context_length=bench.context).bound_seconds(machine)
-        replayed = bench.seconds(lambda inputs=inputs: recorded.run(inputs), 10)
-        stepwise = bench.seconds(lambda inputs=inputs: plain.run(inputs), 3)
+        replayed = bench.seconds(partial(recorded.run, inputs), 10)
+        stepwise = bench.seconds(partial(plain.run, inputs), 3)
         same = recorded.run(inputs).token_ids == plain.run(inputs).token_ids
         rows.append(
             {

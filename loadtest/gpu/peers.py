@@ -36,7 +36,7 @@ def their_model(bench: Bench) -> Qwen2ForCausalLM:
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,
         intermediate_size=shape.mlp_size,
-        rope_theta=shape.rope_theta,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
         rms_norm_eps=shape.norm_eps,
         tie_word_embeddings=shape.tie_embeddings,
         eos_token_id=None,
@@ -44,7 +44,10 @@ def their_model(bench: Bench) -> Qwen2ForCausalLM:
         bos_token_id=None,
     )
     with torch.device(bench.device):
-        return Qwen2ForCausalLM(config).to(bench.dtype).eval()
+        model = Qwen2ForCausalLM(config)
+        torch.nn.Module.to(model, bench.dtype)
+        model.eval()
+    return model
 
 
 def their_tokens_per_second(model: Qwen2ForCausalLM, texts: list[list[int]], output: int) -> float:

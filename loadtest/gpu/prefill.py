@@ -1,6 +1,7 @@
 """Prefill steps of one prompt on a GPU, with piecewise CUDA graphs and without: a part of `loadtest.gpu.bench_gpu`."""
 
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,14 +52,14 @@ def prefill(bench: Bench) -> dict[str, Any]:
     formula = WorkFormula(config=bench.shape, weight_type=weight_type, kv_value_bytes=bench.dtype.itemsize)
     counts = [count for count in (most // 16, most // 4, most // 2, most) if count <= bench.shape.max_context_length]
     steps = {count: prompt_inputs(count) for count in counts}
-    stepwise = {count: bench.seconds(lambda step=step: runner.run(step), 3) for count, step in steps.items()}
+    stepwise = {count: bench.seconds(partial(runner.run, step), 3) for count, step in steps.items()}
     began = time.perf_counter()
     sizes = capture_prompts(model, pieces_for(bench.device) or uncut, most)
     bench.wait()
     record_seconds = time.perf_counter() - began
     rows = []
     for count, step in steps.items():
-        replayed = bench.seconds(lambda step=step: runner.run(step), 3)
+        replayed = bench.seconds(partial(runner.run, step), 3)
         bound = formula.prompt(num_tokens=count, tokens_per_step=count).bound_seconds(machine)
         rows.append(
             {

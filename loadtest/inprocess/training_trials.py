@@ -114,7 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", nargs="+", choices=TRIALS, default=list(TRIALS), metavar="TRIAL")
     arguments = parser.parse_args(given)
-    found = json.loads(arguments.out.read_text()) if arguments.out.is_file() else {"kind": "trials", "trials": {}}
+    found: dict[str, Any] = {"kind": "trials", "trials": {}}
+    if arguments.out.is_file():
+        found = json.loads(arguments.out.read_text())
     found |= provenance(parser.prog, given) | {"other_work_cores": quiet_or_warned(parser.prog)}
     torch.set_num_threads(usable_cpus())
     try:

@@ -7,6 +7,7 @@ and triples of printable ASCII characters, so that completions are text. Imports
 import dataclasses
 import itertools
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,8 +27,9 @@ _PRINTABLE = [bytes([byte]) for byte in range(0x20, 0x7F)]
 def shape_config(name: str) -> ModelConfig:
     """Return the config of a shape, a key of `SHAPE_SIZES`."""
     is_qwen3 = name.startswith("qwen3")
+    sizes: dict[str, Any] = SHAPE_SIZES[name]
     return ModelConfig(
-        **SHAPE_SIZES[name],
+        **sizes,
         position=PositionKind.ROTARY,
         rope_theta=1e6 if is_qwen3 else 1e4,
         norm=NormKind.RMS_NORM,

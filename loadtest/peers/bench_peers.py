@@ -103,7 +103,7 @@ class Contest:
         mine, other = ours.pop("token_ids", []), theirs.pop("token_ids", [])
         if mine and other:
             theirs["first_tokens_alike"] = float(_num_alike(mine[:_AGREED], other[:_AGREED]))
-        facts = {"ours": ours, "theirs": theirs, "other_work_cores": busy, "seconds": took}
+        facts: dict[str, Any] = {"ours": ours, "theirs": theirs, "other_work_cores": busy, "seconds": took}
         given = [round(each, 1) for each in gflops]
         return Pair(cell=cell.key, peer=peer.name, round=number, gflops=given, **facts)
 

@@ -165,7 +165,7 @@ def is_sound(figure: Mapping[str, Any]) -> bool:
     """Return True if a peer has figures in this row and none of its pairs was disturbed."""
     if "ratio" not in figure:
         return False
-    return max(figure["other_work_cores"]) <= QUIET_CORES and min(figure["processors_share"]) >= STEADY_SHARE
+    return bool(max(figure["other_work_cores"]) <= QUIET_CORES and min(figure["processors_share"]) >= STEADY_SHARE)
 
 
 def _usual_gflops(pairs: Iterable[Pair]) -> float:

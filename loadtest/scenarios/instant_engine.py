@@ -13,7 +13,8 @@ from typing import Any
 from service.config import log_setup
 from service.config.settings import ServeSettings, SettingsError, read_settings
 from service.ipc.messages import Finish, FinishReason, StepStats, Submit, TokenDelta
-from service.server import StartError, build_server
+from service.server import build_server
+from service.supervisor.supervisor import StartError
 from service.worker.worker import EngineAPI
 
 _BLOCK_SIZE = 16

@@ -37,7 +37,12 @@ def call(url: str, *, key: str, seconds: float, max_retries: int, max_tokens: in
     num_tokens = 0
     end = time.perf_counter() + seconds
     with httpx.Client(event_hooks={"response": [count]}) as http:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=max_retries, http_client=http)
+        client = openai.OpenAI(
+            base_url=f"{url}/v1",
+            api_key=key,
+            max_retries=max_retries,
+            http_client=http,  # type: ignore[arg-type]  # newer versions name another package with the same interface
+        )
         model = client.models.list().data[0].id
         while time.perf_counter() < end:
             began = time.perf_counter()

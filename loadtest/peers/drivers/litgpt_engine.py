@@ -7,6 +7,7 @@ of the KV-cache. Several prompts use `batched_generate_fn`, which reads its whol
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from litgpt.config import Config
@@ -45,7 +46,7 @@ def main() -> None:
 def _steps(model: GPT, prompts_BT: torch.Tensor, length: int) -> Iterator[int]:
     """Yield the first sequence's token of each step, once all sequences have theirs."""
     if len(prompts_BT) == 1:
-        given = {"temperature": 0.0, "include_prompt": False, "include_eos": False}
+        given: dict[str, Any] = {"temperature": 0.0, "include_prompt": False, "include_eos": False}
         for token in generate_fn(model, prompt=prompts_BT[0], max_returned_tokens=length, **given):
             yield int(token)
         return

@@ -15,6 +15,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from numpy.typing import NDArray
 
 from model.io.safetensors_header import TensorHeader, read_headers
 
@@ -95,13 +96,14 @@ def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any]) -> None
     writer.add_add_bos_token(False)
 
 
-def _read_float32(header: TensorHeader) -> np.ndarray:
+def _read_float32(header: TensorHeader) -> NDArray[np.float32]:
     """Return a stored tensor as float32. NumPy has no bfloat16, which is the upper half of a float32."""
-    stored = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}[header.dtype]
-    array = np.memmap(header.path, dtype=stored, mode="r", offset=header.begin, shape=header.shape)
+    stored = np.dtype({"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[header.dtype])
+    array: NDArray[Any] = np.memmap(header.path, dtype=stored, mode="r", offset=header.begin, shape=header.shape)
     if header.dtype == "BF16":
-        return (array.astype(np.uint32) << 16).view(np.float32)
-    return array.astype(np.float32)
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    widened: NDArray[np.float32] = array.astype(np.float32, copy=False)
+    return widened
 
 
 def _gguf_name(name: str) -> str:

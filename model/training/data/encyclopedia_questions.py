@@ -160,7 +160,7 @@ def _clean_sentences(lead: str) -> list[str]:
 
 
 def _is_clean(text: str) -> bool:
-    """Return whether a text has no gaps and only Latin letters."""
+    """Return whether a text is not empty, lacks no word (such as "( )" or ", ,"), and has only Latin letters."""
     return (
         text.strip() != ""
         and re.search(r"^\s*[,;:/–-]|[,;:/]\s*$|: *[,;]|^or\b", text) is None

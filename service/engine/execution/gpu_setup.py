@@ -65,7 +65,9 @@ def choose_attention(wanted: str, place: KernelContext) -> Attending:
 
 
 def choose_quantization(quantize: str, device: torch.device, dtype: torch.dtype) -> Quantization | None:
-    """Return the GPU quantization of a --quantize setting after a trial; None on a CPU, and for `none`.
+    """Return the GPU quantization of a --quantize setting; None on a CPU, and for `none`.
+
+    The kernels are first tried on the device. A kernel that fails is left out, with a warning.
 
     Raises:
         ValueError: the device does not support such matrix products.
