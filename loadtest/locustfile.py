@@ -36,8 +36,8 @@ from locust.exception import StopUser
 from locust.runners import LocalRunner
 
 from loadtest.client import report, slo
-from loadtest.client.discovery import discover
 from loadtest.client.outcome import Ending, Outcome
+from loadtest.client.service_discovery import discover
 from loadtest.client.slo import Slo
 from loadtest.client.sse_client import COMPLETIONS_PATH, Target, api_key_given, complete_blocking
 from loadtest.client.workload import Workload, add_workload_arguments, spec_from_arguments

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from monitoring.generated_file import write_or_check
 from monitoring.panels import ROWS, Panel
-from monitoring.written_file import write_or_check
 
 FILE: Final = Path(__file__).resolve().parent / "grafana" / "dashboards" / "kvasir.json"
 

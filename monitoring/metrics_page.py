@@ -6,7 +6,7 @@ python -m monitoring.metrics_page --check    exit code 1 if the page is out of d
 
 from pathlib import Path
 
-from monitoring.written_file import write_or_check
+from monitoring.generated_file import write_or_check
 from service.metrics.definitions import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Family, Kind
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"

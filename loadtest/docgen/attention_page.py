@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.docgen.attention_plot import draw
-from loadtest.inprocess.attention_noise import differences, losses, mean_loss, seed_spread
+from loadtest.inprocess.seed_noise import differences, losses, mean_loss, seed_spread
 from loadtest.measurement.provenance import shows
 
 ROOT = Path(__file__).resolve().parent.parent.parent

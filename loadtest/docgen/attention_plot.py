@@ -9,8 +9,8 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from loadtest.inprocess.attention_noise import losses, mean_loss, seed_spread
-from loadtest.inprocess.attention_rows import BASELINE
+from loadtest.inprocess.attention_mechanisms import BASELINE
+from loadtest.inprocess.seed_noise import losses, mean_loss, seed_spread
 from loadtest.measurement.provenance import digest
 
 _FROM_STEP = 150  # before this step, all curves fall steeply and alike

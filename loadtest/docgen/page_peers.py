@@ -7,7 +7,7 @@ from typing import Any
 
 from loadtest.docgen.page_text import command, spread, table
 from loadtest.measurement.spread import Spread
-from loadtest.peers.cells import DEFAULTS, QUIET_CORES, STEADY_SHARE, is_sound
+from loadtest.peers.comparison_cells import DEFAULTS, QUIET_CORES, STEADY_SHARE, is_sound
 
 # OutputConstraint ratio of Kvasir to the best peer of the same precision, by number of streams.
 _AIMS = {

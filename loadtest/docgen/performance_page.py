@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from loadtest.docgen import (
-    page_aims,
     page_engine,
     page_kernels,
     page_latency,
     page_peers,
     page_scaling,
+    page_targets,
     performance_plot,
     scaling_plot,
 )
@@ -76,7 +76,7 @@ def render(results: Mapping[str, dict[str, Any]]) -> str:
     parts = [
         _HEAD,
         _promises_table([*promises(results["service"]), *frontend_promises(results["frontend"])]),
-        page_aims.section(results),
+        page_targets.section(results),
         page_peers.defaults_section(results["defaults"]),
         page_peers.section(results["peers"], PICTURES["peers"][0]),
         page_engine.section(results["engine"], PICTURES["engine"][0]),

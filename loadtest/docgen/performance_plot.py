@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from loadtest.measurement.provenance import digest
-from loadtest.peers.cells import is_sound
+from loadtest.peers.comparison_cells import is_sound
 
 _DPI = 80
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from loadtest.gpu.parts import attention, card, decode, quantized, tokens_per_second
+from loadtest.gpu.bench_setting import Bench
+from loadtest.gpu.measurements import attention, card, decode, quantized, tokens_per_second
 from loadtest.gpu.prefill import prefill
-from loadtest.gpu.setting import Bench
 from loadtest.inprocess.engine import InProcess
 from loadtest.measurement.provenance import provenance, tell
 from model.config import ModelConfig

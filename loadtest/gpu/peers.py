@@ -16,8 +16,8 @@ import torch
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 from loadtest.gpu.bench_gpu import full, tiny
-from loadtest.gpu.parts import large_engine, prompts, tokens_per_second
-from loadtest.gpu.setting import Bench
+from loadtest.gpu.bench_setting import Bench
+from loadtest.gpu.measurements import large_engine, prompts, tokens_per_second
 from loadtest.measurement.provenance import provenance, tell
 from loadtest.measurement.spread import Spread
 

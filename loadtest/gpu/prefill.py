@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from loadtest.gpu.parts import random_model
-from loadtest.gpu.setting import BLOCK_SIZE, Bench
+from loadtest.gpu.bench_setting import BLOCK_SIZE, Bench
+from loadtest.gpu.measurements import random_model
 from loadtest.measurement.step_work import WorkFormula
 from model.attention.kernel_selection import choose
 from model.attention.metadata import AttentionMetadata

@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 
 from loadtest.client.workload import tales
-from loadtest.inprocess.attention_rows import BASELINE, ROWS, Row
+from loadtest.inprocess.attention_mechanisms import BASELINE, ROWS, Row
 from loadtest.inprocess.attention_training import Run
 from loadtest.inprocess.bench_engine import Prompts
 from loadtest.inprocess.closed_loop import run_closed

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest.inprocess.attention_rows import ROWS, Row
+from loadtest.inprocess.attention_mechanisms import ROWS, Row
 from model.checkpoint.manifest import Manifest, read_manifest
 from model.training.state import read_log
 

@@ -33,9 +33,9 @@ from loadtest.inprocess.bench_arguments import PROGRAM, read_arguments, refuse
 from loadtest.inprocess.closed_loop import EngineRun, run_closed
 from loadtest.inprocess.engine import InProcess
 from loadtest.inprocess.engine_points import DecodePoint, PromptPoint
+from loadtest.measurement.model_shapes import write_random_checkpoint
 from loadtest.measurement.provenance import provenance, quiet_or_warned, tell
 from loadtest.measurement.roofline import Roofline
-from loadtest.measurement.shapes import write_random_checkpoint
 from loadtest.measurement.spread import Spread
 from loadtest.measurement.step_work import FORMULAS, WEIGHT_BYTES, Machine, WorkFormula
 from model.checkpoint.manifest import CheckpointError, read_manifest

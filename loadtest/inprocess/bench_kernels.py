@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from loadtest.measurement.model_shapes import shape_config
 from loadtest.measurement.provenance import provenance, quiet_or_warned, tell
 from loadtest.measurement.shape_names import SHAPE_SIZES
-from loadtest.measurement.shapes import shape_config
 from loadtest.measurement.spread import Spread
 from model.attention.backends import AttentionBackend
 from model.attention.kv_cache import KVCache

@@ -1,6 +1,6 @@
 """Model shapes that can be measured without a checkpoint. Torch-free.
 
-`loadtest.measurement.shapes` builds the models.
+`loadtest.measurement.model_shapes` builds the models.
 """
 
 from typing import Final

@@ -27,11 +27,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from loadtest.measurement.foreign_work import ForeignWork
+from loadtest.measurement.other_processes import ForeignWork
 from loadtest.measurement.processor_probe import ProcessorProbe
 from loadtest.measurement.provenance import other_work, provenance, quiet_or_warned, tell
 from loadtest.measurement.shape_names import SHAPE_SIZES
-from loadtest.peers.cells import (
+from loadtest.peers.comparison_cells import (
     DEFAULTS,
     KINDS,
     PRECISIONS,
@@ -43,7 +43,7 @@ from loadtest.peers.cells import (
     make_cells,
     summarize,
 )
-from loadtest.peers.cells import Progress as Kept
+from loadtest.peers.comparison_cells import Progress as Kept
 from loadtest.peers.installation import PINS, ROOT, PeerUnavailable, Place, give_model, give_our_model, install
 from loadtest.peers.processes import Driver, Prompts, Server, num_prompts
 from loadtest.peers.table import PEERS, Peer, Setting, our_engine, our_server

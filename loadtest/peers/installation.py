@@ -13,7 +13,7 @@ import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from loadtest.peers.cells import DEFAULTS
+from loadtest.peers.comparison_cells import DEFAULTS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PINS = Path(__file__).resolve().parent
@@ -158,7 +158,7 @@ def give_our_model(place: Place, shape: str, precision: str) -> None:
     ours, exported = place.model(shape, our_weights(precision)), place.model(shape, exported_weights(precision))
     if not (ours / "manifest.json").is_file():
         make = "import torch; from pathlib import Path; "
-        make += "from loadtest.measurement.shapes import write_random_checkpoint as write; "
+        make += "from loadtest.measurement.model_shapes import write_random_checkpoint as write; "
         dtype = "bfloat16" if precision == DEFAULTS else "float32"
         run([sys.executable, "-c", f"{make}write(Path({str(ours)!r}), {shape!r}, dtype=torch.{dtype})"])
     if not (exported / "config.json").is_file():

@@ -17,7 +17,7 @@ import numpy as np
 from loadtest.client.outcome import Ending
 from loadtest.client.sse_client import AsyncClient, Target
 from loadtest.client.workload import CompletionRequest
-from loadtest.peers.cells import DEFAULTS, Cell
+from loadtest.peers.comparison_cells import DEFAULTS, Cell
 from loadtest.peers.installation import ROOT, PeerUnavailable
 from loadtest.scenarios import bench_http
 

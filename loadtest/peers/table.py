@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from loadtest.measurement.shape_names import SHAPE_SIZES
-from loadtest.peers.cells import DEFAULTS, PROMPT_TOKENS, Cell
+from loadtest.peers.comparison_cells import DEFAULTS, PROMPT_TOKENS, Cell
 from loadtest.peers.installation import Place, openvino_weights, our_weights
 from loadtest.peers.processes import Driver, Server
 from service.config.library_environment import LIBRARY_ENVIRONMENT

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from loadtest.client import report, slo
-from loadtest.client.discovery import discover
 from loadtest.client.outcome import Outcome
+from loadtest.client.service_discovery import discover
 from loadtest.client.slo import Slo
 from loadtest.client.sse_client import API_KEY_VARIABLE, AsyncClient, Target, api_key_given
 from loadtest.client.workload import CompletionRequest, Workload, add_workload_arguments, spec_from_arguments

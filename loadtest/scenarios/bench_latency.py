@@ -32,14 +32,14 @@ from rich.progress import Progress
 from loadtest.client.sse_client import Target
 from loadtest.client.workload import CompletionRequest
 from loadtest.inprocess.bench_arguments import split_at_dashes
+from loadtest.measurement.model_shapes import write_random_checkpoint
 from loadtest.measurement.provenance import provenance, quiet_or_warned, tell
 from loadtest.measurement.shape_names import SHAPE_SIZES
-from loadtest.measurement.shapes import write_random_checkpoint
 from loadtest.measurement.spread import Spread
-from loadtest.scenarios.interruption import gaps_within, percentile, steps_between
 from loadtest.scenarios.latency_plot import draw
 from loadtest.scenarios.service_process import ServiceFailed, ServiceProcess
 from loadtest.scenarios.steady_streams import Stream, random_prompt
+from loadtest.scenarios.stream_gaps import gaps_within, percentile, steps_between
 from service.config.settings import ModelSettings
 
 _CONTEXT = 8192

@@ -40,7 +40,7 @@ import psutil
 from rich.console import Console
 from rich.progress import Progress
 
-from loadtest.client.discovery import discover
+from loadtest.client.service_discovery import discover
 from loadtest.client.sse_client import API_KEY_VARIABLE, AsyncClient, Target
 from loadtest.client.workload import CompletionRequest, Workload, WorkloadKind, WorkloadSpec
 from loadtest.inprocess.bench_arguments import split_at_dashes

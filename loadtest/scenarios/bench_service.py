@@ -24,8 +24,8 @@ import psutil
 from rich.console import Console
 from rich.progress import Progress
 
-from loadtest.client.discovery import discover, fetch_json
 from loadtest.client.outcome import Ending
+from loadtest.client.service_discovery import discover, fetch_json
 from loadtest.client.sse_client import AsyncClient, Target
 from loadtest.client.workload import CompletionRequest, Workload, WorkloadSpec
 from loadtest.inprocess.bench_arguments import split_at_dashes

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from loadtest.measurement.shapes import shape_config, shape_tokenizer
+from loadtest.measurement.model_shapes import shape_config, shape_tokenizer
 from loadtest.measurement.spread import Spread
 from loadtest.scenarios.bench_service import measure_start
 from loadtest.scenarios.scaling_fits import fits

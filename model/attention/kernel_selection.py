@@ -20,8 +20,8 @@ from model.attention.flash_varlen import VarlenChunks, VarlenError, varlen_attn
 from model.attention.kv_cache import KVCache
 from model.attention.layer_spec import AttentionForm, visible
 from model.attention.metadata import AttentionMetadata
+from model.attention.packed_layout import RaggedView
 from model.attention.paged import ChunkKernel, DecodeKernel, PagedAttention
-from model.attention.ragged import RaggedView
 from model.attention.score_biases import SCORE_BIASES
 from model.attention.sdpa import causal
 from model.config import ModelConfig

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from model.attention.layer_spec import visible
-from model.attention.ragged import RaggedView, ragged_view
+from model.attention.packed_layout import RaggedView, ragged_view
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,8 @@ from model.chat.template import TEMPLATE_FILE
 from model.config import ModelConfig
 from model.huggingface.directory import INDEX_FILE, find_weight_files, what_is_wrong
 from model.huggingface.families.family import Family
-from model.huggingface.placement import Placement, place_tensors
-from model.huggingface.table import read_family_config
+from model.huggingface.family_table import read_family_config
+from model.huggingface.tensor_placement import Placement, place_tensors
 from model.io.checkpoint_files import (
     CheckpointError,
     check_is_file,

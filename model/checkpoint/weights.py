@@ -21,7 +21,7 @@ from torch import Tensor
 from model.checkpoint.finite_weights import check_finite
 from model.config import ModelConfig
 from model.huggingface.families.family import Layout
-from model.huggingface.placement import Placement
+from model.huggingface.tensor_placement import Placement
 from model.io.checkpoint_files import CheckpointError
 from model.io.safetensors_header import TensorHeader
 

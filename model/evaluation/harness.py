@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from model.evaluation.pairs import Pair
+from model.evaluation.minimal_pairs import Pair
 
 PREFIX = "kvasir_"
 PAIRS_NAME = "minimal_pairs"

@@ -60,7 +60,7 @@ def _pickle_advice(directory: Path, given: Path | None = None) -> str | None:
 
 
 def find_weight_files(directory: Path) -> WeightFiles:
-    """Find the weight files of a directory. `model.huggingface.placement` checks their content.
+    """Find the weight files of a directory. `model.huggingface.tensor_placement` checks their content.
 
     Raises:
         CheckpointError: the directory has no weights, two sets of weights or only pickles; the index is unusable; or

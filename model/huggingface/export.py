@@ -8,7 +8,7 @@ from typing import Any
 from model.config import ModelConfig
 from model.config_enums import MlpKind, RopeScaling
 from model.huggingface.families.family import Family
-from model.huggingface.table import FAMILIES, read_family_config
+from model.huggingface.family_table import FAMILIES, read_family_config
 from model.io.checkpoint_files import CheckpointError
 
 _ACTIVATIONS = {

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NoReturn, cast
 import torch
 from torch import Tensor
 
-from model.attention.as_cached import AsCached
 from model.attention.backends import AttentionBackend
+from model.attention.cache_rounding import AsCached
 from model.attention.eager import attention_weights
 from model.attention.kv_cache import KVCache
 from model.attention.layer_spec import AttentionForm

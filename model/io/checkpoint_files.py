@@ -6,8 +6,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from model.io.error_line import error_line
 from model.io.json_file import FileError, read_object
+from model.io.one_line_error import error_line
 from model.io.permissions import read_problem
 
 

@@ -17,10 +17,10 @@ import tokenizers
 
 from model.tokenizer.added_tokens import AddedToken
 from model.tokenizer.alphabet import to_characters
+from model.tokenizer.bos_eos import SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, read_object, read_tokenizer_config
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.hugging_face import LibraryTokenizer
 from model.tokenizer.interface import Tokenizer, TokenizerError
-from model.tokenizer.marks import SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, read_object, read_tokenizer_config
 from model.tokenizer.merges import NotEquivalentError, merges_of_ranks
 from model.tokenizer.split_pattern import for_oniguruma, splitting_by
 from model.tokenizer.tokenizer_json import TOKENIZER_FILE, with_all_added_tokens

@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 
 from model.io.json_file import is_named
+from model.tokenizer.bos_eos import read_object, read_tokenizer_config
 from model.tokenizer.interface import Tokenizer, TokenizerError
-from model.tokenizer.marks import read_object, read_tokenizer_config
 from model.tokenizer.native import RANKS_FILE, SPEC_FILE, load_native
 from model.tokenizer.openai_files import find_ranks_file, load_merges, load_published_ranks, load_tokenizer_model
 from model.tokenizer.tokenizer_json import TOKENIZER_FILE, tokenizer_from_json

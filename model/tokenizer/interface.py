@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from model.io.error_line import error_line
+from model.io.one_line_error import error_line
 
 
 class TokenizerError(ValueError):

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from model.io.json_file import FileError, read_bytes, read_text
+from model.tokenizer.bos_eos import TokenizerConfig, end_marks, read_object, read_tokenizer_config
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.interface import Tokenizer, TokenizerError
-from model.tokenizer.marks import TokenizerConfig, end_marks, read_object, read_tokenizer_config
 from model.tokenizer.native import read_ranks
 from model.tokenizer.split_pattern import GPT2_PATTERN, splitting_by
 from model.tokenizer.tokenizer_json import naming, tokenizer_from_json

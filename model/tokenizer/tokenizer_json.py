@@ -14,14 +14,14 @@ from tokenizers import normalizers
 
 from model.tokenizer.added_tokens import AddedToken, Normalize, Preparation
 from model.tokenizer.alphabet import BYTE_OF, to_bytes
-from model.tokenizer.bounds import is_bounded
+from model.tokenizer.bos_eos import TokenizerConfig, begin_mark, end_marks
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.decoders import TokenDecoder, read_decoder
 from model.tokenizer.hugging_face import LibraryTokenizer
 from model.tokenizer.interface import Tokenizer, TokenizerError
-from model.tokenizer.marks import TokenizerConfig, begin_mark, end_marks
 from model.tokenizer.merges import NotEquivalentError, canonical_merges, is_joined_by_ranks
 from model.tokenizer.split_pattern import GPT2_PATTERN, is_portable
+from model.tokenizer.token_length_bound import is_bounded
 
 TOKENIZER_FILE = "tokenizer.json"
 _MODELS = ("BPE", "WordLevel", "Unigram")

@@ -22,10 +22,10 @@ from model.evaluation.samples import Complete, Sample, Sampler
 from model.nn.transformer import Transformer
 from model.sampling.params import SamplingParams
 from model.tokenizer.stream import StreamDecoder
-from model.training.card import LOSS_CURVE_FILE, draw_loss_curve, write_model_card
 from model.training.config import TrainConfig
 from model.training.corpus import Corpus
 from model.training.data.sources import Source
+from model.training.model_card import LOSS_CURVE_FILE, draw_loss_curve, write_model_card
 from model.training.state import read_log
 
 _FINAL_STEPS = 100  # the final training loss is the mean over these steps

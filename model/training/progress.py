@@ -11,7 +11,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Column
 
 from model.training.config import TrainConfig
-from model.training.pace import Pace
+from model.training.run_length import Pace
 
 _LINE_SECONDS = 30.0
 _SMOOTHING = 20  # steps

@@ -32,8 +32,8 @@ from model.training.data.packing import UNTRAINED, Batch, Batches, PackedDocumen
 from model.training.data.sources import check_sources
 from model.training.finish import FinishedRun, finish
 from model.training.optimizer import Optimizers
-from model.training.pace import Pace
 from model.training.progress import Progress
+from model.training.run_length import Pace
 from model.training.state import RunLog, RunState, clone_tensors, deterministic, load_state, locked, save_state
 
 _HELD_OUT_TEXTS = 64

@@ -26,8 +26,8 @@ from service.admission.queue_policy import queue_limits
 from service.api.attention import Inspection
 from service.api.completions import Completions
 from service.api.embeddings import Embeddings
-from service.api.intake import Intake
 from service.api.readiness import get_readiness
+from service.api.request_intake import Intake
 from service.api.tokenization import TokenizerRoutes
 from service.config.settings import ServeSettings
 from service.http.request_io import json_response

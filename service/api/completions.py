@@ -9,7 +9,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from service.admission.queue_policy import queue_limits
-from service.api.intake import Intake
+from service.api.request_intake import Intake
 from service.api.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder, ResponseInfo, ResponseOptions
 from service.api.streaming import CompletionBody, CompletionStream
 from service.config.settings import ServeSettings

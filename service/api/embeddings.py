@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from model.sampling.params import SamplingParams
 from service.admission.queue_policy import QueuePolicy, queue_limits
-from service.api.intake import Intake
+from service.api.request_intake import Intake
 from service.config.settings import ServeSettings
 from service.http.request_io import read_body
 from service.ipc.messages import FinishReason, Pooling, Submit

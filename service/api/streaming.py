@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from service.api.best_of import best
 from service.api.response_builder import ResponseBuilder, TokenPiece
-from service.http.open_body import OpenBody, open_body
+from service.http.direct_body import OpenBody, open_body
 from service.ipc.messages import Finish, FinishReason, TokenDelta
 from service.metrics.recorder import Metrics
 from service.protocol.errors import ApiError, ClientGone

@@ -11,18 +11,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from model.attention.as_cached import AsCached
 from model.attention.backends import ATTENTION_BACKENDS
+from model.attention.cache_rounding import AsCached
 from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import Manifest, file_digest, read_manifest
 from model.config import ModelConfig
 from model.evaluation.evaluation import Evaluation, evaluate_checkpoint
 from model.evaluation.harness import PAIRS_NAME, export_tasks
 from model.evaluation.held_out import rolling_log_likelihoods
-from model.evaluation.pairs import accuracy, by_group, read_pairs
+from model.evaluation.minimal_pairs import accuracy, by_group, read_pairs
 from model.evaluation.samples import Sampler
 from model.gpu.quantization import Quantization
-from model.io.error_line import error_line
+from model.io.one_line_error import error_line
 from model.nn.transformer import Transformer
 from model.system.limits import usable_cpus
 from model.tokenizer.interface import Tokenizer

@@ -17,13 +17,13 @@ from types import FrameType
 import torch
 from safetensors import SafetensorError
 
-from model.io.error_line import error_line
+from model.io.one_line_error import error_line
 from model.system.limits import usable_cpus
 from model.training.config import MAX_NAME_CHARACTERS, TrainConfig, load_train_config
-from model.training.own_run import RECIPE_FILE, Wish, train_own_text
 from model.training.state import RUN_FILES
 from model.training.train import RunSettings, can_compile, default_precision, train
-from service.cli.program import program
+from model.training.user_run import RECIPE_FILE, Wish, train_own_text
+from service.cli.program_name import program
 from service.config.command_settings import TrainSettings
 from service.config.settings import SettingsError
 from service.engine.offline import complete_batch

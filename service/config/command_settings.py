@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode
 
-from service.config.options import CHECKPOINT_DEFAULT, CONFIG, LISTED, AutoOrCount, CacheDtype, option
+from service.config.setting_fields import CHECKPOINT_DEFAULT, CONFIG, LISTED, AutoOrCount, CacheDtype, option
 
 
 class CheckpointSettings(BaseSettings):

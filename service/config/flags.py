@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 from pydantic import ByteSize
 from pydantic_settings import BaseSettings
 
-from service.config.options import PREFIX
+from service.config.setting_fields import PREFIX
 
 
 class FlagError(ValueError):

@@ -29,7 +29,16 @@ from service.config.command_settings import (
 )
 from service.config.default_checkpoint import find_default_checkpoint
 from service.config.flags import FlagError, flag_of, is_secret, older_names, parse_flags, variable_of
-from service.config.options import CHECKPOINT_DEFAULT, CONFIG, NAMES, PREFIX, AutoOrCount, CacheDtype, option, secret
+from service.config.setting_fields import (
+    CHECKPOINT_DEFAULT,
+    CONFIG,
+    NAMES,
+    PREFIX,
+    AutoOrCount,
+    CacheDtype,
+    option,
+    secret,
+)
 from service.config.sizes import AutoOrSize, Size
 from service.config.validation_messages import EMPTY, reword
 

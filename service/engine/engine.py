@@ -13,12 +13,12 @@ from model.native.native_transformer import NativeTransformer
 from model.nn.transformer import Transformer
 from model.sampling.params import SamplingParams
 from model.tokenizer.interface import Tokenizer
-from service.engine.deltas import create_finish, ending, no_token
 from service.engine.detokenizer import Detokenizer
 from service.engine.execution.embedding_pooling import Pool
 from service.engine.execution.grammar_masks import Grammars
 from service.engine.execution.model_runner import ModelRunner, Runner, StepOutputs
 from service.engine.execution.step_executor import StepExecutor
+from service.engine.final_messages import create_finish, ending, no_token
 from service.engine.scheduling.config import EngineConfig
 from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.sequence import SequenceState

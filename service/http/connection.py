@@ -24,8 +24,8 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from service.http.direct_body import ChunkedBody, extension
 from service.http.half_close import HalfCloseProbe
-from service.http.open_body import ChunkedBody, extension
 from service.http.request_io import TIMEOUT_HEADER
 from service.protocol.errors import (
     ApiError,

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from service.http.auth import KEY_NAME
 from service.http.request_io import TIMEOUT_HEADER
 from service.protocol.errors import IdempotencyKeyReused, InvalidRequest, ResponseGone
-from service.requests.recorded_response import Asked, BufferedResponse, BufferedResponseReplay, Make
+from service.requests.response_buffer import Asked, BufferedResponse, BufferedResponseReplay, Make
 
 # Limit of all buffers together. Over the limit, finished buffers without readers are dropped, oldest first.
 MAX_KEPT_BYTES: Final = 64 * 2**20

@@ -34,7 +34,7 @@ from service.engine.execution.gpu_setup import (
     fuse_for_gpu,
 )
 from service.engine.scheduling.config import EngineConfig
-from service.worker.server_memory import LoadedModel, MemoryPlan, ServerNeeds, plan_memory
+from service.worker.memory_plan import LoadedModel, MemoryPlan, ServerNeeds, plan_memory
 
 _MIB = 2**20
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h

@@ -30,7 +30,7 @@ from service.ipc.messages import API_PATH, Command, Event, WorkerReady, decode_c
 from service.ipc.shared_state import Lifecycle, Phase, name_process
 from service.worker.checkpoint_guard import check_unchanged, stamps_of
 from service.worker.engine_loop import EngineLoop
-from service.worker.server_memory import ServerNeeds
+from service.worker.memory_plan import ServerNeeds
 from service.worker.standby import wait_for_word
 
 if TYPE_CHECKING:

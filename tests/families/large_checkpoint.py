@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from model.huggingface.families.family import sources
-from model.huggingface.table import read_family_config
+from model.huggingface.family_table import read_family_config
 
 ROOT = Path(__file__).parents[2]
 MEGABYTE = 2**20

@@ -15,7 +15,7 @@ from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint.manifest import read_manifest
 from model.config_enums import MlpKind
-from model.huggingface.table import FAMILIES
+from model.huggingface.family_table import FAMILIES
 from model.nn.transformer import Transformer
 from tests.families.models import CASES, VOCAB_SIZE, WINDOW, load, read_by_library
 from tests.model.paging import PagedRun

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from model.huggingface.directory import INDEX_FILE, find_weight_files
-from model.huggingface.table import FAMILIES, read_family_config
+from model.huggingface.family_table import FAMILIES, read_family_config
 from model.io.checkpoint_files import CheckpointError
 from model.io.safetensors_header import read_headers
 from tests.families.models import CASES

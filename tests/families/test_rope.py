@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from model.config_enums import PositionKind
-from model.huggingface.table import read_family_config
+from model.huggingface.family_table import read_family_config
 from model.nn.position_embeddings import RotaryPositions
 from tests.families.models import CLASSES, transformers
 from tests.families.public_configs import PUBLIC

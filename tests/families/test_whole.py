@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from model.checkpoint.conversion.whole import written_whole
+from model.checkpoint.conversion.atomic_directory import written_whole
 from model.checkpoint.manifest import read_manifest
 from model.io.checkpoint_files import CheckpointError
 from service.cli.main import main

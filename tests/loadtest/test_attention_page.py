@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from loadtest.docgen import attention_page
-from loadtest.inprocess.attention_noise import Difference, differences, mean_loss, seed_spread
-from loadtest.inprocess.attention_rows import ROWS
+from loadtest.inprocess.attention_mechanisms import ROWS
+from loadtest.inprocess.seed_noise import Difference, differences, mean_loss, seed_spread
 from service.cli import main
 from tests.loadtest.attention_results import RESULTS, row
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from loadtest.docgen import attention_page
-from loadtest.inprocess import attention_rows, attention_speed, attention_training, bench_attention
-from loadtest.inprocess.attention_rows import Row
+from loadtest.inprocess import attention_mechanisms, attention_speed, attention_training, bench_attention
+from loadtest.inprocess.attention_mechanisms import Row
 from tests.loadtest.test_attention_page import EMPTY
 
 FABLES = Path(__file__).parents[1] / "data" / "aesop.txt"
@@ -59,7 +59,7 @@ def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with the two recipes, in the place of the repository's."""
     (tmp_path / "multi-head.toml").write_text(BASE)
     (tmp_path / "alibi.toml").write_text('extends = "multi-head.toml"\n[model]\nposition = "alibi"\n')
-    monkeypatch.setattr(attention_rows, "RECIPES", tmp_path)
+    monkeypatch.setattr(attention_mechanisms, "RECIPES", tmp_path)
     monkeypatch.setattr(attention_training, "ROWS", ROWS)
     contestants: Callable[..., object] = attention_speed.contestants
     monkeypatch.setattr(attention_speed, "contestants", lambda: contestants(ROWS))

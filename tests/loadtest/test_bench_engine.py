@@ -8,7 +8,7 @@ import pytest
 
 from loadtest.inprocess import bench_engine
 from loadtest.inprocess.bench_engine import Prompts
-from loadtest.measurement import roofline, shape_names, shapes
+from loadtest.measurement import model_shapes, roofline, shape_names
 from loadtest.measurement.step_work import Machine
 from model.checkpoint.manifest import read_manifest
 
@@ -88,11 +88,11 @@ def test_without_a_checkpoint_a_shape_of_random_weights(tmp_path: Path, monkeypa
 
 def test_a_shape_s_model_is_whole_and_its_tokens_are_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shape_names.SHAPE_SIZES, "S", TINY)
-    manifest = read_manifest(shapes.write_random_checkpoint(tmp_path, "S"))
+    manifest = read_manifest(model_shapes.write_random_checkpoint(tmp_path, "S"))
     tokenizer = manifest.verify()
     assert tokenizer.vocab_size == TINY["vocab_size"] == manifest.config.vocab_size
     assert tokenizer.encode("  ") == [256]  # the first pair of printable characters
-    assert shapes.shape_config("S").num_parameters == sum(
+    assert model_shapes.shape_config("S").num_parameters == sum(
         (300 * 16, 16 * (2 + 1 + 1) * 8, 2 * 8 * 16, 3 * 16 * 32, 3 * 16)
     )
 

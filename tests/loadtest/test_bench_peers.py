@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from loadtest.peers import bench_peers, table
-from loadtest.peers.cells import DEFAULTS, Cell, make_cells
+from loadtest.peers.comparison_cells import DEFAULTS, Cell, make_cells
 from loadtest.peers.installation import PeerUnavailable, Place, run
 from loadtest.peers.processes import Driver, Prompts, Server, TokensRequest, num_prompts
 from loadtest.peers.table import PEERS, Peer, Setting

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from loadtest.peers.cells import Cell, Pair, Progress, is_sound, make_cells, summarize
+from loadtest.peers.comparison_cells import Cell, Pair, Progress, is_sound, make_cells, summarize
 from loadtest.peers.processes import num_prompts
 
 

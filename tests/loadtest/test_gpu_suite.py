@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from loadtest.gpu import bench_gpu, report
-from loadtest.gpu.parts import attention, card, decode, large_engine, prompts, quantized, tokens_per_second
+from loadtest.gpu.measurements import attention, card, decode, large_engine, prompts, quantized, tokens_per_second
 from loadtest.gpu.prefill import prefill
 
 SCRIPT = Path(__file__).parents[2] / "loadtest" / "gpu" / "suite.sh"

@@ -13,9 +13,9 @@ from loadtest.docgen import page_latency
 from loadtest.measurement.provenance import shows
 from loadtest.scenarios import bench_latency, latency_plot
 from loadtest.scenarios.bench_latency import Arrivals
-from loadtest.scenarios.interruption import gaps_within, percentile, steps_between
 from loadtest.scenarios.service_process import ServiceFailed
 from loadtest.scenarios.steady_streams import Stream, random_prompt
+from loadtest.scenarios.stream_gaps import gaps_within, percentile, steps_between
 
 STREAMS = [[0.0, 1.0, 2.0, 5.0, 6.0], [0.5, 1.5, 5.5]]
 

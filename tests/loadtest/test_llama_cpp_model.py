@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from loadtest.measurement import shape_names, shapes
+from loadtest.measurement import model_shapes, shape_names
 from model.checkpoint.conversion.hugging_face import export_checkpoint
 
 # Heads that are not hidden size / number of heads, as Qwen3-0.6B's.
@@ -82,7 +82,9 @@ def convert(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Writer]:
 def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, dtype: torch.dtype) -> Path:
     """An export of a tiny model of the shape's architecture."""
     monkeypatch.setitem(shape_names.SHAPE_SIZES, shape, TINY)
-    export_checkpoint(shapes.write_random_checkpoint(tmp_path / "ours", shape, dtype=dtype), tmp_path / "exported")
+    export_checkpoint(
+        model_shapes.write_random_checkpoint(tmp_path / "ours", shape, dtype=dtype), tmp_path / "exported"
+    )
     return tmp_path / "exported"
 
 
@@ -129,6 +131,6 @@ def test_another_model_type_is_one_clear_line(
 
 
 def test_the_qwen3_shape_is_the_published_one() -> None:
-    config = shapes.shape_config("qwen3-0.6b")
+    config = model_shapes.shape_config("qwen3-0.6b")
     assert config.num_parameters == 596_049_920  # https://huggingface.co/Qwen/Qwen3-0.6B, tied embeddings counted once
     assert (config.head_dim, config.qk_norm, config.rope_theta, config.norm_eps) == (128, True, 1e6, 1e-6)

@@ -10,7 +10,7 @@ import promql_parser
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from monitoring.written_file import write_or_check
+from monitoring.generated_file import write_or_check
 from service.metrics.recorder import Metrics
 from tests.ops.deployment import ROOT, read_yaml
 from tests.ops.observations import observe_everything

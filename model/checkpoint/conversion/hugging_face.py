@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model.checkpoint.conversion.atomic_directory import written_whole
 from model.checkpoint.conversion.safetensors_directory import METADATA
-from model.checkpoint.conversion.whole import written_whole
 from model.checkpoint.manifest import CONFIG_FILE, Manifest, read_manifest
 from model.checkpoint.shards import write_shards
 from model.checkpoint.weights import part_views, read_weights

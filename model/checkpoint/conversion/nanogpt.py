@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.checkpoint.conversion.characters import read_characters, tokenizer_json
+from model.checkpoint.conversion.atomic_directory import written_whole
+from model.checkpoint.conversion.character_tokenizer import read_characters, tokenizer_json
 from model.checkpoint.conversion.pickles import read_torch_file
-from model.checkpoint.conversion.whole import written_whole
 from model.checkpoint.loading import write_weights
 from model.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from model.config import ModelConfig

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from model.checkpoint.conversion.atomic_directory import written_whole
 from model.checkpoint.conversion.pickles import read_torch_file
-from model.checkpoint.conversion.whole import written_whole
 from model.checkpoint.manifest import Manifest, read_manifest
 from model.checkpoint.shards import save_shard
 from model.huggingface.directory import INDEX_FILE, SINGLE_FILE

@@ -9,7 +9,7 @@
 // prompt.
 #include <type_traits>
 
-#include "attention_few.h"
+#include "attention_few_queries.h"
 #include "attention_tasks.h"
 #include "kernel.h"
 

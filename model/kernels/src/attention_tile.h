@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "halves.h"
+#include "half_precision.h"
 
 namespace kvasir {
 
@@ -40,7 +40,7 @@ struct Widened {
     static constexpr bool IS_READ = !std::is_same_v<T, bf16>;
     using Row = std::conditional_t<std::is_same_v<T, half>, half, float>;
     static constexpr int AT_ONCE = std::is_same_v<T, half> ? 8 : 4;
-    // For attention_few.h: tokens processed together, and registers for each token.
+    // For attention_few_queries.h: tokens processed together, and registers for each token.
     static constexpr int VALUES_AT_ONCE = std::is_same_v<T, half> ? 16 : 4, VALUE_COLUMNS = COLUMNS > 2 ? 4 : 2;
 
     static Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return fma(a, b, c); }

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.attention.as_cached import AsCached
 from model.attention.backends import ATTENTION_BACKENDS, AttentionBackend
+from model.attention.cache_rounding import AsCached
 from model.attention.eager import EagerAttention, attention_weights
 from model.attention.kernel_selection import gathered, one_by_one
 from model.attention.kv_cache import KVCache, rounded

@@ -25,8 +25,8 @@ from model.attention.kernel_selection import (
 from model.attention.kv_cache import KVCache
 from model.attention.layer_spec import AttentionForm
 from model.attention.metadata import AttentionMetadata
+from model.attention.packed_layout import ragged_view
 from model.attention.paged import PagedAttention
-from model.attention.ragged import ragged_view
 from model.nn.transformer import Transformer
 from tests.model.configs import VARIANTS, build
 from tests.model.paging import PagedRun

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from model.evaluation.harness import HarnessError, export_tasks
-from model.evaluation.pairs import Pair
+from model.evaluation.minimal_pairs import Pair
 
 TEXTS = ['{{ 7 }} "quoted"\n\n{% raw %}', "42", "['a']", "😀 \u2028 é"]
 PAIR = Pair(good="The dogs bark.", bad="The dogs barks.", group="agreement")

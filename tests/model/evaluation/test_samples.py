@@ -11,7 +11,7 @@ from model.config import ModelConfig
 from model.evaluation.diversity import measure_diversity
 from model.evaluation.evaluation import Evaluation, evaluate_checkpoint
 from model.evaluation.held_out import evaluate
-from model.evaluation.pairs import Pair, score_pairs
+from model.evaluation.minimal_pairs import Pair, score_pairs
 from model.evaluation.prompts import PROMPTS, Prompt, PromptKind, prompt_ids, read_template
 from model.evaluation.samples import TEMPERATURES, Sampler, complete_one_by_one
 from model.nn.reference_generate import generate

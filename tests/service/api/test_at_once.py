@@ -19,7 +19,7 @@ from service.api.response_builder import (
     TokenPiece,
 )
 from service.api.streaming import CompletionStream
-from service.http.open_body import extension, open_body
+from service.http.direct_body import extension, open_body
 from service.metrics.recorder import Metrics
 from service.protocol.errors import ApiError
 from service.protocol.responses import encode_event

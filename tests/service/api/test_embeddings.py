@@ -15,7 +15,7 @@ from starlette.types import Message
 
 from service.api.app import Frontend
 from service.api.embeddings import EmbeddingBody, grouped
-from service.api.intake import Intake
+from service.api.request_intake import Intake
 from service.config.settings import ServeSettings
 from service.ipc.messages import Pooling, encode_events
 from service.ipc.shared_state import Lifecycle, Phase

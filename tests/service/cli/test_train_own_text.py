@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from model.checkpoint.manifest import read_manifest
-from model.training import own_run, state
+from model.training import state, user_run
 from model.training.config import load_train_config
 from model.training.state import read_log
 from model.training.train import RunSettings, train
@@ -223,11 +223,11 @@ def test_a_full_disk_costs_what_came_after_the_last_save(
 
 
 @pytest.fixture
-def wishes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[own_run.Wish, RunSettings]]:
+def wishes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[user_run.Wish, RunSettings]]:
     """What the command would have trained."""
-    asked: list[tuple[own_run.Wish, RunSettings]] = []
+    asked: list[tuple[user_run.Wish, RunSettings]] = []
 
-    def record(wish: own_run.Wish, settings: RunSettings, *_: object) -> bool:
+    def record(wish: user_run.Wish, settings: RunSettings, *_: object) -> bool:
         asked.append((wish, settings))
         return False
 
@@ -236,7 +236,7 @@ def wishes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[own_run.Wish, RunSetti
     return asked
 
 
-def test_what_is_not_said_is_chosen(wishes: list[tuple[own_run.Wish, RunSettings]]) -> None:
+def test_what_is_not_said_is_chosen(wishes: list[tuple[user_run.Wish, RunSettings]]) -> None:
     assert main(["train", "--corpus", "a.txt", "--corpus", "b.jsonl", "--out", "checkpoints/My tales!"]) == 0
     ((wish, settings),) = wishes
     assert wish.corpora == (Path("a.txt"), Path("b.jsonl"))
@@ -246,7 +246,7 @@ def test_what_is_not_said_is_chosen(wishes: list[tuple[own_run.Wish, RunSettings
 
 
 def test_a_text_may_come_from_the_environment(
-    wishes: list[tuple[own_run.Wish, RunSettings]], monkeypatch: pytest.MonkeyPatch
+    wishes: list[tuple[user_run.Wish, RunSettings]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVASIR_CORPUS", "a.txt:b.txt")
     assert main(["train", "--out", "x", "--minutes", "2.5", "--seed", "0"]) == 0
@@ -278,7 +278,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_makes_no_sense_is_refused(
-    wishes: list[tuple[own_run.Wish, RunSettings]], what: str, capsys: pytest.CaptureFixture[str]
+    wishes: list[tuple[user_run.Wish, RunSettings]], what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given, message = REFUSED[what]
     assert main(["train", *given, "--out", "x"]) == 2

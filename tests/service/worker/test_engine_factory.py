@@ -12,9 +12,9 @@ from model.gpu.quantization import FORMATS, PLAIN, Quantization, QuantizedLinear
 from model.kernels.library import Kernels
 from service.config.settings import ModelSettings, SettingsError
 from service.engine.scheduling.config import EngineConfig
-from service.worker import engine_factory, server_memory
+from service.worker import engine_factory, memory_plan
 from service.worker.engine_factory import EngineFacts, build_engine
-from service.worker.server_memory import LoadedModel, ServerNeeds, plan_memory
+from service.worker.memory_plan import LoadedModel, ServerNeeds, plan_memory
 from tests.service.sequences import make_submit
 from tests.tiny_model import save_tiny_checkpoint
 
@@ -163,10 +163,10 @@ def server_with(
     monkeypatch: pytest.MonkeyPatch, manifest: Manifest, *, contexts: int, standby_bytes: int, **server: Any
 ) -> EngineFacts:
     """Build a server's engine where the plan leaves room for so many contexts, of which the cache takes half."""
-    for module in (engine_factory, server_memory):
+    for module in (engine_factory, memory_plan):
         monkeypatch.setattr(module, "available_memory_bytes", lambda: 2**30)
-    monkeypatch.setattr(server_memory, "memory_limit_bytes", lambda: 2**30)
-    monkeypatch.setattr(server_memory, "own_anonymous_bytes", lambda: standby_bytes)
+    monkeypatch.setattr(memory_plan, "memory_limit_bytes", lambda: 2**30)
+    monkeypatch.setattr(memory_plan, "own_anonymous_bytes", lambda: standby_bytes)
     asked = settings(manifest.directory, attention="sdpa", max_num_running=1024, max_batched_tokens=1024)
     plan = plan_memory(LoadedModel(manifest.config, 4, 4, 1, CONTEXT), asked, standby=server["standby"])
     room = plan.reserved_bytes + contexts * CONTEXT * BYTES_PER_TOKEN

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from model.training.config import TrainConfig
-from model.training.plan import (
+from model.training.run_plan import (
     ENOUGH_PASSES,
     FEWEST_STEPS,
     LADDER,

@@ -6,8 +6,8 @@ from typing import Any
 import psutil
 import pytest
 
-from loadtest.measurement import foreign_work
-from loadtest.measurement.foreign_work import ForeignWork
+from loadtest.measurement import other_processes
+from loadtest.measurement.other_processes import ForeignWork
 
 
 class Machine:
@@ -33,11 +33,11 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """The machine that `ForeignWork` sees."""
     made = Machine()
-    monkeypatch.setattr(foreign_work, "busy_seconds", lambda: made.busy)
+    monkeypatch.setattr(other_processes, "busy_seconds", lambda: made.busy)
     monkeypatch.setattr(psutil, "Process", made.process)
     # Its own view of these modules: other threads look at the clock, too.
-    monkeypatch.setattr(foreign_work, "time", SimpleNamespace(monotonic=lambda: made.now))
-    monkeypatch.setattr(foreign_work, "os", SimpleNamespace(times=lambda: (made.own, 0.0, 0.0, 0.0, made.now)))
+    monkeypatch.setattr(other_processes, "time", SimpleNamespace(monotonic=lambda: made.now))
+    monkeypatch.setattr(other_processes, "os", SimpleNamespace(times=lambda: (made.own, 0.0, 0.0, 0.0, made.now)))
     return made
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from model.training import own_text
+from model.training import user_text
 from model.training.data.sources import CorpusError
-from model.training.own_text import LEAST_BYTES, hold_out, read_own_text
+from model.training.user_text import LEAST_BYTES, hold_out, read_own_text
 
 SENTENCES = [f"The fox and her {number} children went home by way {number * 7}." for number in range(2000)]
 RUNNING = " ".join(SENTENCES)
@@ -33,7 +33,7 @@ def test_running_text_without_a_line_break_is_cut_at_sentences_and_nothing_is_lo
     assert squeezed("".join(text.documents)) == squeezed(RUNNING)
     assert len(text.documents) >= 20
     assert all(document.rstrip().endswith(".") for document in text.documents)
-    assert max(map(len, text.documents)) <= own_text.PART_CHARACTERS * 1.5
+    assert max(map(len, text.documents)) <= user_text.PART_CHARACTERS * 1.5
     assert text.form.startswith("running text, cut at sentences into")
 
 
@@ -140,7 +140,7 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_there_is_a_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_text, "MOST_BYTES", 100_000)
+    monkeypatch.setattr(user_text, "MOST_BYTES", 100_000)
     path = written(tmp_path / "a.txt", RUNNING)
     packed = written(tmp_path / "a.txt.xz", lzma.compress(RUNNING.encode()))
     for given in ([path], [packed]):

@@ -8,7 +8,7 @@ import pytest
 
 from model.config import ModelConfig
 from model.evaluation.likelihood import Window, begin_of_text, score_windows
-from model.evaluation.pairs import Pair, PairScore, PairsError, accuracy, by_group, read_pairs, score_pairs
+from model.evaluation.minimal_pairs import Pair, PairScore, PairsError, accuracy, by_group, read_pairs, score_pairs
 from tests.model.configs import ROTARY, build
 from tests.tiny_model import tiny_tokenizer
 

@@ -7,7 +7,7 @@ from typing import Any
 from loadtest.docgen.page_scaling import LARGE_BYTES, MEMORY_AIM, START_AIM
 from loadtest.docgen.page_text import spread, table
 from loadtest.measurement.spread import Spread
-from loadtest.peers.cells import is_sound
+from loadtest.peers.comparison_cells import is_sound
 
 HTTP_RATIO = 0.95
 STREAMS = (16, 64)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.evaluation.likelihood import Window, begin_of_text, score_windows
-from model.io.error_line import error_line
+from model.io.one_line_error import error_line
 from model.nn.transformer import Transformer
 from model.tokenizer.interface import Tokenizer
 

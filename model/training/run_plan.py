@@ -13,7 +13,7 @@ from pathlib import Path
 from model.config import ModelConfig
 from model.training.config import TrainConfig
 from model.training.data.source_config import SourceConfig
-from model.training.pace import DECAY_SHARE
+from model.training.run_length import DECAY_SHARE
 
 # A model must see this many tokens per parameter, or this many passes over a small text. With less of both, a smaller
 # model reaches a lower loss in the same time.

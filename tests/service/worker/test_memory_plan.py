@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from service.config.settings import ModelSettings
-from service.worker import server_memory
-from service.worker.server_memory import LoadedModel, MemoryPlan, plan_memory, step_bytes
+from service.worker import memory_plan
+from service.worker.memory_plan import LoadedModel, MemoryPlan, plan_memory, step_bytes
 from tests.tiny_model import tiny_config
 
 MIB = 2**20
@@ -19,9 +19,9 @@ MODEL = LoadedModel(CONFIG, value_bytes=4, cache_value_bytes=4, num_copies=1, ma
 
 
 def has_memory(monkeypatch: pytest.MonkeyPatch, available: int, limit: int | None = None) -> None:
-    monkeypatch.setattr(server_memory, "available_memory_bytes", lambda: available)
-    monkeypatch.setattr(server_memory, "memory_limit_bytes", lambda: limit)
-    monkeypatch.setattr(server_memory, "own_anonymous_bytes", lambda: IMPORTS)
+    monkeypatch.setattr(memory_plan, "available_memory_bytes", lambda: available)
+    monkeypatch.setattr(memory_plan, "memory_limit_bytes", lambda: limit)
+    monkeypatch.setattr(memory_plan, "own_anonymous_bytes", lambda: IMPORTS)
 
 
 def least_memory(monkeypatch: pytest.MonkeyPatch, model: LoadedModel) -> int:

@@ -12,7 +12,7 @@ from model.evaluation.evaluation import Evaluation
 from model.evaluation.held_out import HeldOut
 from model.evaluation.prompts import PromptKind
 from model.evaluation.samples import Sample
-from model.training.card import describe_model, write_model_card
+from model.training.model_card import describe_model, write_model_card
 from tests.model.configs import ROTARY
 from tests.model.training.test_train import config
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loadtest.gpu.setting import BLOCK_SIZE, Bench
+from loadtest.gpu.bench_setting import BLOCK_SIZE, Bench
 from loadtest.inprocess.closed_loop import run_closed
-from loadtest.measurement.shapes import shape_tokenizer
+from loadtest.measurement.model_shapes import shape_tokenizer
 from loadtest.measurement.step_work import Machine, WorkFormula
 from model.attention.kernel_selection import DECODE_WAYS, SelectedKernels, Unavailable, choose
 from model.attention.kv_cache import KVCache

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.docgen.page_aims import aims, section
+from loadtest.docgen.page_targets import aims, section
 from loadtest.docgen.performance_page import NAMES, RESULTS
 
 

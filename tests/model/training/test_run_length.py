@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from model.checkpoint.manifest import read_manifest
-from model.training import pace as module
+from model.training import run_length as module
 from model.training.config import TrainConfig, load_train_config
 from model.training.optimizer import rate_factor
-from model.training.pace import Clock, Deadline, Pace
+from model.training.run_length import Clock, Deadline, Pace
 from model.training.state import read_log
 from model.training.train import RunSettings, train
 

@@ -18,17 +18,17 @@ from model.checkpoint.shards import SHARD_PATTERNS
 from model.evaluation.samples import Complete, complete_one_by_one
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.native import RANKS_FILE, SPEC_FILE, save_native
-from model.training.card import LOSS_CURVE_FILE
 from model.training.config import TrainConfig, load_train_config
 from model.training.data.bpe import train_bpe
-from model.training.own_text import OwnText, hold_out, num_bytes, read_own_text, size_in_words
-from model.training.pace import Clock, Deadline
-from model.training.plan import HELD_OUT_FILE, TRAIN_FILE, Task, make_plan, vocabulary_size
+from model.training.model_card import LOSS_CURVE_FILE
 from model.training.progress import duration
 from model.training.recipe import write_recipe
-from model.training.speed import seconds_a_step
+from model.training.run_length import Clock, Deadline
+from model.training.run_plan import HELD_OUT_FILE, TRAIN_FILE, Task, make_plan, vocabulary_size
 from model.training.state import StateError, locked, read_log
 from model.training.train import RunSettings, train
+from model.training.training_speed import seconds_a_step
+from model.training.user_text import OwnText, hold_out, num_bytes, read_own_text, size_in_words
 
 RECIPE_FILE = "recipe.toml"
 _FACTS_FILE, _CLOCK_FILE = "own.json", "clock.json"

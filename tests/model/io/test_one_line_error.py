@@ -3,7 +3,7 @@
 import pytest
 
 from model.io.checkpoint_files import CheckpointError
-from model.io.error_line import error_line
+from model.io.one_line_error import error_line
 from model.tokenizer.interface import TokenizerError
 
 

@@ -5,7 +5,7 @@ import sys
 
 _PROGRAM = """
 import ctypes, psutil
-from model.system.freed_memory import trim_heap
+from model.system.release_memory import trim_heap
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
 libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from loadtest.client import discovery
-from loadtest.client.discovery import discover, fetch_json
+from loadtest.client import service_discovery
+from loadtest.client.service_discovery import discover, fetch_json
 from loadtest.client.sse_client import Target
 from loadtest.client.workload import tales
 from tests.loadtest.stub_server import MODEL, StubServer
@@ -23,7 +23,7 @@ def test_a_service_that_tokenizes() -> None:
 @pytest.mark.parametrize(
     ("answer", "chars_per_token"),
     [
-        (urllib.error.HTTPError("", 404, "", {}, None), discovery.DEFAULT_CHARS_PER_TOKEN),  # type: ignore[arg-type]
+        (urllib.error.HTTPError("", 404, "", {}, None), service_discovery.DEFAULT_CHARS_PER_TOKEN),  # type: ignore[arg-type]
         ({"count": len(tales()) // 2}, 2.0),
         ({"count": len(tales()) // 2, "token_strs": None}, 2.0),
         ({"count": len(tales()) // 2, "token_strs": ["not", "the", "text"]}, 2.0),
@@ -37,7 +37,7 @@ def test_a_service_that_does_not(monkeypatch: pytest.MonkeyPatch, answer: Any, c
             raise answer
         return answer
 
-    monkeypatch.setattr(discovery, "fetch_json", fetch)
+    monkeypatch.setattr(service_discovery, "fetch_json", fetch)
     service = discover(Target("127.0.0.1", 1))
     assert (service.model, service.max_context_tokens) == ("theirs", None)
     assert service.passages.overshoot > 1.0
