@@ -11,7 +11,7 @@ INSTALLED := .venv/.installed
 CLIENTS := .venv-clients
 CLIENTS_INSTALLED := $(patsubst tests/clients/requirements/%.txt,$(CLIENTS)/%/.installed,$(wildcard tests/clients/requirements/*.txt))
 
-.PHONY: help install serve test test-clients check format bench performance peers attention loadtest fuzz test-faults audit check-monitoring clean
+.PHONY: help install serve test test-fast test-clients check format bench performance peers attention loadtest fuzz test-faults audit check-monitoring clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -62,11 +62,14 @@ $(CLIENTS)/node/.installed: tests/clients/node/package.json
 	@command -v npm >/dev/null || echo "npm is not installed, so the test of the Node client cannot run; install Node.js with npm"
 	@if command -v npm >/dev/null; then cd $(@D) && npm install --silent --ignore-scripts --no-audit --no-fund && touch .installed; fi
 
-check: install ## check format, lint, types and architecture, and run the fast tests: about 3 minutes on 2 cores
+check: install ## check format, lint, types, architecture and words: about a minute on 2 cores
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -m 'not slow'
+	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_words.py
+
+test-fast: install ## run the tests that start no server and train nothing, as far as `slow` marks the others: about 4 minutes on 2 cores
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile -m 'not slow'
 
 format: install ## format the code and apply automatic lint fixes
 	$(BIN)/ruff format .

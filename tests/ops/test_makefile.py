@@ -1,9 +1,14 @@
 """Makefile targets: serving installs less than testing, and neither target undoes the other."""
 
+import ast
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -52,3 +57,43 @@ def test_an_installation_says_that_it_takes_a_while(here: Path) -> None:
     done = subprocess.run(["make", "-n", "serve"], cwd=here, capture_output=True, text=True, check=True)
     said, begun = done.stdout.index("some minutes, once"), done.stdout.index("pip install")
     assert said < begun
+
+
+def canonical(requirement: str) -> str:
+    name = re.match(r"[\w.-]+", requirement)
+    assert name is not None
+    return re.sub(r"[-_.]+", "-", name.group()).lower()
+
+
+def test_every_declared_dependency_is_locked() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [requirement for group in project["optional-dependencies"].values() for requirement in group]
+    declared = {canonical(requirement) for requirement in (*project["dependencies"], *extras)} - {"kvasir"}
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.!+-]+", line) for line in lines)
+    assert declared <= {canonical(line) for line in lines}
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    """A package that another package happens to install may be gone with its next version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {canonical(requirement) for requirement in project["dependencies"]}
+    distributions = packages_distributions()
+    imported = {
+        name.partition(".")[0]
+        for package in ("model", "service")
+        for path in (ROOT / package).rglob("*.py")
+        for name in imports(ast.parse(path.read_text()))
+    }
+    foreign = imported - set(sys.stdlib_module_names) - {"model", "service", "loadtest"}
+    optional = {"matplotlib", "triton"}  # an extra; a part of PyTorch's builds for GPUs
+    owners = {name: {canonical(owner) for owner in distributions[name]} for name in foreign - optional}
+    assert [name for name, found in owners.items() if not found & declared] == []
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
