@@ -13,12 +13,13 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
 _HEAD = f"""# Metrics
 
-`GET /metrics` returns the series below in Prometheus' text format, summed over all processes of the service. This page
+`GET /metrics` returns the series below in Prometheus' text format, held by the API process. This page
 is generated from `service/metrics/definitions.py` by `python -m monitoring.metrics_page`.
 
 Every series also has the labels {" and ".join(f"`{label}`" for label in COMMON_LABELS)}. If the last column names a
 `{VLLM_PREFIX}` series, the same samples are also exposed under that name. Dashboards, autoscalers and benchmark tools
-made for vLLM therefore work unchanged. A histogram `x` consists of the series `x_bucket`, `x_sum` and `x_count`.
+made for vLLM therefore work unchanged. A histogram `x` consists of the series `x_bucket`, `x_sum` and `x_count`
+(`retry_after_error_seconds` has no sum, since its values may be negative).
 
 A *choice* is one completion: a request with three prompts and `n: 2` has six choices. Latencies cover choices that
 ended with `stop` or `length`. Cancelled and failed choices are counted, but only their time to first token and their

@@ -1,7 +1,7 @@
 """Composition root: LitServe with Kvasir's API, engine loop and routes, plus supervision and draining.
 
 LitServe does not handle SIGTERM. It restarts workers without their requests, and does not notice the death of its API
-process. Its manager process with its queues is not started: commands and events pass through a socket. This module adds
+process. Its manager process with its queues is not started: commands and events pass through sockets. This module adds
 the missing parts and handles no tokens.
 """
 
@@ -122,6 +122,8 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
             )
         except _StoppedWhileStarting:
             return 0
+        except OSError as error:  # such as a limit of processes
+            self._fail(f"the service cannot run: {error}")
         finally:
             self._end_children()
         return self._exit_code

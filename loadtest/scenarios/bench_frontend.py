@@ -2,8 +2,8 @@
 
     python -m loadtest.scenarios.bench_frontend --checkpoint checkpoints/NAME --out docs/results/frontend.json
 
-The engine returns the same token for every sequence, at once or at a set pace. What remains is LitServe's queues,
-JSON, server-sent events and socket writes. All of it runs in the API process, except the engine's own messages.
+The engine returns the same token for every sequence, at once or at a set pace. What remains is JSON,
+server-sent events and socket writes. All of it runs in the API process, except the engine's own messages.
 
 "tokens_per_second_on_one_core" is tokens divided by CPU time of the API process: its throughput with a core to
 itself. The clients are a separate process.

@@ -25,7 +25,7 @@ STEP_MS = "KVASIR_BENCH_STEP_MS"
 
 
 class InstantEngine:
-    """Engine with the interface that `service.worker.worker.Driver` uses.
+    """Engine with the interface that `service.worker.engine_loop.EngineLoop` uses.
 
     Args:
         step_seconds: least time between the starts of two steps.

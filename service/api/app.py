@@ -184,11 +184,12 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
 
     async def metrics(self) -> Response:
         """`GET /metrics`. Renders in a thread, because this takes milliseconds."""
+        lifecycle = self._lifecycle
+        if lifecycle.ready_epoch.value != lifecycle.epoch.value:
+            self._metrics.forget_engine()
         self._metrics.set_engine_state(self._engine_state())
-        self._metrics.set_worker_restarts(
-            signal=self._lifecycle.num_killed.value, exit=self._lifecycle.num_exited.value
-        )
-        self._metrics.observe_api(num_requests=self._lifecycle.num_active.value, num_tasks=len(asyncio.all_tasks()))
+        self._metrics.set_worker_restarts(signal=lifecycle.num_killed.value, exit=lifecycle.num_exited.value)
+        self._metrics.observe_api(num_requests=lifecycle.num_active.value, num_tasks=len(asyncio.all_tasks()))
         self._metrics.flush()
         body, content_type = await asyncio.to_thread(self._metrics.render)
         return Response(body, headers={"content-type": content_type})
@@ -207,7 +208,6 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             await asyncio.sleep(_TICK_SECONDS)
             self._lifecycle.end_if_orphaned()
             self._response_store.tend()
-            self._metrics.flush()
             self._engine_client.wake_silent_requests(since_seconds=time.monotonic() - KEEP_ALIVE_SECONDS)
             self._engine_client.expire(time.monotonic(), is_stalled=self.readiness().state == "stalled")
 
@@ -278,15 +278,20 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self._lifecycle.num_active.value = self._engine_client.num_requests + self._engine_client.num_looks
 
     def _send(self, commands: Sequence[Command]) -> None:
-        """Send commands to the last worker that sent `WorkerReady`, or to the first worker before that."""
+        """Send commands to the last worker that sent `WorkerReady`, or to the first worker before that.
+
+        Nothing is sent to a dead worker: the next worker gets all unfinished requests again.
+        """
+        if self._lifecycle.epoch.value > self._epoch:
+            return
         self._channel.submit(encode_commands(CommandBatch(self._epoch, list(commands))))
 
     def _hear_hello(self, hello: WorkerReady) -> None:
-        self._hello = hello
-        self._metrics.observe_worker_start(hello, get_serving_path(hello))
         if hello.epoch != self._epoch:
             self._epoch = hello.epoch
             self._channel.discard_unsent()
+        self._hello = hello
+        self._metrics.observe_worker_start(hello, get_serving_path(hello))
 
 
 def _request_processor(settings: ServeSettings, served: ServedModel, *, max_num_choices: int) -> RequestProcessor:

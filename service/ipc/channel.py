@@ -23,6 +23,7 @@ _PACKET_BYTES = 2**16
 _MAX_BUFFER_BYTES = 2**22
 # Flags in the first byte of a packet: the first packet of a message, and the last packet.
 _BEGINS, _ENDS = 1, 2
+_RETRY_SECONDS = 0.01
 # Packets of one message that are read before the event loop serves its other sockets again.
 _MAX_PACKETS_A_TURN = 16
 
@@ -92,18 +93,21 @@ class Channel(MessageTransport):  # type: ignore[misc]  # litserve has no types
         self._unsent.clear()
 
     def _flush(self) -> None:
-        was_full, self._is_full = self._is_full, False
+        if self._is_full:
+            asyncio.get_running_loop().remove_writer(self._command_writer.fileno())
+            self._is_full = False
         while self._unsent:
             try:
                 self._command_writer.sendmsg(self._unsent[0])
             except BlockingIOError:
                 self._is_full = True
-                break
+                asyncio.get_running_loop().add_writer(self._command_writer.fileno(), self._flush)
+                return
+            except OSError:  # the kernel has no memory for the packet now
+                self._is_full = True
+                asyncio.get_running_loop().call_later(_RETRY_SECONDS, self._flush)
+                return
             self._unsent.popleft()
-        if self._is_full and not was_full:
-            asyncio.get_running_loop().add_writer(self._command_writer.fileno(), self._flush)
-        elif was_full and not self._is_full:
-            asyncio.get_running_loop().remove_writer(self._command_writer.fileno())
 
     def deliver_to(self, deliver: Callable[[bytes], None]) -> None:
         """Call `deliver` with each message of a worker, in the running event loop. `deliver` must not raise."""

@@ -81,7 +81,7 @@ class AttentionQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_
 
 Command: TypeAlias = Submit | Cancel | AttentionQuery
 
-# LitServe names the command queue after a route.
+# LitServe names its worker after a route.
 API_PATH = "/v1/completions"
 
 

@@ -4,6 +4,7 @@ The worker's statistics arrive as events, and main's counters in shared memory.
 """
 
 import importlib.metadata
+import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,10 +27,12 @@ from service.ipc.serving_path import ServingPath
 from service.metrics.definitions import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Family, Kind
 from service.metrics.definitions import EngineState as EngineState
 from service.metrics.histogram_buffer import Tally
-from service.metrics.step_metrics_buffer import StepMetricsBuffer
+from service.metrics.step_metrics_buffer import ENGINE_GAUGES, StepMetricsBuffer
 
 _Instrument: TypeAlias = Counter | Gauge | Histogram
-# Without this, PROMETHEUS_MULTIPROC_DIR in the environment would make prometheus_client write files.
+# With these variables in the environment, prometheus_client would write files, and warn of what files cannot do.
+for _variable in ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"):
+    os.environ.pop(_variable, None)
 values.ValueClass = values.MutexValue
 
 
@@ -91,6 +94,13 @@ class Metrics:
             self._steps.add(event)
         else:
             self._steps.rest()
+
+    def forget_engine(self) -> None:
+        """Drop the gauges of the last step, because its worker has died."""
+        self._steps.flush()
+        self._steps.forget()
+        for name in ENGINE_GAUGES:
+            self._instruments[name].clear()
 
     def observe_first_token(self, seconds: float) -> None:
         """Record that a choice's first token left the server `seconds` after its request arrived."""
@@ -179,9 +189,7 @@ class Metrics:
         self._gauge("api_tasks").set(num_tasks)
 
     def set_engine_state(self, state: EngineState) -> None:
-        """Set the state gauge. Without a worker, no sequence is running or waiting in the engine."""
-        if state in (EngineState.STARTING, EngineState.RESTARTING):
-            self._steps.rest()
+        """Set the state gauge."""
         for candidate in EngineState:
             self._gauge("engine_state", candidate).set(candidate == state)
 

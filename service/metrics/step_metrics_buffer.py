@@ -1,9 +1,5 @@
-"""Metrics of engine steps, buffered and written to prometheus_client's metrics at intervals.
+"""Metrics of engine steps, buffered until a scrape: writing them after each step would cost more than a token."""
 
-Writing all metrics takes tens of microseconds, and a step of few streams 1,000 µs.
-"""
-
-import time
 from collections.abc import Callable
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -11,8 +7,10 @@ from prometheus_client import Counter, Gauge, Histogram
 from service.ipc.messages import StepStats
 from service.metrics.histogram_buffer import Tally
 
-# Maximum age of the metrics while steps are computed.
-_SECONDS = 0.1
+# Gauges of the last step. The last one is a limit, and does not fall to 0 when the engine has no work.
+ENGINE_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "max_num_requests_running")
+# Buffered steps at which the buffer is flushed without a scrape.
+_MAX_STEPS = 1000
 
 
 class StepMetricsBuffer:
@@ -20,7 +18,6 @@ class StepMetricsBuffer:
 
     Args:
         counter, gauge, histogram: return the metric of a name, without labels left to set.
-        clock: returns seconds.
     """
 
     def __init__(
@@ -29,12 +26,8 @@ class StepMetricsBuffer:
         counter: Callable[[str], Counter],
         gauge: Callable[[str], Gauge],
         histogram: Callable[[str], Histogram],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._running = gauge("num_requests_running")
-        self._max_running = gauge("max_num_requests_running")
-        self._waiting = gauge("num_requests_waiting")
-        self._kv_usage = gauge("kv_cache_usage_perc")
+        self._gauge = gauge  # called anew each time: a gauge may have been dropped
         self._batch_size = Tally(histogram("batch_size"))
         self._step_tokens = Tally(histogram("iteration_tokens_total"))
         self._step_seconds = Tally(histogram("iteration_duration_seconds"))
@@ -51,37 +44,41 @@ class StepMetricsBuffer:
             "num_accepted_tokens": counter("spec_decode_num_accepted_tokens"),
             "num_non_finite": counter("non_finite_sequences"),
         }
-        self._clock = clock
         self._gathered: list[StepStats] = []
-        self._due_seconds = 0.0
+        self._is_idle = False
 
     def add(self, stats: StepStats) -> None:
-        """Buffer the statistics of a step. Flush unless the last flush was under 0.1 s ago."""
+        """Buffer the statistics of a step."""
         self._gathered.append(stats)
-        if self._clock() >= self._due_seconds:
+        self._is_idle = False
+        if len(self._gathered) >= _MAX_STEPS:
             self.flush()
 
     def rest(self) -> None:
-        """Flush, and set the gauges to 0, because the engine has no work left.
+        """Note that the engine has no work left.
 
         Cancelled work ends between steps, so no step reports its end.
         """
-        self.flush()
-        self._due_seconds = 0.0
-        self._running.set(0)
-        self._waiting.set(0)
-        self._kv_usage.set(0)
+        self._is_idle = True
 
     def flush(self) -> None:
         """Write all buffered statistics to the metrics."""
-        if not self._gathered:
-            return
         steps, self._gathered = self._gathered, []
-        self._due_seconds = self._clock() + _SECONDS
-        self._running.set(steps[-1].num_running)
-        self._max_running.set(steps[-1].max_num_running)
-        self._waiting.set(steps[-1].num_waiting)
-        self._kv_usage.set(steps[-1].kv_usage)
+        if steps:
+            self._write(steps)
+        if self._is_idle:
+            for name in ENGINE_GAUGES[:3]:
+                self._gauge(name).set(0)
+
+    def forget(self) -> None:
+        """Note that the engine is gone: its gauges are not written before the next step or rest."""
+        self._is_idle = False
+
+    def _write(self, steps: list[StepStats]) -> None:
+        last = steps[-1]
+        numbers = (last.num_running, last.num_waiting, last.kv_usage, last.max_num_running)
+        for name, number in zip(ENGINE_GAUGES, numbers, strict=True):
+            self._gauge(name).set(number)
         for step in steps:
             self._batch_size.add(step.batch_size)
             self._step_tokens.add(step.num_prompt_tokens + step.num_completion_tokens)

@@ -6,8 +6,7 @@ multiprocessing would have passed at the start, over a Unix socket: the environm
 An unused process is killed, and no process outlives main. The standby worker is prespawned too, and imports at low
 priority.
 
-The prespawned process must not import modules that read environment variables which main sets later, such as the
-metrics.
+The prespawned process must not import modules that read environment variables which main sets later.
 """
 
 import gc

@@ -107,8 +107,9 @@ class Supervisor:
             self._lifecycle.epoch.value += 1
             try:
                 return self._standby.begin() or self._launch(self._lifecycle.epoch.value)
-            except OSError as error:
-                self._fail(f"no other worker can be started: {error}")
+            except (OSError, ValueError) as error:  # ValueError: main has closed its sockets
+                if self._lifecycle.phase.value != Phase.STOPPING:
+                    self._fail(f"no other worker can be started: {error}")
                 return dead
 
     def keep_worker(self, workers: list[BaseProcess]) -> None:

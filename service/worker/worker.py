@@ -116,7 +116,7 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
             _end_start(error, is_memory=is_memory)
 
     def build(self) -> "tuple[Engine, EngineFacts]":
-        """Return a warmed-up engine and its resolved settings. Raises what `engine_builder.build_engine` raises."""
+        """Return a warmed-up engine and its resolved settings. Raises what `engine_factory.build_engine` raises."""
         from service.worker.engine_factory import build_engine
 
         lifecycle = self.lifecycle

@@ -1,7 +1,11 @@
 """Each observation changes exactly its metrics, under Kvasir's names and vLLM's."""
 
 import importlib.metadata
+import os
 import platform
+import subprocess
+import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -275,13 +279,32 @@ def test_a_new_worker_replaces_the_facts_of_the_old(metrics: Metrics) -> None:
     assert (samples["num_requests_running"], samples["generation_tokens_total"]) == (0, STEP.num_completion_tokens)
 
 
-def test_without_a_worker_nothing_runs(metrics: Metrics) -> None:
-    for state in (EngineState.RESTARTING, EngineState.STARTING):
-        metrics.observe_engine(STEP)
-        metrics.flush()
-        assert scrape(metrics)["num_requests_running"] == STEP.num_running
-        metrics.set_engine_state(state)
-        assert scrape(metrics)["num_requests_running"] == scrape(metrics)["num_requests_waiting"] == 0
+def test_gauges_of_a_dead_worker_vanish_and_its_counters_stay(metrics: Metrics) -> None:
+    gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "max_num_requests_running")
+    metrics.observe_engine(STEP)
+    metrics.forget_engine()
+    metrics.forget_engine()
+    samples = scrape(metrics)
+    assert not any(gauge in samples for gauge in gauges)
+    assert samples["generation_tokens_total"] == STEP.num_completion_tokens
+    metrics.observe_worker_start(HELLO, get_serving_path(HELLO))
+    assert scrape(metrics)["num_requests_running"] == 0
+    metrics.observe_engine(msgspec.structs.replace(STEP, num_running=9))
+    metrics.flush()
+    assert scrape(metrics)["num_requests_running"] == 9
+
+
+def test_a_directory_of_prometheus_client_in_the_environment_is_ignored(tmp_path: Path) -> None:
+    code = (
+        "from service.metrics.recorder import Metrics; from tests.ops.observations import observe_everything; "
+        "metrics = Metrics('m'); observe_everything(metrics); observe_everything(metrics); "
+        "print(b'llm_worker_restarts_total' in metrics.render()[0])"
+    )
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    command = [sys.executable, "-W", "error::UserWarning", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("True\n", "")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_restarts_are_counted_once(metrics: Metrics) -> None:

@@ -22,6 +22,7 @@ class EchoChannel:
         self.frontend: Any = None
         self.submits: list[Submit] = []
         self.cancelled: list[str] = []
+        self.epochs: list[int] = []
         self.answers = True
         self.failure: str | None = None
 
@@ -29,7 +30,9 @@ class EchoChannel:
         """Nothing waits here."""
 
     def submit(self, message: bytes) -> None:
-        for command in decode_commands(message).commands:
+        batch = decode_commands(message)
+        self.epochs += [batch.epoch] if batch.epoch not in self.epochs else []
+        for command in batch.commands:
             if isinstance(command, Submit):
                 self.submits.append(command)
                 ids = command.prompt_token_ids

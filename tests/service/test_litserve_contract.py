@@ -169,7 +169,7 @@ def source_of(value: object) -> str:
 
 
 def test_a_worker_is_put_where_the_monitor_puts_it() -> None:
-    """We do what the monitor does, without asking the queue process twenty times a second whether to go on."""
+    """We do what the monitor does, without asking twenty times a second whether to go on."""
     monitor = inspect.getsource(LitServer._start_worker_monitoring)
     assert "while not self._shutdown_event.is_set()" in monitor
     assert "self.inference_workers[idx] = self.launch_single_inference_worker(lit_api, worker_id)" in monitor

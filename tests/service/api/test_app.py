@@ -260,3 +260,25 @@ def test_while_it_runs_it_gives_signs_of_life(frontend: Frontend, lifecycle: Lif
     for _ in range(2):
         asyncio.run(run())
     assert lifecycle.num_api_beats.value == 2
+
+
+def test_a_dead_worker_gets_no_commands_and_the_next_one_gets_all(
+    frontend: Frontend, queue: EchoChannel, lifecycle: Lifecycle
+) -> None:
+    queue.answers = False
+    frontend._engine_client.open(make_request(make_choice("before")))
+    lifecycle.epoch.value = 1  # main has seen the worker's death
+    frontend._engine_client.open(make_request(make_choice("between")))
+    assert [submit.uid for submit in queue.submits] == ["before"]
+    frontend.receive(encode_events([make_hello(1)]))
+    assert [submit.uid for submit in queue.submits[1:]] == ["before", "between"]
+    assert queue.epochs == [0, 1]
+
+
+def test_a_failure_of_the_metrics_does_not_silence_a_new_worker(
+    frontend: Frontend, queue: EchoChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.metrics.recorder.Metrics.observe_worker_start", None)
+    frontend.receive(encode_events([make_hello(1)]))
+    frontend._engine_client.open(make_request(make_choice("after")))
+    assert queue.epochs == [1]

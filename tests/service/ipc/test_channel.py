@@ -1,6 +1,7 @@
 """Messages arrive whole and in order, however long they are and whoever dies while writing one."""
 
 import asyncio
+import errno
 import multiprocessing
 import os
 import signal
@@ -154,4 +155,36 @@ def test_a_new_worker_gets_whole_messages_after_unsent_packets_were_dropped() ->
         assert set(received[:-1]) <= {LONG}
         channel.close()
 
+    asyncio.run(test())
+
+
+def test_a_kernel_without_memory_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packet neither fails the request that it belongs to, nor is it lost."""
+
+    class Failing:
+        def __init__(self, writer: Any) -> None:
+            self.writer, self.num_calls = writer, 0
+
+        def fileno(self) -> int:
+            return int(self.writer.fileno())
+
+        def sendmsg(self, packet: Any) -> None:
+            self.num_calls += 1
+            if self.num_calls < 4:
+                raise OSError(errno.ENOBUFS, "No buffer space available")
+            self.writer.sendmsg(packet)
+
+    async def test() -> None:
+        channel = Channel()
+        failing: Any = Failing(channel._command_writer)
+        channel._command_writer = failing
+        channel.submit(b"first")
+        channel.submit(b"second")
+        while channel._unsent:
+            await asyncio.sleep(0.001)
+        assert [channel.receive(0.0), channel.receive(0.0)] == [b"first", b"second"]
+        assert failing.num_calls == 5
+        channel.close()
+
+    monkeypatch.setattr("service.ipc.channel._RETRY_SECONDS", 0.001)
     asyncio.run(test())
