@@ -298,11 +298,19 @@ class NativeTransformer:
         return q_THD, k_TKD, v_TKD
 
     def _rotations_of(self, length: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of at least all positions under `length`; empty tables without rotary positions."""
+        """Return cosines and sines of at least all positions under `length`; empty tables without rotary positions.
+
+        One thread computes them. PyTorch's first cosine in a process that two threads share can be off by one unit in
+        the last place in one thread's part (3 of 40 processes), and a replacement worker would then compute other bits.
+        """
         rotary = self._model.rotary
         if rotary is not None and length > len(self._rotations[0]):
-            half = self.config.rotary_size // 2
-            cosines, sines = rotary(torch.arange(max(256, 2 * length)))
+            half, num_threads = self.config.rotary_size // 2, torch.get_num_threads()
+            torch.set_num_threads(1)
+            try:
+                cosines, sines = rotary(torch.arange(max(256, 2 * length)))
+            finally:
+                torch.set_num_threads(num_threads)
             self._rotations = cosines[:, 0, :half].contiguous(), sines[:, 0, :half].contiguous()
         return self._rotations
 

@@ -146,3 +146,27 @@ def test_a_packed_matrix_holds_every_weight_once() -> None:
     assert gated.weight[0, :, 2 * BLOCK + 3, 0].tolist() == linear.weight[BLOCK + 3].tolist()
     assert gated.bias is not None
     assert gated.bias[BLOCK + 3] == linear.bias[45 + 3]
+
+
+@pytest.mark.parametrize("level", BEST)
+def test_one_thread_computes_the_rotations(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first cosine that two threads share in a process is sometimes off by one unit in the last place."""
+    model = build(VARIANTS["rotary-gqa"])
+    assert model.rotary is not None
+    compute, num_threads = model.rotary.forward, []
+
+    def note(positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        num_threads.append(torch.get_num_threads())
+        return compute(positions_T)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with torch.inference_mode():
+            native = NativeTransformer(model, library_of(level))
+            monkeypatch.setattr(model.rotary, "forward", note)
+            native(IDS, METADATA, None)
+        assert num_threads == [1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
