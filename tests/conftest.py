@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from model.kernels.build import CACHE
-from model.kernels.library import KERNELS
+from model.kernels.kernel_library import KERNELS
 from tests.tiny_model import save_tiny_checkpoint
 
 ROOT = Path(__file__).parent

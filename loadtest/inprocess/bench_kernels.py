@@ -31,7 +31,7 @@ from model.attention.metadata import AttentionMetadata
 from model.attention.native import NativeAttention
 from model.attention.sdpa import SdpaAttention
 from model.kernels.build import CACHE
-from model.kernels.library import KERNELS
+from model.kernels.kernel_library import KERNELS
 
 PROGRAM = "python -m loadtest.inprocess.bench_kernels"
 _BLOCK_SIZE = 16

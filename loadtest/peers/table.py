@@ -11,7 +11,7 @@ from loadtest.measurement.shape_names import SHAPE_SIZES
 from loadtest.peers.comparison_cells import DEFAULTS, PROMPT_TOKENS, Cell
 from loadtest.peers.installation import Place, openvino_weights, our_weights
 from loadtest.peers.processes import Driver, Server
-from service.config.library_environment import LIBRARY_ENVIRONMENT
+from service.config.torch_environment import LIBRARY_ENVIRONMENT
 
 _MIB = 2**20
 _SLOT_TOKENS = 256  # tokens of each of llama-server's 64 slots: prompt and completion fit

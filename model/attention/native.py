@@ -28,7 +28,7 @@ from model.attention.layer_spec import AttentionForm
 from model.attention.metadata import AttentionMetadata
 from model.attention.score_biases import AlibiBias, RelativeBias
 from model.attention.sdpa import SdpaAttention
-from model.kernels.library import KERNELS, KernelLibrary, Kernels
+from model.kernels.kernel_library import KERNELS, KernelLibrary, Kernels
 
 # By the dtypes of computation and of the KV-cache.
 KERNEL_NAMES = {

@@ -67,7 +67,7 @@ class Manifest:
 
     family: model family that defines the tensors' names and layouts; None for our own format.
     files: a Hugging Face directory has no hashes, so its SHA-256 is "", and only weight files are listed.
-    index: tensor -> file, from an index file; empty if there is none.
+    index: tensor -> file, from an index file; empty without an index file.
     """
 
     directory: Path

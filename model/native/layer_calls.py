@@ -9,7 +9,7 @@ from torch import Tensor
 
 from model.attention.kv_cache import KVCache
 from model.attention.native import KERNEL_NAMES, AttentionCall, NativeAttention, is_known
-from model.kernels.library import KernelLibrary
+from model.kernels.kernel_library import KernelLibrary
 from model.nn.transformer import Attention
 
 

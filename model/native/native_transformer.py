@@ -27,7 +27,7 @@ from model.attention.native import NativeAttention
 from model.config import ModelConfig
 from model.config_enums import AttentionKind
 from model.kernels.ctypes_structs import Decode, LayerWeights, Matrix, Rows
-from model.kernels.library import KernelLibrary
+from model.kernels.kernel_library import KernelLibrary
 from model.native.decode_call import DecodeCall, Decoded
 from model.native.layer_calls import AttentionCalls
 from model.native.model_parts import NUMBERS, pack, shape_of

@@ -84,7 +84,7 @@ def sample_on_device(
         logits_BV: float32, unscaled.
         params: each row's sampling parameters.
         positions: position of each row's next token in its sequence, prompt included.
-        forbidden: token ids that must not be sampled, for each row; empty if there are none in any row.
+        forbidden: token ids that must not be sampled, for each row; empty if no row forbids a token.
         rules: each row's other rules for single tokens; empty if no row has any.
 
     Raises:

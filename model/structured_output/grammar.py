@@ -65,7 +65,7 @@ class Vocabulary:
     Args:
         token_bytes: bytes that each token adds to a text; empty for special tokens.
         special_token_ids: ids of the special tokens.
-        eos_token_ids: special tokens that end a text. If there are none, an id beyond the vocabulary, which cannot be
+        eos_token_ids: special tokens that end a text. Without one, an id beyond the vocabulary, which cannot be
             sampled, stands for the end.
         tokenizer: encodes text that the grammar forces. With None, such text is split into the longest matching tokens.
     """

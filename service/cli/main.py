@@ -24,8 +24,8 @@ from service.config.command_settings import (
     TokenizeSettings,
     TrainSettings,
 )
-from service.config.library_environment import LIBRARY_ENVIRONMENT
 from service.config.settings import GenerateSettings, ServeSettings, SettingsError, read_settings
+from service.config.torch_environment import LIBRARY_ENVIRONMENT
 from service.supervisor.prespawned_worker import EARLY_WORKER
 
 # Optional dependencies (extras in pyproject.toml), which serving does not need.

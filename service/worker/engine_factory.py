@@ -14,7 +14,7 @@ from model.checkpoint.manifest import Manifest
 from model.config import ModelConfig
 from model.gpu.quantization import Quantization
 from model.kernels.cpu_features import has_vector_level
-from model.kernels.library import KERNELS
+from model.kernels.kernel_library import KERNELS
 from model.native.native_transformer import NativeTransformer, computes, library_for, to_native
 from model.nn.linear import can_pack, replace_linears, replace_linears_by
 from model.nn.transformer import Transformer

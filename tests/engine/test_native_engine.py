@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from model.attention.native import NativeAttention
-from model.kernels.library import Kernels
+from model.kernels.kernel_library import Kernels
 from model.native.native_transformer import NativeTransformer
 from model.nn.linear import can_pack, replace_linears
 from model.nn.transformer import Block, Transformer

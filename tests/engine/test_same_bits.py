@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from model.attention.native import NativeAttention
-from model.kernels.library import Kernels
+from model.kernels.kernel_library import Kernels
 from model.nn.linear import replace_linears
 from model.nn.transformer import Transformer
 from model.training.data.bpe import train_bpe

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from loadtest.inprocess import bench_kernels
-from model.kernels.library import Kernels
+from model.kernels.kernel_library import Kernels
 from tests.model.kernel_libraries import BUILDABLE, library_of
 
 ASKED = ["--shape", "S", "--batch", "2", "--context", "48", "--repeats", "2", "--threads", "1"]

@@ -6,7 +6,7 @@ import shutil
 from model.kernels import build as build_module
 from model.kernels.build import SHIPPED, build, find_built
 from model.kernels.cpu_features import levels_here, runnable_levels
-from model.kernels.library import KernelLibrary
+from model.kernels.kernel_library import KernelLibrary
 
 CACHE = build_module.CACHE.expanduser()
 # The level that would serve on this machine. Empty without a compiler: only the PyTorch path is tested then.

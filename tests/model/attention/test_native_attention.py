@@ -15,7 +15,7 @@ from model.attention.metadata import AttentionMetadata
 from model.attention.native import NativeAttention
 from model.attention.score_biases import AlibiBias, DisentangledBias, RelativeBias, relative_positions
 from model.attention.sdpa import SdpaAttention
-from model.kernels.library import Kernels
+from model.kernels.kernel_library import Kernels
 from tests.model.configs import VARIANTS
 from tests.model.kernel_libraries import BUILDABLE, library_of
 

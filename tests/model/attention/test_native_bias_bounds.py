@@ -11,7 +11,7 @@ from torch import Tensor
 from model.attention import native as native_module
 from model.attention.eager import EagerAttention
 from model.attention.score_biases import AlibiBias
-from model.kernels.library import Kernels
+from model.kernels.kernel_library import Kernels
 from tests.model.attention.test_native_attention import FORM, TOLERANCES, Scene
 from tests.model.configs import VARIANTS
 from tests.model.kernel_libraries import BUILDABLE, library_of

@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from model.kernels import build as build_module
-from model.kernels import library as loading_module
+from model.kernels import kernel_library as loading_module
 from model.kernels.build import build, find_built, library_name
 from model.kernels.cpu_features import LEVELS, Level, levels_here, runnable_levels
-from model.kernels.library import Kernels
+from model.kernels.kernel_library import Kernels
 
 ROOT = Path(__file__).parents[3]
 LEVEL = LEVELS[-1]

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.kernels import library as loading_module
+from model.kernels import kernel_library as loading_module
 from model.kernels.build import SHIPPED, build, find_built
 from model.kernels.cpu_features import levels_here
-from model.kernels.library import Kernels
+from model.kernels.kernel_library import Kernels
 from tests.model.kernel_libraries import BUILDABLE, CACHE, library_of
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from model.attention.kv_cache import KVCache
 from model.attention.metadata import AttentionMetadata
 from model.attention.native import NativeAttention
-from model.kernels.library import Kernels
+from model.kernels.kernel_library import Kernels
 from model.native.decode_call import Decoded
 from model.native.native_transformer import NativeTransformer
 from model.nn.linear import replace_linears

@@ -14,7 +14,7 @@ import ctypes, resource, sys
 from pathlib import Path
 import torch
 from model.attention.native import NativeAttention
-from model.kernels.library import Kernels
+from model.kernels.kernel_library import Kernels
 from tests.model.kernel_libraries import library_of
 from tests.model.attention.test_native_attention import Scene
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from model.checkpoint.manifest import Manifest, read_manifest
 from model.gpu.quantization import FORMATS, PLAIN, Quantization, QuantizedLinear
-from model.kernels.library import Kernels
+from model.kernels.kernel_library import Kernels
 from service.config.settings import ModelSettings, SettingsError
 from service.engine.scheduling.config import EngineConfig
 from service.worker import engine_factory, memory_plan

@@ -3,10 +3,9 @@
 import subprocess
 import sys
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import msgspec
@@ -94,7 +93,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.engine = ScriptedEngine()
-        self.inbox: deque[bytes] = deque()
+        self.inbox: SimpleQueue[bytes] = SimpleQueue()
         self.sent: list[list[Event]] = []  # without the statistics
         self.statistics: list[StepStats | EngineIdle] = []
         self.sent_now: list[list[Event]] = []
@@ -116,12 +115,14 @@ class Bench:
         self.num_heartbeats += 1
 
     def put(self, *commands: Command) -> None:
-        self.inbox.append(encode_commands(CommandBatch(0, list(commands))))
+        self.inbox.put(encode_commands(CommandBatch(0, list(commands))))
 
     def _receive(self, timeout_seconds: float) -> list[Command] | None:
-        if not self.inbox:
-            time.sleep(timeout_seconds)
-        return decode_commands(self.inbox.popleft()).commands if self.inbox else None
+        try:
+            message = self.inbox.get(block=timeout_seconds > 0.0, timeout=timeout_seconds)
+        except Empty:
+            return None
+        return decode_commands(message).commands
 
     def _send(self, events: list[Event]) -> None:
         self.statistics += [event for event in events if isinstance(event, StepStats | EngineIdle)]
@@ -253,7 +254,7 @@ def test_an_idle_turn_does_not_walk_the_block_pool(bench: Bench) -> None:
         bench.put(make_submit(uid, max_tokens=1))
         bench.engine_loop.run_once()
     assert bench.engine.calls == [("submit", "a", 0), "step", ("submit", "b", 0), "step"]
-    assert not bench.inbox
+    assert bench.inbox.empty()
 
 
 def test_what_begins_is_told_before_it_is_computed_and_once(bench: Bench) -> None:

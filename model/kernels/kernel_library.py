@@ -56,7 +56,7 @@ class Kernels:
         self.trouble: str | None = None
 
     def prepare(self, cache: Path) -> None:
-        """Load the library built for this machine; if there is none, compile it into `cache` first.
+        """Load the library built for this machine, or compile it into `cache` first.
 
         Compiling takes 10 to 40 s, once for a machine. Failures are not raised: `loaded` stays None, a warning gives
         the reason, and PyTorch's kernels are used instead.
