@@ -27,15 +27,15 @@ class TokenizerConfig:
 
     roles: token name of each role that the files define, such as bos_token.
     special: names of all special tokens that the files define.
-    adds_bos, adds_eos: True if BOS is put before every text, or EOS after it. None: the files do not say.
+    adds_bos, adds_eos: True if the files ask for BOS before every text, or for EOS after every text.
     added_tokens: entries of `added_tokens_decoder`, by id.
     tokenizer_class: the class in `transformers`; None if the files name no class.
     """
 
     roles: Mapping[str, str]
     special: frozenset[str]
-    adds_bos: bool | None
-    adds_eos: bool | None
+    adds_bos: bool
+    adds_eos: bool
     added_tokens: Mapping[int, dict[str, Any]]
     tokenizer_class: str | None
 
@@ -48,12 +48,16 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
     """
     config = read_object(directory / TOKENIZER_CONFIG_FILE, optional=True)
     values = {**read_object(directory / SPECIAL_TOKENS_FILE, optional=True), **config}
-    roles = {role: name for role in _ROLES if (name := _content(values.get(role))) is not None}
-    more = [values.get("additional_special_tokens"), values.get("extra_special_tokens")]
-    lists = [
-        entry if isinstance(entry, list) else list(entry.values()) if isinstance(entry, dict) else [] for entry in more
-    ]
-    special = {name for entry in lists for item in entry if (name := _content(item)) is not None}
+    roles = {role: name for role in _ROLES if (name := _token_name(values.get(role)))}
+    special = set(roles.values())
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        names = values.get(key) or []
+        special |= {
+            name for item in (names.values() if isinstance(names, dict) else names) if (name := _token_name(item))
+        }
+    for key in ("add_bos_token", "add_eos_token"):
+        if not isinstance(config.get(key), bool | None):
+            raise TokenizerError(f"{TOKENIZER_CONFIG_FILE}: {key} must be true or false, not {config[key]!r}")
     try:
         added = {int(key): dict(entry) for key, entry in (config.get("added_tokens_decoder") or {}).items()}
     except (ValueError, TypeError, AttributeError) as error:
@@ -62,15 +66,15 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
         ) from error
     return TokenizerConfig(
         roles=roles,
-        special=frozenset(special | set(roles.values())),
-        adds_bos=_switch(config, "add_bos_token"),
-        adds_eos=_switch(config, "add_eos_token"),
+        special=frozenset(special),
+        adds_bos=config.get("add_bos_token") is True,
+        adds_eos=config.get("add_eos_token") is True,
         added_tokens=added,
         tokenizer_class=config.get("tokenizer_class"),
     )
 
 
-def end_marks(directory: Path, config: TokenizerConfig, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
+def read_eos_token_ids(directory: Path, config: TokenizerConfig, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
     """Return the EOS token ids of a Hugging Face directory; empty if no file defines them.
 
     The first of these sources that defines an id is used: `eos_token_id` of generation_config.json, `eos_token_id` of
@@ -91,16 +95,14 @@ def end_marks(directory: Path, config: TokenizerConfig, vocabulary: Mapping[str,
         except ValueError as error:
             raise TokenizerError(f"{CONFIG_FILE}: eos_token_id: {error}; correct it") from error
     if not ids and (name := config.roles.get("eos_token")) is not None:
-        if name not in vocabulary:
-            raise TokenizerError(f"{TOKENIZER_CONFIG_FILE}: eos_token {name!r} is not in the vocabulary; correct it")
-        ids = (vocabulary[name],)
+        ids = (_id_of(name, "eos_token", vocabulary),)
     known = set(vocabulary.values())
     if wrong := [token_id for token_id in ids if token_id not in known]:
         raise TokenizerError(f"{file}: eos_token_id: {wrong[0]} is not in the vocabulary; correct it")
     return ids
 
 
-def begin_mark(
+def read_bos_token_id(
     config: TokenizerConfig, post_processor: Mapping[str, Any] | None, vocabulary: Mapping[str, int]
 ) -> int | None:
     """Return the BOS token id that is put before a prompt, or None.
@@ -141,32 +143,25 @@ def read_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
 
 def _template(post_processor: Mapping[str, Any] | None) -> tuple[list[str], list[str]]:
     """Return the names of the special tokens that a post-processor puts before and after a single text."""
-    if post_processor is None or post_processor.get("type") == "ByteLevel":
-        return [], []
     match post_processor:
+        case None | {"type": "ByteLevel"}:
+            return [], []
         case {"type": "Sequence", "processors": list(steps)}:
             found = [_template(step) for step in steps]
             return [name for begins, _ in found for name in begins], [name for _, ends in found for name in ends]
         case {"type": "TemplateProcessing", "single": list(items)}:
-            marks = [item.get("SpecialToken", {}).get("id") for item in items]
-            text = marks.index(None) if None in marks else len(marks)
-            return [str(m) for m in marks[:text]], [str(m) for m in marks[text + 1 :]]
+            names = [item.get("SpecialToken", {}).get("id") for item in items]
+            text = names.index(None) if None in names else len(names)
+            return [str(name) for name in names[:text]], [str(name) for name in names[text + 1 :]]
         case {"type": "RobertaProcessing" | "BertProcessing", "cls": [str(begin), *_], "sep": [str(end), *_]}:
             return [begin], [end]
     raise TokenizerError(f"the post_processor {post_processor.get('type')!r} is not supported; use TemplateProcessing")
 
 
-def _content(value: object) -> str | None:
+def _token_name(value: object) -> str | None:
     """Return the name of a token, which Hugging Face writes as a string or as an object with `content`."""
     name = value.get("content") if isinstance(value, dict) else value
     return name if isinstance(name, str) and name else None
-
-
-def _switch(config: Mapping[str, Any], key: str) -> bool | None:
-    value = config.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise TokenizerError(f"{TOKENIZER_CONFIG_FILE}: {key} must be true or false, not {value!r}")
-    return value
 
 
 def _id_of(name: str, role: str, vocabulary: Mapping[str, int]) -> int:

@@ -9,16 +9,27 @@ streamed. The one exception is the removal of spaces at the start of a text. Sup
     Fuse                                            tokens are text
 """
 
-import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from model.tokenizer.alphabet import to_bytes
 from model.tokenizer.interface import TokenizerError
 
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# GPT-2's printable characters for bytes (Radford et al. 2019). A byte that is printable in Latin-1 stands for itself.
+# The other bytes are numbered in order from U+0100.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_NOT_PRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
+CHARACTER_OF_BYTE: dict[int, str] = {byte: chr(byte) for byte in _PRINTABLE} | {
+    byte: chr(0x100 + index) for index, byte in enumerate(_NOT_PRINTABLE)
+}
+_BYTE_OF_CHARACTER = {character: byte for byte, character in CHARACTER_OF_BYTE.items()}
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def to_characters(token: bytes) -> str:
+    """Return the characters that stand for the bytes of a token."""
+    return token.decode("latin-1").translate(CHARACTER_OF_BYTE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,11 +50,13 @@ class TokenDecoder:
     def token_bytes(self, token: str) -> bytes:
         """Return the bytes that a token of the vocabulary adds to a non-empty text."""
         if self.byte_level:
-            found = to_bytes(token)
-            return token.encode() if found is None else found
+            try:
+                return bytes([_BYTE_OF_CHARACTER[character] for character in token])
+            except KeyError:  # an added token, which is plain text
+                return token.encode()
         for old, new in self.replacements:
             token = token.replace(old, new)
-        if self.byte_fallback and (match := _BYTE.fullmatch(token)):
+        if self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(match[1])
         return token.encode("utf-8", "replace")
 
@@ -54,94 +67,52 @@ class TokenDecoder:
         return text
 
 
+def flatten_steps(values: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]]:
+    """Return the steps of a decoder, normalizer or pre-tokenizer; `key` names the list of a Sequence."""
+    if values is None:
+        return []
+    if values.get("type") != "Sequence":
+        return [values]
+    return [step for part in values[key] for step in flatten_steps(part, key)]
+
+
 def read_decoder(values: Mapping[str, Any] | None) -> TokenDecoder:
     """Read the `decoder` of a tokenizer.json.
 
     Raises:
         TokenizerError: the type or the order of the decoder's steps is not supported.
     """
-    steps = _steps(values)
-    kinds = [step.get("type") for step in steps]
-    decoder = TokenDecoder()
+    steps = flatten_steps(values, "decoders")
+    kinds = [str(step.get("type")) for step in steps]
+    if "ByteLevel" in kinds:
+        if not set(kinds) <= {"ByteLevel", "Fuse"} or kinds.count("ByteLevel") > 1:
+            raise TokenizerError("the decoder has steps besides ByteLevel, which is not supported; use ByteLevel alone")
+        return TokenDecoder(byte_level=True)
+    replacements: list[tuple[str, str]] = []
+    num_stripped = 0
     for index, step in enumerate(steps):
-        read = _READERS.get(str(kinds[index]))
-        if read is None or (kinds[index] == "Strip" and "Fuse" not in kinds[:index]):
-            raise _not_understood(step)
-        decoder = read(decoder, step)
-    if not decoder.byte_level and not {"Fuse", "Metaspace"} & set(kinds):
+        match step:
+            case {"type": "Fuse" | "ByteFallback"}:
+                pass
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
+                replacements.append((old, new))
+            case {"type": "Strip", "content": " ", "start": int(start), "stop": 0} if "Fuse" in kinds[:index]:
+                num_stripped += start
+            case {"type": "Metaspace", "replacement": str(old)} if old:
+                replacements.append((old, " "))
+                # Files from before 2023 have add_prefix_space instead of prepend_scheme.
+                prepends = step.get("prepend_scheme", "always") != "never" and step.get("add_prefix_space", True)
+                num_stripped += bool(prepends)
+            case _:
+                raise TokenizerError(
+                    f"the decoder step {dict(step)!r} is not supported; "
+                    "supported are ByteLevel, Metaspace, and Replace, ByteFallback, Fuse, Strip in this order"
+                )
+    if not {"Fuse", "Metaspace"} & set(kinds):
         raise TokenizerError(
-            f"the decoder ({_names(steps)}) joins tokens with spaces, which cannot be streamed; "
+            f"the decoder ({', '.join(kinds) or 'none'}) joins tokens with spaces, which cannot be streamed; "
             "add a Fuse decoder if tokens are joined without spaces"
         )
-    return decoder
-
-
-def _steps(values: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    if values is None:
-        return []
-    return list(values.get("decoders", [])) if values.get("type") == "Sequence" else [values]
-
-
-def _byte_level(decoder: TokenDecoder, step: Mapping[str, Any]) -> TokenDecoder:
-    if decoder != TokenDecoder():
-        raise _not_understood(step)
-    return TokenDecoder(byte_level=True)
-
-
-def _byte_fallback(decoder: TokenDecoder, step: Mapping[str, Any]) -> TokenDecoder:
-    return _changed(decoder, byte_fallback=True)
-
-
-def _fuse(decoder: TokenDecoder, step: Mapping[str, Any]) -> TokenDecoder:
-    return decoder
-
-
-def _replace(decoder: TokenDecoder, step: Mapping[str, Any]) -> TokenDecoder:
-    old, new = step.get("pattern", {}).get("String"), step.get("content")
-    if not isinstance(old, str) or not old or not isinstance(new, str):
-        raise _not_understood(step)
-    return _changed(decoder, replacements=(*decoder.replacements, (old, new)))
-
-
-def _strip(decoder: TokenDecoder, step: Mapping[str, Any]) -> TokenDecoder:
-    if step.get("content") != " " or step.get("stop") != 0 or not isinstance(step.get("start"), int):
-        raise _not_understood(step)
-    return _changed(decoder, num_stripped=decoder.num_stripped + step["start"])
-
-
-def _metaspace(decoder: TokenDecoder, step: Mapping[str, Any]) -> TokenDecoder:
-    mark = step.get("replacement")
-    if not isinstance(mark, str) or not mark:
-        raise _not_understood(step)
-    # Files from before 2023 have add_prefix_space instead of prepend_scheme.
-    prepends = step.get("prepend_scheme", "always") != "never" and step.get("add_prefix_space", True) is True
-    return _changed(
-        decoder, replacements=(*decoder.replacements, (mark, " ")), num_stripped=decoder.num_stripped + prepends
+    return TokenDecoder(
+        byte_fallback="ByteFallback" in kinds, replacements=tuple(replacements), num_stripped=num_stripped
     )
-
-
-def _changed(decoder: TokenDecoder, **changes: Any) -> TokenDecoder:
-    if decoder.byte_level:
-        raise TokenizerError("the decoder has steps besides ByteLevel, which is not supported; use ByteLevel alone")
-    return dataclasses.replace(decoder, **changes)
-
-
-def _not_understood(step: Mapping[str, Any]) -> TokenizerError:
-    return TokenizerError(
-        f"the decoder step {dict(step)!r} is not supported; "
-        "supported are ByteLevel, Metaspace, and Replace, ByteFallback, Fuse, Strip in this order"
-    )
-
-
-def _names(steps: list[Mapping[str, Any]]) -> str:
-    return ", ".join(str(step.get("type")) for step in steps) if steps else "none"
-
-
-_READERS: Mapping[str, Callable[[TokenDecoder, Mapping[str, Any]], TokenDecoder]] = {
-    "ByteLevel": _byte_level,
-    "Replace": _replace,
-    "ByteFallback": _byte_fallback,
-    "Fuse": _fuse,
-    "Strip": _strip,
-    "Metaspace": _metaspace,
-}

@@ -10,24 +10,46 @@ such names in a prompt as ordinary text (see `interface.Tokenizer.encode`).
 
 import json
 import shutil
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import tokenizers
+import regex
 
-from model.tokenizer.added_tokens import AddedToken
-from model.tokenizer.alphabet import to_characters
-from model.tokenizer.bos_eos import SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, read_object, read_tokenizer_config
+from model.tokenizer.bos_eos import SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, read_object
 from model.tokenizer.byte_level import ByteLevelTokenizer
-from model.tokenizer.hugging_face import LibraryTokenizer
+from model.tokenizer.decoders import to_characters
 from model.tokenizer.interface import Tokenizer, TokenizerError
-from model.tokenizer.merges import NotEquivalentError, merges_of_ranks
-from model.tokenizer.split_pattern import for_oniguruma, splitting_by
-from model.tokenizer.tokenizer_json import TOKENIZER_FILE, with_all_added_tokens
+from model.tokenizer.tokenizer_json import (
+    BYTE_LEVEL_DECODER,
+    TOKENIZER_FILE,
+    LibraryTokenizer,
+    added_token,
+    pre_tokenizer_for,
+)
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 _OURS = {TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE, CHAT_TEMPLATE_FILE}
 _SIGNATURE = {"exported_by": "kvasir"}
+
+# Constructs of a split pattern that fancy-regex (tiktoken) and Oniguruma (tokenizers) read alike. Oniguruma's Ruby
+# syntax differs elsewhere: `$` matches at the end of a line, `{1,3}+` is not possessive, and `(?i)` changes what `|`
+# separates.
+_CLASS = r"\\[pP]\{(?:L|N|M|P|S|Lu|Ll|Lt|Lm|Lo)\}|\\[sSrnt]"
+_PLAIN = r"[A-Za-z0-9 '\"/_=<>,;:@#%!`]|\\[.\-/\\\[\](){}|?*+^$'\"]"
+_PORTABLE = regex.compile(
+    rf"""(?:
+        \(\?i:'s\|'t\|'re\|'ve\|'m\|'ll\|'d\)       # contractions, ignoring case: only these exact ones
+      | \(\?i:\[sdmt\]\|ll\|ve\|re\)
+      | \(\?:  |  \(\?!\\S\)  |  \((?!\?)  |  \)  |  \|  |  \\z
+      | (?:{_CLASS}|{_PLAIN})
+      | \[\^?(?:{_CLASS}|[A-Za-z0-9]-[A-Za-z0-9]|{_PLAIN})+\]
+      | [?*+][?+]?(?![?*+{{])                        # greedy, lazy or possessive
+      | \{{\d+(?:,\d*)?\}}(?![?*+{{])                # greedy only
+    )*""",
+    regex.VERBOSE,
+)
 
 
 def export_tokenizer(tokenizer: Tokenizer, source: Path, out: Path) -> list[Path]:
@@ -38,28 +60,30 @@ def export_tokenizer(tokenizer: Tokenizer, source: Path, out: Path) -> list[Path
             holds files other than an earlier export.
     """
     _check_writable(out)
-    text = _tokenizer_json(tokenizer, source)
-    _check_ids(text, tokenizer)
-    names = {number: name for name, number in tokenizer.special_tokens.items()}
-    marks = {
-        "bos_token": None if tokenizer.bos_token_id is None else names[tokenizer.bos_token_id],
-        "eos_token": next((names[end] for end in tokenizer.eos_token_ids if end in names), None),
-    }
-    marks = {role: name for role, name in marks.items() if name is not None}
+    if isinstance(tokenizer, LibraryTokenizer):
+        values = json.loads(tokenizer.to_json())
+    else:
+        assert isinstance(tokenizer, ByteLevelTokenizer)
+        values = _from_ranks(tokenizer)
+    names = {token_id: name for name, token_id in tokenizer.special_tokens.items()}
+    bos = None if tokenizer.bos_token_id is None else names[tokenizer.bos_token_id]
+    eos = next((names[token_id] for token_id in tokenizer.eos_token_ids if token_id in names), None)
+    values["post_processor"] = None if bos is None else _bos_template(bos, tokenizer.special_tokens[bos])
+    roles = {role: name for role, name in (("bos_token", bos), ("eos_token", eos)) if name is not None}
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": tokenizer.bos_token_id is not None,
+        "add_bos_token": bos is not None,
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
-        **marks,
+        **roles,
         **_SIGNATURE,
     }
     template = read_object(source / TOKENIZER_CONFIG_FILE, optional=True).get("chat_template")
     if template is not None:
         config["chat_template"] = template
     files = {
-        TOKENIZER_FILE: text,
-        SPECIAL_TOKENS_FILE: json.dumps(marks, indent=2, ensure_ascii=False) + "\n",
+        TOKENIZER_FILE: json.dumps(values, ensure_ascii=False),
+        SPECIAL_TOKENS_FILE: json.dumps(roles, indent=2, ensure_ascii=False) + "\n",
         TOKENIZER_CONFIG_FILE: json.dumps(config, indent=2, ensure_ascii=False) + "\n",
     }
     try:
@@ -70,7 +94,18 @@ def export_tokenizer(tokenizer: Tokenizer, source: Path, out: Path) -> list[Path
             shutil.copyfile(source / CHAT_TEMPLATE_FILE, out / CHAT_TEMPLATE_FILE)
     except OSError as error:
         raise TokenizerError(f"{out}: {error.strerror}; choose another directory") from error
-    return sorted(path for path in out.iterdir())
+    return sorted(out.iterdir())
+
+
+def pattern_for_oniguruma(pattern: str) -> str | None:
+    """Translate a tiktoken pattern to the syntax of `tokenizers`; return None if the engines may read it differently.
+
+    A possessive `{m,n}+` at the end of an alternative becomes greedy. No later element could make it backtrack, so
+    the meaning is the same.
+    """
+    greedy = regex.sub(r"(\{\d+(?:,\d*)?\})\+(?=\||\)|$)", r"\1", pattern)
+    translated = regex.sub(r"(?<!\\)\$(?=\||\)|$)", r"\\z", greedy)
+    return translated if _PORTABLE.fullmatch(translated) else None
 
 
 def _check_writable(out: Path) -> None:
@@ -83,78 +118,48 @@ def _check_writable(out: Path) -> None:
         raise TokenizerError(f"{out}: holds files other than an earlier export; choose a new or an empty directory")
 
 
-def _tokenizer_json(tokenizer: Tokenizer, source: Path) -> str:
-    if isinstance(tokenizer, LibraryTokenizer):
-        values = json.loads(tokenizer.to_json())
-    elif (source / TOKENIZER_FILE).exists():
-        values = with_all_added_tokens(read_object(source / TOKENIZER_FILE), read_tokenizer_config(source))
-    else:
-        assert isinstance(tokenizer, ByteLevelTokenizer)
-        values = _from_ranks(tokenizer)
-    return json.dumps({**values, "post_processor": _post_processor(tokenizer)}, ensure_ascii=False)
-
-
-def _post_processor(tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """Return the `post_processor` that puts the BOS token before a text; None without a BOS token."""
-    if tokenizer.bos_token_id is None:
-        return None
-    name = tokenizer.format_token_name(tokenizer.bos_token_id)
-    mark = {"SpecialToken": {"id": name, "type_id": 0}}
+def _bos_template(name: str, token_id: int) -> dict[str, Any]:
+    """Return the `post_processor` that puts the BOS token before a text."""
+    bos = {"SpecialToken": {"id": name, "type_id": 0}}
+    first, second = ({"Sequence": {"id": part, "type_id": index}} for index, part in enumerate("AB"))
     return {
         "type": "TemplateProcessing",
-        "single": [mark, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [mark, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {name: {"id": name, "ids": [tokenizer.bos_token_id], "tokens": [name]}},
+        "single": [bos, first],
+        "pair": [bos, first, second],
+        "special_tokens": {name: {"id": name, "ids": [token_id], "tokens": [name]}},
     }
-
-
-def _check_ids(text: str, tokenizer: Tokenizer) -> None:
-    """Raise TokenizerError if a special token gets another id.
-
-    The library assigns new ids to added tokens that are not in the vocabulary.
-    """
-    library = tokenizers.Tokenizer.from_str(text)
-    for name, token_id in tokenizer.special_tokens.items():
-        if library.token_to_id(name) != token_id:
-            raise TokenizerError(
-                f"the special token {name!r} would get another id than {token_id} in Hugging Face's format"
-            )
 
 
 def _from_ranks(tokenizer: ByteLevelTokenizer) -> dict[str, Any]:
-    pattern = for_oniguruma(tokenizer.pattern)
+    pattern = pattern_for_oniguruma(tokenizer.pattern)
     if pattern is None:
         raise TokenizerError(f"the pattern {tokenizer.pattern!r} has no equivalent in Hugging Face's format")
-    ranked = [to_characters(token) for token in sorted(tokenizer.ranks, key=tokenizer.ranks.__getitem__)]
-    try:
-        merges = merges_of_ranks(ranked)
-    except NotEquivalentError as error:
-        raise TokenizerError(f"the ranks have no equivalent list of merges: {error}") from error
-    marks = [AddedToken.mark(name, number) for name, number in tokenizer.special_tokens.items()]
-    every_token = ((tokenizer.token_bytes(token_id), token_id) for token_id in range(tokenizer.vocab_size))
-    vocabulary = {to_characters(token): token_id for token, token_id in every_token if token}
-    vocabulary |= {mark.content: mark.id for mark in marks}  # keeps their ids, even after a gap
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    special = tokenizer.special_tokens
+    tokens = sorted(tokenizer.ranks, key=tokenizer.ranks.__getitem__)
+    vocabulary = {to_characters(token): tokenizer.ranks[token] for token in tokens} | dict(special)
+    pairs = [_last_merge(tokenizer.ranks, token) for token in tokens if len(token) > 1]
+    model = {
+        "type": "BPE",
+        "ignore_merges": None in pairs,  # tiktoken never splits a piece that is a token
+        "vocab": vocabulary,
+        "merges": [list(map(to_characters, pair)) for pair in pairs if pair is not None],
+    }
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": mark.id, "content": mark.content, **flags} for mark in sorted(marks, key=lambda m: m.id)
-        ],
-        "normalizer": None if tokenizer.preparation.normalize is None else {"type": "NFC"},
-        "pre_tokenizer": splitting_by(pattern),
-        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": bool(merges.whole_pieces),  # tiktoken never splits a piece that is a token
-            "vocab": vocabulary,
-            "merges": merges.pairs,
-        },
+        "added_tokens": [added_token(name, special[name]) for name in sorted(special, key=special.__getitem__)],
+        "pre_tokenizer": pre_tokenizer_for(pattern),
+        "decoder": BYTE_LEVEL_DECODER,
+        "model": model,
     }
+
+
+def _last_merge(ranks: Mapping[bytes, int], token: bytes) -> tuple[bytes, bytes] | None:
+    """Return the pair that tiktoken merges last into a token; None if merging the token's bytes does not end in two."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        ranked = [(ranks.get(left + right), index) for index, (left, right) in enumerate(pairwise(parts))]
+        best = min(((rank, index) for rank, index in ranked if rank is not None), default=None)
+        if best is None:
+            return None
+        parts[best[1] : best[1] + 2] = [parts[best[1]] + parts[best[1] + 1]]
+    return parts[0], parts[1]

@@ -1,9 +1,12 @@
-"""The tokenizer interface, independent of the library that implements it. Torch-free."""
+"""Tokenizer base class: vocabulary, special tokens and decoding. Torch-free."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 from model.io.one_line_error import error_line
+
+# Ten times the largest published vocabulary. A file may name any id, and each id below the largest takes a list entry.
+MAX_IDS = 2**22
 
 
 class TokenizerError(ValueError):
@@ -16,32 +19,55 @@ class TokenizerError(ValueError):
         super().__init__(error_line(message))
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """Conversion of text to token ids and back.
 
-    The implementations are `ByteLevelTokenizer` (tiktoken) and `LibraryTokenizer` (the `tokenizers` library).
+    Attributes:
+        vocab_size: the highest id plus one. Unused ids below `vocab_size` have no bytes and an empty name.
+        special_tokens: name and id of each special token. Special tokens add no text to a completion.
+        eos_token_ids: the EOS tokens, each of which ends a text. May be empty.
+        bos_token_id: the BOS token, which is put before a prompt; None if prompts begin without a special token.
+        longest_token: maximum number of text bytes that one token covers, special tokens excepted; None: no limit.
     """
 
-    @property
-    def vocab_size(self) -> int:
-        """The highest id plus one. Unused ids below it have no bytes and an empty name."""
+    def __init__(
+        self,
+        token_bytes: Iterable[tuple[int, bytes]],
+        special_tokens: Mapping[str, int],
+        *,
+        eos_token_ids: tuple[int, ...],
+        bos_token_id: int | None,
+    ) -> None:
+        """Build the table of token bytes.
 
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """Name and id of each special token. Special tokens add no text to a completion."""
+        Args:
+            token_bytes: each id with the bytes that the token adds to a text; special tokens excepted.
 
-    @property
-    def bos_token_id(self) -> int | None:
-        """The BOS token, which is put before a prompt; None if prompts begin without a special token."""
+        Raises:
+            TokenizerError: two tokens have the same id, an id is not in 0 to `MAX_IDS` - 1, or the BOS token or an EOS
+                token is not in the vocabulary.
+        """
+        table: dict[int, bytes] = {}
+        for token_id, token in (*token_bytes, *((token_id, b"") for token_id in special_tokens.values())):
+            if token_id < 0 or token_id in table:
+                raise TokenizerError(f"token ids must be 0 or more and unique; {token_id} is not")
+            if token_id >= MAX_IDS:
+                raise TokenizerError(f"token ids must be under {MAX_IDS:,}; {str(token_id)[:20]} is not")
+            table[token_id] = token
+        self._token_bytes = [table.get(token_id, b"") for token_id in range(max(table, default=-1) + 1)]
+        self.vocab_size = len(self._token_bytes)
+        for token_id in (*eos_token_ids, *([] if bos_token_id is None else [bos_token_id])):
+            if not 0 <= token_id < self.vocab_size:
+                raise TokenizerError(
+                    f"the BOS or EOS id {token_id} is not in the vocabulary of {self.vocab_size} tokens; correct it"
+                )
+        self.special_tokens = special_tokens
+        self.eos_token_ids = eos_token_ids
+        self.bos_token_id = bos_token_id
+        self.longest_token: int | None = max(map(len, self._token_bytes), default=1)
+        self._special_names = {token_id: name for name, token_id in special_tokens.items()}
 
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The EOS tokens: any of these ids ends a text. May be empty."""
-
-    @property
-    def longest_token(self) -> int | None:
-        """Maximum number of text bytes that one token covers, special tokens excepted; None if there is no limit."""
-
+    @abstractmethod
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Return the token ids of a text, without the BOS token.
 
@@ -62,6 +88,7 @@ class Tokenizer(Protocol):
         Raises:
             IndexError: an id is not in the vocabulary.
         """
+        return self._joined_bytes(token_ids).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to a non-empty text; b"" for a special token.
@@ -69,6 +96,9 @@ class Tokenizer(Protocol):
         Raises:
             IndexError: the id is not in the vocabulary.
         """
+        if token_id < 0:
+            raise IndexError(token_id)
+        return self._token_bytes[token_id]
 
     def format_token_name(self, token_id: int) -> str:
         """Return the text to show for a single token: its text with invalid UTF-8 as U+FFFD, or its special name.
@@ -76,3 +106,8 @@ class Tokenizer(Protocol):
         Raises:
             IndexError: the id is not in the vocabulary.
         """
+        return self._special_names.get(token_id) or self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def _joined_bytes(self, token_ids: Iterable[int]) -> bytes:
+        names = self._special_names
+        return b"".join(names[i].encode() if i in names else self.token_bytes(i) for i in token_ids)

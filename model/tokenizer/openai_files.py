@@ -14,14 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from model.io.json_file import FileError, read_bytes, read_text
-from model.tokenizer.bos_eos import TokenizerConfig, end_marks, read_object, read_tokenizer_config
+from model.tokenizer.bos_eos import TokenizerConfig, read_eos_token_ids, read_object, read_tokenizer_config
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from model.tokenizer.native import read_ranks
-from model.tokenizer.split_pattern import GPT2_PATTERN, splitting_by
-from model.tokenizer.tokenizer_json import naming, tokenizer_from_json
+from model.tokenizer.tokenizer_json import (
+    BYTE_LEVEL_DECODER,
+    added_token,
+    naming,
+    pre_tokenizer_for,
+    tokenizer_from_json,
+)
 
 _END_OF_TEXT = "<|endoftext|>"
+_GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CL100K_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
@@ -54,10 +60,10 @@ class _Published:
 
 _PUBLISHED: Mapping[str, _Published] = {
     "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930": _Published(
-        name="r50k_base", pattern=GPT2_PATTERN, special_tokens={_END_OF_TEXT: 50256}
+        name="r50k_base", pattern=_GPT2_PATTERN, special_tokens={_END_OF_TEXT: 50256}
     ),
     "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069": _Published(
-        name="p50k_base", pattern=GPT2_PATTERN, special_tokens={_END_OF_TEXT: 50256}
+        name="p50k_base", pattern=_GPT2_PATTERN, special_tokens={_END_OF_TEXT: 50256}
     ),
     "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7": _Published(
         name="cl100k_base",
@@ -78,7 +84,7 @@ _KNOWN = ", ".join(published.name for published in _PUBLISHED.values())
 # Split pattern and normalizer by `transformers` tokenizer class, because vocab.json and merges.txt contain neither.
 _QWEN_PATTERN = _LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 _SPLITS: Mapping[str, tuple[str, dict[str, str] | None]] = {
-    "GPT2Tokenizer": (GPT2_PATTERN, None),
+    "GPT2Tokenizer": (_GPT2_PATTERN, None),
     "Qwen2Tokenizer": (_QWEN_PATTERN, {"type": "NFC"}),
 }
 
@@ -105,7 +111,7 @@ def load_published_ranks(path: Path) -> Tokenizer:
             f"{path.name}: the SHA-256 {digest[:16]}… matches no known file ({_KNOWN}), so the split pattern is "
             "unknown; copy it again, or add a tokenizer.json"
         )
-    return _with_marks(path, published)
+    return _from_ranks(path, published)
 
 
 def load_tokenizer_model(directory: Path) -> Tokenizer:
@@ -126,7 +132,9 @@ def load_tokenizer_model(directory: Path) -> Tokenizer:
         ) from error
     if len(ranks) != 128_000:
         raise TokenizerError(f"{path.name}: {len(ranks)} ranks, expected 128000 as in Llama 3; add a tokenizer.json")
-    return _with_marks(path, _Published(name="llama3", pattern=_LLAMA3_PATTERN, special_tokens=_llama3_marks()))
+    return _from_ranks(
+        path, _Published(name="llama3", pattern=_LLAMA3_PATTERN, special_tokens=_llama3_special_tokens())
+    )
 
 
 def load_merges(directory: Path, *, vocabulary_file: str, merges_file: str) -> Tokenizer:
@@ -149,9 +157,9 @@ def load_merges(directory: Path, *, vocabulary_file: str, merges_file: str) -> T
     values = {
         "model": {"type": "BPE", "vocab": vocabulary, "merges": _read_merges(directory / merges_file)},
         "normalizer": normalizer,
-        "pre_tokenizer": splitting_by(pattern),
-        "decoder": {"type": "ByteLevel"},
-        "added_tokens": _marks_in(directory, vocabulary, config),
+        "pre_tokenizer": pre_tokenizer_for(pattern),
+        "decoder": BYTE_LEVEL_DECODER,
+        "added_tokens": _special_tokens(directory, vocabulary, config),
     }
     return tokenizer_from_json(directory, values, config, file=vocabulary_file)
 
@@ -168,31 +176,30 @@ def _read_merges(path: Path) -> list[str]:
     return merges
 
 
-def _marks_in(directory: Path, vocabulary: Mapping[str, int], config: TokenizerConfig) -> list[dict[str, Any]]:
-    """Return the special tokens as entries of `added_tokens`: GPT-2's, and those that other files name."""
+def _special_tokens(directory: Path, vocabulary: Mapping[str, int], config: TokenizerConfig) -> list[dict[str, Any]]:
+    """Return the special tokens as entries of `added_tokens`: GPT-2's, and those that the other files name."""
     ids = {**vocabulary, **read_object(directory / "added_tokens.json", optional=True)}
     names = {_END_OF_TEXT, *config.special, *(ids.keys() - vocabulary.keys())} & ids.keys()
-    return [{"id": ids[name], "content": name, "special": True, "normalized": False} for name in sorted(names)]
+    return [added_token(name, ids[name]) for name in sorted(names, key=ids.__getitem__)]
 
 
-def _with_marks(path: Path, published: _Published) -> Tokenizer:
-    directory, marks = path.parent, published.special_tokens
-    config = read_tokenizer_config(directory)
+def _from_ranks(path: Path, published: _Published) -> Tokenizer:
+    special = published.special_tokens
     ranks = read_ranks(path)
-    ends = end_marks(directory, config, {**{str(rank): rank for rank in ranks.values()}, **marks})
-    begin = marks.get("<|begin_of_text|>")
-    default = tuple(marks[name] for name in (_END_OF_TEXT, "<|end_of_text|>", "<|eot_id|>") if name in marks)
+    vocabulary = {**{str(rank): rank for rank in ranks.values()}, **special}
+    eos_token_ids = read_eos_token_ids(path.parent, read_tokenizer_config(path.parent), vocabulary)
+    default = tuple(special[name] for name in (_END_OF_TEXT, "<|end_of_text|>", "<|eot_id|>") if name in special)
     with naming(path.name):
         return ByteLevelTokenizer(
             pattern=published.pattern,
             ranks=ranks,
-            special_tokens=dict(marks),
-            eos_token_ids=ends if ends else default,
-            bos_token_id=begin,
+            special_tokens=dict(special),
+            eos_token_ids=eos_token_ids or default,
+            bos_token_id=special.get("<|begin_of_text|>"),
         )
 
 
-def _llama3_marks() -> dict[str, int]:
+def _llama3_special_tokens() -> dict[str, int]:
     """Return Llama 3's 256 special tokens, ids 128000 to 128255; a reserved token's name is for display only."""
     named = {
         0: "<|begin_of_text|>",

@@ -26,7 +26,7 @@ def seeds() -> dict[str, list[bytes]]:
     with TemporaryDirectory() as directory:
         checkpoint = save_tiny_checkpoint(Path(directory) / "tiny")
         own = [(checkpoint / name).read_bytes() for name in ("manifest.json", "config.json", "tokenizer_spec.json")]
-    tokenizers = [make().to_str().encode() for name, make in makers.EXACT.items() if name in ("gpt2", "llama2")]
+    tokenizers = [make().to_str().encode() for name, make in makers.MAKERS.items() if name in ("gpt2", "llama2")]
     return {
         "request": bodies,
         "http": [*heads, chunked, offer, heads[0] * 3],

@@ -106,13 +106,6 @@ def merges_lost() -> Tokenizer:
     return Tokenizer.from_str(json.dumps(values))
 
 
-def merges_lost_whole_pieces() -> Tokenizer:
-    """The same tokens, with lookup of whole pieces first."""
-    values = json.loads(merges_lost().to_str())
-    values["model"]["ignore_merges"] = True
-    return Tokenizer.from_str(json.dumps(values))
-
-
 def digits() -> Tokenizer:
     """StarCoder and SmolLM: two pre-tokenizers in sequence, which no single pattern can replace."""
     library = gpt2()
@@ -182,12 +175,23 @@ def characters() -> Tokenizer:
     return library
 
 
-EXACT: Mapping[str, Callable[[], Tokenizer]] = {
+MAKERS: Mapping[str, Callable[[], Tokenizer]] = {
     maker.__name__: maker
-    for maker in (gpt2, gpt2_with_prefix_space, llama3, qwen, neox, o200k_pattern, shuffled_ids, merges_lost)
-}
-FALLEN_BACK: Mapping[str, Callable[[], Tokenizer]] = {
-    maker.__name__: maker for maker in (digits, trimmed_added_token, llama2, mistral, gemma)
+    for maker in (
+        gpt2,
+        gpt2_with_prefix_space,
+        llama3,
+        qwen,
+        neox,
+        o200k_pattern,
+        shuffled_ids,
+        merges_lost,
+        digits,
+        trimmed_added_token,
+        llama2,
+        mistral,
+        gemma,
+    )
 }
 
 

@@ -47,7 +47,7 @@ def test_there_may_be_no_end(tmp_path: Path) -> None:
     [("llama3", None), ("llama3", True), ("llama3", False), ("llama2", None), ("gpt2", None), ("gpt2", False)],
 )
 def test_what_begins_a_prompt_is_what_transformers_puts_there(name: str, adds_bos: bool | None, tmp_path: Path) -> None:
-    library = {**makers.EXACT, **makers.FALLEN_BACK}[name]()
+    library = makers.MAKERS[name]()
     begin = {"llama3": "<|begin_of_text|>", "gpt2": "<|endoftext|>", "llama2": "<s>"}[name]
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": begin}
     config |= {} if adds_bos is None else {"add_bos_token": adds_bos}

@@ -8,8 +8,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from model.tokenizer.files import load_tokenizer
-from model.tokenizer.hugging_face import LibraryTokenizer
 from model.tokenizer.interface import TokenizerError
+from model.tokenizer.tokenizer_json import LibraryTokenizer
 from tests.model.tokenizer import makers
 
 

@@ -11,9 +11,7 @@ import tiktoken
 from tiktoken_ext import openai_public
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from model.tokenizer.alphabet import to_bytes
-from model.tokenizer.byte_level import ByteLevelTokenizer
-from model.tokenizer.export import export_tokenizer
+from model.tokenizer.decoders import TokenDecoder
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import TokenizerError
 from tests.model.tokenizer import makers, real_files
@@ -44,7 +42,6 @@ def test_gpt2_of_hugging_face_is_gpt2(tmp_path: Path) -> None:
     library.encode_special_tokens = True
     from_json = load_tokenizer(makers.write(tmp_path, library, eos_token="<|endoftext|>"))
     from_files = load_tokenizer(gpt2_directory())
-    assert isinstance(from_json, ByteLevelTokenizer)
     assert (from_json.vocab_size, from_json.eos_token_ids, from_json.bos_token_id) == (50257, (50256,), None)
     assert (from_files.vocab_size, from_files.eos_token_ids, from_files.bos_token_id) == (50257, (50256,), None)
     for text in all_texts():
@@ -64,7 +61,10 @@ def test_r50k_is_known_and_is_gpt2(tmp_path: Path) -> None:
     """The file is GPT-2's vocabulary in another format, which the hash proves."""
     ranks = json.loads((gpt2_directory() / "encoder.json").read_text())
     del ranks["<|endoftext|>"]
-    real_files.write_ranks(tmp_path / "r50k_base.tiktoken", {_bytes(token): rank for token, rank in ranks.items()})
+    decoder = TokenDecoder(byte_level=True)
+    real_files.write_ranks(
+        tmp_path / "r50k_base.tiktoken", {decoder.token_bytes(token): rank for token, rank in ranks.items()}
+    )
     r50k, gpt2 = load_tokenizer(tmp_path), load_tokenizer(gpt2_directory())
     assert (r50k.vocab_size, r50k.eos_token_ids) == (50257, (50256,))
     for text in all_texts():
@@ -87,26 +87,6 @@ def test_published_ranks_give_tiktokens_tokens(name: str, tmp_path: Path, monkey
     for text in all_texts():
         assert ours.encode(text) == theirs.encode_ordinary(text)
         assert ours.encode(text, parse_special=True) == theirs.encode(text, allowed_special="all")
-
-
-def test_a_file_that_lists_every_split_of_a_token_gives_the_same_tokens(tmp_path: Path) -> None:
-    """Llama 3's tokenizer.json has twice as many merges, half of which are never used."""
-    ours = load_tokenizer(real_files.unpack("cl100k_base.tiktoken", tmp_path / "bare"))
-    export_tokenizer(ours, tmp_path / "bare", tmp_path / "out")
-    values = json.loads((tmp_path / "out" / "tokenizer.json").read_text())
-    vocabulary, listed = values["model"]["vocab"], len(values["model"]["merges"])
-    values["model"]["merges"] = [
-        (token[:cut], token[cut:])
-        for token in vocabulary
-        for cut in range(1, len(token))
-        if token[:cut] in vocabulary and token[cut:] in vocabulary
-    ]
-    assert len(values["model"]["merges"]) > 2 * listed
-    (tmp_path / "out" / "tokenizer.json").write_text(json.dumps(values))
-    again = load_tokenizer(tmp_path / "out")
-    assert isinstance(again, ByteLevelTokenizer)
-    for text in all_texts():
-        assert again.encode(text) == ours.encode(text)
 
 
 def test_an_unknown_file_of_ranks_is_refused(tmp_path: Path) -> None:
@@ -140,9 +120,3 @@ def test_a_sentencepiece_model_says_what_to_do(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
     assert "save_pretrained" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def _bytes(token: str) -> bytes:
-    found = to_bytes(token)
-    assert found is not None
-    return found

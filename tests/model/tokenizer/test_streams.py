@@ -14,7 +14,7 @@ from model.tokenizer.stream import StreamDecoder
 from tests.model.tokenizer import makers
 from tests.model.tokenizer.texts import ADVERSARIAL, any_text, stories
 
-MAKERS = {**makers.EXACT, **makers.FALLEN_BACK}
+MAKERS = makers.MAKERS
 
 
 @cache

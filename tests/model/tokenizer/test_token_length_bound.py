@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from model.tokenizer.byte_level import NFC_SHRINKS
 from model.tokenizer.files import load_tokenizer
+from model.tokenizer.tokenizer_json import NFC_SHRINKS
 from tests.model.tokenizer import makers
 from tests.model.tokenizer.texts import ADVERSARIAL, stories
 
@@ -45,9 +45,9 @@ def test_where_a_token_covers_a_run_there_is_no_bound(name: str, tmp_path: Path)
     assert load_tokenizer(makers.write(tmp_path, UNBOUNDED[name]())).longest_token is None
 
 
-@pytest.mark.parametrize("name", [*makers.EXACT, *sorted(set(makers.FALLEN_BACK) - {"trimmed_added_token"}), "_plain"])
+@pytest.mark.parametrize("name", [*sorted(set(makers.MAKERS) - {"trimmed_added_token"}), "_plain"])
 def test_the_bound_holds(name: str, tmp_path: Path) -> None:
-    maker = {**makers.EXACT, **makers.FALLEN_BACK, "_plain": _plain}[name]
+    maker = {**makers.MAKERS, "_plain": _plain}[name]
     ours = load_tokenizer(makers.write(tmp_path, maker()))
     assert ours.longest_token is not None
     for text in (*stories()[:5], *ADVERSARIAL, *RUNS):

@@ -197,7 +197,7 @@ def test_errors_of_two_fields_and_of_the_model_name_a_field(processor: RequestPr
 def test_a_long_text_is_tokenized_where_one_token_may_stand_for_all_of_it(
     processor: RequestProcessor, tokenizer: ByteLevelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer, "_longest_token", None)
+    monkeypatch.setattr(tokenizer, "longest_token", None)
     monkeypatch.setattr(ByteLevelTokenizer, "encode", lambda self, text: [97])
     assert plan(processor, prompt="é" * 1_000_000)[0].submit.prompt_token_ids == (97,)
 
