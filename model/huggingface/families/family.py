@@ -1,7 +1,7 @@
 """Definition of a model family: its config reader, its tensor names and its tensor layouts."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from model.config import ModelConfig
@@ -54,8 +54,8 @@ class Family:
     read_config: converts config.json to ModelConfig; raises CheckpointError for features that are not implemented.
     names: module of Kvasir's model -> modules of the checkpoint, without `prefix`.
     prefix: beginning of tensor names, which checkpoints of the bare model (without the head) lack.
-    aliases: alternative tensor names found in real files -> the name by `names`.
     ignored_tensors: regular expressions for constants in old files: masks and rotary frequencies.
+    aliases: alternative tensor names found in real files -> the name by `names`.
     """
 
     model_type: str
@@ -63,8 +63,8 @@ class Family:
     read_config: Callable[[ConfigReader], ModelConfig]
     names: Mapping[str, Names]
     prefix: str
-    aliases: Mapping[str, str]
     ignored_tensors: tuple[str, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
 
 def plain(module: str) -> Names:

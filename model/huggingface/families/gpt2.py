@@ -68,6 +68,5 @@ GPT2 = Family(
         "lm_head": plain("lm_head"),
     },
     prefix="transformer.",
-    aliases={},
     ignored_tensors=(r"h\.\d+\.attn\.(masked_)?bias",),
 )

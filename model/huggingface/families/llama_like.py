@@ -1,18 +1,18 @@
-"""Tensor names, sizes and sliding windows that Llama and similar families share.
+"""Llama-like families: tensor names, sizes and sliding windows that Llama and similar families share.
 
 Source: `modeling_llama.py` of the transformers library, and the files of the other families there.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, PositionKind
-from model.huggingface.families.family import Names, concatenated, plain
+from model.huggingface.families.family import Family, Names, concatenated, plain
 from model.huggingface.families.reader import ConfigReader
 from model.huggingface.families.rope import read_rope
 
-PREFIX = "model."
-IGNORED_TENSORS = (r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"rotary_emb\.inv_freq")
 GATED_ACTIVATIONS = {
     "silu": MlpKind.SWIGLU,
     "swish": MlpKind.SWIGLU,
@@ -20,7 +20,7 @@ GATED_ACTIVATIONS = {
     "gelu_new": MlpKind.GEGLU,
     "gelu_fast": MlpKind.GEGLU,
 }
-NAMES: dict[str, Names] = {
+_NAMES: dict[str, Names] = {
     "token_embedding": plain("embed_tokens"),
     "layers.#.attention_norm": plain("layers.#.input_layernorm"),
     "layers.#.attention.qkv": concatenated(
@@ -39,30 +39,57 @@ NAMES: dict[str, Names] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Defaults:
-    """Default values of the transformers library for absent keys.
+    """Default values of the transformers library for absent keys. Those of `LlamaConfig` are the defaults here.
 
     num_key_value_heads None: equal to num_attention_heads. head_dim None: hidden_size / num_attention_heads.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int | None
-    head_dim: int | None
-    max_position_embeddings: int
-    rms_norm_eps: float
-    hidden_act: str = "silu"
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
 
 
-def read_sizes(reader: ConfigReader, defaults: Defaults) -> dict[str, Any]:
-    """Return the fields of ModelConfig that all Llama-like families read alike. Each family adds more fields.
+def llama_like_family(
+    model_type: str,
+    class_prefix: str,
+    defaults: Defaults,
+    read_own_fields: Callable[[ConfigReader, Mapping[str, Any]], dict[str, Any]],
+    *,
+    renamed: Mapping[str, Names] | None = None,
+    activations: Mapping[str, MlpKind] | None = None,
+) -> Family:
+    """Return a family with Llama's layers.
 
-    Raises:
-        CheckpointError: a key has an unsupported value.
+    Args:
+        class_prefix: beginning of the names of its `transformers` classes.
+        read_own_fields: reads the fields of ModelConfig that differ from Llama's; gets the fields read before.
+        renamed: modules whose checkpoint names differ from Llama's.
+        activations: values of `hidden_act`, the default first, if they differ from Llama's.
     """
+
+    def read_config(reader: ConfigReader) -> ModelConfig:
+        fields = _read_sizes(reader, defaults, GATED_ACTIVATIONS if activations is None else activations)
+        return ModelConfig(**{**fields, **read_own_fields(reader, fields)})
+
+    return Family(
+        model_type=model_type,
+        architectures=(f"{class_prefix}ForCausalLM", f"{class_prefix}Model"),
+        read_config=read_config,
+        names={**_NAMES, **(renamed or {})},
+        prefix="model.",
+        ignored_tensors=(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",),
+    )
+
+
+def _read_sizes(reader: ConfigReader, defaults: Defaults, activations: Mapping[str, MlpKind]) -> dict[str, Any]:
+    """Return the fields of ModelConfig that all Llama-like families read alike."""
     heads = reader.size("num_attention_heads", defaults.num_attention_heads)
     kv_heads = reader.optional_size("num_key_value_heads", defaults.num_key_value_heads)
     width = reader.size("hidden_size", defaults.hidden_size)
@@ -83,7 +110,8 @@ def read_sizes(reader: ConfigReader, defaults: Defaults) -> dict[str, Any]:
         "rope_scaling": rope.scaling,
         "norm": NormKind.RMS_NORM,
         "norm_eps": reader.number("rms_norm_eps", defaults.rms_norm_eps),
-        "mlp": reader.choice("hidden_act", defaults.hidden_act, GATED_ACTIVATIONS),
+        "mlp": reader.choice("hidden_act", next(iter(activations)), activations),
+        "attention_bias": False,
         "mlp_bias": False,
         "qk_norm": False,
         "tie_embeddings": reader.flag("tie_word_embeddings", defaults.tie_word_embeddings),
@@ -97,7 +125,7 @@ def size_of_heads(reader: ConfigReader, width: int, heads: int) -> int:
     return width // heads
 
 
-def read_windows(reader: ConfigReader, num_layers: int) -> dict[str, Any]:
+def read_upper_layer_windows(reader: ConfigReader, num_layers: int) -> dict[str, Any]:
     """Return the sliding-window fields of ModelConfig for Qwen2 and Qwen3.
 
     `layer_types` names the layers with a window. If it is absent, layers from `max_window_layers` on have a window.
@@ -108,7 +136,11 @@ def read_windows(reader: ConfigReader, num_layers: int) -> dict[str, Any]:
     window = reader.optional_size("sliding_window", 4096)
     if not reader.flag("use_sliding_window", False):
         window = None
-    first = _count(reader, "max_window_layers", 28)
+    first = reader.take("max_window_layers")
+    if first is None:
+        first = 28
+    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+        reader.refuse("max_window_layers", first, "expected a number of layers, 0 or more; correct the config")
     return read_layer_types(reader, num_layers, window=window, first=first)
 
 
@@ -122,33 +154,19 @@ def read_layer_types(reader: ConfigReader, num_layers: int, *, window: int | Non
     Raises:
         CheckpointError: a layer type is unsupported, or a layer needs a window but `window` is None.
     """
+    known = ("full_attention", "sliding_attention")
     types = reader.take("layer_types")
     if types is None:
-        sliding = [window is not None and layer >= first for layer in range(num_layers)]
-    else:
-        known = {"full_attention": False, "sliding_attention": True}
-        if (
-            not isinstance(types, list)
-            or len(types) != num_layers
-            or not all(isinstance(kind, str) and kind in known for kind in types)
-        ):
-            reader.refuse(
-                "layer_types", types, f"expected a list of {num_layers}, each {' or '.join(known)}; correct the config"
-            )
-        sliding = [known[kind] for kind in types]
-    if not any(sliding):
+        types = [known[window is not None and layer >= first] for layer in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
+        reader.refuse(
+            "layer_types", types, f"expected a list of {num_layers}, each {' or '.join(known)}; correct the config"
+        )
+    if "sliding_attention" not in types:
         return {}
     if window is None:
         reader.refuse(
             "layer_types", types, "sliding_attention needs a sliding_window that is enabled; correct the config"
         )
-    return {"sliding_window": window, "global_layers": tuple(n for n, slides in enumerate(sliding) if not slides)}
-
-
-def _count(reader: ConfigReader, name: str, default: int) -> int:
-    value = reader.take(name)
-    if value is None:
-        return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        reader.refuse(name, value, "expected a number of layers, 0 or more; correct the config")
-    return value
+    global_layers = tuple(layer for layer, kind in enumerate(types) if kind == "full_attention")
+    return {"sliding_window": window, "global_layers": global_layers}

@@ -6,6 +6,7 @@ Source of names and defaults: `GPT` and `GPTConfig` in model.py of github.com/ka
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, PositionKind
 from model.huggingface.families.family import Family, plain
+from model.huggingface.families.gpt2 import GPT2
 from model.huggingface.families.llama_like import size_of_heads
 from model.huggingface.families.reader import ConfigReader
 
@@ -40,19 +41,8 @@ NANOGPT = Family(
     model_type="nanogpt",
     architectures=("GPT",),
     read_config=_read_config,
-    names={
-        "token_embedding": plain("wte"),
-        "position_embedding": plain("wpe"),
-        "layers.#.attention_norm": plain("h.#.ln_1"),
-        "layers.#.attention.qkv": plain("h.#.attn.c_attn"),
-        "layers.#.attention.out": plain("h.#.attn.c_proj"),
-        "layers.#.mlp_norm": plain("h.#.ln_2"),
-        "layers.#.mlp.up": plain("h.#.mlp.c_fc"),
-        "layers.#.mlp.down": plain("h.#.mlp.c_proj"),
-        "final_norm": plain("ln_f"),
-        "lm_head": plain("lm_head"),
-    },
+    # GPT-2's names; nanoGPT stores all weights as (out, in).
+    names={module: plain(names.modules[0]) for module, names in GPT2.names.items()},
     prefix="transformer.",
-    aliases={},
     ignored_tensors=(r"h\.\d+\.attn\.bias",),  # the causal mask of versions without flash attention
 )

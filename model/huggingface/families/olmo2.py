@@ -3,41 +3,31 @@
 Source of names and defaults: `Olmo2Config` and `Olmo2ForCausalLM` of the transformers library.
 """
 
-from model.config import ModelConfig
+from collections.abc import Mapping
+from typing import Any
+
 from model.config_enums import NormPlacement, QkNormScope
-from model.huggingface.families.family import Family, plain
-from model.huggingface.families.llama_like import IGNORED_TENSORS, NAMES, PREFIX, Defaults, read_sizes
+from model.huggingface.families.family import plain
+from model.huggingface.families.llama_like import Defaults, llama_like_family
 from model.huggingface.families.reader import ConfigReader
 
-_DEFAULTS = Defaults(
-    vocab_size=50304,
-    hidden_size=4096,
-    intermediate_size=11008,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=None,
-    head_dim=None,
-    max_position_embeddings=2048,
-    rms_norm_eps=1e-5,
-)
+
+def _read_own_fields(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "attention_bias": reader.flag("attention_bias", False),
+        "qk_norm": True,
+        "qk_norm_scope": QkNormScope.PROJECTION,
+        "norm_placement": NormPlacement.POST,
+    }
 
 
-def _read_config(reader: ConfigReader) -> ModelConfig:
-    bias = reader.flag("attention_bias", False)
-    sizes = {**read_sizes(reader, _DEFAULTS), "qk_norm": True, "qk_norm_scope": QkNormScope.PROJECTION}
-    return ModelConfig(**sizes, attention_bias=bias, norm_placement=NormPlacement.POST)
-
-
-OLMO2 = Family(
-    model_type="olmo2",
-    architectures=("Olmo2ForCausalLM", "Olmo2Model"),
-    read_config=_read_config,
-    names=NAMES
-    | {
+OLMO2 = llama_like_family(
+    "olmo2",
+    "Olmo2",
+    Defaults(vocab_size=50304, rms_norm_eps=1e-5),
+    _read_own_fields,
+    renamed={
         "layers.#.attention_norm": plain("layers.#.post_attention_layernorm"),
         "layers.#.mlp_norm": plain("layers.#.post_feedforward_layernorm"),
     },
-    prefix=PREFIX,
-    aliases={},
-    ignored_tensors=IGNORED_TENSORS,
 )

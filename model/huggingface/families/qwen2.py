@@ -3,38 +3,26 @@
 Source of names and defaults: `Qwen2Config` and `Qwen2ForCausalLM` of the transformers library.
 """
 
-from model.config import ModelConfig
-from model.huggingface.families.family import Family
-from model.huggingface.families.llama_like import IGNORED_TENSORS, NAMES, PREFIX, Defaults, read_sizes, read_windows
+from collections.abc import Mapping
+from typing import Any
+
+from model.huggingface.families.llama_like import Defaults, llama_like_family, read_upper_layer_windows
 from model.huggingface.families.reader import ConfigReader
 
-_DEFAULTS = Defaults(
-    vocab_size=151936,
-    hidden_size=4096,
-    intermediate_size=22016,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=32,
-    head_dim=None,
-    max_position_embeddings=32768,
-    rms_norm_eps=1e-6,
-)
 
-
-def _read_config(reader: ConfigReader) -> ModelConfig:
+def _read_own_fields(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
     if not reader.flag("attention_bias", True):
         reader.refuse("attention_bias", False, "Qwen2 has biases of q, k and v; correct the config")
-    sizes = read_sizes(reader, _DEFAULTS)
-    windows = read_windows(reader, sizes["num_layers"])
-    return ModelConfig(**sizes, **windows, attention_bias=True, attention_out_bias=False)
+    return {
+        "attention_bias": True,
+        "attention_out_bias": False,
+        **read_upper_layer_windows(reader, fields["num_layers"]),
+    }
 
 
-QWEN2 = Family(
-    model_type="qwen2",
-    architectures=("Qwen2ForCausalLM", "Qwen2Model"),
-    read_config=_read_config,
-    names=NAMES,
-    prefix=PREFIX,
-    aliases={},
-    ignored_tensors=IGNORED_TENSORS,
+QWEN2 = llama_like_family(
+    "qwen2",
+    "Qwen2",
+    Defaults(vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, max_position_embeddings=32768),
+    _read_own_fields,
 )

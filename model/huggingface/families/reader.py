@@ -13,40 +13,22 @@ T = TypeVar("T")
 
 # Keys that do not change the logits: training, bookkeeping, heads of other tasks, token ids and sampling defaults.
 # Token ids and sampling defaults are read from generation_config.json and the tokenizer files.
-HARMLESS = frozenset(
-    (
-        *(
-            "_name_or_path",
-            "name_or_path",
-            "_commit_hash",
-            "transformers_version",
-            "_attn_implementation",
-            "model_type",
-        ),
-        *(
-            "_attn_implementation_autoset",
-            "attn_implementation",
-            "use_cache",
-            "initializer_range",
-            "dtype",
-            "torch_dtype",
-        ),
-        *("return_dict", "output_hidden_states", "output_attentions", "torchscript", "use_bfloat16", "tf_legacy_loss"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "unk_token_id"),
-        *("attention_dropout", "hidden_dropout", "classifier_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
-        *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
-        *("task_specific_params", "finetuning_task", "problem_type", "num_labels", "id2label", "label2id"),
-        *("is_decoder", "pretraining_tp", "tokenizer_class", "prefix", "gradient_checkpointing", "unsloth_version"),
-        *("unsloth_fixed", "model_max_length", "tie_last_hidden_states", "transformers.js_config"),
-        *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "temperature"),
-        *("diversity_penalty", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty"),
-        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences"),
-        *("output_scores", "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id"),
-        *("remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
-        # Selects how a matrix product is computed; its mathematical result is the same.
-        *("reorder_and_upcast_attn",),
-    )
-)
+# `reorder_and_upcast_attn` selects how a matrix product is computed; its mathematical result is the same.
+_HARMLESS_KEYS = """
+    _name_or_path name_or_path _commit_hash transformers_version _attn_implementation model_type
+    _attn_implementation_autoset attn_implementation use_cache initializer_range dtype torch_dtype return_dict
+    output_hidden_states output_attentions torchscript use_bfloat16 tf_legacy_loss bos_token_id eos_token_id
+    pad_token_id sep_token_id decoder_start_token_id unk_token_id attention_dropout hidden_dropout classifier_dropout
+    resid_pdrop embd_pdrop attn_pdrop summary_type summary_use_proj summary_activation summary_proj_to_labels
+    summary_first_dropout task_specific_params finetuning_task problem_type num_labels id2label label2id is_decoder
+    pretraining_tp tokenizer_class prefix gradient_checkpointing unsloth_version unsloth_fixed model_max_length
+    tie_last_hidden_states transformers.js_config max_length min_length do_sample early_stopping num_beams
+    num_beam_groups temperature diversity_penalty top_k top_p typical_p repetition_penalty length_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores
+    return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens reorder_and_upcast_attn
+"""
+HARMLESS = frozenset(_HARMLESS_KEYS.split())
 _NOT_COMPUTED = "not implemented; use a checkpoint without it"
 # Allowed values and remedy of keys that a family may leave unread. null is always allowed.
 MUST_BE: Mapping[str, tuple[tuple[object, ...], str]] = {
