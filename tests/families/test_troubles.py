@@ -133,15 +133,15 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "bytes that are not the shape's": (
         "llama",
         declared(lambda header: header[NORM].update(shape=[32], dtype="F16")),
-        f"tensor {NORM} has 128 bytes, which do not fit its shape",
+        "model.safetensors: not a valid safetensors file",
     ),
-    "truncated file": ("llama", shorten(SINGLE_FILE, 10), "model.safetensors: truncated or padded; copy it again"),
-    "truncated shard": ("shards", shorten(SHARD_2, 10), f"{SHARD_2}: truncated or padded; copy it again"),
-    "empty shard": ("shards", lambda d: (d / SHARD_2).write_bytes(b""), f"{SHARD_2}: not a safetensors file"),
+    "truncated file": ("llama", shorten(SINGLE_FILE, 10), "model.safetensors: not a valid safetensors file"),
+    "truncated shard": ("shards", shorten(SHARD_2, 10), f"{SHARD_2}: not a valid safetensors file"),
+    "empty shard": ("shards", lambda d: (d / SHARD_2).write_bytes(b""), f"{SHARD_2}: not a valid safetensors file"),
     "pointer of git-lfs": (
         "llama",
         lambda d: (d / SINGLE_FILE).write_text("version https://git-lfs.github.com/spec/v1\n"),
-        "model.safetensors: not a safetensors file",
+        "model.safetensors: not a valid safetensors file",
     ),
     "weights that are a pipe": (
         "llama",
@@ -155,14 +155,14 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "tensors that overlap": (
         "llama",
         declared(lambda header: header[Q].update(data_offsets=header[Q.replace("1", "0")]["data_offsets"])),
-        f"tensor {Q} overlaps the tensor before it|leaves a hole before it",
+        "not a valid safetensors file",
     ),
     "a name of a million letters": (
         "llama",
         declared(lambda header: header.update({"x" * 10**6: header.pop(Q)})),
         "tensor xxx.*; use the config it was saved with",
     ),
-    "nested header": ("llama", lambda d: _raw_header(d, b"[" * 100_000), "not a safetensors file"),
+    "nested header": ("llama", lambda d: _raw_header(d, b"[" * 100_000), "not a valid safetensors file"),
     "shard missing": ("shards", lambda d: (d / SHARD_2).unlink(), f"{SHARD_2}: missing, and {INDEX_FILE} names it"),
     "shards of another model": (
         "shards",

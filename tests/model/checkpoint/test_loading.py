@@ -285,7 +285,7 @@ def test_headers_of_files_that_are_no_safetensors(tmp_path: Path) -> None:
     for number, content in enumerate([b"", b"12345678", b"\xff" * 20, b"\x02" + b"\0" * 7 + b"{}" + b"extra"]):
         path = tmp_path / f"{number}.safetensors"
         path.write_bytes(content)
-        with pytest.raises(CheckpointError, match=r"not a safetensors file|truncated"):
+        with pytest.raises(CheckpointError, match="not a valid safetensors file"):
             read_headers(path)
 
 

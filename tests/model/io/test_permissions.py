@@ -27,6 +27,8 @@ READ = f"""
 import os, sys
 from pathlib import Path
 from model.checkpoint.manifest import CheckpointError, read_manifest
+import numpy  # safetensors imports numpy later, when this user cannot read the packages
+
 if os.geteuid() == 0:
     os.setgroups([])
     os.setgid({NOBODY})

@@ -33,43 +33,35 @@ def text(**entries: Any) -> bytes:
 
 
 ONE = json.dumps(entry(0, 4)).encode()
-# Header, bytes of data, message.
-REFUSED: dict[str, tuple[bytes, int, str]] = {
-    "overlap": (
-        text(a=entry(0, 8), b=entry(4, 8)),
-        8,
-        "tensor b overlaps the tensor before it; save the weights again",
-    ),
-    "the same bytes": (text(a=entry(0, 4), b=entry(0, 4)), 4, "tensor b overlaps the tensor before it"),
-    "backwards": (text(a=entry(4, 0, shape=[0]), b=entry(4, 4, shape=[0])), 4, "hole|overlaps|its shape"),
-    "hole": (text(a=entry(0, 4), b=entry(8, 12)), 12, "tensor b leaves a hole before it; save the weights again"),
-    "hole at the beginning": (text(a=entry(4, 8)), 8, "tensor a leaves a hole before it"),
-    "key twice": (b'{"a":' + ONE + b',"a":' + text(**entry(4, 8)) + b"}", 8, "not a safetensors file; copy it again"),
-    "key twice in an entry": (ONE.join([b'{"a":', b"}"]).replace(b'"dtype"', b'"dtype":"F32","dtype"'), 4, "not a saf"),
-    "metadata twice": (b'{"__metadata__":{},"__metadata__":{},"a":' + ONE + b"}", 4, "not a safetensors file"),
-    "metadata a number": (text(__metadata__=5, a=entry(0, 4)), 4, "not a safetensors file"),
-    "metadata of numbers": (text(__metadata__={"format": 5}, a=entry(0, 4)), 4, "not a safetensors file"),
-    "mask of another length": (text(a=entry(0, 4, dtype="BOOL", shape=[3])), 4, "tensor a has 4 bytes, which do not"),
-    "part of a byte": (
-        text(a=entry(0, 1, dtype="F4", shape=[3])),
-        1,
-        "tensor a has 1 bytes, which do not fit its shape",
-    ),
-    "dtype nobody knows": (text(a=entry(0, 4, dtype="Q9")), 4, "tensor a is Q9, one of F32, BF16, F16 expected"),
-    "a size beyond all bounds": (text(a=entry(0, 0, shape=[10**30, 0])), 0, "not a safetensors file"),
-    "NaN": (b'{"a":' + ONE[:-1] + b',"x":NaN}}', 4, "not a safetensors file"),
-    "byte order mark": (b"\xef\xbb\xbf" + text(a=entry(0, 4)), 4, "not a safetensors file"),
-    "UTF-16": (json.dumps({"a": entry(0, 4)}).encode("utf-16"), 4, "not a safetensors file"),
+# Header, bytes of data.
+REFUSED: dict[str, tuple[bytes, int]] = {
+    "overlap": (text(a=entry(0, 8), b=entry(4, 8)), 8),
+    "the same bytes": (text(a=entry(0, 4), b=entry(0, 4)), 4),
+    "backwards": (text(a=entry(4, 0, shape=[0]), b=entry(4, 4, shape=[0])), 4),
+    "hole": (text(a=entry(0, 4), b=entry(8, 12)), 12),
+    "hole at the beginning": (text(a=entry(4, 8)), 8),
+    "key twice": (b'{"a":' + ONE + b',"a":' + text(**entry(4, 8)) + b"}", 8),
+    "key twice in an entry": (ONE.join([b'{"a":', b"}"]).replace(b'"dtype"', b'"dtype":"F32","dtype"'), 4),
+    "metadata twice": (b'{"__metadata__":{},"__metadata__":{},"a":' + ONE + b"}", 4),
+    "metadata a number": (text(__metadata__=5, a=entry(0, 4)), 4),
+    "metadata of numbers": (text(__metadata__={"format": 5}, a=entry(0, 4)), 4),
+    "mask of another length": (text(a=entry(0, 4, dtype="BOOL", shape=[3])), 4),
+    "part of a byte": (text(a=entry(0, 1, dtype="F4", shape=[3])), 1),
+    "unknown dtype": (text(a=entry(0, 4, dtype="Q9")), 4),
+    "a size beyond all bounds": (text(a=entry(0, 0, shape=[10**30, 0])), 0),
+    "NaN": (b'{"a":' + ONE[:-1] + b',"x":NaN}}', 4),
+    "byte order mark": (b"\xef\xbb\xbf" + text(a=entry(0, 4)), 4),
+    "UTF-16": (json.dumps({"a": entry(0, 4)}).encode("utf-16"), 4),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_library_refuses_is_refused_at_once(tmp_path: Path, name: str) -> None:
-    header, num_bytes, message = REFUSED[name]
+def test_headers_that_the_library_rejects_are_rejected(tmp_path: Path, name: str) -> None:
+    header, num_bytes = REFUSED[name]
     path = write(tmp_path / "x.safetensors", header, bytes(num_bytes))
     with pytest.raises(SafetensorError), safe_open(path, framework="pt"):
         pass
-    with pytest.raises(CheckpointError, match=message) as caught:
+    with pytest.raises(CheckpointError, match="not a valid safetensors file") as caught:
         read_headers(path)
     assert str(caught.value).startswith(f"{path}: ")
 
@@ -149,7 +141,7 @@ def test_a_header_of_too_many_entries_is_never_parsed(tmp_path: Path, name: str)
 
 def test_a_header_beyond_the_librarys_limit_is_never_read(tmp_path: Path) -> None:
     path = sparse(tmp_path / "x.safetensors", MAX_HEADER_BYTES + 1)
-    assert peak_of_refusing(path, "not a safetensors file; copy it again") < 2**20
+    assert peak_of_refusing(path, "not a valid safetensors file") < 2**20
 
 
 def test_as_many_tensors_as_allowed_are_read(tmp_path: Path) -> None:
