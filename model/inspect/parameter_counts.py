@@ -9,13 +9,65 @@ of a value, m width of the MLP, b buckets of distances, r maximum relative dista
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 from model.config import ModelConfig
 from model.config_enums import AttentionKind, NormKind, PositionKind, QkNormScope
-from model.inspect.formula import Formula
+
+_FIELD_OF_LETTER = {
+    "V": "vocab_size",
+    "n": "max_context_length",
+    "L": "num_layers",
+    "d": "hidden_size",
+    "h": "num_heads",
+    "g": "num_kv_heads",
+    "d_k": "head_dim",
+    "d_v": "head_dim",
+    "m": "mlp_size",
+    "b": "num_relative_buckets",
+    "r": "max_relative_distance",
+}
+# Reasons why a kind of position has no parameters.
+_UNTRAINED_POSITIONS = {
+    PositionKind.NONE: "only the causal mask tells positions",
+    PositionKind.SINUSOIDAL: "sinusoidal: fixed",
+    PositionKind.ROTARY: "rotary: fixed angles",
+    PositionKind.ALIBI: "ALiBi: fixed slopes",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """Sum or product of named whole numbers that carries its value, so the printed formula is the one evaluated.
+
+    text: as an article writes it, "d·(2·d_k + d_v)".
+    value: the formula's value.
+    is_sum: the formula needs brackets as a factor.
+    """
+
+    text: str
+    value: int
+    is_sum: bool = False
+
+    @classmethod
+    def number(cls, value: int) -> Self:
+        """Return a formula of a number, written as itself."""
+        return cls(str(value), value)
+
+    def __add__(self, other: "Formula") -> "Formula":
+        return Formula(f"{self.text} + {other.text}", self.value + other.value, is_sum=True)
+
+    def __mul__(self, other: "Formula") -> "Formula":
+        return Formula(f"{self._factor}·{other._factor}", self.value * other.value)
+
+    def __rmul__(self, number: int) -> "Formula":
+        return Formula.number(number) * self
+
+    @property
+    def _factor(self) -> str:
+        return f"({self.text})" if self.is_sum else self.text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,12 +90,10 @@ class PartCount:
 
     @property
     def by_formula(self) -> int:
-        """Return the formula's value for all layers."""
         return self.formula.value * self.num_places
 
     @property
     def agrees(self) -> bool:
-        """Return whether the formula and the tensors give the same number."""
         return self.by_formula == self.num_counted
 
 
@@ -66,20 +116,7 @@ class Letters:
     @classmethod
     def of(cls, config: ModelConfig) -> "Letters":
         """Read the sizes from a config; a size that the config lacks is 0."""
-        values = {
-            "V": config.vocab_size,
-            "n": config.max_context_length,
-            "L": config.num_layers,
-            "d": config.hidden_size,
-            "h": config.num_heads,
-            "g": config.num_kv_heads,
-            "d_k": config.head_dim,
-            "d_v": config.head_dim,
-            "m": config.mlp_size,
-            "b": 0 if config.num_relative_buckets is None else config.num_relative_buckets,
-            "r": 0 if config.max_relative_distance is None else config.max_relative_distance,
-        }
-        return cls(**{letter: Formula(letter, value) for letter, value in values.items()})
+        return cls(**{letter: Formula(letter, getattr(config, name) or 0) for letter, name in _FIELD_OF_LETTER.items()})
 
 
 def count_parameters(config: ModelConfig) -> list[PartCount]:
@@ -88,21 +125,25 @@ def count_parameters(config: ModelConfig) -> list[PartCount]:
     Raises:
         ValueError: a tensor belongs to no part.
     """
-    counted = _count_tensors(config)
-    rows = [*_embedding_rows(config), *_attention_rows(config), *_mlp_rows(config), *_norm_rows(config)]
-    tied = "the token embedding does both" if config.tie_embeddings else ""
-    letters = Letters.of(config)
-    rows.append(_Row("head", "output", None if tied else letters.V * letters.d, note=tied, once=True))
+    sizes: dict[str, int] = {}
+    for tensor, shape in config.parameter_shapes().items():
+        name = re.sub(r"^layers\.\d+\.", "", tensor)
+        sizes[name] = sizes.get(name, 0) + math.prod(shape)
+    parts = list(_parts(config))
+    if strangers := sizes.keys() - {tensor for part in parts for tensor in part.tensors}:
+        name = min(strangers)
+        tensor = next(tensor for tensor in config.parameter_shapes() if tensor.endswith(name))
+        raise ValueError(f"tensor {tensor} belongs to no part of the model; add it to parameter_counts.py")
     return [
         PartCount(
-            group=row.group,
-            name=row.name,
-            formula=Formula.number(0) if row.formula is None else row.formula,
-            num_places=1 if row.once else config.num_layers,
-            num_counted=counted[row.name],
-            note=row.note,
+            group=part.group,
+            name=part.name,
+            formula=Formula.number(0) if part.formula is None else part.formula,
+            num_places=1 if part.once else config.num_layers,
+            num_counted=sum(sizes.get(tensor, 0) for tensor in part.tensors) * part.share // part.shares,
+            note=part.note,
         )
-        for row in rows
+        for part in parts
     ]
 
 
@@ -151,122 +192,72 @@ def kv_cache_formula(config: ModelConfig, bytes_per_value: int) -> Formula:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _Part:
+    """A part of the model before counting.
+
+    tensors: names without the layer. A fused tensor is divided: the part has `share` of its `shares` equal pieces.
+    once: the part is outside the layers.
+    """
+
     group: str
     name: str
     formula: Formula | None
+    tensors: tuple[str, ...]
+    share: int = 1
+    shares: int = 1
     note: str = ""
     once: bool = False
 
 
-# Reasons why a kind of position has no parameters.
-_UNTRAINED_POSITIONS = {
-    PositionKind.NONE: "only the causal mask tells positions",
-    PositionKind.SINUSOIDAL: "sinusoidal: fixed",
-    PositionKind.ROTARY: "rotary: fixed angles",
-    PositionKind.ALIBI: "ALiBi: fixed slopes",
-}
-
-
-def _embedding_rows(config: ModelConfig) -> Iterator[_Row]:
+def _parts(config: ModelConfig) -> Iterator[_Part]:
     at = Letters.of(config)
-    yield _Row("embedding", "tokens", at.V * at.d, once=True)
-    formulas = {
+    yield _Part("embedding", "tokens", at.V * at.d, ("token_embedding.weight",), once=True)
+    positions = {
         PositionKind.LEARNED: at.n * at.d,
         PositionKind.RELATIVE_BIAS: at.b * at.h,  # Raffel et al. 2020, arXiv 1910.10683: one table for all layers
-        PositionKind.DISENTANGLED: at.r * at.d,  # He et al. 2020, arXiv 2006.03654: likewise
+        PositionKind.DISENTANGLED: at.r * at.d,  # He et al. 2020, arXiv 2006.03654: one table for all layers
     }
+    tables = ("position_embedding.weight", "relative_positions.weight")
     note = _UNTRAINED_POSITIONS.get(config.position, "")
-    yield _Row("embedding", "positions", formulas.get(config.position), note=note, once=True)
-
-
-def _attention_rows(config: ModelConfig) -> Iterator[_Row]:
-    at = Letters.of(config)
-    average = config.attention is AttentionKind.AVERAGE
-    nothing = "averages compare nothing" if average else ""
-    yield _Row("attention", "W_Q", None if average else at.d * at.h * at.d_k, note=nothing)
-    yield _Row("attention", "W_K", None if average else at.d * at.g * at.d_k, note=nothing)
-    yield _Row("attention", "W_V", at.d * at.g * at.d_v)
-    yield _Row("attention", "W_O", at.h * at.d_v * at.d)
-    if config.attention_bias:
-        if not average:
-            yield _Row("attention", "b_Q", at.h * at.d_k)
-            yield _Row("attention", "b_K", at.g * at.d_k)
-        yield _Row("attention", "b_V", at.g * at.d_v)
-    if config.attention_out_bias:
-        yield _Row("attention", "b_O", at.d)
-    if config.position is PositionKind.DISENTANGLED:
-        yield _Row("attention", "W_Q of distances", at.d * at.h * at.d_k)
-        yield _Row("attention", "W_K of distances", at.d * at.g * at.d_k)
-    if config.qk_norm:
-        whole = config.qk_norm_scope is QkNormScope.PROJECTION
-        yield _Row("attention", "norm of q", at.h * at.d_k if whole else at.d_k)
-        yield _Row("attention", "norm of k", at.g * at.d_k if whole else at.d_k)
-
-
-def _mlp_rows(config: ModelConfig) -> Iterator[_Row]:
-    at = Letters.of(config)
+    yield _Part("embedding", "positions", positions.get(config.position), tables, note=note, once=True)
+    yield from _attention_parts(config, at)
     widening = ("gate", "up") if config.mlp.gated else ("up",)
+    fused = "mlp.gate_up" if config.mlp.gated else "mlp.up"
     for name in widening:
-        yield _Row("mlp", f"W_{name}", at.d * at.m)
-    yield _Row("mlp", "W_down", at.m * at.d)
+        yield _Part("mlp", f"W_{name}", at.d * at.m, (f"{fused}.weight",), shares=len(widening))
+    yield _Part("mlp", "W_down", at.m * at.d, ("mlp.down.weight",))
     if config.mlp_bias:
         for name in widening:
-            yield _Row("mlp", f"b_{name}", at.m)
-        yield _Row("mlp", "b_down", at.d)
+            yield _Part("mlp", f"b_{name}", at.m, (f"{fused}.bias",), shares=len(widening))
+        yield _Part("mlp", "b_down", at.d, ("mlp.down.bias",))
+    norm = 2 * at.d if config.norm is NormKind.LAYER_NORM and config.norm_bias else at.d
+    for name, module in (("of attention", "attention_norm"), ("of the mlp", "mlp_norm"), ("final", "final_norm")):
+        tensors = (f"{module}.weight", f"{module}.bias")
+        yield _Part("norms", name, norm, tensors, once=name == "final")
+    tied = "the token embedding does both" if config.tie_embeddings else ""
+    yield _Part("head", "output", None if tied else at.V * at.d, ("lm_head.weight",), note=tied, once=True)
 
 
-def _norm_rows(config: ModelConfig) -> Iterator[_Row]:
-    at = Letters.of(config)
-    biased = config.norm is NormKind.LAYER_NORM and config.norm_bias
-    one = 2 * at.d if biased else at.d
-    yield _Row("norms", "of attention", one)
-    yield _Row("norms", "of the mlp", one)
-    yield _Row("norms", "final", one, once=True)
-
-
-def _count_tensors(config: ModelConfig) -> Counter[str]:
-    """Count parameters by row name, from shapes alone. A fused tensor is divided among its parts."""
+def _attention_parts(config: ModelConfig, at: Letters) -> Iterator[_Part]:
     h, g = config.num_heads, config.num_kv_heads
-    fused: dict[str, dict[str, int]] = {
-        "attention.qkv.weight": {"W_Q": h, "W_K": g, "W_V": g},
-        "attention.qkv.bias": {"b_Q": h, "b_K": g, "b_V": g},
-        "mlp.gate_up.weight": {"W_gate": 1, "W_up": 1},
-        "mlp.gate_up.bias": {"b_gate": 1, "b_up": 1},
-    }
-    counted: Counter[str] = Counter()
-    for tensor, shape in config.parameter_shapes().items():
-        name = re.sub(r"^layers\.\d+\.", "", tensor)
-        if name not in fused and name not in _ROW_OF_TENSOR:
-            raise ValueError(f"tensor {tensor} belongs to no part of the model; add it to _ROW_OF_TENSOR")
-        shares = fused[name] if name in fused else {_ROW_OF_TENSOR[name]: 1}
-        rows, whole = shape[0], sum(shares.values())
-        for row, share in shares.items():
-            counted[row] += rows // whole * share * math.prod(shape[1:])
-    return counted
-
-
-_ROW_OF_TENSOR = {
-    "token_embedding.weight": "tokens",
-    "position_embedding.weight": "positions",
-    "relative_positions.weight": "positions",
-    "attention.value.weight": "W_V",
-    "attention.value.bias": "b_V",
-    "attention.out.weight": "W_O",
-    "attention.out.bias": "b_O",
-    "attention.bias.query.weight": "W_Q of distances",
-    "attention.bias.key.weight": "W_K of distances",
-    "attention.query_norm.weight": "norm of q",
-    "attention.key_norm.weight": "norm of k",
-    "attention_norm.weight": "of attention",
-    "attention_norm.bias": "of attention",
-    "mlp_norm.weight": "of the mlp",
-    "mlp_norm.bias": "of the mlp",
-    "mlp.up.weight": "W_up",
-    "mlp.up.bias": "b_up",
-    "mlp.down.weight": "W_down",
-    "mlp.down.bias": "b_down",
-    "final_norm.weight": "final",
-    "final_norm.bias": "final",
-    "lm_head.weight": "output",
-}
+    columns = {"Q": (at.h * at.d_k, h), "K": (at.g * at.d_k, g), "V": (at.g * at.d_v, g)}
+    fused, shares = "attention.qkv", h + 2 * g
+    if config.attention is AttentionKind.AVERAGE:
+        for name in ("W_Q", "W_K"):
+            yield _Part("attention", name, None, (), note="averages compare nothing")
+        columns, fused, shares = {"V": (at.g * at.d_v, g)}, "attention.value", g
+    for name, (width, share) in columns.items():
+        yield _Part("attention", f"W_{name}", at.d * width, (f"{fused}.weight",), share, shares)
+    yield _Part("attention", "W_O", at.h * at.d_v * at.d, ("attention.out.weight",))
+    if config.attention_bias:
+        for name, (width, share) in columns.items():
+            yield _Part("attention", f"b_{name}", width, (f"{fused}.bias",), share, shares)
+    if config.attention_out_bias:
+        yield _Part("attention", "b_O", at.d, ("attention.out.bias",))
+    if config.position is PositionKind.DISENTANGLED:
+        yield _Part("attention", "W_Q of distances", at.d * at.h * at.d_k, ("attention.bias.query.weight",))
+        yield _Part("attention", "W_K of distances", at.d * at.g * at.d_k, ("attention.bias.key.weight",))
+    if config.qk_norm:
+        whole = config.qk_norm_scope is QkNormScope.PROJECTION
+        yield _Part("attention", "norm of q", at.h * at.d_k if whole else at.d_k, ("attention.query_norm.weight",))
+        yield _Part("attention", "norm of k", at.g * at.d_k if whole else at.d_k, ("attention.key_norm.weight",))

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from model.attention.kv_cache import KVCache
 from model.config import ModelConfig
 from model.config_enums import AttentionKind, MlpKind, NormKind, NormPlacement, PositionKind, QkNormScope
-from model.inspect.formula import Formula
-from model.inspect.parameter_counts import attention_formulas, count_parameters, kv_cache_formula
+from model.inspect.parameter_counts import Formula, attention_formulas, count_parameters, kv_cache_formula
 from tests.model.configs import ROTARY
 
 
