@@ -8,42 +8,26 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from model.evaluation.minimal_pairs import Pair
 
 PREFIX = "kvasir_"
 PAIRS_NAME = "minimal_pairs"
-# External values are written as JSON strings, because JSON is valid YAML.
-_TASK = """\
-task: {task}
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {data}
-test_split: test
-{rest}metadata:
-  version: 1.0
-"""
-_TEXTS = """\
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: text
-metric_list:
-  - metric: bits_per_byte
-  - metric: byte_perplexity
-  - metric: word_perplexity
-"""
-_PAIRS = """\
-output_type: multiple_choice
-doc_to_text: ""
-doc_to_target: 0
-doc_to_choice: choices
-target_delimiter: ""
-metric_list:
-  - metric: acc
-    aggregation: mean
-    higher_is_better: true
-"""
+_TEXTS: dict[str, Any] = {
+    "output_type": "loglikelihood_rolling",
+    "doc_to_text": "",
+    "doc_to_target": "text",
+    "metric_list": [{"metric": name} for name in ("bits_per_byte", "byte_perplexity", "word_perplexity")],
+}
+_PAIRS: dict[str, Any] = {
+    "output_type": "multiple_choice",
+    "doc_to_text": "",
+    "doc_to_target": 0,
+    "doc_to_choice": "choices",
+    "target_delimiter": "",
+    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+}
 
 
 class HarnessError(ValueError):
@@ -70,11 +54,16 @@ def export_tasks(directory: Path, splits: Mapping[str, Sequence[str]], pairs: Se
         others = sorted(path.name for path in directory.iterdir() if not path.name.startswith(PREFIX))
         if others:
             raise HarnessError(f"{directory}: holds {others[0]}; choose an empty or a new directory")
-        for name, (rest, lines) in tasks.items():
+        for name, (scoring, lines) in tasks.items():
             data = directory.resolve() / f"{name}.jsonl"
             data.write_text(lines)
-            text = _TASK.format(task=name, data=json.dumps(str(data)), rest=rest)
-            (directory / f"{name}.yaml").write_text(text)
+            source = {
+                "dataset_path": "json",
+                "dataset_kwargs": {"data_files": {"test": str(data)}},
+                "test_split": "test",
+            }
+            task = {"task": name, **source, **scoring, "metadata": {"version": 1.0}}
+            (directory / f"{name}.yaml").write_text(json.dumps(task, indent=2) + "\n")  # JSON is valid YAML
     except OSError as error:
         raise HarnessError(f"{directory}: {error.strerror}; choose another directory") from error
     return list(tasks)

@@ -53,19 +53,14 @@ def memory_limit_bytes(root: Path = _ROOT) -> int | None:
     return min((limit for limit, _ in _memory(root)), default=None)
 
 
-def total_memory_bytes(root: Path = _ROOT) -> int:
-    """Return the memory, in bytes, that this process and the others in its control group may use together."""
-    total = _meminfo(root)["MemTotal"]
-    limit = memory_limit_bytes(root)
-    return total if limit is None else min(total, limit)
-
-
 def available_memory_bytes(root: Path = _ROOT) -> int:
     """Return the memory, in bytes, that can still be allocated on the machine and within every limit.
 
     The page cache counts as available, because the kernel reclaims it before it kills a process. Swap does not count.
     """
-    return max(0, min([_meminfo(root)["MemAvailable"], *(limit - used for limit, used in _memory(root))]))
+    return max(
+        0, min([_kibibytes(root / "proc/meminfo")["MemAvailable"], *(limit - used for limit, used in _memory(root))])
+    )
 
 
 def own_anonymous_bytes(root: Path = _ROOT) -> int:
@@ -151,10 +146,6 @@ def _mounts(controller: str | None, root: Path) -> Iterator[tuple[PurePosixPath,
 
 def _unescape(text: str) -> str:
     return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), text)
-
-
-def _meminfo(root: Path) -> dict[str, int]:
-    return _kibibytes(root / "proc/meminfo")
 
 
 def _kibibytes(path: Path) -> dict[str, int]:

@@ -9,7 +9,6 @@ from model.system.limits import (
     cpu_quota,
     memory_limit_bytes,
     own_anonymous_bytes,
-    total_memory_bytes,
     usable_cpus,
 )
 
@@ -59,7 +58,6 @@ def test_version_2(tmp_path: Path) -> None:
     root = tree(tmp_path, "0::/a\n", V2, files)
     assert (cpu_quota(root), memory_limit_bytes(root)) == (1.5, 1_500_000)
     assert available_memory_bytes(root) == 1_000_000
-    assert total_memory_bytes(root) == 1_500_000
 
 
 def test_version_1(tmp_path: Path) -> None:
@@ -77,7 +75,6 @@ def test_no_limits(tmp_path: Path) -> None:
     for root in (version_2, version_1, nothing):
         assert (cpu_quota(root), memory_limit_bytes(root)) == (None, None)
         assert available_memory_bytes(root) == 3000 * 1024
-        assert total_memory_bytes(root) == 4000 * 1024
 
 
 def test_hybrid_has_the_controllers_of_version_1(tmp_path: Path) -> None:
