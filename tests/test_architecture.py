@@ -50,7 +50,6 @@ TORCH_FREE = [
     "service.cli.tokenize",
     "service.cli.inspect",
     "model.huggingface.export",
-    "model.huggingface.families.nanogpt",
 ]
 
 

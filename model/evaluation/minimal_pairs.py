@@ -13,18 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.evaluation.likelihood import Window, begin_of_text, score_windows
-from model.io.one_line_error import error_line
+from model.io.one_line_error import OneLineError
 from model.nn.transformer import Transformer
 from model.tokenizer.interface import Tokenizer
 
 _GROUP_KEYS = ("UID", "field")
 
 
-class PairsError(ValueError):
+class PairsError(OneLineError):
     """A file of pairs cannot be used. The message is one line with the file, the line number and the problem."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(error_line(message))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

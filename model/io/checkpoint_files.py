@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from model.io.json_file import FileError, read_object
-from model.io.one_line_error import error_line
+from model.io.one_line_error import OneLineError
 from model.io.permissions import read_problem
 
 
-class CheckpointError(ValueError):
+class CheckpointError(OneLineError):
     """Error of an unusable checkpoint. One line: the file, the fault, the remedy."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(error_line(message))
 
 
 def file_digest(path: Path) -> str:

@@ -1,6 +1,13 @@
-"""Error texts as one printable line, whatever characters the faulty file contains. Torch-free."""
+"""Errors of one printable line, whatever characters the faulty file contains. Torch-free."""
 
 HEAD_CHARACTERS, TAIL_CHARACTERS = 300, 180
+
+
+class OneLineError(ValueError):
+    """Base class of errors in users' files. The message is one line: the file, the fault, the remedy."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(error_line(message))
 
 
 def error_line(text: str) -> str:

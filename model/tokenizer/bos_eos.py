@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.io.json_file import FileError
 from model.io.json_file import read_object as read_file
 from model.sampling.generation_config import (
     GENERATION_CONFIG_FILE,
@@ -13,7 +12,7 @@ from model.sampling.generation_config import (
     read_generation_config,
     token_ids,
 )
-from model.tokenizer.interface import TokenizerError
+from model.tokenizer.interface import TokenizerError, naming
 
 CONFIG_FILE = "config.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -135,10 +134,8 @@ def read_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
     Raises:
         TokenizerError: the file cannot be read or does not hold a JSON object.
     """
-    try:
+    with naming(path.name):
         return read_file(path, optional=optional)
-    except FileError as error:
-        raise TokenizerError(f"{path.name}: {error}") from error
 
 
 def _template(post_processor: Mapping[str, Any] | None) -> tuple[list[str], list[str]]:

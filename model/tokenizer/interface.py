@@ -1,22 +1,29 @@
 """Tokenizer base class: vocabulary, special tokens and decoding. Torch-free."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
-from model.io.one_line_error import error_line
+from model.io.json_file import FileError
+from model.io.one_line_error import OneLineError
 
 # Ten times the largest published vocabulary. A file may name any id, and each id below the largest takes a list entry.
 MAX_IDS = 2**22
 
 
-class TokenizerError(ValueError):
-    """A tokenizer file is missing, damaged, unknown or unsuitable, or a text cannot be encoded.
+class TokenizerError(OneLineError):
+    """A tokenizer file is missing, damaged, unknown or unsuitable, or a text cannot be encoded."""
 
-    The message is one line with the file, the problem and the remedy.
-    """
 
-    def __init__(self, message: str) -> None:
-        super().__init__(error_line(message))
+@contextmanager
+def naming(file: str) -> Iterator[None]:
+    """Put the file name before the message of an error, and turn errors of malformed content into a TokenizerError."""
+    try:
+        yield
+    except (TokenizerError, FileError) as error:
+        raise TokenizerError(f"{file}: {error}") from error
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise TokenizerError(f"{file}: malformed: {error!r}; copy the file again") from error
 
 
 class Tokenizer(ABC):

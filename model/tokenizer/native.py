@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from model.io.json_file import FileError, read_bytes, read_object
+from model.io.json_file import read_bytes, read_object
 from model.tokenizer.byte_level import ByteLevelTokenizer
-from model.tokenizer.interface import TokenizerError
+from model.tokenizer.interface import TokenizerError, naming
 
 RANKS_FILE = "tokenizer.tiktoken"
 SPEC_FILE = "tokenizer_spec.json"
@@ -53,10 +53,8 @@ def load_native(directory: Path) -> ByteLevelTokenizer:
         TokenizerError: a file is missing or unusable.
     """
     ranks = read_ranks(directory / RANKS_FILE)
-    try:
+    with naming(SPEC_FILE):
         spec = read_object(directory / SPEC_FILE)
-    except FileError as error:
-        raise TokenizerError(f"{SPEC_FILE}: {error}") from error
     if set(spec) != _KEYS:
         raise TokenizerError(f"{SPEC_FILE}: expected the keys {', '.join(sorted(_KEYS))}; copy the file again")
     _check_types(spec)
@@ -67,10 +65,8 @@ def load_native(directory: Path) -> ByteLevelTokenizer:
     for name, value in (*(("eos_token_id", end) for end in ends), ("bos_token_id", spec["bos_token_id"])):
         if value is not None and value not in spec["special_tokens"].values():
             raise TokenizerError(f"{SPEC_FILE}: {name}={value} is not a special token; correct it")
-    try:
+    with naming(SPEC_FILE):
         return ByteLevelTokenizer(ranks=ranks, eos_token_ids=ends, **spec)
-    except TokenizerError as error:
-        raise TokenizerError(f"{SPEC_FILE}: {error}") from error
 
 
 def _check_types(spec: Mapping[str, Any]) -> None:
@@ -101,10 +97,8 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         TokenizerError: the file cannot be read, or a line has another format.
     """
     ranks: dict[bytes, int] = {}
-    try:
+    with naming(path.name):
         lines = read_bytes(path).splitlines()
-    except FileError as error:
-        raise TokenizerError(f"{path.name}: {error}") from error
     for line in lines:
         try:
             token, rank = line.split()

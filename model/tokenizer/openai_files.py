@@ -16,12 +16,11 @@ from typing import Any
 from model.io.json_file import FileError, read_bytes, read_text
 from model.tokenizer.bos_eos import TokenizerConfig, read_eos_token_ids, read_object, read_tokenizer_config
 from model.tokenizer.byte_level import ByteLevelTokenizer
-from model.tokenizer.interface import Tokenizer, TokenizerError
+from model.tokenizer.interface import Tokenizer, TokenizerError, naming
 from model.tokenizer.native import read_ranks
 from model.tokenizer.tokenizer_json import (
     BYTE_LEVEL_DECODER,
     added_token,
-    naming,
     pre_tokenizer_for,
     tokenizer_from_json,
 )
@@ -101,10 +100,8 @@ def load_published_ranks(path: Path) -> Tokenizer:
     Raises:
         TokenizerError: the SHA-256 of the file is unknown, or the file cannot be read.
     """
-    try:
+    with naming(path.name):
         digest = hashlib.sha256(read_bytes(path)).hexdigest()
-    except FileError as error:
-        raise TokenizerError(f"{path.name}: {error}") from error
     published = _PUBLISHED.get(digest)
     if published is None:
         raise TokenizerError(
@@ -166,10 +163,8 @@ def load_merges(directory: Path, *, vocabulary_file: str, merges_file: str) -> T
 
 def _read_merges(path: Path) -> list[str]:
     """Read the merges, one a line, without the version line."""
-    try:
+    with naming(path.name):
         lines = read_text(path).split("\n")
-    except FileError as error:
-        raise TokenizerError(f"{path.name}: {error}") from error
     merges = [line for line in lines if line and not line.startswith("#version")]
     if wrong := next((line for line in merges if line.count(" ") != 1), None):
         raise TokenizerError(f"{path.name}: expected two tokens a line, not {wrong!r}; copy the file again")

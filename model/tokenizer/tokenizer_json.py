@@ -6,8 +6,7 @@ adds the same bytes to a text, whatever its neighbours are.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import tokenizers
 
 from model.tokenizer.bos_eos import TokenizerConfig, read_bos_token_id, read_eos_token_ids
 from model.tokenizer.decoders import CHARACTER_OF_BYTE, TokenDecoder, flatten_steps, read_decoder, to_characters
-from model.tokenizer.interface import Tokenizer, TokenizerError
+from model.tokenizer.interface import Tokenizer, TokenizerError, naming
 
 TOKENIZER_FILE = "tokenizer.json"
 # NFC leaves at least a quarter of a text's bytes. The worst case known: U+0390 has 2 bytes, and its longest spelling
@@ -157,17 +156,6 @@ class LibraryTokenizer(Tokenizer):
     def _normalize(self, text: str) -> str:
         normalizer = self._library.normalizer
         return text if normalizer is None else str(_guarded(lambda: normalizer.normalize_str(text)))
-
-
-@contextmanager
-def naming(file: str) -> Iterator[None]:
-    """Put the file name before the message of a TokenizerError, and turn errors of malformed content into one."""
-    try:
-        yield
-    except TokenizerError as error:
-        raise TokenizerError(f"{file}: {error}") from error
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise TokenizerError(f"{file}: malformed: {error!r}; copy the file again") from error
 
 
 def added_token(content: str, token_id: int) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""Conversion of nanoGPT's ckpt.pt to a Kvasir checkpoint. Code in the file is never run, see `pickles`."""
+"""Conversion of nanoGPT's ckpt.pt to a Kvasir checkpoint. Code in the file is never run, see `pickles`.
+
+nanoGPT is GPT-2 with exact GELU and optional biases. Source of names and defaults: `GPT` and `GPTConfig` in model.py of
+github.com/karpathy/nanoGPT.
+"""
 
 import dataclasses
 import json
@@ -13,13 +17,14 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.conversion.atomic_directory import written_whole
-from model.checkpoint.conversion.character_tokenizer import read_characters, tokenizer_json
-from model.checkpoint.conversion.pickles import read_torch_file
+from model.checkpoint.conversion.pickles import read_plain_pickle, read_torch_file
 from model.checkpoint.loading import write_weights
 from model.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from model.config import ModelConfig
-from model.huggingface.families.family import sources
-from model.huggingface.families.nanogpt import NANOGPT
+from model.config_enums import MlpKind, NormKind, PositionKind
+from model.huggingface.families.family import Family, plain, sources
+from model.huggingface.families.gpt2 import GPT2
+from model.huggingface.families.llama_like import size_of_heads
 from model.huggingface.families.reader import ConfigReader
 from model.io.checkpoint_files import CheckpointError
 from model.tokenizer.files import load_tokenizer
@@ -32,6 +37,43 @@ _TOKENIZER_FILES = (
     *("vocab.json", "merges.txt", "vocab.bpe", "encoder.json", "added_tokens.json", "tokenizer.model"),
 )
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+
+
+def _read_config(reader: ConfigReader) -> ModelConfig:
+    width, heads = reader.size("n_embd", 768), reader.size("n_head", 12)
+    bias = reader.flag("bias", True)
+    reader.take("dropout")
+    return ModelConfig(
+        vocab_size=reader.size("vocab_size", 50304),
+        max_context_length=reader.size("block_size", 1024),
+        num_layers=reader.size("n_layer", 12),
+        hidden_size=width,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=size_of_heads(reader, width, heads),
+        mlp_size=4 * width,
+        position=PositionKind.LEARNED,
+        rope_theta=10000.0,
+        norm=NormKind.LAYER_NORM,
+        norm_eps=1e-5,
+        norm_bias=bias,
+        mlp=MlpKind.GELU_EXACT,
+        attention_bias=bias,
+        mlp_bias=bias,
+        qk_norm=False,
+        tie_embeddings=True,
+    )
+
+
+_NANOGPT = Family(
+    model_type="nanogpt",
+    architectures=("GPT",),
+    read_config=_read_config,
+    # GPT-2's names; nanoGPT stores all weights as (out, in).
+    names={module: plain(names.modules[0]) for module, names in GPT2.names.items()},
+    prefix="transformer.",
+    ignored_tensors=(r"h\.\d+\.attn\.bias",),  # the causal mask of versions without flash attention
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +118,7 @@ def read_nanogpt(path: Path) -> NanoGpt:
         raise CheckpointError(f"{path}: no model and model_args; give the ckpt.pt that nanoGPT's train.py wrote")
     reader = ConfigReader(path, arguments)
     try:
-        config = NANOGPT.read_config(reader)
+        config = _NANOGPT.read_config(reader)
     except CheckpointError:
         raise
     except ValueError as error:
@@ -94,13 +136,13 @@ def read_nanogpt(path: Path) -> NanoGpt:
 
 
 def _short_name(name: str) -> str:
-    return name.removeprefix(_COMPILED).removeprefix(NANOGPT.prefix)
+    return name.removeprefix(_COMPILED).removeprefix(_NANOGPT.prefix)
 
 
 def _place(path: Path, config: ModelConfig, found: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors under Kvasir's names. Raise CheckpointError for a missing, unsuitable or extra tensor."""
     tensors = {}
-    for name, source in sources(config, NANOGPT).items():
+    for name, source in sources(config, _NANOGPT).items():
         (part,) = source.parts
         tensor = found.pop(part.name, None)
         if tensor is None:
@@ -112,7 +154,7 @@ def _place(path: Path, config: ModelConfig, found: dict[str, Tensor]) -> dict[st
             )
         tensors[name] = tensor
     found.pop("lm_head.weight", None)  # tied; read_nanogpt compared it with the embedding
-    ignored = [name for name in found if any(re.fullmatch(pattern, name) for pattern in NANOGPT.ignored_tensors)]
+    ignored = [name for name in found if any(re.fullmatch(pattern, name) for pattern in _NANOGPT.ignored_tensors)]
     if extra := sorted(found.keys() - set(ignored)):
         raise CheckpointError(f"{path}: tensor {extra[0]} is not part of nanoGPT's model ({len(extra)} extra)")
     return tensors
@@ -121,7 +163,7 @@ def _place(path: Path, config: ModelConfig, found: dict[str, Tensor]) -> dict[st
 def _write_tokenizer(source: Path, out: Path) -> tuple[str, ...]:
     """Write the tokenizer's files to the directory, and return their names."""
     if source.suffix == ".pkl":
-        (out / "tokenizer.json").write_text(json.dumps(tokenizer_json(read_characters(source)), ensure_ascii=False))
+        (out / "tokenizer.json").write_text(json.dumps(_tokenizer_json(_read_characters(source)), ensure_ascii=False))
         return ("tokenizer.json",)
     if not source.exists():
         raise CheckpointError(
@@ -142,3 +184,35 @@ def _write_tokenizer(source: Path, out: Path) -> tuple[str, ...]:
     except OSError as error:
         raise CheckpointError(f"{source}: {error}; give the tokenizer in a directory of its own") from error
     return tuple(names)
+
+
+def _read_characters(path: Path) -> dict[str, int]:
+    """Read the id of each character from `stoi` of a meta.pkl."""
+    values = read_plain_pickle(path)
+    ids = values.get("stoi") if isinstance(values, dict) else None
+    if not isinstance(ids, dict) or not ids:
+        raise CheckpointError(f"{path}: no stoi, the table of characters; give the meta.pkl of the model's training")
+    if not all(isinstance(character, str) and len(character) == 1 for character in ids):
+        raise CheckpointError(f"{path}: stoi has tokens that are not one character; give a tokenizer.json instead")
+    if sorted(ids.values()) != list(range(len(ids))):
+        raise CheckpointError(
+            f"{path}: the ids in stoi are not 0 to {len(ids) - 1}; give the file that nanoGPT's prepare.py wrote"
+        )
+    return ids
+
+
+def _tokenizer_json(ids: dict[str, int]) -> dict[str, Any]:
+    """Return the object of a tokenizer.json with one token for each character; it rejects all other characters."""
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        # Every character, also a line break, is a separate piece.
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "[\\s\\S]"}, "behavior": "Isolated", "invert": False},
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        # The unknown token is not in the vocabulary, so the library raises an error for an unknown character.
+        "model": {"type": "WordLevel", "vocab": ids, "unk_token": "<unknown>"},
+    }
