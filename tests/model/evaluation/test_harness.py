@@ -28,7 +28,7 @@ def test_texts_and_pairs(tmp_path: Path) -> None:
     assert row[task["doc_to_choice"]] == [PAIR.good, PAIR.bad]
 
 
-def test_an_earlier_export_is_replaced_and_nothing_else(tmp_path: Path) -> None:
+def test_an_earlier_task_export_is_replaced_and_other_files_are_kept(tmp_path: Path) -> None:
     directory = tmp_path / 'it"s here'
     assert export_tasks(directory, {"a": ["x"]}, []) == ["kvasir_a"]
     assert export_tasks(directory, {"a": ["y"]}, []) == ["kvasir_a"]
@@ -42,6 +42,8 @@ def test_an_earlier_export_is_replaced_and_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("splits", "pairs"), [({"a b": ["x"], "a-b": ["y"]}, []), ({"Minimal pairs": ["x"]}, [PAIR])])
-def test_two_tasks_of_one_name(tmp_path: Path, splits: dict[str, list[str]], pairs: list[Pair]) -> None:
+def test_two_splits_with_the_same_task_name_are_rejected(
+    tmp_path: Path, splits: dict[str, list[str]], pairs: list[Pair]
+) -> None:
     with pytest.raises(HarnessError, match="have the same task name"):
         export_tasks(tmp_path, splits, pairs)

@@ -55,7 +55,7 @@ def test_what_is_no_pair_is_named(tmp_path: Path, text: str, said: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_tokenizer_files_give_one_error_line(tmp_path: Path) -> None:
     with pytest.raises(PairsError, match="No such file"):
         read_pairs(tmp_path / "none.jsonl")
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe")

@@ -48,7 +48,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
 
 
 @given(configs())
-def test_every_formula_is_what_the_tensors_hold(config: ModelConfig) -> None:
+def test_every_formula_equals_the_tensor_count(config: ModelConfig) -> None:
     rows = count_parameters(config)
     assert [row.name for row in rows if not row.agrees] == []
     assert sum(row.by_formula for row in rows) == config.num_parameters
@@ -57,21 +57,21 @@ def test_every_formula_is_what_the_tensors_hold(config: ModelConfig) -> None:
 
 
 @given(configs())
-def test_the_matrices_of_a_layer_are_those_of_its_rows(config: ModelConfig) -> None:
+def test_attention_formula_is_the_sum_of_its_matrices(config: ModelConfig) -> None:
     matrices = [row.formula.value for row in count_parameters(config) if row.name.startswith(("W_Q", "W_K", "W_V"))]
     (mixing,) = (row.formula.value for row in count_parameters(config) if row.name == "W_O")
     assert attention_formulas(config)[-1][1].value == sum(matrices) + mixing
 
 
 @given(configs(), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_the_kv_cache_takes_the_bytes_of_its_formula(config: ModelConfig, dtype: torch.dtype) -> None:
+def test_kv_cache_bytes_equal_the_formula(config: ModelConfig, dtype: torch.dtype) -> None:
     cache = KVCache(config, num_blocks=3, block_size=4, dtype=dtype, device="cpu")
     formula = kv_cache_formula(config, dtype.itemsize)
     assert formula.value == config.kv_bytes_per_token(dtype.itemsize)
     assert cache.num_bytes == 3 * 4 * formula.value
 
 
-def test_the_articles_formulas_by_hand() -> None:
+def test_attention_formulas_of_gpt2_sizes() -> None:
     """GPT-2's sizes: a head is 768·(2·64 + 64), twelve heads are 4·768² with W_O."""
     gpt2 = {"hidden_size": 768, "num_heads": 12, "num_kv_heads": 12, "head_dim": 64, "qk_norm": False}
     formulas = dict(attention_formulas(ModelConfig.from_dict({**ROTARY, **gpt2})))
@@ -92,11 +92,11 @@ def test_the_articles_formulas_by_hand() -> None:
         ({"attention": "average", "position": "none", "num_kv_heads": 4, "qk_norm": False}, 2 * 4 * 8 * 4),
     ],
 )
-def test_sharing_and_averaging_keep_less(change: dict[str, Any], wanted: int) -> None:
+def test_kv_cache_formula_for_shared_heads_and_average_attention(change: dict[str, Any], wanted: int) -> None:
     assert kv_cache_formula(ModelConfig.from_dict({**ROTARY, **change}), 4).value == wanted
 
 
-def test_a_tensor_of_no_part_is_named() -> None:
+def test_an_unknown_tensor_is_named_in_the_error() -> None:
     class Stranger(ModelConfig):
         def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
             return {"layers.0.router.weight": (2, 2)}
@@ -105,7 +105,7 @@ def test_a_tensor_of_no_part_is_named() -> None:
         count_parameters(Stranger.from_dict(ROTARY))
 
 
-def test_a_formula_prints_what_it_computes() -> None:
+def test_formula_text_and_value_agree() -> None:
     a, b = Formula("a", 3), Formula("b", 4)
     assert (a * (2 * a + b)).text == "a·(2·a + b)"
     assert (a * (2 * a + b)).value == 30

@@ -7,13 +7,13 @@ from model.io.one_line_error import error_line
 from model.tokenizer.interface import TokenizerError
 
 
-def test_ordinary_messages_come_back_as_they_are() -> None:
+def test_ordinary_messages_are_unchanged() -> None:
     text = "a/b/config.json: größe='…': supported are a, b; use a checkpoint with one of these"
     assert error_line(text) == text
     assert error_line("x" * 480) == "x" * 480
 
 
-def test_a_long_one_keeps_what_is_wrong_and_what_to_do() -> None:
+def test_a_shortened_message_keeps_its_fact_and_its_remedy() -> None:
     line = error_line(f"x.safetensors: tensor {'t' * 10**6} is not part of the model; use its config")
     assert line.startswith("x.safetensors: tensor ttt")
     assert line.endswith("ttt is not part of the model; use its config")
@@ -21,12 +21,12 @@ def test_a_long_one_keeps_what_is_wrong_and_what_to_do() -> None:
 
 
 @pytest.mark.parametrize("letter", ["\n", "\r", "\x1b", "\u2028", "\x00", "\u202e", "\ud800"])
-def test_what_cannot_be_shown_is_replaced(letter: str) -> None:
+def test_unprintable_characters_are_replaced(letter: str) -> None:
     assert error_line(f"a{letter}b") == "a\ufffdb"
 
 
 @pytest.mark.parametrize("kind", [CheckpointError, TokenizerError])
-def test_errors_of_files_are_such_lines(kind: type[ValueError]) -> None:
+def test_file_errors_have_one_printable_line(kind: type[ValueError]) -> None:
     error = kind("x\n" * 10**5 + "; copy it again")
     assert str(error) == error_line("x\n" * 10**5 + "; copy it again")
     assert str(error).isprintable()

@@ -77,7 +77,7 @@ TAKEN: dict[str, tuple[bytes, int]] = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_what_the_library_reads_is_read(tmp_path: Path, name: str) -> None:
+def test_headers_that_the_library_accepts_are_accepted(tmp_path: Path, name: str) -> None:
     header, num_bytes = TAKEN[name]
     path = write(tmp_path / "x.safetensors", header, bytes(num_bytes))
     with safe_open(path, framework="pt") as file:
@@ -133,13 +133,13 @@ def peak_of_refusing(path: Path, message: str) -> int:
 
 
 @pytest.mark.parametrize("name", BULKS)
-def test_a_header_of_too_many_entries_is_never_parsed(tmp_path: Path, name: str) -> None:
+def test_a_header_with_too_many_entries_is_not_parsed(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "x.safetensors", BULKS[name])
     message = f"more entries than {MAX_TENSORS:,} tensors need; save the weights in several files"
     assert peak_of_refusing(path, message) < 2 * len(BULKS[name])
 
 
-def test_a_header_beyond_the_librarys_limit_is_never_read(tmp_path: Path) -> None:
+def test_a_header_over_the_size_limit_is_not_read(tmp_path: Path) -> None:
     path = sparse(tmp_path / "x.safetensors", MAX_HEADER_BYTES + 1)
     assert peak_of_refusing(path, "not a valid safetensors file") < 2**20
 
@@ -150,7 +150,7 @@ def test_as_many_tensors_as_allowed_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [read_headers, read_json])
-def test_what_is_no_regular_file_is_never_opened(tmp_path: Path, read: Any) -> None:
+def test_pipes_directories_and_devices_are_not_opened(tmp_path: Path, read: Any) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "directory").mkdir()
     (tmp_path / "device").symlink_to("/dev/zero")

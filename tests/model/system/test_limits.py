@@ -84,7 +84,7 @@ def test_hybrid_has_the_controllers_of_version_1(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("outer", [900_000, 400_000])
-def test_a_parents_limit_binds_too(tmp_path: Path, outer: int) -> None:
+def test_the_limit_of_a_parent_group_applies(tmp_path: Path, outer: int) -> None:
     inner = 500_000
     version_2 = tree(
         tmp_path / "2",
@@ -135,7 +135,7 @@ def test_a_mount_point_with_a_space(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("garbage", ["", "x y z", "-5", "1 0", "\udcff", "²"])
-def test_garbage_is_no_limit(tmp_path: Path, garbage: str) -> None:
+def test_unreadable_limits_count_as_no_limit(tmp_path: Path, garbage: str) -> None:
     names = ("cpu.max", "memory.max", "memory.current", "memory.stat")
     root = tree(tmp_path / "2", "junk\n0::/\n", "short line\n" + V2, {})
     for name in names:
@@ -146,14 +146,14 @@ def test_garbage_is_no_limit(tmp_path: Path, garbage: str) -> None:
     assert available_memory_bytes(root) == 3000 * 1024
 
 
-def test_a_process_counts_what_no_file_holds(tmp_path: Path) -> None:
+def test_own_anonymous_bytes_reads_rss_anon(tmp_path: Path) -> None:
     path = tmp_path / "proc/self/status"
     path.parent.mkdir(parents=True)
     path.write_text("Name:\tpython 1\nRssAnon:\t  2048 kB\nRssFile:\t  4096 kB\nThreads:\t1\n")
     assert own_anonymous_bytes(tmp_path) == 2 * 2**20
 
 
-def test_more_used_than_allowed_leaves_nothing(tmp_path: Path) -> None:
+def test_available_memory_is_never_negative(tmp_path: Path) -> None:
     root = tree(tmp_path, "0::/\n", V2, v2_memory("", 1000, 5000))
     assert available_memory_bytes(root) == 0
 

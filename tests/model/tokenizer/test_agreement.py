@@ -35,7 +35,7 @@ def expected(library: Library, text: str, *, parse_special: bool = False) -> lis
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("parse_special", [False, True])
-def test_every_text_has_the_librarys_ids(name: str, parse_special: bool) -> None:
+def test_fixed_texts_have_the_ids_of_the_library(name: str, parse_special: bool) -> None:
     ours, library = pair(name)
     for text in all_texts():
         assert ours.encode(text, parse_special=parse_special) == expected(library, text, parse_special=parse_special)
@@ -43,7 +43,7 @@ def test_every_text_has_the_librarys_ids(name: str, parse_special: bool) -> None
 
 @pytest.mark.parametrize("name", ALL)
 @given(text=any_text())
-def test_any_text_has_the_librarys_ids(name: str, text: str) -> None:
+def test_generated_texts_have_the_ids_of_the_library(name: str, text: str) -> None:
     ours, library = pair(name)
     assert ours.encode(text) == expected(library, text)
     assert ours.encode(text, parse_special=True) == expected(library, text, parse_special=True)
@@ -74,7 +74,7 @@ def test_special_tokens_in_text_are_text_unless_parse_special(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_decoding_is_the_librarys(name: str) -> None:
+def test_decoded_texts_equal_those_of_the_library(name: str) -> None:
     """Decoding of ids from encoded text. For broken UTF-8 the library shows different numbers of U+FFFD."""
     ours, library = pair(name)
     for text in all_texts():

@@ -26,7 +26,7 @@ def ids(tokenizer: Tokenizer, *names: str) -> tuple[int, ...]:
     return tuple(tokenizer.special_tokens[name] for name in names)
 
 
-def test_generation_config_ends_first_then_config_then_tokenizer_config(tmp_path: Path) -> None:
+def test_eos_precedence_is_generation_config_config_tokenizer_config(tmp_path: Path) -> None:
     marks = dict(load(tmp_path, {}).special_tokens)
     begin, end, pad = (marks[name] for name in ("<s>", "</s>", "<pad>"))
     files = {"generation_config.json": {"eos_token_id": [end, pad]}, "config.json": {"eos_token_id": begin}}
@@ -38,7 +38,7 @@ def test_generation_config_ends_first_then_config_then_tokenizer_config(tmp_path
     assert load(tmp_path, files, eos_token={"content": "</s>", "lstrip": False}).eos_token_ids == (end,)
 
 
-def test_there_may_be_no_end(tmp_path: Path) -> None:
+def test_a_tokenizer_without_eos_token_loads(tmp_path: Path) -> None:
     assert load(tmp_path, {}).eos_token_ids == ()
 
 
@@ -46,7 +46,7 @@ def test_there_may_be_no_end(tmp_path: Path) -> None:
     ("name", "adds_bos"),
     [("llama3", None), ("llama3", True), ("llama3", False), ("llama2", None), ("gpt2", None), ("gpt2", False)],
 )
-def test_what_begins_a_prompt_is_what_transformers_puts_there(name: str, adds_bos: bool | None, tmp_path: Path) -> None:
+def test_bos_token_equals_that_of_transformers(name: str, adds_bos: bool | None, tmp_path: Path) -> None:
     library = makers.MAKERS[name]()
     begin = {"llama3": "<|begin_of_text|>", "gpt2": "<|endoftext|>", "llama2": "<s>"}[name]
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": begin}
@@ -58,14 +58,14 @@ def test_what_begins_a_prompt_is_what_transformers_puts_there(name: str, adds_bo
     assert (ours.bos_token_id is not None) == (name != "gpt2")
 
 
-def test_a_begin_that_only_tokenizer_config_asks_for_is_put_there(tmp_path: Path) -> None:
+def test_bos_token_requested_only_by_tokenizer_config_is_added(tmp_path: Path) -> None:
     """As in transformers 4 for Llama's classes, with which such models were trained."""
     ours = load(tmp_path, {}, bos_token="<s>", add_bos_token=True)
     assert ours.bos_token_id == ours.special_tokens["<s>"]
     assert load(tmp_path, {}, bos_token="<s>").bos_token_id is None
 
 
-def test_tokens_that_only_tokenizer_config_knows_are_added(tmp_path: Path) -> None:
+def test_added_tokens_only_in_tokenizer_config_are_read(tmp_path: Path) -> None:
     size = load(tmp_path, {}).vocab_size
     added = {str(size): {"content": "<|tool|>", "special": True}, str(size + 1): {"content": "::", "special": False}}
     ours = load(tmp_path, {}, added_tokens_decoder=added)
@@ -74,7 +74,7 @@ def test_tokens_that_only_tokenizer_config_knows_are_added(tmp_path: Path) -> No
     assert (ours.token_bytes(size + 1), ours.vocab_size) == (b"::", size + 2)
 
 
-def test_a_mark_named_in_tokenizer_config_is_a_mark(tmp_path: Path) -> None:
+def test_a_token_named_special_in_tokenizer_config_is_special(tmp_path: Path) -> None:
     """As in transformers, although tokenizer.json calls it an ordinary added token."""
     library = makers.gpt2()
     library.add_tokens(["<end>"])
@@ -101,7 +101,7 @@ def test_a_mark_named_in_tokenizer_config_is_a_mark(tmp_path: Path) -> None:
         ({}, {"added_tokens_decoder": {"900": {}}}, "an added token needs an id and a content"),
     ],
 )
-def test_marks_that_cannot_be_are_one_line(
+def test_invalid_bos_and_eos_tokens_give_one_error_line(
     files: dict[str, Any], config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(TokenizerError, match=message) as caught:

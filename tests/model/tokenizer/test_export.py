@@ -69,7 +69,7 @@ def served_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_transformers_counts_our_tokens(name: str, tmp_path: Path) -> None:
+def test_transformers_gives_the_same_ids_for_an_export(name: str, tmp_path: Path) -> None:
     source = SOURCES[name](tmp_path / "source")
     ours = load_tokenizer(source)
     export_tokenizer(ours, source, tmp_path / "out")
@@ -83,7 +83,7 @@ def test_transformers_counts_our_tokens(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_an_export_is_read_back_the_same(name: str, tmp_path: Path) -> None:
+def test_a_reloaded_export_gives_the_same_ids(name: str, tmp_path: Path) -> None:
     source = SOURCES[name](tmp_path / "source")
     ours = load_tokenizer(source)
     export_tokenizer(ours, source, tmp_path / "out")
@@ -94,9 +94,7 @@ def test_an_export_is_read_back_the_same(name: str, tmp_path: Path) -> None:
         assert again.encode(text) == ours.encode(text)
 
 
-def test_the_command_writes_what_others_read_and_may_do_so_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_export_command_replaces_an_earlier_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "tokenizer"
     for _ in range(2):
         assert main(["export-tokenizer", "--checkpoint", str(SHIPPED), "--out", str(out)]) == 0
@@ -109,7 +107,7 @@ def test_the_command_writes_what_others_read_and_may_do_so_again(
         ]
 
 
-def test_a_chat_template_comes_along(tmp_path: Path) -> None:
+def test_the_chat_template_is_exported(tmp_path: Path) -> None:
     source = makers.write(tmp_path / "source", makers.qwen(), chat_template="{{ messages }}", eos_token="<|im_end|>")
     export_tokenizer(load_tokenizer(source), source, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
@@ -117,7 +115,9 @@ def test_a_chat_template_comes_along(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("foreign", ["notes.txt", "tokenizer.json", "config.json"])
-def test_a_foreign_directory_is_left_alone(foreign: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_with_other_files_is_not_changed(
+    foreign: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / foreign).write_text("{}")
     assert main(["export-tokenizer", "--checkpoint", str(SHIPPED), "--out", str(tmp_path)]) == 1
     error = capsys.readouterr().err
@@ -126,7 +126,7 @@ def test_a_foreign_directory_is_left_alone(foreign: str, tmp_path: Path, capsys:
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(foreign, "{}")]
 
 
-def test_a_pattern_that_cannot_be_written_down_is_refused(tmp_path: Path) -> None:
+def test_a_pattern_without_equivalent_is_rejected(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     odd = ByteLevelTokenizer(
         pattern=r"\p{Han}+|\s|\S",

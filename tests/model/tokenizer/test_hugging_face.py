@@ -22,7 +22,7 @@ def library(normalizer: Any, *added: AddedToken) -> Tokenizer:
     return made
 
 
-def test_a_panic_of_the_library_is_a_refusal_and_the_next_text_is_encoded(tmp_path: Path) -> None:
+def test_a_panic_of_the_library_becomes_an_error_and_the_next_text_is_encoded(tmp_path: Path) -> None:
     """Strip with a token of only white space panics on non-ASCII text. Loading rejects it; other panics may exist."""
     ours = load_tokenizer(makers.write(tmp_path, library(normalizers.Strip())))
     assert isinstance(ours, LibraryTokenizer)
@@ -40,14 +40,14 @@ def test_a_panic_of_the_library_is_a_refusal_and_the_next_text_is_encoded(tmp_pa
         normalizers.Sequence([normalizers.NFC(), normalizers.Strip()]),
     ],
 )
-def test_an_added_token_of_which_nothing_is_left_is_refused(normalizer: Any, tmp_path: Path) -> None:
+def test_an_added_token_that_normalizes_to_nothing_is_rejected(normalizer: Any, tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"tokenizer.json: the added token '\\n\\n' is empty after normalization"):
         load_tokenizer(makers.write(tmp_path, library(normalizer, AddedToken("\n\n", normalized=True))))
     ours = load_tokenizer(makers.write(tmp_path, library(normalizer, AddedToken("\n\n", normalized=False))))
     assert ours.encode("a\n\nb") == [0, 4, 1]
 
 
-def test_an_added_token_that_would_get_another_id_is_refused(tmp_path: Path) -> None:
+def test_an_added_token_that_would_get_another_id_is_rejected(tmp_path: Path) -> None:
     directory = makers.write(tmp_path, library(None, AddedToken("<x>"), AddedToken("<y>")))
     assert load_tokenizer(directory).encode("<y>") == [5]
     values = json.loads((directory / "tokenizer.json").read_text())
@@ -58,7 +58,7 @@ def test_an_added_token_that_would_get_another_id_is_refused(tmp_path: Path) -> 
     assert str(caught.value).startswith(f"{tmp_path}/tokenizer.json: ")
 
 
-def test_an_added_token_in_normal_form_stands_for_its_normal_form(tmp_path: Path) -> None:
+def test_a_normalized_added_token_decodes_to_its_normalized_text(tmp_path: Path) -> None:
     """Under a Prepend normalizer it is found only after a space, which is part of it."""
     made = library(
         normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
@@ -75,7 +75,7 @@ def test_an_added_token_in_normal_form_stands_for_its_normal_form(tmp_path: Path
     assert ours.token_bytes(4) == " éa".encode()
 
 
-def test_a_prefix_within_words_is_refused(tmp_path: Path) -> None:
+def test_continuing_subword_prefix_is_rejected(tmp_path: Path) -> None:
     """The library panics on a merge without the prefix."""
     values = json.loads(makers.gpt2().to_str())
     values["model"].update(continuing_subword_prefix="##", merges=[["a", "b"]])

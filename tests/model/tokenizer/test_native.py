@@ -29,7 +29,7 @@ def test_text_round_trips(text: str) -> None:
 
 
 @given(st.text(st.sampled_from("<|endoftxt> a")))
-def test_special_marks_in_text_are_text(text: str) -> None:
+def test_special_tokens_in_text_are_text(text: str) -> None:
     assert END not in TOKENIZER.encode(text + END_OF_TEXT)
     assert TOKENIZER.decode(TOKENIZER.encode(text + END_OF_TEXT)) == text + END_OF_TEXT
 
@@ -44,7 +44,7 @@ def test_stream_equals_decoding_at_once(pushes: list[list[int]]) -> None:
 
 
 @given(st.text())
-def test_stream_never_shows_half_a_character(text: str) -> None:
+def test_a_stream_never_shows_an_incomplete_character(text: str) -> None:
     decoder = StreamDecoder(TOKENIZER)
     shown = ""
     for byte in text.encode():
@@ -67,7 +67,7 @@ def test_lone_surrogates_become_replacement_characters() -> None:
     assert TOKENIZER.decode(TOKENIZER.encode("a\ud800b")) == "a\ufffdb"
 
 
-def test_a_text_beyond_the_splitter_is_refused_not_a_panic() -> None:
+def test_a_text_that_the_splitter_cannot_split_raises_tokenizer_error() -> None:
     with pytest.raises(TokenizerError, match="cannot be split"):
         TOKENIZER.encode(" " * 3_000_000 + "a")
 
@@ -82,7 +82,7 @@ def test_save_and_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ends", [(1, 2), (2, 0, 1), (0,)])
-def test_any_number_of_end_marks_is_kept_in_its_order(tmp_path: Path, ends: tuple[int, ...]) -> None:
+def test_eos_tokens_keep_their_order_when_saved(tmp_path: Path, ends: tuple[int, ...]) -> None:
     marks = {name: TOKENIZER.vocab_size - 1 + number for number, name in enumerate((END_OF_TEXT, "<|a|>", "<|b|>"))}
     ids = tuple(list(marks.values())[end] for end in ends)
     save_native(
@@ -101,7 +101,7 @@ def test_any_number_of_end_marks_is_kept_in_its_order(tmp_path: Path, ends: tupl
     assert loaded.special_tokens == marks
 
 
-def test_a_tokenizer_without_end_mark_is_not_saved(tmp_path: Path) -> None:
+def test_a_tokenizer_without_eos_token_is_not_saved(tmp_path: Path) -> None:
     endless = ByteLevelTokenizer(
         pattern=TOKENIZER.pattern, ranks=dict(TOKENIZER.ranks), special_tokens={}, eos_token_ids=(), bos_token_id=None
     )

@@ -36,7 +36,7 @@ def gpt2_library() -> Tokenizer:
     return library
 
 
-def test_gpt2_of_hugging_face_is_gpt2(tmp_path: Path) -> None:
+def test_gpt2_files_give_the_ids_of_the_library(tmp_path: Path) -> None:
     """All stories and all adversarial text, from tokenizer.json and from OpenAI's two files."""
     library = gpt2_library()
     library.encode_special_tokens = True
@@ -51,13 +51,13 @@ def test_gpt2_of_hugging_face_is_gpt2(tmp_path: Path) -> None:
         assert from_files.encode(text) == expected
 
 
-def test_vocab_json_and_merges_txt_are_read_like_gpt2s(tmp_path: Path) -> None:
+def test_vocab_json_and_merges_txt_give_the_ids_of_gpt2_files(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_bytes((gpt2_directory() / "encoder.json").read_bytes())
     (tmp_path / "merges.txt").write_bytes((gpt2_directory() / "vocab.bpe").read_bytes())
     assert load_tokenizer(tmp_path).encode(stories()[0]) == load_tokenizer(gpt2_directory()).encode(stories()[0])
 
 
-def test_r50k_is_known_and_is_gpt2(tmp_path: Path) -> None:
+def test_r50k_gives_the_ids_of_gpt2(tmp_path: Path) -> None:
     """The file is GPT-2's vocabulary in another format, which the hash proves."""
     ranks = json.loads((gpt2_directory() / "encoder.json").read_text())
     del ranks["<|endoftext|>"]
@@ -89,7 +89,7 @@ def test_published_ranks_give_tiktokens_tokens(name: str, tmp_path: Path, monkey
         assert ours.encode(text, parse_special=True) == theirs.encode(text, allowed_special="all")
 
 
-def test_an_unknown_file_of_ranks_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_tiktoken_file_is_rejected(tmp_path: Path) -> None:
     real_files.write_ranks(tmp_path / "mine.tiktoken", {bytes([byte]): byte for byte in range(256)})
     with pytest.raises(
         TokenizerError, match=r"mine\.tiktoken: the SHA-256 [0-9a-f]{16}… matches no known file \(r50k_base"
@@ -98,7 +98,7 @@ def test_an_unknown_file_of_ranks_is_refused(tmp_path: Path) -> None:
     assert "add a tokenizer.json" in str(caught.value)
 
 
-def test_llama3s_tokenizer_model_is_read(tmp_path: Path) -> None:
+def test_tokenizer_model_of_llama3_is_read(tmp_path: Path) -> None:
     """The 128,000 original ranks cannot be redistributed; made-up ranks stand for them."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     numbers = iter(range(2**20))
@@ -114,7 +114,7 @@ def test_llama3s_tokenizer_model_is_read(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(stories()[0])) == stories()[0]
 
 
-def test_a_sentencepiece_model_says_what_to_do(tmp_path: Path) -> None:
+def test_a_sentencepiece_model_is_rejected_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
     with pytest.raises(TokenizerError, match="a SentencePiece model") as caught:
         load_tokenizer(tmp_path)

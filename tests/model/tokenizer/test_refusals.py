@@ -52,7 +52,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_tokenizer_json_that_cannot_be_served(name: str, tmp_path: Path) -> None:
+def test_an_unsupported_tokenizer_json_gives_one_error_line(name: str, tmp_path: Path) -> None:
     change, message = REFUSED[name]
     values = json.loads(makers.gpt2().to_str())
     change(values)
@@ -79,7 +79,7 @@ def test_a_tokenizer_json_that_cannot_be_served(name: str, tmp_path: Path) -> No
         ({"tokenizer.json": "{}", "tokenizer_config.json": "3"}, "tokenizer_config.json: a JSON object expected"),
     ],
 )
-def test_files_that_cannot_be_read(files: dict[str, str], message: str, tmp_path: Path) -> None:
+def test_unreadable_tokenizer_files_give_one_error_line(files: dict[str, str], message: str, tmp_path: Path) -> None:
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(TokenizerError, match=message) as caught:
@@ -88,14 +88,14 @@ def test_files_that_cannot_be_read(files: dict[str, str], message: str, tmp_path
     assert str(caught.value).startswith(str(tmp_path))
 
 
-def test_a_character_without_a_token_is_refused_not_lost(tmp_path: Path) -> None:
+def test_a_character_without_a_token_is_rejected(tmp_path: Path) -> None:
     ours = load_tokenizer(makers.write(tmp_path, makers.characters()))
     with pytest.raises(TokenizerError, match="the tokenizer has no token for '€'; remove this character"):
         ours.encode("a€b")
 
 
 @pytest.mark.parametrize("byte_level", [True, False])
-def test_a_text_of_which_the_library_drops_a_part_is_refused(byte_level: bool, tmp_path: Path) -> None:
+def test_a_text_that_the_library_would_shorten_is_rejected(byte_level: bool, tmp_path: Path) -> None:
     """Vocabularies trained on few texts lack bytes or letters: of the two bytes of é, one is known."""
     library = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "ab": 2, "Ã": 3}, merges=[("a", "b")]))
     if byte_level:

@@ -55,7 +55,7 @@ def test_any_ids_stream_to_their_bytes(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", ["llama2", "mistral", "gemma"])
 @given(text=any_text())
-def test_bytes_stand_in_for_what_has_no_token(name: str, text: str) -> None:
+def test_byte_fallback_encodes_any_text(name: str, text: str) -> None:
     """Every text survives a round trip, with three exceptions.
 
     They are lone surrogates, a ▁, and with Metaspace a leading space, which is taken for the inserted space and
@@ -66,7 +66,7 @@ def test_bytes_stand_in_for_what_has_no_token(name: str, text: str) -> None:
     assert ours.decode(ours.encode(clean)) == (clean.removeprefix(" ") if name == "mistral" else clean)
 
 
-def test_half_a_character_of_byte_tokens_waits() -> None:
+def test_bytes_of_an_incomplete_character_are_held_back() -> None:
     ours = tokenizer("llama2")
     smile = [ours.encode("a😀b", parse_special=False)][0]
     pieces = streamed(ours, smile)
@@ -78,7 +78,7 @@ def test_half_a_character_of_byte_tokens_waits() -> None:
     assert streamed(ours, byte_ids[:2]) == ["", "", "\ufffd"]
 
 
-def test_a_word_keeps_its_space_after_a_prompt_and_loses_it_at_the_start() -> None:
+def test_a_leading_space_is_kept_in_a_stream_and_stripped_in_a_whole_text() -> None:
     ours = tokenizer("llama2")
     ids = ours.encode("the cat")
     assert ours.decode(ids) == "the cat"
@@ -88,7 +88,7 @@ def test_a_word_keeps_its_space_after_a_prompt_and_loses_it_at_the_start() -> No
     assert "".join(streamed(ours, begun)) == " the cat"
 
 
-def test_one_token_a_character(tmp_path: Path) -> None:
+def test_a_character_tokenizer_round_trips(tmp_path: Path) -> None:
     ours = load_tokenizer(makers.write(tmp_path, makers.characters()))
     text = stories()[0]
     ids = ours.encode(text)

@@ -41,12 +41,12 @@ UNBOUNDED: dict[str, Callable[[], Tokenizer]] = {
 
 
 @pytest.mark.parametrize("name", UNBOUNDED)
-def test_where_a_token_covers_a_run_there_is_no_bound(name: str, tmp_path: Path) -> None:
+def test_longest_token_is_none_if_a_token_can_cover_any_run(name: str, tmp_path: Path) -> None:
     assert load_tokenizer(makers.write(tmp_path, UNBOUNDED[name]())).longest_token is None
 
 
 @pytest.mark.parametrize("name", [*sorted(set(makers.MAKERS) - {"trimmed_added_token"}), "_plain"])
-def test_the_bound_holds(name: str, tmp_path: Path) -> None:
+def test_no_token_covers_more_bytes_than_longest_token(name: str, tmp_path: Path) -> None:
     maker = {**makers.MAKERS, "_plain": _plain}[name]
     ours = load_tokenizer(makers.write(tmp_path, maker()))
     assert ours.longest_token is not None
