@@ -3,14 +3,15 @@
 import logging
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from model.kernels.build import CACHE
-from model.kernels.kernel_library import KERNELS
+from model.kernels.build import CACHE, BuildError
+from model.kernels.kernel_library import load_kernels
 from tests.tiny_model import save_tiny_checkpoint
 
 ROOT = Path(__file__).parent
@@ -54,7 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
     # Compile the kernels once per machine, before the servers of tests would compile them in parallel.
-    KERNELS.prepare(CACHE)
+    with suppress(BuildError):
+        load_kernels(CACHE)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

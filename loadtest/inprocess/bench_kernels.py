@@ -30,15 +30,14 @@ from model.attention.layer_spec import AttentionForm
 from model.attention.metadata import AttentionMetadata
 from model.attention.native import NativeAttention
 from model.attention.sdpa import SdpaAttention
-from model.kernels.build import CACHE
-from model.kernels.kernel_library import KERNELS
+from model.kernels.build import CACHE, BuildError
+from model.kernels.kernel_library import KernelLibrary, load_kernels
 
 PROGRAM = "python -m loadtest.inprocess.bench_kernels"
 _BLOCK_SIZE = 16
 _COLD_BYTES = 160 * 2**20  # bytes of keys and values: several times a processor's largest cache
 _READ_BYTES = 256 * 2**20
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_BACKENDS: dict[str, AttentionBackend] = {"native": NativeAttention(), "sdpa": SdpaAttention()}
 _SHORTEST = 32  # shortest ragged context, in tokens
 
 
@@ -94,21 +93,19 @@ class Layers:
         self.scale = config.head_dim**-0.5
 
     @torch.inference_mode()
-    def seconds_a_layer(self, backend: str) -> float:
+    def seconds_a_layer(self, backend: AttentionBackend) -> float:
         """Return the seconds per layer of one pass over the layers."""
         metadata = AttentionMetadata(**self.fields)
         q, k, v = self.inputs
         began = time.perf_counter()
         for layer in range(self.num_layers):
             form = AttentionForm(layer=layer, scale=self.scale, window=None, bias=None)
-            _BACKENDS[backend].attend(q, k, v, form=form, metadata=metadata, kv_cache=self.cache)
+            backend.attend(q, k, v, form=form, metadata=metadata, kv_cache=self.cache)
         return (time.perf_counter() - began) / self.num_layers
 
 
-def memory_probe(threads: int) -> Callable[[], float]:
+def memory_probe(library: KernelLibrary, threads: int) -> Callable[[], float]:
     """Return a function that reads a large array once and returns bytes per second."""
-    library = KERNELS.loaded
-    assert library is not None
     words = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
     read = library.function("kvasir_read", ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, result=ctypes.c_uint64)
 
@@ -120,15 +117,16 @@ def memory_probe(threads: int) -> Callable[[], float]:
     return probe
 
 
-def measure(case: Case, *, repeats: int, probe: Callable[[], float]) -> dict[str, Any]:
+def measure(case: Case, library: KernelLibrary, *, repeats: int, probe: Callable[[], float]) -> dict[str, Any]:
     """Measure both backends and the memory read, in turn."""
     layers = Layers(case)
-    layers.seconds_a_layer("native"), layers.seconds_a_layer("sdpa")
+    native_backend, sdpa_backend = NativeAttention(library), SdpaAttention()
+    layers.seconds_a_layer(native_backend), layers.seconds_a_layer(sdpa_backend)
     native, sdpa, bandwidth = [], [], []
     for _ in range(repeats):
         bandwidth.append(probe())
-        native.append(layers.seconds_a_layer("native"))
-        sdpa.append(layers.seconds_a_layer("sdpa"))
+        native.append(layers.seconds_a_layer(native_backend))
+        sdpa.append(layers.seconds_a_layer(sdpa_backend))
     rates = [layers.layer_bytes / seconds for seconds in native]
     return {
         "case": case.name,
@@ -174,19 +172,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON output file")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
-    KERNELS.prepare(CACHE)
-    if KERNELS.loaded is None:
-        print(f"{PROGRAM}: {KERNELS.trouble}", file=sys.stderr)
+    try:
+        library = load_kernels(CACHE)
+    except BuildError as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
     busy, began = quiet_or_warned(PROGRAM), time.monotonic()
-    probe = memory_probe(arguments.threads)
+    probe = memory_probe(library, arguments.threads)
     probe()
-    print(f"level {KERNELS.loaded.level}, {arguments.threads} threads\n")
+    print(f"level {library.level}, {arguments.threads} threads\n")
     print("| case | native µs per layer | GB/s | memory GB/s | share | sdpa µs | speedup over sdpa |")
     print("|---|---|---|---|---|---|---|")
     rows = []
     for case in cases(arguments):
-        row = measure(case, repeats=arguments.repeats, probe=probe)
+        row = measure(case, library, repeats=arguments.repeats, probe=probe)
         rows.append(row)
         figures = {name: value["median"] for name, value in row.items() if isinstance(value, dict)}
         print(
@@ -199,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = sys.argv[1:] if argv is None else argv
         facts = {
             "kind": "kernels",
-            "level": KERNELS.loaded.level,
+            "level": library.level,
             "threads": arguments.threads,
             "other_work_cores": busy,
         }

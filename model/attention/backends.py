@@ -11,7 +11,6 @@ from model.attention.eager import EagerAttention
 from model.attention.kv_cache import KVCache
 from model.attention.layer_spec import AttentionForm
 from model.attention.metadata import AttentionMetadata
-from model.attention.native import NativeAttention
 from model.attention.sdpa import SdpaAttention
 
 
@@ -37,8 +36,8 @@ class AttentionBackend(Protocol):
         ...
 
 
+# Backends in PyTorch alone. `NativeAttention` needs a kernel library, `PagedAttention` its kernels.
 ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
     "eager": EagerAttention(),
     "sdpa": SdpaAttention(),
-    "native": NativeAttention(),
 }

@@ -4,7 +4,7 @@ The kernel neither pads nor copies keys. It computes each sequence and each key/
 sums that depends only on a token's position. A token's output is therefore bitwise identical for every batch, number
 of threads and chunking of the prompt. It is also identical whether the token was decoded or is part of a prompt.
 
-`SdpaAttention` handles everything if no kernels are loaded, and otherwise what the kernel does not support:
+`SdpaAttention` computes what the kernel does not support:
 
 - sequences without a cache (training), and devices other than CPUs
 - float64
@@ -28,7 +28,7 @@ from model.attention.layer_spec import AttentionForm
 from model.attention.metadata import AttentionMetadata
 from model.attention.score_biases import AlibiBias, RelativeBias
 from model.attention.sdpa import SdpaAttention
-from model.kernels.kernel_library import KERNELS, KernelLibrary, Kernels
+from model.kernels.kernel_library import KernelLibrary
 
 # By the dtypes of computation and of the KV-cache.
 KERNEL_NAMES = {
@@ -71,14 +71,14 @@ class _Step:
     """Kernel arguments that all layers of a step share.
 
     Attributes:
-        loaded: the kernel library; None: use `SdpaAttention`.
+        library: the kernel library.
         batch: the `_Batch` passed to the kernel.
         held: objects that own the memory `batch` points to.
         longest: length of the longest context, in tokens.
     """
 
     metadata: AttentionMetadata
-    loaded: KernelLibrary | None
+    library: KernelLibrary
     batch: Any
     held: tuple[object, ...]
     longest: int
@@ -95,11 +95,11 @@ class NativeAttention:
     """Native CPU attention backend. See `model.attention.backends.AttentionBackend`.
 
     Args:
-        kernels: holder of the kernel library; the library may be loaded later.
+        library: the kernel library.
     """
 
-    def __init__(self, kernels: Kernels = KERNELS) -> None:
-        self.kernels = kernels
+    def __init__(self, library: KernelLibrary) -> None:
+        self.library = library
         self._otherwise = SdpaAttention()
         self._latest = _Latest()
 
@@ -121,9 +121,7 @@ class NativeAttention:
             ValueError: a slot or a block is outside the cache.
         """
         if kv_cache is not None and is_known(q_THD, v_TKD, form, kv_cache):
-            step = self.step_of(metadata, kv_cache)
-            if step.loaded is not None:
-                return _attend(q_THD, k_TKD, v_TKD, form, step, kv_cache)
+            return _attend(q_THD, k_TKD, v_TKD, form, self.step_of(metadata, kv_cache), kv_cache)
         return self._otherwise.attend(q_THD, k_TKD, v_TKD, form=form, metadata=metadata, kv_cache=kv_cache)
 
     def step_of(self, metadata: AttentionMetadata, kv_cache: KVCache) -> _Step:
@@ -134,7 +132,7 @@ class NativeAttention:
         """
         step = self._latest.step
         if step is None or step.metadata is not metadata:
-            step = self._latest.step = _make_step(metadata, kv_cache, self.kernels.loaded)
+            step = self._latest.step = _make_step(metadata, kv_cache, self.library)
         return step
 
 
@@ -149,7 +147,7 @@ def is_known(q_THD: Tensor, v_TKD: Tensor, form: AttentionForm, kv_cache: KVCach
     )
 
 
-def _make_step(metadata: AttentionMetadata, kv_cache: KVCache, library: KernelLibrary | None) -> _Step:
+def _make_step(metadata: AttentionMetadata, kv_cache: KVCache, library: KernelLibrary) -> _Step:
     """Make the kernel arguments of a step.
 
     Raises:
@@ -173,11 +171,11 @@ def _make_step(metadata: AttentionMetadata, kv_cache: KVCache, library: KernelLi
         tables_BN.data_ptr(),
         slots_T.data_ptr(),
     )
-    if library is None or not library.function(_CHECK, _POINTER, result=ctypes.c_bool)(ctypes.byref(batch)):
+    if not library.function(_CHECK, _POINTER, result=ctypes.c_bool)(ctypes.byref(batch)):
         _check(slots_T, tables_BN, max(metadata.context_lengths), kv_cache)
     return _Step(
         metadata=metadata,
-        loaded=library,
+        library=library,
         batch=batch,
         held=(starts, lengths, tables_BN, slots_T),
         longest=max(metadata.context_lengths),
@@ -216,8 +214,7 @@ def _attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, form: AttentionForm, st
         None if bias_HX is None else bias_HX.data_ptr(),
         form.scale,
     )
-    assert step.loaded is not None
-    kernel = step.loaded.function(KERNEL_NAMES[kv_cache.dtype, kv_cache.cache_dtype], _POINTER, _POINTER)
+    kernel = step.library.function(KERNEL_NAMES[kv_cache.dtype, kv_cache.cache_dtype], _POINTER, _POINTER)
     kernel(ctypes.byref(step.batch), ctypes.byref(layer))
     return out_THD
 

@@ -6,6 +6,6 @@ flags. A file may therefore test macros such as `#if defined(__AVX512BF16__)`, a
 Rules for kernels and their callers:
 
 - Sums must have one order for any number of threads and rows, so that results are batch-invariant.
-- Read `KERNELS.loaded` once a step, not once a layer. `function` is a dictionary lookup after its first call.
+- `KernelLibrary.function` is a dictionary lookup after its first call.
 - ctypes releases the GIL while a kernel runs.
 """

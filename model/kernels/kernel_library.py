@@ -1,4 +1,4 @@
-"""Native kernels of this process: load the library for this machine, and compile it first if necessary."""
+"""Kernel library of this machine: compile it if it is missing, and load it."""
 
 import ctypes
 import logging
@@ -43,48 +43,22 @@ class KernelLibrary:
         return found
 
 
-class Kernels:
-    """Native kernels of a process.
+def load_kernels(cache: Path) -> KernelLibrary:
+    """Load the kernel library built for this machine, or compile it into the directory `cache` first.
 
-    Attributes:
-        loaded: the library; None before `prepare`, or if it cannot be built or loaded.
-        trouble: the reason why there is no library, in one line; None: no failure so far.
+    Compiling takes 10 to 40 s, once for a machine.
+
+    Raises:
+        BuildError: the library cannot be compiled or loaded. The message is one line.
     """
-
-    def __init__(self) -> None:
-        self.loaded: KernelLibrary | None = None
-        self.trouble: str | None = None
-
-    def prepare(self, cache: Path) -> None:
-        """Load the library built for this machine, or compile it into `cache` first.
-
-        Compiling takes 10 to 40 s, once for a machine. Failures are not raised: `loaded` stays None, a warning gives
-        the reason, and PyTorch's kernels are used instead.
-        """
-        if self.loaded is not None or self.trouble is not None:
-            return
-        level, cache = levels_here()[0], Path(os.path.expanduser(cache))
-        built = find_built(level, (SHIPPED, cache))
-        if built is not None:
-            self._load(built, level)
-        if self.loaded is None:
-            logger.info(
-                "compiling native kernels for %s in %s: up to a minute, once for this machine", level.name, cache
-            )
-            try:
-                self._load(build(level, cache), level)
-            except BuildError as error:
-                self.trouble = str(error)
-                logger.warning("no native kernels, PyTorch's kernels serve: %s", error)
-
-    def _load(self, path: Path, level: Level) -> None:
-        try:
-            self.loaded, self.trouble = KernelLibrary(path, level), None
-        except OSError as error:
-            self.trouble = f"{path} cannot be loaded: {error}"
-            logger.warning("%s", self.trouble)
-        else:
-            logger.info("native kernels for %s loaded from %s", level.name, path)
-
-
-KERNELS = Kernels()
+    level, cache = levels_here()[0], Path(os.path.expanduser(cache))
+    path = find_built(level, (SHIPPED, cache))
+    if path is None:
+        logger.info("compiling native kernels for %s in %s: up to a minute, once for this machine", level.name, cache)
+        path = build(level, cache)
+    try:
+        library = KernelLibrary(path, level)
+    except OSError as error:
+        raise BuildError(f"{path} cannot be loaded: {error}") from error
+    logger.info("native kernels for %s loaded from %s", level.name, path)
+    return library

@@ -58,19 +58,18 @@ def computes(config: ModelConfig, dtype: torch.dtype) -> bool:
 def library_for(model: Transformer) -> KernelLibrary | None:
     """Return the loaded kernel library that computes all of this model.
 
-    Returns None if the model's attention uses another backend, if the kernels do not support such a model, or if no
-    kernels are loaded.
+    Returns None if the model's attention uses another backend, or if the kernels do not support such a model.
     """
     backends = {cast(Block, block).attention.backend for block in model.layers}
     backend, weight = backends.pop(), model.token_embedding.weight
     is_native = not backends and isinstance(backend, NativeAttention)
     if not is_native or weight.device.type != "cpu" or not computes(model.config, weight.dtype):
         return None
-    return cast(NativeAttention, backend).kernels.loaded
+    return cast(NativeAttention, backend).library
 
 
 def to_native(model: "Transformer | NativeTransformer") -> "Transformer | NativeTransformer":
-    """Return a `NativeTransformer` made from the model if its kernels are loaded, else the model itself.
+    """Return a `NativeTransformer` if the native kernels compute all of this model, else the model itself.
 
     The model's matrices are packed and freed one by one, so at most one matrix is in memory twice. A low-priority
     thread moves the packed matrices to pages of 2 MiB while the model already serves.
@@ -188,7 +187,7 @@ class NativeTransformer:
         """
         calls = self._calls_over(kv_cache)
         step = None if calls.backend is None else calls.backend.step_of(metadata, kv_cache)
-        if step is None or step.loaded is not self._library:
+        if step is None or step.library is not self._library:
             return False
         calls.use(step.threads)
         self._all_layers(
@@ -233,7 +232,7 @@ class NativeTransformer:
         self._grow_buffers(count)
         calls, contexts_B = self._calls_over(kv_cache), metadata.contexts_B
         step = None if calls.backend is None or contexts_B is None else calls.backend.step_of(metadata, kv_cache)
-        if step is None or step.loaded is not self._library:
+        if step is None or step.library is not self._library:
             return None
         calls.use(step.threads)
         rotations = self._rotations_of(step.longest)

@@ -1,6 +1,7 @@
 """Build an engine from settings and a checkpoint; decide what "auto" means on this machine. Imports torch."""
 
 import ctypes
+import logging
 import math
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,10 +12,10 @@ import torch
 from model.attention.kernel_selection import KernelContext
 from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import Manifest
-from model.config import ModelConfig
 from model.gpu.quantization import Quantization
+from model.kernels.build import BuildError
 from model.kernels.cpu_features import has_vector_level
-from model.kernels.kernel_library import KERNELS
+from model.kernels.kernel_library import KernelLibrary, load_kernels
 from model.native.native_transformer import NativeTransformer, computes, library_for, to_native
 from model.nn.linear import can_pack, replace_linears, replace_linears_by
 from model.nn.transformer import Transformer
@@ -35,6 +36,8 @@ from service.engine.execution.gpu_setup import (
 )
 from service.engine.scheduling.config import EngineConfig
 from service.worker.memory_plan import LoadedModel, MemoryPlan, ServerNeeds, plan_memory
+
+logger = logging.getLogger(__name__)
 
 _MIB = 2**20
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
@@ -128,18 +131,20 @@ def build_engine(
     keep_freed_memory()
     max_context_length = context_length(settings, manifest.config)
     device = find_device(settings.device)
-    _prepare_kernels(settings, device)
-    dtype_name, dtype_reason = _choose_dtype(settings, manifest, device)
+    library = _load_kernels(settings, device)
+    dtype_name, dtype_reason = _choose_dtype(settings, manifest, device, library)
     dtype = _DTYPES[dtype_name]
-    threads, threads_reason = _choose_threads(settings, manifest.config, dtype, device)
+    if not computes(manifest.config, dtype):
+        library = None
+    threads, threads_reason = _choose_threads(settings, is_native=library is not None)
     torch.set_num_threads(threads)
     cache_dtype = find_cache_dtype(settings.kv_cache_dtype, device, dtype)
     quantization = find_quantization(settings.quantize, device, dtype)
     context = _kernel_context(settings, manifest, device, dtype)
-    attending = _choose_attention(settings, context)
-    is_native = _is_native(settings, manifest.config, dtype, device)
-    packs = device == "cpu" and (is_native or _matrix_kind(settings.quantize, device, dtype) != "plain")
-    plan = _plan(server, settings, manifest, context, packs=packs, cache_value_bytes=cache_dtype.itemsize)
+    attending = _choose_attention(settings, context, library)
+    packs = device == "cpu" and (library is not None or _matrix_kind(settings.quantize, device, dtype) != "plain")
+    num_copies = 1 if library is None else _num_copies(manifest, dtype, packs=packs)
+    plan = _plan(server, settings, manifest, context, num_copies=num_copies, cache_value_bytes=cache_dtype.itemsize)
     loaded = load_model(manifest, device=device, dtype=dtype, attention=attending.backend, packs_next=packs)
     matrices = prepare_matrices(loaded, settings.quantize, quantization)
     fuse_for_gpu(loaded)
@@ -155,7 +160,7 @@ def build_engine(
     engine = _make_engine(model, load_tokenizer(manifest.directory), config, attending, settings)
     return engine, EngineFacts(
         device=device,
-        attention="sdpa" if attending.name == "native" and kernel_level is None else attending.name,
+        attention=attending.name,
         kernel_level=kernel_level,
         dtype=dtype_name,
         matrices=matrices,
@@ -176,7 +181,7 @@ def _plan(
     manifest: Manifest,
     place: KernelContext,
     *,
-    packs: bool,
+    num_copies: int,
     cache_value_bytes: int,
 ) -> MemoryPlan:
     """Return the memory that the first worker of a server on a CPU leaves to the rest of the server.
@@ -186,12 +191,11 @@ def _plan(
     """
     if server is None or server.num_blocks or place.device.type != "cpu":
         return MemoryPlan(reserved_bytes=0, has_standby=server is not None and server.standby)
-    is_native = _is_native(settings, manifest.config, place.dtype, place.device.type)
     loaded = LoadedModel(
         config=manifest.config,
         value_bytes=place.dtype.itemsize,
         cache_value_bytes=cache_value_bytes,
-        num_copies=_num_copies(manifest, place.dtype, packs=packs) if is_native else 1,
+        num_copies=num_copies,
         max_context_length=context_length(settings, manifest.config),
     )
     return plan_memory(loaded, settings, standby=server.standby)
@@ -250,13 +254,24 @@ def _make_engine(
     return Engine(model, tokenizer, config, runner=runner, looks_ahead=looks_ahead)
 
 
-def _prepare_kernels(settings: ModelSettings, device: str) -> None:
-    """Load the native kernels if the settings use them; compile them first if they are missing."""
-    if device == "cpu" and (settings.attention == "native" or (settings.attention == "auto" and has_vector_level())):
-        KERNELS.prepare(settings.cache_dir)
+def _load_kernels(settings: ModelSettings, device: str) -> KernelLibrary | None:
+    """Load the native kernels if the settings use them; compile them first if they are missing.
+
+    Returns None if PyTorch's kernels are used instead. A warning gives the reason if the native kernels cannot be had.
+    """
+    is_wanted = settings.attention == "native" or (settings.attention == "auto" and has_vector_level())
+    if device != "cpu" or not is_wanted:
+        return None
+    try:
+        return load_kernels(settings.cache_dir)
+    except BuildError as error:
+        logger.warning("no native kernels, PyTorch's kernels serve: %s", error)
+        return None
 
 
-def _choose_dtype(settings: ModelSettings, manifest: Manifest, device: str) -> tuple[str, str]:
+def _choose_dtype(
+    settings: ModelSettings, manifest: Manifest, device: str, library: KernelLibrary | None
+) -> tuple[str, str]:
     """Return the dtype to compute in, and the reason.
 
     On a CPU, "auto" is bfloat16 if the checkpoint is bfloat16 and the native kernels compute the model. The kernels
@@ -269,12 +284,12 @@ def _choose_dtype(settings: ModelSettings, manifest: Manifest, device: str) -> t
     stored = manifest.weight_dtype
     if stored != "BF16":
         return "float32", f"auto: the checkpoint is {_STORED_NAMES[stored]}"
-    if not _is_native(settings, manifest.config, torch.bfloat16, device):
+    if library is None or not computes(manifest.config, torch.bfloat16):
         return "float32", "auto: no native kernels compute this model here in the checkpoint's bfloat16"
     return "bfloat16", "auto: as the checkpoint"
 
 
-def _choose_threads(settings: ModelSettings, config: ModelConfig, dtype: torch.dtype, device: str) -> tuple[int, str]:
+def _choose_threads(settings: ModelSettings, *, is_native: bool) -> tuple[int, str]:
     """Return the number of CPU threads of the model, and the reason.
 
     Native kernels use all CPUs: their threads share out the work of a step dynamically, so a CPU that another process
@@ -284,25 +299,19 @@ def _choose_threads(settings: ModelSettings, config: ModelConfig, dtype: torch.d
     cpus = usable_cpus()
     if settings.threads != "auto":
         return settings.threads, f"as set; usable CPUs: {cpus}"
-    if _is_native(settings, config, dtype, device):
+    if is_native:
         return cpus, "auto: all usable CPUs"
     return max(1, cpus - 1), f"auto: one less than the {cpus} usable CPUs"
 
 
-def _is_native(settings: ModelSettings, config: ModelConfig, dtype: torch.dtype, device: str) -> bool:
-    """Return whether the native kernels compute whole steps, not only the attention."""
-    is_wanted = device == "cpu" and settings.attention in ("auto", "native")
-    return is_wanted and KERNELS.loaded is not None and computes(config, dtype)
-
-
-def _choose_attention(settings: ModelSettings, place: KernelContext) -> Attending:
+def _choose_attention(settings: ModelSettings, place: KernelContext, library: KernelLibrary | None) -> Attending:
     """Return the requested attention backend.
 
     Raises:
         SettingsError: the backend does not support the model or the device.
     """
     try:
-        return choose_attention(settings.attention, place)
+        return choose_attention(settings.attention, place, library)
     except ValueError as error:
         raise SettingsError(str(error)) from None
 

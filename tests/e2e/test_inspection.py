@@ -11,13 +11,13 @@ import psutil
 import pytest
 import torch
 
-from model.attention.backends import ATTENTION_BACKENDS
 from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import read_manifest
 from model.inspect.attention_weights import weights_of_layer
 from model.native.native_transformer import to_native
 from tests.e2e.process import Service, serving, wait_until
 from tests.e2e.slow_looks import VARIABLE
+from tests.model.kernel_libraries import BACKENDS
 
 pytestmark = pytest.mark.slow
 ROUTE = "/inspect/attention"
@@ -26,9 +26,7 @@ PROMPT = "once in the theatre 😀"
 
 def test_tells_the_models_own_weights(service: Service, tiny_checkpoint: Path) -> None:
     body = service.post(ROUTE, prompt=PROMPT, layer=1).json()
-    loaded = load_model(
-        read_manifest(tiny_checkpoint), device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["native"]
-    )
+    loaded = load_model(read_manifest(tiny_checkpoint), device="cpu", dtype=torch.float32, attention=BACKENDS["native"])
     told, wanted = (
         torch.tensor(body["weights"]),
         weights_of_layer(to_native(loaded), body["token_ids"], layer=1),

@@ -35,6 +35,7 @@ from service.worker import engine_factory
 from service.worker.engine_factory import build_engine
 from tests.engine.fakes import make_submit
 from tests.model.configs import VARIANTS, build
+from tests.model.kernel_libraries import BUILDABLE, library_of
 
 GIB = 2**30
 CPU = KernelContext(config=VARIANTS["rotary-gqa"], device=torch.device("cpu"), dtype=torch.float32, block_size=4)
@@ -71,25 +72,27 @@ def test_auto_is_paged_where_a_gpu_and_the_model_allow_it(monkeypatch: pytest.Mo
     asked: list[KernelContext] = []
     chosen = gpu_setup.choose(CPU)
     monkeypatch.setattr(gpu_setup, "choose", lambda place: asked.append(place) or chosen)
-    attending = choose_attention("auto", CUDA)
+    attending = choose_attention("auto", CUDA, None)
     assert (attending.backend, attending.recordable, asked) == (chosen.backend, True, [CUDA])
     assert attending.name == "paged (decode: gathered, prompts: one by one)"
     for wanted, place in (("auto", replace(CUDA, config=VARIANTS["alibi"])), ("sdpa", CUDA)):
-        attending = choose_attention(wanted, place)
+        attending = choose_attention(wanted, place, None)
         assert isinstance(attending.backend, SdpaAttention)
         assert (attending.name, attending.recordable) == ("sdpa", False)
-    assert isinstance(choose_attention("eager", CUDA).backend, EagerAttention)
-    assert isinstance(choose_attention("auto", CPU).backend, NativeAttention)
+    assert isinstance(choose_attention("eager", CUDA, None).backend, EagerAttention)
+    for name in list(BUILDABLE)[:1]:
+        assert isinstance(choose_attention("auto", CPU, library_of(name)).backend, NativeAttention)
+    assert choose_attention("auto", CPU, None).name == choose_attention("native", CPU, None).name == "sdpa"
     with pytest.raises(ValueError, match="--attention native works only on a CPU; omit it, or choose --device cpu"):
-        choose_attention("native", CUDA)
+        choose_attention("native", CUDA, None)
     assert len(asked) == 1
     with pytest.raises(ValueError, match=r"--attention paged does not support .*choose --attention sdpa"):
-        choose_attention("paged", replace(CPU, config=VARIANTS["alibi"]))
+        choose_attention("paged", replace(CPU, config=VARIANTS["alibi"]), None)
 
 
 def test_what_is_left_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "service.engine.execution.gpu_setup")
-    assert isinstance(choose_attention("paged", CPU).backend, PagedAttention)
+    assert isinstance(choose_attention("paged", CPU, None).backend, PagedAttention)
     assert "attention kernel disabled: varlen: needs a CUDA device" in caplog.text
 
 
@@ -117,7 +120,7 @@ def test_a_recording_that_fails_leaves_the_plain_runner(caplog: pytest.LogCaptur
 
     model = build(VARIANTS["rotary-gqa"])
     for layer in model.layers:
-        layer.attention.backend = choose_attention("paged", CPU).backend
+        layer.attention.backend = choose_attention("paged", CPU, None).backend
     config = EngineConfig(block_size=4, num_blocks=20, max_num_running=4, max_batched_tokens=16)
     runner = create_graphed_runner(model, config, 257, capture)
     assert runner._graphs is None

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.attention.backends import AttentionBackend
 from model.attention.native import NativeAttention
-from model.kernels.kernel_library import Kernels
+from model.attention.sdpa import SdpaAttention
 from model.native.native_transformer import NativeTransformer
 from model.nn.linear import can_pack, replace_linears
 from model.nn.transformer import Block, Transformer
@@ -36,22 +37,19 @@ CASES = [(level, *kind) for level in BEST for kind in KINDS] + [(level, *KINDS[1
 
 
 def native_model(
-    variant: str, kernels: Kernels, dtype: torch.dtype = torch.float32, kind: str = "plain"
+    variant: str, backend: AttentionBackend, dtype: torch.dtype = torch.float32, kind: str = "plain"
 ) -> Transformer:
     model = build(VARIANTS[variant]).to(dtype)
     if kind != "plain":
         replace_linears(model, kind)
-    backend = NativeAttention(kernels)
     for block in model.layers:
         assert isinstance(block, Block)
         block.attention.backend = backend
     return model
 
 
-def loaded(level: str) -> Kernels:
-    kernels = Kernels()
-    kernels.loaded = library_of(level)
-    return kernels
+def native(level: str) -> NativeAttention:
+    return NativeAttention(library_of(level))
 
 
 def submissions(count: int) -> list[Submit]:
@@ -100,11 +98,11 @@ def answer(deltas: list[TokenDelta]) -> tuple[list[int], list[TokenLogprob], str
 @pytest.mark.parametrize(("level", "dtype", "kind"), CASES)
 def test_an_answer_has_the_same_bits_alone_and_in_a_crowd(level: str, dtype: torch.dtype, kind: str) -> None:
     submits = submissions(12)
-    crowd, stats = drive(Engine(native_model("rotary-gqa", loaded(level), dtype, kind), TOKENIZER, CROWDED), submits)
+    crowd, stats = drive(Engine(native_model("rotary-gqa", native(level), dtype, kind), TOKENIZER, CROWDED), submits)
     assert max(step.batch_size for step in stats) > 4
     assert sum(step.num_preemptions for step in stats) > 0
     assert sum(step.num_prefix_hits for step in stats) > 0
-    alone = Engine(native_model("rotary-gqa", loaded(level), dtype, kind), TOKENIZER, CONFIG)
+    alone = Engine(native_model("rotary-gqa", native(level), dtype, kind), TOKENIZER, CONFIG)
     for submit in submits:
         told, _ = drive(alone, [submit])
         assert answer(told[submit.uid]) == answer(crowd[submit.uid])
@@ -114,11 +112,9 @@ def test_an_answer_has_the_same_bits_alone_and_in_a_crowd(level: str, dtype: tor
 @pytest.mark.parametrize("variant", ["gpt2", "rotary-gqa"])
 def test_a_look_does_not_hinder_the_steps_after_it(level: str, variant: str) -> None:
     """attention_weights() has more tokens than any step so far, and allocates the buffers that later steps share."""
-    kernels = Kernels()
-    kernels.loaded = library_of(level)
     answers = []
     for looks in (False, True):
-        engine = Engine(native_model(variant, kernels), TOKENIZER, CONFIG)
+        engine = Engine(native_model(variant, native(level)), TOKENIZER, CONFIG)
         engine.submit(make_submit("a", [1, 2, 3], max_tokens=8, ignore_eos=True))
         deltas = []
         while engine.has_work:
@@ -137,8 +133,8 @@ def test_one_stream_is_not_padded(level: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(NativeTransformer, "decode", counting(rows, NativeTransformer.decode))
     monkeypatch.setattr(Transformer, "hidden", counting(rows, Transformer.hidden))
     counted = []
-    for kernels in (Kernels(), loaded(level)):
-        engine = Engine(native_model("rotary-gqa", kernels), TOKENIZER, CONFIG)
+    for backend in (SdpaAttention(), native(level)):
+        engine = Engine(native_model("rotary-gqa", backend), TOKENIZER, CONFIG)
         engine.submit(make_submit("a", [1, 2, 3, 4, 5], max_tokens=3, ignore_eos=True))
         while engine.has_work:
             engine.step()
@@ -149,7 +145,7 @@ def test_one_stream_is_not_padded(level: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("level", BEST)
 def test_matrices_are_freed_when_native_kernels_have_packed_them(level: str) -> None:
-    model = native_model("rotary-gqa", loaded(level))
+    model = native_model("rotary-gqa", native(level))
     Engine(model, TOKENIZER, CONFIG)
     assert not hasattr(model.layers[0], "mlp")
 
@@ -158,7 +154,7 @@ def test_matrices_are_freed_when_native_kernels_have_packed_them(level: str) -> 
 def test_embeddings_and_scores_of_prompts_are_those_of_pytorch(level: str) -> None:
     engines = (
         Engine(build(VARIANTS["gpt2"]), TOKENIZER, CONFIG),
-        Engine(native_model("gpt2", loaded(level)), TOKENIZER, CONFIG),
+        Engine(native_model("gpt2", native(level)), TOKENIZER, CONFIG),
     )
     scores = []
     for engine in engines:

@@ -17,7 +17,6 @@ import torch
 from model.attention.kernel_selection import gathered, one_by_one
 from model.attention.native import NativeAttention
 from model.attention.paged import PagedAttention
-from model.kernels.kernel_library import Kernels
 from model.nn.linear import replace_linears
 from model.nn.transformer import Transformer
 from model.training.data.bpe import train_bpe
@@ -63,10 +62,8 @@ def poisoned(backend: str, numbers: str, value: float, num_layers: int = 2) -> T
 
 
 def natively(model: Transformer, numbers: str) -> Transformer:
-    kernels = Kernels()
-    kernels.loaded = library_of(BEST[0])
     model = in_numbers(model, numbers)
-    use(model, NativeAttention(kernels))
+    use(model, NativeAttention(library_of(BEST[0])))
     return model
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from model.attention.native import NativeAttention
-from model.kernels.kernel_library import Kernels
 from model.nn.linear import replace_linears
 from model.nn.transformer import Transformer
 from model.training.data.bpe import train_bpe
@@ -51,9 +50,7 @@ class Answers:
 
 
 def model_of(level: str, numbers: str) -> Transformer:
-    kernels = Kernels()
-    kernels.loaded = library_of(level)
-    model, backend = build(VARIANTS["rotary-gqa"]), NativeAttention(kernels)
+    model, backend = build(VARIANTS["rotary-gqa"]), NativeAttention(library_of(level))
     for block in model.layers:
         block.attention.backend = backend  # type: ignore[union-attr]
     if numbers == "int8":

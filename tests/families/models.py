@@ -11,10 +11,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the library's own imports
     import transformers
 
-from model.attention.backends import ATTENTION_BACKENDS
 from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import read_manifest
 from model.nn.transformer import Transformer
+from tests.model.kernel_libraries import BACKENDS
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -133,7 +133,7 @@ CASES: dict[str, Case] = {
 def load(directory: Path, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> Transformer:
     """What `kvasir serve` would load."""
     manifest = read_manifest(directory)
-    return load_model(manifest, device="cpu", dtype=dtype, attention=ATTENTION_BACKENDS[attention])
+    return load_model(manifest, device="cpu", dtype=dtype, attention=BACKENDS[attention])
 
 
 def read_by_library(directory: Path) -> transformers.PreTrainedModel:

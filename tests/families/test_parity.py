@@ -18,6 +18,7 @@ from model.config_enums import MlpKind
 from model.huggingface.family_table import FAMILIES
 from model.nn.transformer import Transformer
 from tests.families.models import CASES, VOCAB_SIZE, WINDOW, load, read_by_library
+from tests.model.kernel_libraries import BACKENDS
 from tests.model.paging import PagedRun
 
 TOLERANCE = 1e-5
@@ -55,7 +56,7 @@ def expected(case: str, directory: Path, storage: str) -> list[Tensor]:
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_the_library(tmp_path: Path, case: str, storage: str) -> None:
     theirs = expected(case, tmp_path, storage)
-    for attention in ATTENTION_BACKENDS:
+    for attention in BACKENDS:
         model = load(tmp_path, attention)
         whole = model(torch.cat(texts()), AttentionMetadata.uncached(LENGTHS), None).split(LENGTHS)
         runs = {"whole": list(whole)}

@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from loadtest.inprocess import bench_kernels
-from model.kernels.kernel_library import Kernels
+from model.kernels.build import BuildError
 from tests.model.kernel_libraries import BUILDABLE, library_of
 
 ASKED = ["--shape", "S", "--batch", "2", "--context", "48", "--repeats", "2", "--threads", "1"]
@@ -18,16 +19,20 @@ def _small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_kernels, "_COLD_BYTES", 1)
     monkeypatch.setattr(bench_kernels, "_READ_BYTES", 2**20)
     monkeypatch.setattr(bench_kernels, "quiet_or_warned", lambda _: 0.0)
-    monkeypatch.setattr(bench_kernels, "KERNELS", Kernels())
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
 
 
 @pytest.mark.parametrize("level", list(BUILDABLE)[:1])
 @pytest.mark.parametrize(("flag", "kind"), [(None, "full"), ("--ragged", "ragged"), ("--prefill", "prefill")])
 def test_both_ways_are_timed_on_the_same_layers(
-    level: str, flag: str | None, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    level: str,
+    flag: str | None,
+    kind: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bench_kernels.KERNELS.loaded = library_of(level)
+    monkeypatch.setattr(bench_kernels, "load_kernels", lambda cache: library_of(level))
     out = tmp_path / "kernels.json"
     asked = [*ASKED, *([flag] if flag else []), "--out", str(out)]
     assert bench_kernels.main(asked) == 0
@@ -44,9 +49,6 @@ def test_both_ways_are_timed_on_the_same_layers(
 def test_without_kernels_there_is_nothing_to_measure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kernels = Kernels()
-    kernels.trouble = "no C++ compiler"
-    monkeypatch.setattr(kernels, "prepare", lambda cache: None)
-    monkeypatch.setattr(bench_kernels, "KERNELS", kernels)
+    monkeypatch.setattr(bench_kernels, "load_kernels", Mock(side_effect=BuildError("no C++ compiler")))
     assert bench_kernels.main(ASKED) == 1
     assert capsys.readouterr().err == "python -m loadtest.inprocess.bench_kernels: no C++ compiler\n"

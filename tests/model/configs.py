@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from model.attention.backends import ATTENTION_BACKENDS
 from model.config import ModelConfig
 from model.nn.transformer import Transformer
+from tests.model.kernel_libraries import BACKENDS
 
 ROTARY: dict[str, Any] = {
     "vocab_size": 300,
@@ -82,7 +82,7 @@ VARIANTS: dict[str, ModelConfig] = {
 
 def build(config: ModelConfig, attention: str = "sdpa", seed: int = 1) -> Transformer:
     """Return a random model with random biases and norms, so that a missing bias or norm shows."""
-    model = Transformer(config, ATTENTION_BACKENDS[attention])
+    model = Transformer(config, BACKENDS[attention])
     model.initialize(seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():

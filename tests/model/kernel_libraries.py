@@ -3,6 +3,8 @@
 import functools
 import shutil
 
+from model.attention.backends import ATTENTION_BACKENDS, AttentionBackend
+from model.attention.native import NativeAttention
 from model.kernels import build as build_module
 from model.kernels.build import SHIPPED, build, find_built
 from model.kernels.cpu_features import levels_here, runnable_levels
@@ -21,3 +23,9 @@ BUILDABLE = {
 def library_of(name: str) -> KernelLibrary:
     level = BUILDABLE[name]
     return KernelLibrary(find_built(level, (SHIPPED, CACHE)) or build(level, CACHE), level)
+
+
+# Attention backends of a CPU. Native attention is left out without a compiler.
+BACKENDS: dict[str, AttentionBackend] = dict(ATTENTION_BACKENDS)
+for _level in list(BUILDABLE)[:1]:
+    BACKENDS["native"] = NativeAttention(library_of(_level))

@@ -22,6 +22,7 @@ from model.config_enums import PositionKind, RopeScaling, RopeScalingKind
 from model.nn.position_embeddings import RotaryPositions, SinusoidalPositions
 from model.nn.transformer import Transformer
 from tests.model.configs import LLAMA3, ROTARY, VARIANTS, build
+from tests.model.kernel_libraries import BACKENDS
 
 
 def distances(length: int) -> torch.Tensor:
@@ -30,7 +31,7 @@ def distances(length: int) -> torch.Tensor:
     return (positions[:, None] - positions)[None]
 
 
-@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("window", [None, 3])
 def test_average_attention_is_the_mean_of_what_is_seen(backend: str, window: int | None) -> None:
     torch.manual_seed(0)
@@ -38,7 +39,7 @@ def test_average_attention_is_the_mean_of_what_is_seen(backend: str, window: int
     nothing = torch.empty(9, 4, 0), torch.empty(9, 2, 0)
     form = AttentionForm(layer=0, scale=8**-0.5, window=window, bias=None)
     metadata = AttentionMetadata.uncached((9,))
-    out_THD = ATTENTION_BACKENDS[backend].attend(*nothing, v_TKD, form=form, metadata=metadata, kv_cache=None)
+    out_THD = BACKENDS[backend].attend(*nothing, v_TKD, form=form, metadata=metadata, kv_cache=None)
     for token in range(9):
         seen = v_TKD[0 if window is None else max(0, token - window + 1) : token + 1]
         expected = seen.mean(dim=0).repeat_interleave(2, dim=0)

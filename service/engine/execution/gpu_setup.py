@@ -11,10 +11,11 @@ import torch
 
 from model.attention.backends import ATTENTION_BACKENDS, AttentionBackend
 from model.attention.kernel_selection import KernelContext, SelectedKernels, choose, fits
+from model.attention.native import NativeAttention
 from model.gpu.fused_modules import fuse
 from model.gpu.quantization import Quantization
 from model.gpu.quantization import choose as select_quantization
-from model.kernels.cpu_features import has_vector_level
+from model.kernels.kernel_library import KernelLibrary
 from model.nn.transformer import Transformer
 from service.engine.execution.cuda_graphs import Capture, CudaCapture
 from service.engine.execution.gpu_memory import LargestStep, free_device_bytes, measure
@@ -35,11 +36,14 @@ class Attending:
     recordable: bool
 
 
-def choose_attention(wanted: str, place: KernelContext) -> Attending:
+def choose_attention(wanted: str, place: KernelContext, library: KernelLibrary | None) -> Attending:
     """Return the attention backend of an --attention setting.
 
-    auto is native on a CPU whose vector instructions the native kernels support. Their scalar code is slower than
-    oneDNN. auto is paged on a GPU if the model's layers support paged attention, else sdpa.
+    auto is native with a kernel library, else sdpa on a CPU. auto is paged on a GPU if the model's layers support paged
+    attention, else sdpa.
+
+    Args:
+        library: native kernels that compute this model; None: sdpa replaces native.
 
     Raises:
         ValueError: paged with a model that does not support it, or native on a device other than a CPU.
@@ -47,12 +51,14 @@ def choose_attention(wanted: str, place: KernelContext) -> Attending:
     """
     fitting = fits(place.config)
     if wanted == "auto":
-        if place.device.type == "cpu":
-            wanted = "native" if has_vector_level() else "sdpa"
-        else:
-            wanted = "paged" if fitting else "sdpa"
+        on_gpu = "paged" if fitting else "sdpa"
+        wanted = "native" if place.device.type == "cpu" else on_gpu
     if wanted == "native" and place.device.type != "cpu":
         raise ValueError("--attention native works only on a CPU; omit it, or choose --device cpu")
+    if wanted == "native" and library is not None:
+        return Attending(backend=NativeAttention(library), name=wanted, recordable=False)
+    if wanted == "native":
+        wanted = "sdpa"
     if wanted != "paged":
         return Attending(backend=ATTENTION_BACKENDS[wanted], name=wanted, recordable=False)
     if not fitting:

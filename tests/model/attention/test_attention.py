@@ -5,12 +5,12 @@ import itertools
 import pytest
 import torch
 
-from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.eager import EagerAttention
 from model.attention.kv_cache import KVCache
 from model.attention.layer_spec import AttentionForm
 from model.attention.metadata import AttentionMetadata
 from tests.model.configs import VARIANTS, build
+from tests.model.kernel_libraries import BACKENDS
 from tests.model.paging import BLOCK_SIZE, PagedRun
 
 HEADS = [(1, 1), (4, 4), (4, 2), (4, 1), (6, 3)]
@@ -27,7 +27,7 @@ def test_uncached_backends_agree(num_heads: int, num_kv_heads: int, lengths: tup
     k_TKD, v_TKD = torch.randn(2, sum(lengths), num_kv_heads, 16)
     metadata = AttentionMetadata.uncached(lengths)
     eager, sdpa = (
-        ATTENTION_BACKENDS[name].attend(q_THD, k_TKD, v_TKD, form=PLAIN, metadata=metadata, kv_cache=None)
+        BACKENDS[name].attend(q_THD, k_TKD, v_TKD, form=PLAIN, metadata=metadata, kv_cache=None)
         for name in ("eager", "sdpa")
     )
     torch.testing.assert_close(sdpa, eager, atol=1e-5, rtol=1e-5)
@@ -64,7 +64,7 @@ def test_multi_head_equals_pytorchs_own_module() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("chunk", [1, 3, 4, 7, 64])
 def test_cached_chunks_equal_the_whole(variant: str, backend: str, chunk: int) -> None:
     """Ragged sequences in chunks, through the paged cache, give the logits of one uncached pass."""
@@ -111,7 +111,7 @@ def test_blocks_behind_the_window_are_not_read(num_queries: int) -> None:
     )
     q, k, v = (torch.randn(num_queries + 1, heads, 8) for heads in (4, 2, 2))
     form = AttentionForm(layer=0, scale=1.0, window=window, bias=None)
-    out = ATTENTION_BACKENDS["sdpa"].attend(q, k, v, form=form, metadata=metadata, kv_cache=cache)
+    out = BACKENDS["sdpa"].attend(q, k, v, form=form, metadata=metadata, kv_cache=cache)
     assert first_seen == 5 + (num_queries == 1)
     assert out.isfinite().all()
 
@@ -121,9 +121,9 @@ def test_bfloat16_stays_close_to_the_float32_oracle() -> None:
     q, k, v = (torch.randn(40, heads, 16).bfloat16() for heads in (4, 2, 2))
     metadata = AttentionMetadata.uncached((33, 7))
     eager, *others = (
-        backend.attend(q, k, v, form=PLAIN, metadata=metadata, kv_cache=None) for backend in ATTENTION_BACKENDS.values()
+        backend.attend(q, k, v, form=PLAIN, metadata=metadata, kv_cache=None) for backend in BACKENDS.values()
     )
-    assert len(others) == len(ATTENTION_BACKENDS) - 1
+    assert len(others) == len(BACKENDS) - 1
     for other in others:
         assert other.dtype == eager.dtype == torch.bfloat16
         torch.testing.assert_close(other.float(), eager.float(), atol=2e-2, rtol=2e-2)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.attention.backends import ATTENTION_BACKENDS, AttentionBackend
+from model.attention.backends import AttentionBackend
 from model.attention.cache_rounding import AsCached
 from model.attention.eager import EagerAttention, attention_weights
 from model.attention.kernel_selection import gathered, one_by_one
@@ -18,11 +18,12 @@ from model.attention.metadata import AttentionMetadata
 from model.attention.paged import PagedAttention
 from model.inspect.attention_weights import weights_of_layer
 from model.nn.transformer import Block, Transformer
+from tests.model import kernel_libraries
 from tests.model.configs import VARIANTS, build
 from tests.model.paging import PagedRun
 
 HALF = torch.float16
-BACKENDS: dict[str, AttentionBackend] = {**ATTENTION_BACKENDS, "paged": PagedAttention(gathered, one_by_one)}
+BACKENDS: dict[str, AttentionBackend] = {**kernel_libraries.BACKENDS, "paged": PagedAttention(gathered, one_by_one)}
 IDS = torch.randint(300, (40,), generator=torch.Generator().manual_seed(2))
 # A number, and its float16 value: ties go to even, and too large values saturate.
 HELD = [

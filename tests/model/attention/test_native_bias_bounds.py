@@ -11,7 +11,6 @@ from torch import Tensor
 from model.attention import native as native_module
 from model.attention.eager import EagerAttention
 from model.attention.score_biases import AlibiBias
-from model.kernels.kernel_library import Kernels
 from tests.model.attention.test_native_attention import FORM, TOLERANCES, Scene
 from tests.model.configs import VARIANTS
 from tests.model.kernel_libraries import BUILDABLE, library_of
@@ -34,13 +33,11 @@ def before_a_wall(tensor: Tensor) -> Tensor:
 def test_no_bias_is_read_behind_the_last(way: str, num_queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     biases = native_module._biases
     monkeypatch.setattr(native_module, "_biases", lambda *given: before_a_wall(biases(*given)))
-    kernels = Kernels()
-    kernels.loaded = library_of(way)
     scene = Scene((4, 4, 64, 16), [(num_queries, num_queries)])
     form = dataclasses.replace(
         FORM, bias=AlibiBias(dataclasses.replace(VARIANTS["none"], num_heads=4, num_kv_heads=4), None)
     )
     (ours,), (expected,) = (
-        scene.attend(backend, form) for backend in (native_module.NativeAttention(kernels), EagerAttention())
+        scene.attend(backend, form) for backend in (native_module.NativeAttention(library_of(way)), EagerAttention())
     )
     torch.testing.assert_close(ours, expected, atol=TOLERANCES[torch.float32], rtol=TOLERANCES[torch.float32])

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import logging
 import os
 import signal
 import stat
@@ -18,9 +17,9 @@ import pytest
 
 from model.kernels import build as build_module
 from model.kernels import kernel_library as loading_module
-from model.kernels.build import build, find_built, library_name
+from model.kernels.build import BuildError, build, find_built, library_name
 from model.kernels.cpu_features import LEVELS, Level, levels_here, runnable_levels
-from model.kernels.kernel_library import Kernels
+from model.kernels.kernel_library import load_kernels
 
 ROOT = Path(__file__).parents[3]
 LEVEL = LEVELS[-1]
@@ -194,49 +193,37 @@ def test_what_killed_builders_left_is_removed(compilations: Path, tmp_path: Path
     assert {path.name for path in cache.iterdir()} == {".building-new", "other", library_name(LEVEL)}
 
 
-def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_module, "_COMPILERS", ("no-such-compiler",))
-    assert trouble_of(tmp_path, caplog) == "no C++ compiler (no-such-compiler) is installed"
+    assert trouble_of(tmp_path) == "no C++ compiler (no-such-compiler) is installed"
 
 
-def test_a_compiler_that_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_compiler("#!/bin/sh\necho hello >&2\necho 'one.cpp:1: error: no' >&2\nexit 3\n", tmp_path, monkeypatch)
-    assert trouble_of(tmp_path, caplog) == f"{tmp_path}/compiler exited with status 3: one.cpp:1: error: no"
+    assert trouble_of(tmp_path) == f"{tmp_path}/compiler exited with status 3: one.cpp:1: error: no"
 
 
-def test_a_compiler_that_takes_too_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_compiler_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_compiler("#!/bin/sh\nexec sleep 60\n", tmp_path, monkeypatch)
     monkeypatch.setattr(build_module, "_COMPILE_SECONDS", 0.05)
-    assert trouble_of(tmp_path, caplog) == f"{tmp_path}/compiler took over 0.05 s"
+    assert trouble_of(tmp_path) == f"{tmp_path}/compiler took over 0.05 s"
 
 
-def test_a_cache_that_cannot_be_written(compilations: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_that_cannot_be_written(compilations: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    trouble = trouble_of(tmp_path / "file" / "cache", caplog)
+    trouble = trouble_of(tmp_path / "file" / "cache")
     assert trouble == f"{tmp_path}/file/cache cannot be written: Not a directory"
 
 
-def trouble_of(cache: Path, caplog: pytest.LogCaptureFixture) -> str:
-    """Return the reason that `Kernels` without a library report, which is the only warning of the log."""
-    kernels = Kernels()
-    with caplog.at_level(logging.WARNING):
-        kernels.prepare(cache)
-    assert kernels.loaded is None
-    assert kernels.trouble is not None
-    (record,) = caplog.records
-    assert record.getMessage() == f"no native kernels, PyTorch's kernels serve: {kernels.trouble}"
-    return kernels.trouble
+def trouble_of(cache: Path) -> str:
+    """Return the reason why no library can be loaded."""
+    with pytest.raises(BuildError) as failure:
+        load_kernels(cache)
+    return str(failure.value)
 
 
-def test_a_library_that_is_none_of_ours(compilations: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    kernels = Kernels()
-    kernels.prepare(tmp_path)
-    assert kernels.loaded is None
-    assert f"{tmp_path / library_name(levels_here()[0])} cannot be loaded" in (kernels.trouble or "")
+def test_a_library_that_is_none_of_ours(compilations: Path, tmp_path: Path) -> None:
+    assert f"{tmp_path / library_name(levels_here()[0])} cannot be loaded" in trouble_of(tmp_path)
 
 
 def test_a_level_needs_what_the_cpu_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 from model.kernels import kernel_library as loading_module
 from model.kernels.build import SHIPPED, build, find_built
 from model.kernels.cpu_features import levels_here
-from model.kernels.kernel_library import Kernels
+from model.kernels.kernel_library import load_kernels
 from tests.model.kernel_libraries import BUILDABLE, CACHE, library_of
 
 
@@ -79,7 +79,4 @@ def test_what_has_been_compiled_is_loaded(level: str, tmp_path: Path, monkeypatc
     assert path is not None
     monkeypatch.setattr(loading_module, "find_built", lambda *_: None)
     monkeypatch.setattr(loading_module, "build", lambda *_: path)
-    kernels = Kernels()
-    kernels.prepare(tmp_path)
-    assert kernels.loaded is not None
-    assert kernels.loaded.level == level
+    assert load_kernels(tmp_path).level == level

@@ -12,7 +12,6 @@ from torch import Tensor
 from model.attention.kv_cache import KVCache
 from model.attention.metadata import AttentionMetadata
 from model.attention.native import NativeAttention
-from model.kernels.kernel_library import Kernels
 from model.native.decode_call import Decoded
 from model.native.native_transformer import NativeTransformer
 from model.nn.linear import replace_linears
@@ -29,15 +28,14 @@ class Steps:
     """Decodes of some sequences from position `first` on, by one call and by two calls, with equal caches."""
 
     def __init__(self, level: str, variant: str, *, kind: str = "plain", width: int = 8) -> None:
-        kernels = Kernels()
-        kernels.loaded = library_of(level)
+        library = library_of(level)
         model = build(VARIANTS[variant]).to(torch.bfloat16)
-        attention = NativeAttention(kernels)
+        attention = NativeAttention(library)
         for block in model.layers:
             cast(Block, block).attention.backend = attention
         if kind != "plain":
             replace_linears(model, kind)
-        self.model = NativeTransformer(model, kernels.loaded)
+        self.model = NativeTransformer(model, library)
         self.caches = [self._cache(), self._cache()]
         self.ids_T = torch.tensor([5, 6, 7])
         self.contexts_B = torch.tensor([2, 3, 9])

@@ -14,18 +14,16 @@ import ctypes, resource, sys
 from pathlib import Path
 import torch
 from model.attention.native import NativeAttention
-from model.kernels.kernel_library import Kernels
 from tests.model.kernel_libraries import library_of
 from tests.model.attention.test_native_attention import Scene
 
 torch.set_num_threads(1)
-kernels = Kernels()
-kernels.loaded = library_of(sys.argv[1])
+library = library_of(sys.argv[1])
 small, large = Scene((4, 1, 64, 16), [(1, 1)]), Scene((64, 1, 256, 16), [(96, 96)])
-small.attend(NativeAttention(kernels))  # makes the library's thread-local variables
-attend = kernels.loaded.function
+small.attend(NativeAttention(library))  # makes the library's thread-local variables
+attend = library.function
 
-class Limited(type(kernels.loaded)):
+class Limited(type(library)):
     def __init__(self):
         self.level = sys.argv[1]
     def function(self, name, *types, result=None):
@@ -39,8 +37,7 @@ class Limited(type(kernels.loaded)):
             found(*arguments)
         return call
 
-kernels.loaded = Limited()
-large.attend(NativeAttention(kernels))
+large.attend(NativeAttention(Limited()))
 """
 
 

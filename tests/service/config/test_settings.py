@@ -358,4 +358,4 @@ def test_a_flag_that_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_choice_of_attention_is_the_table_of_backends() -> None:
     for kind in (ServeSettings, GenerateSettings):
         annotation = kind.model_fields["attention"].annotation
-        assert set(getattr(annotation, "__args__", ())) == set(ATTENTION_BACKENDS) | {"auto", "paged"}
+        assert set(getattr(annotation, "__args__", ())) == set(ATTENTION_BACKENDS) | {"auto", "native", "paged"}

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch import nn
 
 from model.checkpoint.manifest import Manifest, read_manifest
 from model.gpu.quantization import FORMATS, PLAIN, Quantization, QuantizedLinear
-from model.kernels.kernel_library import Kernels
+from model.kernels.build import CACHE, BuildError
+from model.kernels.kernel_library import KernelLibrary, load_kernels
 from service.config.settings import ModelSettings, SettingsError
 from service.engine.scheduling.config import EngineConfig
 from service.worker import engine_factory, memory_plan
@@ -65,7 +67,7 @@ def test_auto_threads_are_all_cpus_for_native_kernels_only(
 
 
 def test_auto_dtype_is_the_checkpoints_where_native_kernels_compute(
-    tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A bfloat16 checkpoint is computed in bfloat16 by the native kernels, and in float32 by PyTorch's."""
     stored = read_manifest(save_tiny_checkpoint(tmp_path / "bfloat16", dtype=torch.bfloat16))
@@ -84,10 +86,11 @@ def test_auto_dtype_is_the_checkpoints_where_native_kernels_compute(
         "sdpa": ("float32", "float32", False),
         "set": ("float32", "float32", True),
     }
-    monkeypatch.setattr(engine_factory, "KERNELS", Kernels())
-    monkeypatch.setattr(Kernels, "prepare", lambda self, cache: None)
+    monkeypatch.setattr(engine_factory, "load_kernels", Mock(side_effect=BuildError("no C++ compiler")))
     _, facts = build_engine(settings(stored.directory), stored)
     assert facts.dtype == "float32", "no kernels could be had"
+    (record,) = caplog.records
+    assert record.getMessage() == "no native kernels, PyTorch's kernels serve: no C++ compiler"
 
 
 def test_effective_values_give_the_reason_of_a_choice(manifest: Manifest, tiny_checkpoint: Path) -> None:
@@ -110,9 +113,12 @@ def test_kernels_are_prepared_where_they_are_to_serve(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared: list[Path] = []
-    kernels = Kernels()
-    monkeypatch.setattr(kernels, "prepare", prepared.append)
-    monkeypatch.setattr(engine_factory, "KERNELS", kernels)
+
+    def load(cache: Path) -> KernelLibrary:
+        prepared.append(cache)
+        return load_kernels(CACHE)
+
+    monkeypatch.setattr(engine_factory, "load_kernels", load)
     for wanted, found in (("auto", "native"), ("native", "native"), ("sdpa", "sdpa"), ("eager", "eager")):
         _, facts = build_engine(settings(tiny_checkpoint, attention=wanted, cache_dir=tiny_checkpoint), manifest)
         assert facts.attention == found
