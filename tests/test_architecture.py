@@ -240,7 +240,7 @@ def test_settings_are_the_only_reader_of_the_environment() -> None:
         and any(isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv") for n in ast.walk(tree(path)))
     ]
     # prometheus_client and OpenMP read their settings from the environment when they are loaded, so these files
-    # set it there. A prespawned process receives main's environment. XDG_CACHE_HOME places compiled kernels, for
+    # set it there. XDG_CACHE_HOME places compiled kernels, for
     # services, benchmarks and tests. The health check runs every few seconds, and importing the settings would
     # take 0.4 s of CPU time.
     assert set(readers) <= {
@@ -248,7 +248,6 @@ def test_settings_are_the_only_reader_of_the_environment() -> None:
             "service/config/settings.py",
             "service/metrics/recorder.py",
             "service/cli/main.py",
-            "service/supervisor/prespawned_worker.py",
         ),
         *("service/cli/healthcheck.py", "model/kernels/build.py"),
     }

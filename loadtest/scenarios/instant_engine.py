@@ -15,7 +15,7 @@ from service.config.settings import ServeSettings, SettingsError, read_settings
 from service.ipc.messages import Finish, FinishReason, StepStats, Submit, TokenDelta
 from service.server import build_server
 from service.supervisor.supervisor import StartError
-from service.worker.worker import EngineAPI
+from service.worker.worker import Worker
 
 _BLOCK_SIZE = 16
 _NUM_BLOCKS = 2**16
@@ -105,11 +105,11 @@ class InstantResult:
         )
 
 
-class InstantAPI(EngineAPI):
+class InstantAPI(Worker):
     """API that builds the instant engine in place of the service's engine."""
 
     def build(self) -> Any:
-        """Build the engine, see `EngineAPI.build`."""
+        """Build the engine, see `Worker.build`."""
         from service.worker.engine_factory import EngineFacts  # imports torch, which the API process must not hold
 
         facts = EngineFacts(
@@ -134,7 +134,7 @@ def serve_instantly(argv: Sequence[str]) -> int:
     try:
         settings = read_settings(ServeSettings, argv, command="serve", summary="")
         log_setup.configure(settings.log_level)
-        return build_server(settings, engine_api=InstantAPI).serve()
+        return build_server(settings, worker_class=InstantAPI).run()
     except (SettingsError, StartError) as error:
         logging.getLogger(__name__).error("%s", error)
         return 1

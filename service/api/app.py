@@ -34,8 +34,7 @@ from service.http.request_io import json_response
 from service.ipc.channel import Channel
 from service.ipc.messages import API_PATH, Command, CommandBatch, WorkerReady, decode_events, encode_commands
 from service.ipc.serving_path import get_serving_path
-from service.ipc.shared_state import Lifecycle
-from service.ipc.watchdog import Watchdog
+from service.ipc.shared_state import Lifecycle, Watchdog
 from service.metrics.recorder import EngineState, Metrics
 from service.preprocess.chat_renderer import ChatPrompts
 from service.preprocess.request_processor import RequestProcessor

@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from service.config.command_settings import (
 )
 from service.config.settings import GenerateSettings, ServeSettings, SettingsError, read_settings
 from service.config.torch_environment import LIBRARY_ENVIRONMENT
-from service.supervisor.prespawned_worker import EARLY_WORKER
+from service.supervisor.worker_process import WorkerProcess
 
 # Optional dependencies (extras in pyproject.toml), which serving does not need.
 EXTRA_MODULES = ("matplotlib",)
@@ -95,16 +96,19 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
     # Set before torch is loaded, in this process or in a worker, which inherits the environment.
     for variable, value in LIBRARY_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
+    worker: WorkerProcess | None = None
     try:
         given: object = argv
         if command.settings is not None:
             summary = " ".join((command.settings.__doc__ or "").split())
             given = read_settings(command.settings, argv, command=name, summary=summary)
         if isinstance(given, ServeSettings):
-            EARLY_WORKER.begin(given.checkpoint)
+            # The worker imports at the same time as main: imports take most of a small model's start.
+            with suppress(OSError):  # the supervisor tries again, and then reports the error
+                worker = WorkerProcess(given.checkpoint)
         module = importlib.import_module(command.module)
         raise_on_interrupt()
-        code: int = module.main(given)
+        code: int = module.main(given) if worker is None else module.main(given, worker)
         sys.stdout.flush()
     except SettingsError as error:
         print(f"kvasir {name}: {error}", file=sys.stderr)
@@ -121,7 +125,8 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
     except KeyboardInterrupt:
         return EXIT_CODE
     finally:
-        EARLY_WORKER.end()
+        if worker is not None:
+            worker.close()
     return code
 
 

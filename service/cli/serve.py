@@ -10,14 +10,18 @@ from service.config import log_setup
 from service.config.settings import ServeSettings
 from service.server import build_server
 from service.supervisor.supervisor import StartError
+from service.supervisor.worker_process import WorkerProcess
 
 
-def main(settings: ServeSettings) -> int:
-    """Serve until a signal or a failure. Exit codes: 0 after a drain, 1 failure, 2 invalid settings."""
+def main(settings: ServeSettings, worker: WorkerProcess | None = None) -> int:
+    """Serve until a signal or a failure. Exit codes: 0 after a drain, 1 failure, 2 invalid settings.
+
+    Args:
+        worker: first worker, if the process has been started already.
+    """
     try:
         log_setup.configure(settings.log_level)
-        server = build_server(settings)
-        return server.serve()
+        return build_server(settings, worker=worker).run()
     except (StartError, CheckpointError, TokenizerError, ChatTemplateError, GenerationConfigError) as error:
         if str(error):
             print(f"kvasir serve: {error}", file=sys.stderr)

@@ -3,16 +3,13 @@
 import logging
 import sys
 
-import litserve
-
 
 def configure(level: str) -> None:
-    """Set up logging in this process. LitServe's log lines are limited to warnings and errors."""
+    """Set up logging in this process. LitServe writes warnings and errors only."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(processName)s: %(message)s"))
-    for name in ("service", "model"):
+    for name, lowest in (("service", level.upper()), ("model", level.upper()), ("litserve", "WARNING")):
         ours = logging.getLogger(name)
         ours.handlers[:] = [handler]
-        ours.setLevel(level.upper())
+        ours.setLevel(lowest)
         ours.propagate = False
-    litserve.configure_logging("warning", stream=sys.stderr)

@@ -1,9 +1,9 @@
-"""Unix sockets between the API process and the worker: commands one way, events the other way.
+"""Unix socket between the API process and the worker, which carries commands to the worker and events back.
 
 The event loop of the API process reads a message and delivers it in the same iteration. The worker's engine loop reads
 commands before each step. No other process or thread handles a message.
 
-The sockets use sequenced packets (unix(7)), which are written whole or not at all. A process that dies while it writes
+The socket uses sequenced packets (unix(7)), which are written whole or not at all. A process that dies while it writes
 therefore leaves no partial packet. A longer message is split into packets; its first packet is marked, so that the
 reader drops a message whose beginning or end is missing.
 """
@@ -14,9 +14,6 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NoReturn
-
-from litserve.transport.base import MessageTransport
 
 # The default send buffer of a socket (net.core.wmem_default) holds three packets.
 _PACKET_BYTES = 2**16
@@ -28,59 +25,22 @@ _RETRY_SECONDS = 0.01
 _MAX_PACKETS_A_TURN = 16
 
 
-class Channel(MessageTransport):  # type: ignore[misc]  # litserve has no types
-    """LitServe message transport with one API process. Created before the processes; each has all socket ends.
+class Channel:
+    """The API process's end of the socket, and the worker's end, which main keeps for the next worker.
 
-    The API process calls `submit`, `discard_unsent` and `deliver_to`, in one event loop. The worker calls `send` and
-    `receive`. Only one worker uses the channel at a time: a replacement begins after the worker that it replaces.
+    Created in main before the processes. The API process calls `submit`, `discard_unsent` and `deliver_to`, in one
+    event loop. Only one worker uses its end at a time: a replacement begins after the worker that it replaces.
     """
 
     def __init__(self) -> None:
-        self._sockets: tuple[socket.socket, ...] = (*_socket_pair(), *_socket_pair())
-        self._prepare()
-
-    def __getstate__(self) -> tuple[socket.socket, ...]:
-        """Return the sockets, which multiprocessing passes to a new worker as file descriptors."""
-        return self._sockets
-
-    def __setstate__(self, sockets: tuple[socket.socket, ...]) -> None:
-        self._sockets = sockets
-        self._prepare()
-
-    def _prepare(self) -> None:
-        event_reader, self._event_writer, command_reader, self._command_writer = self._sockets
-        for end in (event_reader, command_reader, self._command_writer):
-            end.setblocking(False)
-        self._events, self._commands = _MessageReader(event_reader), _MessageReader(command_reader)
-        self._sending = threading.Lock()
+        self._socket, self.worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (self._socket, self.worker_end):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_BUFFER_BYTES)  # the kernel caps this value
+        self._events = _MessageReader(self._socket)
         self._unsent: deque[list[bytes | memoryview]] = deque()
         self._is_full = False
         self._deliver: Callable[[bytes], None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._poll = select.poll()
-        self._poll.register(command_reader.fileno(), select.POLLIN)
-
-    # The worker.
-
-    def send(self, item: bytes, consumer_id: int = 0) -> None:
-        """Send a message to the API process. Thread-safe; blocks while the socket is full.
-
-        Raises:
-            OSError: the channel is closed.
-        """
-        with self._sending:
-            for packet in _packets(item):
-                self._event_writer.sendmsg(packet)
-
-    def receive(self, timeout_seconds: float) -> bytes | None:
-        """Return the next message of the API process; None if none has arrived whole before the timeout."""
-        message = self._commands.read()
-        if message is None and timeout_seconds > 0.0:
-            self._poll.poll(1000.0 * timeout_seconds)
-            message = self._commands.read()
-        return message
-
-    # The API process.
 
     def submit(self, message: bytes) -> None:
         """Send a message to the worker. Packets that the socket cannot take now wait in this process, in order."""
@@ -94,14 +54,14 @@ class Channel(MessageTransport):  # type: ignore[misc]  # litserve has no types
 
     def _flush(self) -> None:
         if self._is_full:
-            asyncio.get_running_loop().remove_writer(self._command_writer.fileno())
+            asyncio.get_running_loop().remove_writer(self._socket.fileno())
             self._is_full = False
         while self._unsent:
             try:
-                self._command_writer.sendmsg(self._unsent[0])
+                self._socket.sendmsg(self._unsent[0], (), socket.MSG_DONTWAIT)
             except BlockingIOError:
                 self._is_full = True
-                asyncio.get_running_loop().add_writer(self._command_writer.fileno(), self._flush)
+                asyncio.get_running_loop().add_writer(self._socket.fileno(), self._flush)
                 return
             except OSError:  # the kernel has no memory for the packet now
                 self._is_full = True
@@ -112,7 +72,7 @@ class Channel(MessageTransport):  # type: ignore[misc]  # litserve has no types
     def deliver_to(self, deliver: Callable[[bytes], None]) -> None:
         """Call `deliver` with each message of a worker, in the running event loop. `deliver` must not raise."""
         self._deliver, self._loop = deliver, asyncio.get_running_loop()
-        self._loop.add_reader(self._events.source.fileno(), self._read)
+        self._loop.add_reader(self._socket.fileno(), self._read)
 
     def _read(self) -> None:
         """Read one message and deliver it. The event loop calls again for the next message or the rest of a long one.
@@ -123,25 +83,49 @@ class Channel(MessageTransport):  # type: ignore[misc]  # litserve has no types
             assert self._deliver is not None
             self._deliver(message)
 
-    async def areceive(self, consumer_id: int, timeout: float | None = None, block: bool = True) -> NoReturn:
-        """Wait until cancelled. LitServe's reader task calls this; messages arrive by `deliver_to` instead."""
-        await asyncio.get_running_loop().create_future()
-        raise AssertionError("this future never gets a result")
-
-    def close(self, send_sentinel: bool = True) -> None:
-        """Stop sending and receiving in this process. Other processes have their own socket ends."""
+    def close(self) -> None:
+        """Stop sending and receiving in this process. Other processes have their own copies of the socket ends."""
         if self._loop is not None:
-            self._loop.remove_reader(self._events.source.fileno())
-            self._loop.remove_writer(self._command_writer.fileno())
-        for end in self._sockets:
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_writer(self._socket.fileno())
+        for end in (self._socket, self.worker_end):
             end.close()
 
 
+class WorkerChannel:
+    """The worker's end of the channel."""
+
+    def __init__(self, worker_end: socket.socket) -> None:
+        self._socket = worker_end
+        self._commands = _MessageReader(worker_end)
+        self._sending = threading.Lock()
+        self._poll = select.poll()
+        self._poll.register(worker_end.fileno(), select.POLLIN)
+
+    def send(self, message: bytes) -> None:
+        """Send a message to the API process. Thread-safe; blocks while the socket is full.
+
+        Raises:
+            OSError: the channel is closed.
+        """
+        with self._sending:
+            for packet in _packets(message):
+                self._socket.sendmsg(packet)
+
+    def receive(self, timeout_seconds: float) -> bytes | None:
+        """Return the next message of the API process; None if none has arrived whole before the timeout."""
+        message = self._commands.read()
+        if message is None and timeout_seconds > 0.0:
+            self._poll.poll(1000.0 * timeout_seconds)
+            message = self._commands.read()
+        return message
+
+
 class _MessageReader:
-    """Reader that joins the packets of a non-blocking socket into messages."""
+    """Reader that joins the packets of a socket into messages, and never blocks."""
 
     def __init__(self, source: socket.socket) -> None:
-        self.source = source
+        self._source = source
         self._packet = memoryview(bytearray(1 + _PACKET_BYTES))
         self._gathered = bytearray()
         self._is_gathering = False
@@ -153,7 +137,7 @@ class _MessageReader:
         """
         for _ in range(_MAX_PACKETS_A_TURN):
             try:
-                num_bytes = self.source.recv_into(self._packet)
+                num_bytes = self._source.recv_into(self._packet, 0, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return None
             flags = self._packet[0]
@@ -167,13 +151,6 @@ class _MessageReader:
                 self._is_gathering = False
                 return bytes(self._gathered)
         return None
-
-
-def _socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Return a reader and a writer."""
-    reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    writer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_BUFFER_BYTES)  # the kernel caps this value
-    return reader, writer
 
 
 def _packets(message: bytes) -> Iterator[list[bytes | memoryview]]:

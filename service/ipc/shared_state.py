@@ -1,18 +1,25 @@
-"""State shared by all processes of the service, in shared memory created before the processes start.
+"""State shared by all processes of the service, and watchdogs over its heartbeats.
 
 Each word has one writer. No word needs a lock that a killed process could leave locked.
 """
 
 import contextlib
+import mmap
 import os
 import time
+from collections.abc import Callable
 from ctypes import c_double, c_int, c_long
-from dataclasses import dataclass, field
 from enum import IntEnum
-from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 
 from model.system.parent_death import end_with_parent
+
+# A longer gap between two checks means that the checking process itself was paused, as with a paused container.
+_MOST_BETWEEN_LOOKS = 1.0
+
+
+# Size of the shared words, each in 8 bytes.
+_NUM_BYTES = 96
 
 
 class Phase(IntEnum):
@@ -24,9 +31,8 @@ class Phase(IntEnum):
     STOPPING = 3  # everything ends now; child processes obey SIGTERM only in this phase
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Lifecycle:
-    """Words shared by main, the API process (by fork) and the workers (as a process argument).
+    """Words shared by main, the API process (by fork) and the workers (by file descriptor).
 
     phase: a `Phase`; written by main.
     phase_seconds: `time.monotonic()` at which the phase began; written by main.
@@ -39,21 +45,34 @@ class Lifecycle:
     num_active: requests to the engine whose response is not finished; written by the API process.
     num_blocks: blocks of the KV-cache, 0 before the first worker has set it. Later workers use the same number.
     has_standby_memory: 0 if memory does not suffice for a standby worker; written by the first worker.
+
+    Args:
+        main_pid: process id of main.
+        descriptor: memory file of main's object; None creates the memory.
     """
 
-    main_pid: int
-    phase: c_int = field(default_factory=lambda: RawValue(c_int, Phase.STARTING))
-    phase_seconds: c_double = field(default_factory=lambda: RawValue(c_double, 0.0))
-    epoch: c_int = field(default_factory=lambda: RawValue(c_int, 0))
-    num_killed: c_int = field(default_factory=lambda: RawValue(c_int, 0))
-    num_exited: c_int = field(default_factory=lambda: RawValue(c_int, 0))
-    epoch_seconds: c_double = field(default_factory=lambda: RawValue(c_double, 0.0))
-    ready_epoch: c_int = field(default_factory=lambda: RawValue(c_int, -1))
-    num_heartbeats: c_long = field(default_factory=lambda: RawValue(c_long, 0))
-    num_api_beats: c_long = field(default_factory=lambda: RawValue(c_long, 0))
-    num_active: c_int = field(default_factory=lambda: RawValue(c_int, 0))
-    num_blocks: c_int = field(default_factory=lambda: RawValue(c_int, 0))
-    has_standby_memory: c_int = field(default_factory=lambda: RawValue(c_int, 1))
+    def __init__(self, *, main_pid: int, descriptor: int | None = None) -> None:
+        self.main_pid = main_pid
+        self.descriptor = os.memfd_create("kvasir-lifecycle") if descriptor is None else descriptor
+        os.ftruncate(self.descriptor, _NUM_BYTES)
+        memory = mmap.mmap(self.descriptor, _NUM_BYTES)
+        self.phase = c_int.from_buffer(memory, 0)
+        self.phase_seconds = c_double.from_buffer(memory, 8)
+        self.epoch = c_int.from_buffer(memory, 16)
+        self.num_killed = c_int.from_buffer(memory, 24)
+        self.num_exited = c_int.from_buffer(memory, 32)
+        self.epoch_seconds = c_double.from_buffer(memory, 40)
+        self.ready_epoch = c_int.from_buffer(memory, 48)
+        self.num_heartbeats = c_long.from_buffer(memory, 56)
+        self.num_api_beats = c_long.from_buffer(memory, 64)
+        self.num_active = c_int.from_buffer(memory, 72)
+        self.num_blocks = c_int.from_buffer(memory, 80)
+        self.has_standby_memory = c_int.from_buffer(memory, 88)
+        if descriptor is None:
+            self.ready_epoch.value, self.has_standby_memory.value = -1, 1
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
 
     def enter(self, phase: Phase) -> None:
         """Begin a phase; main only."""
@@ -86,6 +105,35 @@ class Lifecycle:
         """Exit if main is gone."""
         if os.getppid() != self.main_pid:
             os._exit(1)
+
+
+class Watchdog:
+    """Watchdog of one process. Call `silence` more than once a second.
+
+    Args:
+        sign: returns a value that changes with each heartbeat.
+        clock: returns seconds.
+    """
+
+    def __init__(self, sign: Callable[[], object], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._sign = sign
+        self._clock = clock
+        self._last_look = clock()
+        self._last_sign: object = None
+        self._silence = 0.0
+
+    def silence(self) -> float:
+        """Return the seconds since the last heartbeat. A gap between two calls counts as at most 1 s."""
+        now, sign = self._clock(), self._sign()
+        elapsed, self._last_look = now - self._last_look, now
+        self._silence += min(elapsed, _MOST_BETWEEN_LOOKS)
+        if sign != self._last_sign:
+            self.forgive(sign)
+        return self._silence
+
+    def forgive(self, sign: object = None) -> None:
+        """Reset the silence to 0, after the caller has acted upon it."""
+        self._last_sign, self._silence = sign, 0.0
 
 
 def name_process(name: str) -> None:

@@ -1,33 +1,40 @@
-"""Supervision of the child processes by the main process.
+"""Main process: starts, watches, replaces and ends the API process and the worker, in one thread.
 
-A dead worker is replaced. If the API process dies, the service ends. A process that hangs is killed. Both processes
-write heartbeats to shared memory.
+A dead worker is replaced. If the API process dies, the service ends, since a restart could not restore the clients'
+connections. A process that hangs is killed. Both processes write heartbeats to shared memory.
 """
 
+import errno
 import logging
+import os
 import signal
-import threading
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import connection
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import NoReturn, Protocol
+from types import FrameType
 
-from service.ipc.shared_state import Lifecycle, Phase
-from service.ipc.watchdog import Watchdog
-from service.worker.standby import Standby
+from service.ipc.shared_state import Lifecycle, Phase, Watchdog
+from service.supervisor.worker_process import WorkerProcess
 from service.worker.worker import EXIT_SETTINGS, EXIT_START_FAILED
 
 logger = logging.getLogger(__name__)
 
 # Interval of heartbeat checks. The kernel reports the end of a process at once.
-CHECK_SECONDS = 0.5
+_CHECK_SECONDS = 0.5
+# Interval of checks while the first worker starts, and while the service drains.
+_SHORT_CHECK_SECONDS = 0.02
 # A later start may take this many times as long as the first start, in addition to --hang-seconds.
 _SLOWEST_START = 10.0
 # The service ends at more worker deaths per minute, as restarts would go on forever.
 _MAX_WORKER_DEATHS_A_MINUTE = 5
+# Deaths of standby workers, or failed starts, after which no further standby is started.
+_MAX_STANDBY_DEATHS = 3
+# Time limit for the API process to close its connections after the drain.
+API_CLOSE_SECONDS = 5
 
 
 class StartError(RuntimeError):
@@ -42,26 +49,17 @@ class StartError(RuntimeError):
         self.exit_code = exit_code
 
 
-class Launch(Protocol):
-    """Function that starts the worker of an epoch. With `word`, it starts a standby that waits for a message."""
-
-    def __call__(self, epoch: int, word: Connection | None = None) -> BaseProcess: ...
-
-
-class Fail(Protocol):
-    """Function that ends the service for the reason in `message`, and first kills `hung`, if given."""
-
-    def __call__(self, message: str, hung: BaseProcess | None = None) -> None: ...
-
-
 class Supervisor:
-    """Supervisor of the child processes, in the main process.
+    """Supervisor of the child processes.
 
     Args:
-        launch: starts a worker.
-        fail: ends the service.
+        worker: first worker, which has been started.
+        start_worker: starts a worker; True starts a standby, which imports at low priority.
+        begin: lets a worker load the model and serve.
+        start_api: starts the API process.
         has_standby: keep a standby worker.
         hang_seconds: silence after which a process is killed; 0 for never.
+        drain_seconds: longest wait for running requests after the first signal.
         clock: returns seconds.
     """
 
@@ -69,132 +67,228 @@ class Supervisor:
         self,
         lifecycle: Lifecycle,
         *,
-        launch: Launch,
-        fail: Fail,
+        worker: WorkerProcess,
+        start_worker: Callable[[bool], WorkerProcess],
+        begin: Callable[[WorkerProcess], None],
+        start_api: Callable[[], BaseProcess],
         has_standby: bool,
         hang_seconds: float,
+        drain_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lifecycle = lifecycle
-        self._launch = launch
-        self._fail = fail
-        self._has_standby = has_standby
-        self._hang_seconds = hang_seconds
-        self._deaths: deque[float] = deque(maxlen=_MAX_WORKER_DEATHS_A_MINUTE)
-        self._standby = Standby(lambda word: launch(lifecycle.epoch.value + 1, word))
+        self._worker = worker
+        self._start_worker, self._begin, self._start_api = start_worker, begin, start_api
+        self._has_standby, self._hang_seconds, self._drain_seconds = has_standby, hang_seconds, drain_seconds
         self._clock = clock
-        self._start_seconds: float | None = None  # duration of the first worker's start
-        self._api_dog = Watchdog(lambda: lifecycle.num_api_beats.value, clock=clock)
-        self._worker_dog = Watchdog(lambda: lifecycle.worker_signs, clock=clock)
-        self._hung: BaseProcess | None = None  # worker killed because it hung
-        self._launching = threading.Lock()  # one thread replaces workers, another starts standbys
+        self._api: BaseProcess | None = None
+        self._standby: WorkerProcess | None = None
+        self._num_standby_deaths = 0
+        self._deaths: deque[float] = deque(maxlen=_MAX_WORKER_DEATHS_A_MINUTE)
+        self._start_seconds = 0.0  # duration of the first worker's start
+        self._api_watchdog = Watchdog(lambda: lifecycle.num_api_beats.value, clock=clock)
+        self._worker_watchdog = Watchdog(lambda: lifecycle.worker_signs, clock=clock)
+        self._hung: WorkerProcess | None = None  # worker that was killed because it hung
+        self._is_hurried = False
+        self._exit_code = 0
+        self._signalled = os.eventfd(0, os.EFD_NONBLOCK)
 
-    def replace(self, dead: BaseProcess) -> BaseProcess:
-        """Replace a dead worker and return the new worker; return `dead` if the service ends instead."""
-        if self._lifecycle.phase.value == Phase.STOPPING:
-            return dead
-        cause = "was killed because it hung" if dead is self._hung else cause_of_death(dead)
-        now = time.monotonic()
+    def run(self) -> int:
+        """Run the service until a signal or a failure ends it. Return 0 after a drain, 1 after a failure.
+
+        Raises:
+            StartError: the first worker ended before it was ready, or a process cannot be started.
+        """
+        signal.signal(signal.SIGTERM, self.on_signal)
+        signal.signal(signal.SIGINT, self.on_signal)
+        lifecycle = self._lifecycle
+        lifecycle.epoch_seconds.value = began = self._clock()
+        try:
+            self._begin(self._worker)
+            while lifecycle.ready_epoch.value < 0:
+                if lifecycle.phase.value != Phase.STARTING:
+                    return 0
+                if self._worker.exitcode is not None:
+                    raise failed_start(self._worker)
+                connection.wait([self._signalled], _SHORT_CHECK_SECONDS)
+            self._start_seconds = self._clock() - began
+            if lifecycle.phase.value == Phase.STARTING:
+                lifecycle.enter(Phase.SERVING)
+            self._api = api = self._start_api()
+            while lifecycle.phase.value != Phase.STOPPING:
+                self._wait(api)
+                self.check(api)
+        except OSError as error:  # such as a limit of processes
+            raise StartError(f"the service cannot run: {error}") from error
+        finally:
+            self.end()
+        return self._exit_code
+
+    def _wait(self, api: BaseProcess) -> None:
+        """Wait for a signal, for the end of a child process, or until the next check is due."""
+        is_draining = self._lifecycle.phase.value == Phase.DRAINING
+        self._worker.has_imported()  # reads the report, so that the sentinel means the end of the process
+        sentinels = [self._signalled, api.sentinel, self._worker.sentinel]
+        connection.wait(sentinels, _SHORT_CHECK_SECONDS if is_draining else _CHECK_SECONDS)
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._signalled)
+
+    def check(self, api: BaseProcess) -> None:
+        """Check all child processes once, and replace a dead worker or standby."""
+        lifecycle = self._lifecycle
+        if lifecycle.phase.value == Phase.DRAINING and self._is_drained():
+            logger.info("stopping: %s", _requests(lifecycle.num_active.value, "cut off"))
+            lifecycle.enter(Phase.STOPPING)
+        elif not api.is_alive():
+            self._fail(f"the API process {cause_of_death(api.exitcode)}")
+        elif self._worker.exitcode is not None:
+            self._replace_worker()
+        elif self._hang_seconds and self._end_hung(api):
+            pass
+        elif lifecycle.has_standby_memory.value and lifecycle.ready_epoch.value == lifecycle.epoch.value:
+            self._keep_standby()
+
+    def _is_drained(self) -> bool:
+        elapsed = time.monotonic() - self._lifecycle.phase_seconds.value
+        return not self._lifecycle.num_active.value or self._is_hurried or elapsed > self._drain_seconds
+
+    def _replace_worker(self) -> None:
+        """Replace the dead worker by the standby if the standby has completed its imports, else by a new process.
+
+        A standby that still imports is killed: it imports at the lowest priority, so a new process is ready sooner.
+        """
+        dead, lifecycle, now = self._worker, self._lifecycle, self._clock()
+        cause = "was killed because it hung" if dead is self._hung else cause_of_death(dead.exitcode)
         if len(self._deaths) == self._deaths.maxlen and now - self._deaths[0] < 60.0:
             self._fail(f"the worker died {len(self._deaths) + 1} times within a minute ({cause}); giving up")
-            return dead
+            return
         self._deaths.append(now)
         logger.error("the worker %s; starting another worker, which resumes the unfinished requests", cause)
-        restarts = self._lifecycle.num_killed if (dead.exitcode or 0) < 0 else self._lifecycle.num_exited
+        restarts = lifecycle.num_killed if (dead.exitcode or 0) < 0 else lifecycle.num_exited
         restarts.value += 1
-        with self._launching:
-            self._lifecycle.epoch_seconds.value = now
-            self._lifecycle.epoch.value += 1
-            try:
-                return self._standby.begin() or self._launch(self._lifecycle.epoch.value)
-            except (OSError, ValueError) as error:  # ValueError: main has closed its sockets
-                if self._lifecycle.phase.value != Phase.STOPPING:
-                    self._fail(f"no other worker can be started: {error}")
-                return dead
+        lifecycle.epoch_seconds.value = now
+        lifecycle.epoch.value += 1
+        dead.close()
+        standby, self._standby = self._standby, None
+        if standby is not None and not standby.has_imported():
+            standby.close()
+            standby = None
+        try:
+            self._worker = standby or self._start_worker(False)
+            self._begin(self._worker)
+        except OSError as error:
+            self._fail(f"no other worker can be started: {error}")
 
-    def keep_worker(self, workers: list[BaseProcess]) -> None:
-        """Replace the worker in `workers[0]` whenever it has ended, until the service ends.
-
-        Run in a thread of its own that outlives the workers: the kernel kills a worker when the thread that started it
-        ends.
-        """
-        while True:
-            dead = workers[0]
-            while dead.is_alive():
-                connection.wait([dead.sentinel], CHECK_SECONDS)
-            workers[0] = self.replace(dead)
-            if workers[0] is dead:
+    def _keep_standby(self) -> None:
+        """Start a standby worker if one is wanted and none is alive."""
+        if self._standby is not None:
+            if self._standby.exitcode is None:
                 return
+            self._num_standby_deaths += 1
+            logger.warning("the standby worker died")
+            self._standby.close()
+            self._standby = None
+        if self._has_standby and self._num_standby_deaths < _MAX_STANDBY_DEATHS:
+            try:
+                self._standby = self._start_worker(True)
+            except OSError as error:  # no memory, or too many processes: the service runs without a standby
+                self._num_standby_deaths += 1
+                logger.warning("no standby worker can be started: %s", error)
 
-    def keep_watch(self, *, api: BaseProcess, worker: Callable[[], BaseProcess]) -> NoReturn:
-        """Call `watch` at intervals, and at once when `api` ends. Run it as `keep_worker` is run."""
-        while True:
-            self.watch(api=api, worker=worker)
-            is_over = self._lifecycle.phase.value == Phase.STOPPING
-            connection.wait([] if is_over else [api.sentinel], CHECK_SECONDS)
-
-    def watch(self, *, api: BaseProcess, worker: Callable[[], BaseProcess]) -> None:
-        """Check both child processes once, and start a standby worker if one is missing.
-
-        A hung worker is killed, and `keep_worker` replaces it. The service ends without the API process: a restart
-        could not restore the clients' connections.
-        """
-        lifecycle = self._lifecycle
-        if lifecycle.phase.value == Phase.STOPPING:
-            return
-        if self._start_seconds is None:
-            self._start_seconds = self._clock() - lifecycle.epoch_seconds.value
-        if not api.is_alive():
-            self._fail(f"the API process {cause_of_death(api)}")
-        elif self._hang_seconds and self._end_hung(api=api, worker=worker):
-            pass
-        elif self._wants_standby and lifecycle.ready_epoch.value == lifecycle.epoch.value:
-            with self._launching:
-                self._standby.keep()
-
-    @property
-    def _wants_standby(self) -> bool:
-        return self._has_standby and self._lifecycle.has_standby_memory.value != 0
-
-    def _end_hung(self, *, api: BaseProcess, worker: Callable[[], BaseProcess]) -> bool:
+    def _end_hung(self, api: BaseProcess) -> bool:
         """Kill a process that has been silent for too long. Return True if there was one."""
         limit = self._hang_seconds
-        if self._api_dog.silence() > limit and self._lifecycle.num_api_beats.value:
-            self._fail(f"the API process sent no heartbeat for {limit:g} s", api)
+        if self._api_watchdog.silence() > limit and self._lifecycle.num_api_beats.value:
+            self._fail(f"the API process sent no heartbeat for {limit:g} s")
+            api.kill()
             return True
-        limit += self._loading_seconds()
-        if self._worker_dog.silence() > limit:
+        if self._lifecycle.ready_epoch.value != self._lifecycle.epoch.value:
+            limit += _SLOWEST_START * self._start_seconds
+        if self._worker_watchdog.silence() > limit:
             logger.error("the worker made no progress for %g s; killing it", limit)
-            self._worker_dog.forgive()
-            self._hung = worker()
-            self._hung.kill()
+            self._worker_watchdog.forgive()
+            self._hung = self._worker
+            self._worker.kill()
             return True
         return False
 
-    def _loading_seconds(self) -> float:
-        """Return the additional silence allowed to a worker that is still starting; 0 once it is up."""
-        if self._lifecycle.ready_epoch.value == self._lifecycle.epoch.value or self._start_seconds is None:
-            return 0.0
-        return _SLOWEST_START * self._start_seconds
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Drain on the first signal, stop on the second. Do nothing in a forked child, which inherits this handler."""
+        if os.getpid() != self._lifecycle.main_pid:
+            return
+        if self._lifecycle.phase.value >= Phase.DRAINING:
+            self._is_hurried = True
+        else:
+            if self._lifecycle.phase.value == Phase.SERVING:
+                logger.info("draining: %s", _requests(self._lifecycle.num_active.value, "running"))
+            self._lifecycle.enter(Phase.DRAINING)
+        os.eventfd_write(self._signalled, 1)
+
+    def _fail(self, message: str) -> None:
+        logger.error("%s", message)
+        self._exit_code = 1
+        self._lifecycle.enter(Phase.STOPPING)
 
     def end(self) -> None:
-        """Kill the standby worker and start no other."""
-        with self._launching:
-            self._has_standby = False
-            self._standby.close()
+        """End the API process, then all workers."""
+        self._lifecycle.enter(Phase.STOPPING)
+        if self._api is not None:
+            self._api.terminate()
+            self._api.join(API_CLOSE_SECONDS)
+            self._api.kill()
+            self._api.join()
+        for worker in (self._worker, self._standby):
+            if worker is not None:
+                worker.close()
 
 
-def failed_start(worker: BaseProcess) -> StartError:
+def check_port(host: str, port: int) -> None:
+    """Check that the service can listen on this port, before the model is loaded.
+
+    Listens for a moment, because bind() alone succeeds even while another server is loading on the same port.
+
+    Raises:
+        StartError: the service cannot listen.
+    """
+    try:
+        with bind_port(host, port) as probe:
+            probe.listen()
+    except OSError as error:
+        reason = "is in use; choose another with --port" if error.errno == errno.EADDRINUSE else error.strerror
+        raise StartError(f"port {port} on {host} {reason}") from None
+
+
+def bind_port(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to the port, and does not listen yet.
+
+    Raises:
+        OSError: the port cannot be bound.
+    """
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def failed_start(worker: WorkerProcess) -> StartError:
     """Return the error for a worker that ended before it was ready."""
     if worker.exitcode in (EXIT_START_FAILED, EXIT_SETTINGS):
         return StartError("", exit_code=2 if worker.exitcode == EXIT_SETTINGS else 1)
-    return StartError(f"the worker {cause_of_death(worker)} while starting")
+    return StartError(f"the worker {cause_of_death(worker.exitcode)} while starting")
 
 
-def cause_of_death(process: BaseProcess) -> str:
+def cause_of_death(exitcode: int | None) -> str:
     """Describe the end of a process, as a predicate: "was killed by SIGKILL"."""
-    code = process.exitcode or 0
-    if code < 0:
-        name = signal.Signals(-code).name
-        return f"was killed by {name}{' (out of memory?)' if code == -signal.SIGKILL else ''}"
-    return f"ended with exit code {code}"
+    if exitcode is not None and exitcode < 0:
+        name = signal.Signals(-exitcode).name
+        return f"was killed by {name}{' (out of memory?)' if exitcode == -signal.SIGKILL else ''}"
+    return f"ended with exit code {exitcode or 0}"
+
+
+def _requests(number: int, state: str) -> str:
+    counted = {0: "no request is", 1: "1 request is"}.get(number, f"{number} requests are")
+    return f"{counted} {state}"

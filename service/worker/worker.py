@@ -1,37 +1,37 @@
-"""Worker process: LitAPI builds the engine, and LitLoop runs it in one thread.
+"""Worker process: imports torch, waits for its order from main, builds the engine and runs the engine loop.
 
 The engine loop reads commands from the channel before each step, and waits there while there is no work. The loop puts
 the events of each step into an outbox, from which a carrier thread sends them to the API process.
 """
 
 import gc
+import importlib
 import logging
+import multiprocessing
 import os
+import pickle
 import signal
+import socket
+import stat
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
-
-from litserve import LitAPI
-from litserve.loops import LitLoop
-from litserve.specs.base import LitSpec
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from model.checkpoint.manifest import Manifest
+from model.system.parent_death import end_with_parent
 from service.config import log_setup
 from service.config.settings import ServeSettings, SettingsError, effective_values
-from service.ipc.channel import Channel
-from service.ipc.messages import API_PATH, Command, Event, WorkerReady, decode_commands, encode_events
-from service.ipc.shared_state import Lifecycle, Phase, name_process
-from service.worker.checkpoint_guard import check_unchanged, stamps_of
+from service.ipc.channel import WorkerChannel
+from service.ipc.messages import Command, Event, WorkerReady, decode_commands, encode_events
+from service.ipc.shared_state import Lifecycle, name_process
 from service.worker.engine_loop import EngineLoop
 from service.worker.memory_plan import ServerNeeds
-from service.worker.standby import wait_for_word
 
 if TYPE_CHECKING:
     from service.engine.engine import Engine
@@ -48,72 +48,125 @@ _CPU_MEMORY = "can't allocate memory"
 _CPU_WARM_UP_TOKENS = 16
 # Minimum interval of messages to the API process, because each message wakes its event loop.
 _MESSAGE_SECONDS = 0.0005
+# The order, the lifecycle's memory and the channel's end.
+_NUM_DESCRIPTORS = 3
+# Module whose import takes most of the start. It imports torch.
+_IMPORT = "service.worker.engine_factory"
+# Nice value of the standby's importing thread: the lowest priority, so that serving processes get the CPU first.
+_NICENESS = 19
+
+# Size in bytes and modification time in nanoseconds of each file.
+Stamps: TypeAlias = Mapping[Path, tuple[int, int]]
 
 
-class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
-    """Object that LitServe pickles to the worker process and calls there to build the engine.
+class CheckpointChanged(ValueError):
+    """A checkpoint file has changed, so a new worker would continue streams with different weights."""
 
-    Args:
-        found: resolved values of settings that main knows, by name.
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerOrder:
+    """What a worker gets from main.
+
+    worker_class: "module:class" of the `Worker`.
+    stamps: weight files as they were when the service started.
+    found: resolved values of settings that main knows, by name.
     """
 
-    def __init__(
-        self,
-        settings: ServeSettings,
-        *,
-        manifest: Manifest,
-        found: Mapping[str, object],
-        lifecycle: Lifecycle,
-        loop: "EngineLoop",
-        spec: LitSpec,
-    ) -> None:
-        super().__init__(loop=loop, spec=spec, api_path=API_PATH)
-        self.settings = settings
-        self.manifest = manifest
-        self.stamps = stamps_of(manifest.weight_files)
-        self.found = found
-        self.lifecycle = lifecycle
-        self.word: Connection | None = None  # of a standby worker: the connection it waits on
+    worker_class: str
+    settings: ServeSettings
+    manifest: Manifest
+    stamps: Stamps
+    found: Mapping[str, object]
+    main_pid: int
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle for a worker: everything but the spec (routes), which stays in the API process."""
-        return {**self.__dict__, "_spec": None}
 
-    async def authorize(self) -> None:
-        """Allow every request.
+def main(descriptor: int, parent: int, checkpoint: str | None) -> NoReturn:
+    """Run a worker process: import, wait for the order, and serve. The process ends with its parent.
 
-        This replaces LitServe's dependency, which is not async and so costs each request a thread.
-        """
-
-    def setup(self, device: str) -> None:
-        """Build the engine, or print in one line why that failed and end the process.
-
-        LitServe's `device` is ignored in favour of the settings' device.
-        """
-        log_setup.configure(self.settings.log_level)
-        self.lifecycle.die_with_main()
-        _obey_only_main(self.lifecycle)
-        if self.word is not None:
-            name_process("kvasir-standby")
-            wait_for_word(self.word)
+    Args:
+        descriptor: socket to main.
+        checkpoint: checkpoint to read ahead; None for a standby, which imports at low priority.
+    """
+    _ignore_signals()
+    end_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)
+    os.set_inheritable(descriptor, False)  # main notices the end of this process by the end of the socket
+    gc.disable()  # imported modules are no garbage, and collection takes an eighth of the import time
+    if checkpoint is None:
+        name_process("kvasir-importer")
+        importing = threading.Thread(target=_import_at_low_priority, name="importing")
+        importing.start()
+        importing.join()
+        name_process("kvasir-standby")
+    else:
         name_process("kvasir-worker")
+        threading.Thread(target=read_ahead, args=(Path(checkpoint),), name="read-ahead", daemon=True).start()
+        _import_engine()
+    gc.freeze()
+    gc.enable()
+    control = socket.socket(fileno=descriptor)
+    try:
+        control.send(b"i")
+        _, (memory, lifecycle, channel), _, _ = socket.recv_fds(control, 1, _NUM_DESCRIPTORS)
+    except (OSError, ValueError):  # main has closed its end
+        os._exit(0)
+    name_process("kvasir-worker")
+    multiprocessing.current_process().name = "worker"  # in log lines
+    with os.fdopen(memory, "rb") as file:
+        file.seek(0)
+        order: WorkerOrder = pickle.load(file)  # written by main
+    module, _, name = order.worker_class.partition(":")
+    make: type[Worker] = getattr(importlib.import_module(module), name)
+    shared = Lifecycle(main_pid=order.main_pid, descriptor=lifecycle)
+    make(order, shared, WorkerChannel(socket.socket(fileno=channel))).run()
+
+
+class Worker:
+    """Engine of a worker process, and its loop."""
+
+    def __init__(self, order: WorkerOrder, lifecycle: Lifecycle, channel: WorkerChannel) -> None:
+        self.order = order
+        self.settings, self.manifest = order.settings, order.manifest
+        self.lifecycle, self._channel = lifecycle, channel
+
+    def run(self) -> NoReturn:
+        """Build the engine and serve until the process ends."""
+        log_setup.configure(self.settings.log_level)
+        started_seconds = self.lifecycle.epoch_seconds.value
+        engine, facts = self._build_or_exit()
+        ready = WorkerReady(
+            worker_id=0,
+            epoch=self.lifecycle.epoch.value,
+            device=facts.device,
+            dtype=facts.dtype,
+            attention=facts.attention,
+            kernel_level=facts.kernel_level,
+            matrices=facts.matrices,
+            kv_cache_dtype=facts.kv_cache_dtype,
+            num_blocks=facts.num_blocks,
+            block_size=facts.block_size,
+            startup_seconds=time.monotonic() - started_seconds,
+        )
+        logger.info("%s, ready after %.1f s", facts, ready.startup_seconds)
+        self._serve(engine, ready)
+
+    def _build_or_exit(self) -> "tuple[Engine, EngineFacts]":
+        """Build the engine, or print in one line why that failed and end the process."""
         try:
-            # Not at the top: main imports this module too, and the API process is forked from main. Importing torch
-            # there would cost 2 s and 217 MiB.
-            import torch
+            import torch  # main imports this module too, and torch takes 2 s and 217 MiB
         except (ImportError, MemoryError, OSError) as error:  # a library that cannot be mapped is an ImportError
             _end_start(error, is_memory=True)
-        self.started_seconds = self.lifecycle.epoch_seconds.value
         try:
-            check_unchanged(self.stamps)
-            self.engine, self.facts = self.build()
+            check_unchanged(self.order.stamps)
+            engine, facts = self.build()
             if self.lifecycle.epoch.value == 0:  # print the settings once, when all values are resolved
-                found = {**self.found, **self.facts.found()}
                 with suppress(OSError):  # a full disk behind stdout
-                    print("\n".join(effective_values(self.settings, found)), flush=True)
+                    print("\n".join(effective_values(self.settings, {**self.order.found, **facts.found()})), flush=True)
         except (ValueError, RuntimeError, MemoryError, OSError) as error:
             is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _CPU_MEMORY in str(error)
             _end_start(error, is_memory=is_memory)
+        return engine, facts
 
     def build(self) -> "tuple[Engine, EngineFacts]":
         """Return a warmed-up engine and its resolved settings. Raises what `engine_factory.build_engine` raises."""
@@ -128,57 +181,27 @@ class EngineAPI(LitAPI):  # type: ignore[misc]  # litserve has no types
         engine.warm_up(_CPU_WARM_UP_TOKENS if facts.device == "cpu" else None)
         return engine, facts
 
-
-class WorkerLoop(LitLoop):  # type: ignore[misc]
-    """Engine loop of the worker. LitServe calls it once, after `EngineAPI.setup`."""
-
-    def __call__(
-        self,
-        lit_api: EngineAPI,
-        device: str,
-        worker_id: int,
-        request_queue: None,
-        transport: Channel,
-        workers_setup_status: dict[str, str],
-        callback_runner: Any,
-    ) -> NoReturn:
-        """Serve until the process ends."""
+    def _serve(self, engine: "Engine", ready: WorkerReady) -> NoReturn:
         outbox: SimpleQueue[list[Event]] = SimpleQueue()
-        threading.Thread(target=_carry, args=(outbox, transport), name="carrier", daemon=True).start()
-        lifecycle = lit_api.lifecycle
-        facts = lit_api.facts
-        hello = WorkerReady(
-            worker_id=worker_id,
-            epoch=lifecycle.epoch.value,
-            device=facts.device,
-            dtype=facts.dtype,
-            attention=facts.attention,
-            kernel_level=facts.kernel_level,
-            matrices=facts.matrices,
-            kv_cache_dtype=facts.kv_cache_dtype,
-            num_blocks=facts.num_blocks,
-            block_size=facts.block_size,
-            startup_seconds=time.monotonic() - lit_api.started_seconds,
-        )
-        logger.info("%s, ready after %.1f s", facts, hello.startup_seconds)
-        _send(transport, [hello])
-        lifecycle.ready_epoch.value = hello.epoch
+        threading.Thread(target=_carry, args=(outbox, self._channel), name="carrier", daemon=True).start()
+        _send(self._channel, [ready])
+        self.lifecycle.ready_epoch.value = ready.epoch
 
         def receive(timeout_seconds: float) -> list[Command] | None:
-            if (message := transport.receive(timeout_seconds)) is None:
+            if (message := self._channel.receive(timeout_seconds)) is None:
                 return None
             batch = decode_commands(message)
-            return batch.commands if batch.epoch == hello.epoch else []
+            return batch.commands if batch.epoch == ready.epoch else []
 
         def beat() -> None:
-            lifecycle.beat()
-            lifecycle.end_if_orphaned()
+            self.lifecycle.beat()
+            self.lifecycle.end_if_orphaned()
 
         engine_loop = EngineLoop(
-            lit_api.engine,
+            engine,
             receive=receive,
             send=outbox.put,
-            send_now=lambda events: _send(transport, events),
+            send_now=lambda events: _send(self._channel, events),
             beat=beat,
         )
         gc.collect()
@@ -187,7 +210,7 @@ class WorkerLoop(LitLoop):  # type: ignore[misc]
             engine_loop.run_once()
 
 
-def _carry(outbox: SimpleQueue[list[Event]], transport: Channel) -> NoReturn:
+def _carry(outbox: SimpleQueue[list[Event]], channel: WorkerChannel) -> NoReturn:
     """Send events to the API process while the next step computes. Sending blocks while the API process is behind.
 
     Events that arrive between two messages are sent together, since a step may be shorter than the cost of a message.
@@ -195,13 +218,13 @@ def _carry(outbox: SimpleQueue[list[Event]], transport: Channel) -> NoReturn:
     while True:
         events = gathered(outbox)
         next_seconds = time.monotonic() + _MESSAGE_SECONDS
-        _send(transport, events)
+        _send(channel, events)
         time.sleep(max(0.0, next_seconds - time.monotonic()))
 
 
-def _send(transport: Channel, events: list[Event]) -> None:
+def _send(channel: WorkerChannel, events: list[Event]) -> None:
     try:
-        transport.send(encode_events(events))
+        channel.send(encode_events(events))
     except OSError:  # the channel is closed; main ends the service
         os._exit(1)
 
@@ -228,15 +251,70 @@ def gathered(outbox: SimpleQueue[list[Event]]) -> list[Event]:
     return events
 
 
-def _obey_only_main(lifecycle: Lifecycle) -> None:
-    """Ignore SIGINT, and SIGTERM until main is stopping.
+def _ignore_signals() -> None:
+    """Ignore SIGINT and SIGTERM: terminals and systemd signal every process, but the worker runs on while main drains.
 
-    Terminals and systemd signal every process, but the worker must run on while main drains.
+    SIGTERM has a handler, since the compiler that this process may start would inherit an ignored SIGTERM.
     """
-
-    def on_sigterm(number: int, frame: FrameType | None) -> None:
-        if lifecycle.phase.value == Phase.STOPPING:
-            os._exit(0)
-
-    signal.signal(signal.SIGTERM, on_sigterm)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+
+
+def stamps_of(paths: Iterable[Path]) -> Stamps:
+    """Return the size and modification time of each file.
+
+    Raises:
+        OSError: a file is missing.
+    """
+    stats = {path: path.stat() for path in paths}
+    return {path: (status.st_size, status.st_mtime_ns) for path, status in stats.items()}
+
+
+def check_unchanged(stamps: Stamps) -> None:
+    """Compare earlier stamps with the files as they are now.
+
+    Raises:
+        CheckpointChanged: a file has changed or is missing.
+    """
+    for path, stamp in stamps.items():
+        try:
+            is_same = stamps_of([path]) == {path: stamp}
+        except OSError as error:
+            raise CheckpointChanged(f"{path}: {error.strerror}; restore the file and restart the service") from None
+        if not is_same:
+            raise CheckpointChanged(f"{path} has changed since the service started; restart the service")
+
+
+def importable_name(cls: type) -> str:
+    """Return "module:class", by which another process can import the class, also from a program's main module."""
+    module = cls.__module__
+    if module == "__main__":
+        module = sys.modules["__main__"].__spec__.name  # type: ignore[union-attr]
+    return f"{module}:{cls.__qualname__}"
+
+
+def read_ahead(directory: Path) -> None:
+    """Have the kernel read a checkpoint's weights into the page cache before the worker needs them.
+
+    Nothing is read ahead if twice the weights exceed the available memory. Errors are left to the loader to report.
+    """
+    with suppress(OSError, ValueError):
+        paths = [path for path in sorted(directory.glob("*.safetensors")) if stat.S_ISREG(path.stat().st_mode)]
+        room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if 2 * sum(path.stat().st_size for path in paths) > room:
+            return
+        for path in paths:
+            with path.open("rb", buffering=0) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+
+def _import_at_low_priority() -> None:
+    """Import at the lowest priority, which only this thread gets: a process cannot raise its priority again."""
+    with suppress(OSError):  # forbidden in some sandboxes
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    _import_engine()
+
+
+def _import_engine() -> None:
+    with suppress(Exception):  # the worker imports the module again, and then reports the error
+        importlib.import_module(_IMPORT)

@@ -9,7 +9,7 @@ from typing import Any
 from service.config import log_setup
 from service.config.settings import ServeSettings, read_settings
 from service.server import build_server
-from service.worker.worker import EngineAPI
+from service.worker.worker import Worker
 
 
 class CheckedEngine:
@@ -29,11 +29,11 @@ class CheckedEngine:
         return result
 
 
-class CheckedAPI(EngineAPI):
+class CheckedAPI(Worker):
     """Build a checked engine."""
 
     def build(self) -> Any:
-        """See `EngineAPI.build`."""
+        """See `Worker.build`."""
         engine, facts = super().build()
         return CheckedEngine(engine), facts
 
@@ -41,4 +41,4 @@ class CheckedAPI(EngineAPI):
 if __name__ == "__main__":
     settings = read_settings(ServeSettings, sys.argv[2:], command="serve", summary="")
     log_setup.configure(settings.log_level)
-    raise SystemExit(build_server(settings, engine_api=CheckedAPI).serve())
+    raise SystemExit(build_server(settings, worker_class=CheckedAPI).run())

@@ -9,16 +9,16 @@ import torch
 from service.config import log_setup
 from service.config.settings import ServeSettings, read_settings
 from service.server import build_server
-from service.worker.worker import EngineAPI
+from service.worker.worker import Worker
 
 POISON = 1
 
 
-class DamagedAPI(EngineAPI):
+class DamagedAPI(Worker):
     """Damages one row of the embedding once the engine has packed its matrices: no check of the file finds it."""
 
     def build(self) -> Any:
-        """See `EngineAPI.build`."""
+        """See `Worker.build`."""
         engine, facts = super().build()
         engine.warm_up(1)
         with torch.inference_mode():
@@ -30,4 +30,4 @@ class DamagedAPI(EngineAPI):
 if __name__ == "__main__":
     settings = read_settings(ServeSettings, sys.argv[2:], command="serve", summary="")
     log_setup.configure(settings.log_level)
-    raise SystemExit(build_server(settings, engine_api=DamagedAPI).serve())
+    raise SystemExit(build_server(settings, worker_class=DamagedAPI).run())

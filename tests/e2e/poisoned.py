@@ -10,7 +10,7 @@ from service.config import log_setup
 from service.config.settings import ServeSettings, read_settings
 from service.ipc.messages import Submit
 from service.server import build_server
-from service.worker.worker import EngineAPI
+from service.worker.worker import Worker
 
 KILLS = [1, 2, 1, 2]
 
@@ -41,11 +41,11 @@ class PoisonedEngine:
         return self._engine.step(before=begin)
 
 
-class PoisonedAPI(EngineAPI):
+class PoisonedAPI(Worker):
     """Builds it."""
 
     def build(self) -> Any:
-        """See `EngineAPI.build`."""
+        """See `Worker.build`."""
         engine, facts = super().build()
         return PoisonedEngine(engine), facts
 
@@ -53,4 +53,4 @@ class PoisonedAPI(EngineAPI):
 if __name__ == "__main__":
     settings = read_settings(ServeSettings, sys.argv[2:], command="serve", summary="")
     log_setup.configure(settings.log_level)
-    raise SystemExit(build_server(settings, engine_api=PoisonedAPI).serve())
+    raise SystemExit(build_server(settings, worker_class=PoisonedAPI).run())

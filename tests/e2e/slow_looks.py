@@ -12,7 +12,7 @@ from typing import Any
 from service.config import log_setup
 from service.config.settings import ServeSettings, read_settings
 from service.server import build_server
-from service.worker.worker import EngineAPI
+from service.worker.worker import Worker
 
 VARIABLE = "SLOW_LOOKS_UNTIL"
 
@@ -36,11 +36,11 @@ class SlowLookEngine:
         return weights
 
 
-class SlowLookAPI(EngineAPI):
+class SlowLookAPI(Worker):
     """Build it."""
 
     def build(self) -> Any:
-        """See `EngineAPI.build`."""
+        """See `Worker.build`."""
         engine, facts = super().build()
         return SlowLookEngine(engine), facts
 
@@ -48,4 +48,4 @@ class SlowLookAPI(EngineAPI):
 if __name__ == "__main__":
     settings = read_settings(ServeSettings, sys.argv[2:], command="serve", summary="")
     log_setup.configure(settings.log_level)
-    raise SystemExit(build_server(settings, engine_api=SlowLookAPI).serve())
+    raise SystemExit(build_server(settings, worker_class=SlowLookAPI).run())

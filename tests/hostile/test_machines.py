@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from service.worker.checkpoint_guard import CheckpointChanged, check_unchanged, stamps_of
+from service.worker.worker import CheckpointChanged, check_unchanged, stamps_of
 from tests.e2e.process import (
     PATIENCE_SECONDS,
     START_SECONDS,
@@ -46,7 +46,7 @@ def limited(limit: int, value: int, command: Sequence[str]) -> list[str]:
         (resource.RLIMIT_NOFILE, 64, (), "only 64 files may be open at once"),
         # Enough for the libraries, whose own words would come first, and not for the cache.
         (resource.RLIMIT_AS, 2500 * 2**20, ("--kv-cache-memory", "8000"), "lower --kv-cache-memory"),
-        (resource.RLIMIT_FSIZE, 2048, (), "shared memory cannot be used (File too large)"),
+        (resource.RLIMIT_FSIZE, 2048, (), "the service cannot run: [Errno 27] File too large"),
     ],
 )
 def test_a_machine_with_too_little_is_told_so_in_a_line(

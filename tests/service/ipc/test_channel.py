@@ -10,24 +10,26 @@ from typing import Any
 
 import pytest
 
-from service.ipc.channel import _BEGINS, _PACKET_BYTES, Channel
+from service.ipc.channel import _BEGINS, _PACKET_BYTES, Channel, WorkerChannel
 
 LONG = os.urandom(3_000_000)
 
 
-def _send(channel: Channel, items: list[bytes]) -> None:
+def _send(channel: WorkerChannel, items: list[bytes]) -> None:
     for item in items:
         channel.send(item)
 
 
-def _die_half_way(channel: Channel) -> None:
+def _die_half_way(channel: WorkerChannel) -> None:
     channel.send(b"whole")
-    channel._event_writer.send(bytes((_BEGINS,)) + LONG[:_PACKET_BYTES])
+    channel._socket.send(bytes((_BEGINS,)) + LONG[:_PACKET_BYTES])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _started(target: Any, *args: Any) -> BaseProcess:
-    process = multiprocessing.get_context("spawn").Process(target=target, args=args)
+def _started(target: Any, channel: Channel, *args: Any) -> BaseProcess:
+    process = multiprocessing.get_context("fork").Process(
+        target=target, args=(WorkerChannel(channel.worker_end), *args)
+    )
     process.start()
     return process
 
@@ -80,7 +82,7 @@ def test_a_message_is_handed_over_in_the_turn_in_which_it_is_read() -> None:
                 is_over.set()
 
         for message in (b"first", LONG[:100_000], b"last"):
-            channel.send(message)
+            WorkerChannel(channel.worker_end).send(message)
         channel.deliver_to(receive)
         assert not turns
         while not is_over.is_set():
@@ -94,12 +96,13 @@ def test_a_message_is_handed_over_in_the_turn_in_which_it_is_read() -> None:
 
 def test_a_closed_channel_sends_nothing() -> None:
     channel = Channel()
+    worker = WorkerChannel(channel.worker_end)
     channel.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
-        channel.send(b"late")
+        worker.send(b"late")
 
 
-def _receive(channel: Channel, count: int) -> list[bytes]:
+def _receive(channel: WorkerChannel, count: int) -> list[bytes]:
     received: list[bytes] = []
     while len(received) < count:
         if (message := channel.receive(60.0)) is not None:
@@ -107,7 +110,7 @@ def _receive(channel: Channel, count: int) -> list[bytes]:
     return received
 
 
-def _echo(channel: Channel, count: int) -> None:
+def _echo(channel: WorkerChannel, count: int) -> None:
     for message in _receive(channel, count):
         channel.send(message)
 
@@ -116,32 +119,35 @@ def test_commands_of_any_length_reach_another_process_in_order() -> None:
     """The messages are longer than the socket's buffer: some of them wait in the sending process."""
     items = [b"x", LONG, b"", b"y" * _PACKET_BYTES, b"z" * 1000] * 3
     channel = Channel()
-    worker = _started(_echo, channel, len(items))
 
     async def test() -> list[bytes]:
         for item in items:
             channel.submit(item)
         assert channel._unsent
-        return await _received(channel, len(items))
+        worker = _started(_echo, channel, len(items))
+        received = await _received(channel, len(items))
+        worker.join()
+        return received
 
     assert asyncio.run(test()) == items
     assert not channel._unsent
-    worker.join()
     channel.close()
 
 
 def test_nothing_arrives_before_something_is_sent() -> None:
     channel = Channel()
-    assert channel.receive(0.0) is None
-    assert channel.receive(0.01) is None
+    worker = WorkerChannel(channel.worker_end)
+    assert worker.receive(0.0) is None
+    assert worker.receive(0.01) is None
     channel.submit(b"now")
-    assert channel.receive(0.0) == b"now"
+    assert worker.receive(0.0) == b"now"
     channel.close()
 
 
 def test_a_new_worker_gets_whole_messages_after_unsent_packets_were_dropped() -> None:
     async def test() -> None:
         channel = Channel()
+        worker = WorkerChannel(channel.worker_end)
         for _ in range(10):
             channel.submit(LONG)  # the worker dies before it has read all, and the rest was never sent
         assert channel._unsent
@@ -149,7 +155,7 @@ def test_a_new_worker_gets_whole_messages_after_unsent_packets_were_dropped() ->
         channel.submit(b"for the new worker")
         received: list[bytes] = []
         while received[-1:] != [b"for the new worker"]:
-            if (message := channel.receive(0.0)) is not None:
+            if (message := worker.receive(0.0)) is not None:
                 received.append(message)
             await asyncio.sleep(0)  # the event loop sees that the socket has room again
         assert set(received[:-1]) <= {LONG}
@@ -168,23 +174,23 @@ def test_a_kernel_without_memory_is_asked_again(monkeypatch: pytest.MonkeyPatch)
         def fileno(self) -> int:
             return int(self.writer.fileno())
 
-        def sendmsg(self, packet: Any) -> None:
+        def sendmsg(self, packet: Any, *given: Any) -> None:
             self.num_calls += 1
             if self.num_calls < 4:
                 raise OSError(errno.ENOBUFS, "No buffer space available")
-            self.writer.sendmsg(packet)
+            self.writer.sendmsg(packet, *given)
 
     async def test() -> None:
         channel = Channel()
-        failing: Any = Failing(channel._command_writer)
-        channel._command_writer = failing
+        failing: Any = Failing(channel._socket)
+        channel._socket = failing
+        worker = WorkerChannel(channel.worker_end)
         channel.submit(b"first")
         channel.submit(b"second")
         while channel._unsent:
             await asyncio.sleep(0.001)
-        assert [channel.receive(0.0), channel.receive(0.0)] == [b"first", b"second"]
+        assert [worker.receive(0.0), worker.receive(0.0)] == [b"first", b"second"]
         assert failing.num_calls == 5
-        channel.close()
 
     monkeypatch.setattr("service.ipc.channel._RETRY_SECONDS", 0.001)
     asyncio.run(test())

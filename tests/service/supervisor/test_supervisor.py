@@ -1,41 +1,126 @@
-"""Who is replaced by whom, and when the service ends instead."""
+"""Replacement of workers, hangs, drain and end of the service, with fake processes."""
 
 import os
+import signal
+import socket
 import threading
-from functools import partial
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
 from socket import socketpair
 from typing import Any
 
 import pytest
 
 from service.ipc.shared_state import Lifecycle, Phase
-from service.supervisor.supervisor import Supervisor, failed_start
+from service.supervisor.supervisor import StartError, Supervisor, check_port, failed_start
 from service.worker.worker import EXIT_SETTINGS, EXIT_START_FAILED
 
 
 class FakeProcess:
-    """A process whose end can be waited for, as the kernel tells of it."""
+    """Worker or API process whose sentinel becomes readable at its end."""
 
-    def __init__(self, exitcode: int | None = None) -> None:
+    def __init__(self, exitcode: int | None = None, *, is_standby: bool = False) -> None:
         self.exitcode = exitcode
-        self.pid = 2**22 + 1
+        self.is_standby = is_standby
+        self.imported = True
+        self.num_begun = 0
         self._ours, self._theirs = socketpair()
         self.sentinel = self._ours.fileno()
 
     def is_alive(self) -> bool:
         return self.exitcode is None
 
+    def has_imported(self) -> bool:
+        return self.is_alive() and self.imported
+
     def kill(self) -> None:
-        self.exitcode = -9
+        self.exitcode = -9 if self.exitcode is None else self.exitcode
         self._theirs.close()
+
+    close = terminate = kill
+
+    def join(self, timeout: float | None = None) -> None:
+        assert self.exitcode is not None
 
     def __del__(self) -> None:
         self._ours.close()
         self._theirs.close()
 
-    def join(self) -> None:
-        assert self.exitcode is not None
+
+class Bench:
+    """Supervisor of fake processes, and the processes that it has started."""
+
+    def __init__(self, *, has_standby: bool = True, hang_seconds: float = 0.0, drain_seconds: float = 3600.0) -> None:
+        self.lifecycle = Lifecycle(main_pid=os.getpid())
+        self.lifecycle.enter(Phase.SERVING)
+        self.lifecycle.ready_epoch.value = 0
+        self.started: list[FakeProcess] = []
+        self.now = 100.0
+        self.error: OSError | None = None
+        self.api: Any = FakeProcess()
+        first: Any = FakeProcess()
+        self.supervisor = Supervisor(
+            self.lifecycle,
+            worker=first,
+            start_worker=self._start,
+            begin=self._begin,
+            start_api=lambda: self.api,
+            has_standby=has_standby,
+            hang_seconds=hang_seconds,
+            drain_seconds=drain_seconds,
+            clock=lambda: self.now,
+        )
+
+    def _start(self, is_standby: bool) -> Any:
+        if self.error is not None:
+            raise self.error
+        self.started.append(FakeProcess(is_standby=is_standby))
+        return self.started[-1]
+
+    def _begin(self, worker: Any) -> None:
+        worker.num_begun += 1
+
+    @property
+    def worker(self) -> Any:
+        return self.supervisor._worker
+
+    @property
+    def is_over(self) -> bool:
+        return self.lifecycle.phase.value == Phase.STOPPING
+
+    @property
+    def kinds(self) -> list[str]:
+        return ["standby" if process.is_standby else "worker" for process in self.started]
+
+    def check(self) -> None:
+        self.supervisor.check(self.api)
+
+    def check_for(self, seconds: float, *beating: str) -> None:
+        """Check ten times a second, with heartbeats of the named processes, until a process is killed."""
+        until = self.now + seconds
+        while self.now < until and self.worker.is_alive() and self.api.is_alive():
+            self.now += 0.1
+            if "worker" in beating:
+                self.lifecycle.beat()
+            if "api" in beating:
+                self.lifecycle.record_api_heartbeat()
+            self.check()
+
+    def die(self, exitcode: int = -9) -> None:
+        self.worker.exitcode = exitcode
+        self.check()
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+@pytest.fixture(autouse=True)
+def _handlers_as_before() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(
@@ -47,242 +132,249 @@ class FakeProcess:
         (1, "the worker ended with exit code 1 while starting", 1),
     ],
 )
-def test_a_start_that_failed(ended: int, said: str, code: int) -> None:
-    worker: Any = FakeProcess(ended)
-    error = failed_start(worker)
-    assert (str(error), error.exit_code) == (said, code)
+def test_worker_that_ends_while_starting_is_a_start_error(ended: int, said: str, code: int) -> None:
+    bench = Bench()
+    bench.lifecycle.phase.value, bench.lifecycle.ready_epoch.value = Phase.STARTING, -1
+    bench.worker.exitcode = ended
+    with pytest.raises(StartError) as failure:
+        bench.supervisor.run()
+    assert (str(failure.value), failure.value.exit_code) == (said, code)
+    assert str(failed_start(bench.worker)) == said
+    assert bench.is_over
 
 
-class Bench:
-    """A supervisor, whom it has started for which epoch, and what ended the service."""
-
-    def __init__(self, *, has_standby: bool = True, hang_seconds: float = 0.0) -> None:
-        self.lifecycle = Lifecycle(main_pid=os.getpid())
-        self.lifecycle.phase.value = Phase.SERVING
-        self.lifecycle.ready_epoch.value = 0
-        self.launched: list[tuple[int, bool]] = []  # epoch, and whether it waits for a word
-        self.failures: list[str] = []
-        self.now = 100.0
-        self.api: Any = FakeProcess()
-        self.error: OSError | None = None
-        self.worker: Any = FakeProcess()
-        self.supervisor = Supervisor(
-            self.lifecycle,
-            launch=self._launch,
-            fail=self._fail,
-            has_standby=has_standby,
-            hang_seconds=hang_seconds,
-            clock=lambda: self.now,
-        )
-
-    def _fail(self, message: str, hung: Any = None) -> None:
-        self.failures.append(message)
-        if hung is not None:
-            hung.kill()
-
-    def _launch(self, epoch: int, word: Connection | None = None) -> Any:
-        if self.error is not None:
-            raise self.error
-        self.launched.append((epoch, word is not None))
-        process: Any = FakeProcess()
-        process.epoch = epoch
-        process.word = None if word is None else Connection(os.dup(word.fileno()))
-        if process.word is not None:
-            process.word.send_bytes(b"imported")
-        return process
-
-    def watch(self, api: Any = None) -> None:
-        self.supervisor.watch(api=api or self.api, worker=lambda: self.worker)
-
-    def watch_for(self, seconds: float, *beating: str) -> None:
-        """Look ten times a second for so long, while these give signs of life, until one is killed."""
-        until = self.now + seconds
-        while self.now < until and self.worker.is_alive() and self.api.is_alive():
-            self.now += 0.1
-            if "worker" in beating:
-                self.lifecycle.beat()
-            if "api" in beating:
-                self.lifecycle.record_api_heartbeat()
-            self.watch()
-
-    def die(self) -> None:
-        self.worker.kill()
-        self.worker = self.supervisor.replace(self.worker)
+def test_port_in_use_is_a_start_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(StartError, match=f"port {port} on 127.0.0.1 is in use; choose another with --port"):
+            check_port("127.0.0.1", port)
 
 
-@pytest.fixture
-def bench() -> Bench:
-    return Bench()
-
-
-def test_the_standby_becomes_the_worker_and_another_one_waits(bench: Bench) -> None:
-    bench.watch()
-    bench.watch()
-    assert bench.launched == [(1, True)]
+def test_standby_becomes_the_worker_and_the_next_standby_starts_when_the_worker_is_ready(bench: Bench) -> None:
+    bench.check()
+    bench.check()
+    assert bench.kinds == ["standby"]
     bench.die()
-    assert bench.worker.word.recv_bytes() == b"begin"
-    assert (bench.worker.epoch, bench.lifecycle.epoch.value) == (1, 1)
-    bench.watch()
-    assert bench.launched == [(1, True)], "not before the worker is up: it needs the processors"
+    assert bench.worker is bench.started[0]
+    assert (bench.worker.num_begun, bench.lifecycle.epoch.value) == (1, 1)
+    bench.check()
+    assert bench.kinds == ["standby"], "a starting worker needs the processors"
     bench.lifecycle.ready_epoch.value = 1
-    bench.watch()
-    assert bench.launched == [(1, True), (2, True)]
-    bench.supervisor.end()
+    bench.check()
+    assert bench.kinds == ["standby", "standby"]
 
 
-def test_a_worker_that_ends_is_replaced_at_once_and_again_until_the_service_ends(
-    monkeypatch: pytest.MonkeyPatch,
+def test_standby_that_still_imports_is_killed_and_a_new_worker_starts(bench: Bench) -> None:
+    bench.check()
+    bench.started[0].imported = False
+    bench.die()
+    assert bench.kinds == ["standby", "worker"]
+    assert not bench.started[0].is_alive()
+    assert bench.worker is bench.started[1]
+
+
+def test_dead_standby_is_replaced_three_times_at_most(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(5):
+        bench.check()
+        bench.started[-1].kill()
+        bench.check()
+    assert bench.kinds == ["standby"] * 3
+    assert caplog.text.count("the standby worker died") == 3
+    bench.die()
+    assert bench.kinds[3:] == ["worker"]
+
+
+def test_standby_that_cannot_be_started_is_given_up_after_three_trials(
+    bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("service.supervisor.supervisor.CHECK_SECONDS", 3600.0)
-    bench = Bench(has_standby=False)
-    launch = bench._launch
-
-    def launch_one_that_soon_ends(epoch: int, word: Connection | None = None) -> Any:
-        process = launch(epoch, word)
-        if epoch == 2:
-            bench.lifecycle.phase.value = Phase.STOPPING
-        threading.Thread(target=process.kill).start()
-        return process
-
-    bench.supervisor._launch = launch_one_that_soon_ends
-    threading.Thread(target=bench.worker.kill).start()
-    workers = [bench.worker]
-    bench.supervisor.keep_worker(workers)
-    assert bench.launched == [(1, False), (2, False)]
-    assert (workers[0].epoch, workers[0].is_alive()) == (2, False)
-
-
-def test_the_end_of_the_api_process_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.supervisor.supervisor.CHECK_SECONDS", 3600.0)
-    bench = Bench(has_standby=False)
-    has_failed = threading.Event()
-
-    def fail(message: str, hung: Any = None) -> None:
-        bench.lifecycle.phase.value = Phase.STOPPING
-        bench.failures.append(message)
-        has_failed.set()
-
-    bench.supervisor._fail = fail
-    watch = partial(bench.supervisor.keep_watch, api=bench.api, worker=lambda: bench.worker)
-    threading.Thread(target=watch, daemon=True).start()
-    bench.api.kill()
-    has_failed.wait()
-    assert bench.failures == ["the API process was killed by SIGKILL (out of memory?)"]
-
-
-def test_a_standby_that_does_not_fit_into_memory_is_not_started(bench: Bench) -> None:
-    bench.lifecycle.has_standby_memory.value = False
-    bench.watch()
-    assert bench.launched == []
-    bench.die()
-    assert bench.launched == [(1, False)]
-
-
-def test_without_a_standby_a_worker_is_started() -> None:
-    bench = Bench(has_standby=False)
-    bench.watch()
-    bench.die()
-    bench.die()
-    assert bench.launched == [(1, False), (2, False)]
-
-
-def test_a_standby_that_is_dead_when_it_is_needed_is_replaced_by_a_worker(bench: Bench) -> None:
-    bench.watch()
-    bench.supervisor._standby._process.kill()  # type: ignore[union-attr]
-    bench.die()
-    assert bench.launched == [(1, True), (1, False)]
-
-
-def test_where_no_worker_can_be_started_the_service_ends(bench: Bench) -> None:
     bench.error = BlockingIOError(11, "Resource temporarily unavailable")
-    dead = bench.worker
+    for _ in range(5):
+        bench.check()
+    assert caplog.text.count("no standby worker can be started: [Errno 11]") == 3
+    assert not bench.is_over
+
+
+def test_no_standby_starts_without_memory_for_it(bench: Bench) -> None:
+    bench.lifecycle.has_standby_memory.value = False
+    bench.check()
+    assert bench.kinds == []
     bench.die()
-    assert bench.worker is dead
-    assert bench.failures == ["no other worker can be started: [Errno 11] Resource temporarily unavailable"]
+    assert bench.kinds == ["worker"]
+
+
+def test_dead_workers_are_replaced_and_counted(bench: Bench) -> None:
+    bench.supervisor._has_standby = False
+    bench.die()
+    bench.die(1)
+    assert bench.kinds == ["worker", "worker"]
+    assert bench.lifecycle.epoch.value == 2
+    assert (bench.lifecycle.num_killed.value, bench.lifecycle.num_exited.value) == (1, 1)
+
+
+def test_sixth_worker_death_within_a_minute_ends_the_service(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(5):
+        bench.die()
+    assert not bench.is_over
+    bench.die()
+    assert bench.is_over
+    assert "the worker died 6 times within a minute (was killed by SIGKILL" in caplog.text
+
+
+def test_worker_deaths_older_than_a_minute_do_not_count(bench: Bench) -> None:
+    for _ in range(20):
+        bench.die()
+        bench.now += 13.0
+    assert not bench.is_over
+
+
+def test_service_ends_if_no_worker_can_be_started(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.error = BlockingIOError(11, "Resource temporarily unavailable")
+    bench.die()
+    assert bench.is_over
+    assert "no other worker can be started: [Errno 11] Resource temporarily unavailable" in caplog.text
+
+
+def test_death_of_the_api_process_ends_the_service(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.api = FakeProcess(-11)
+    bench.check()
+    assert bench.is_over
+    assert "the API process was killed by SIGSEGV" in caplog.text
+
+
+@pytest.mark.parametrize("victim", ["api", "worker"])
+def test_end_of_a_process_wakes_the_supervisor_at_once(victim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.supervisor.supervisor._CHECK_SECONDS", 3600.0)
+    bench = Bench(has_standby=False)
+    bench.error = BlockingIOError(11, "Resource temporarily unavailable")
+    threading.Thread(target=getattr(bench, victim).kill).start()
+    assert bench.supervisor.run() == 1
+    assert not bench.api.is_alive()
+    assert not bench.worker.is_alive()
 
 
 def hanging() -> Bench:
-    """Ten seconds' patience; the first worker was up after five."""
+    """Return a bench with a hang limit of 10 s, whose first worker took 5 s to start."""
     bench = Bench(has_standby=False, hang_seconds=10.0)
-    bench.lifecycle.epoch_seconds.value = 95.0
+    bench.supervisor._start_seconds = 5.0
     bench.lifecycle.record_api_heartbeat()
-    bench.watch()
+    bench.check()
     return bench
 
 
-def test_who_gives_signs_of_life_is_left_alone() -> None:
+def test_processes_with_heartbeats_are_not_killed() -> None:
     bench = hanging()
-    bench.watch_for(100.0, "worker", "api")
+    bench.check_for(100.0, "worker", "api")
     assert bench.now > 199.0
-    assert bench.failures == []
+    assert not bench.is_over
 
 
-def test_a_worker_that_hangs_is_killed(caplog: pytest.LogCaptureFixture) -> None:
+def test_worker_that_hangs_is_killed_and_replaced(caplog: pytest.LogCaptureFixture) -> None:
     bench = hanging()
-    bench.watch_for(9.5, "api")
-    assert bench.worker.is_alive()
-    bench.watch_for(1.0, "api")
-    assert not bench.worker.is_alive()
-    bench.worker = bench.supervisor.replace(bench.worker)
+    first = bench.worker
+    bench.check_for(9.5, "api")
+    assert first.is_alive()
+    bench.check_for(1.0, "api")
+    assert not first.is_alive()
+    bench.check()
     assert "the worker was killed because it hung; starting another" in caplog.text
     bench.die()
     assert "the worker was killed by SIGKILL (out of memory?); starting another" in caplog.text
-    assert bench.failures == []
+    assert not bench.is_over
 
 
-def test_a_worker_that_hangs_while_it_loads_is_killed_later() -> None:
-    """It may take ten times as long as the first: files may have to be read from the disk again."""
+def test_worker_that_loads_may_be_silent_for_ten_times_the_first_start() -> None:
     bench = hanging()
     bench.die()
-    bench.watch_for(59.0, "api")
+    bench.check_for(59.0, "api")
     assert bench.worker.is_alive()
-    bench.watch_for(2.0, "api")
+    bench.check_for(2.0, "api")
     assert not bench.worker.is_alive()
 
 
-def test_an_api_process_that_hangs_ends_the_service() -> None:
+def test_api_process_that_hangs_ends_the_service(caplog: pytest.LogCaptureFixture) -> None:
     bench = hanging()
-    bench.watch_for(9.5, "worker")
-    assert bench.failures == []
-    bench.watch_for(1.0, "worker")
-    assert bench.failures == ["the API process sent no heartbeat for 10 s"]
+    bench.check_for(9.5, "worker")
+    assert not bench.is_over
+    bench.check_for(1.0, "worker")
+    assert "the API process sent no heartbeat for 10 s" in caplog.text
+    assert bench.is_over
     assert not bench.api.is_alive()
 
 
-def test_an_api_process_that_is_not_up_yet_owes_nothing() -> None:
+def test_api_process_without_a_first_heartbeat_is_not_killed() -> None:
     bench = hanging()
     bench.lifecycle.num_api_beats.value = 0
-    bench.watch_for(100.0, "worker")
-    assert bench.failures == []
+    bench.check_for(100.0, "worker")
+    assert not bench.is_over
 
 
-def test_a_limit_of_zero_is_none() -> None:
+def test_hang_limit_of_zero_is_no_limit() -> None:
     bench = Bench(has_standby=False)
     bench.lifecycle.record_api_heartbeat()
-    bench.watch_for(1000.0)
+    bench.check_for(1000.0)
     assert bench.worker.is_alive()
-    assert bench.failures == []
+    assert not bench.is_over
 
 
-def test_without_the_api_process_the_service_ends(bench: Bench) -> None:
-    bench.watch(api=FakeProcess(-11))
-    assert bench.failures == ["the API process was killed by SIGSEGV"]
+def test_drain_waits_for_the_last_request(bench: Bench) -> None:
+    bench.lifecycle.num_active.value = 1
+    bench.supervisor.on_signal(signal.SIGTERM, None)
+    bench.check()
+    assert bench.lifecycle.phase.value == Phase.DRAINING
+    bench.lifecycle.num_active.value = 0
+    bench.check()
+    assert bench.is_over
+    assert bench.supervisor._exit_code == 0
 
 
-def test_what_dies_at_the_end_is_left_alone(bench: Bench) -> None:
-    bench.lifecycle.phase.value = Phase.STOPPING
-    dead = bench.worker
+def test_drain_ends_after_the_drain_time() -> None:
+    bench = Bench(drain_seconds=0.0)
+    bench.lifecycle.num_active.value = 1
+    bench.supervisor.on_signal(signal.SIGTERM, None)
+    bench.check()
+    assert bench.is_over
+
+
+def test_second_signal_ends_the_drain(bench: Bench) -> None:
+    bench.lifecycle.num_active.value = 1
+    for _ in range(2):
+        bench.supervisor.on_signal(signal.SIGTERM, None)
+    bench.check()
+    assert bench.is_over
+
+
+def test_dead_worker_is_replaced_during_the_drain(bench: Bench) -> None:
+    bench.lifecycle.num_active.value = 1
+    bench.supervisor.on_signal(signal.SIGTERM, None)
     bench.die()
-    bench.watch(api=FakeProcess(-9))
-    assert bench.worker is dead
-    assert (bench.launched, bench.failures) == ([], [])
+    assert bench.worker is bench.started[-1]
+    assert not bench.is_over
 
 
-def test_the_end_leaves_no_standby(bench: Bench) -> None:
-    bench.watch()
-    standby = bench.supervisor._standby._process
-    assert standby is not None
+def test_forked_child_ignores_the_inherited_signal_handler(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: bench.lifecycle.main_pid + 1)
+    bench.supervisor.on_signal(signal.SIGTERM, None)
+    assert bench.lifecycle.phase.value == Phase.SERVING
+
+
+def test_signal_while_the_worker_starts_ends_the_service_without_an_error(bench: Bench) -> None:
+    bench.lifecycle.phase.value, bench.lifecycle.ready_epoch.value = Phase.STARTING, -1
+    bench.supervisor.on_signal(signal.SIGTERM, None)
+    assert bench.supervisor.run() == 0
+    assert not bench.worker.is_alive()
+
+
+def test_signal_between_worker_and_api_process_drains(bench: Bench) -> None:
+    bench.lifecycle.phase.value = Phase.STARTING
+    bench.supervisor.on_signal(signal.SIGTERM, None)
+    assert bench.supervisor.run() == 0
+    assert not bench.api.is_alive()
+
+
+def test_end_of_the_service_leaves_no_process(bench: Bench) -> None:
+    bench.check()
     bench.supervisor.end()
-    bench.watch()
-    assert not standby.is_alive()
-    assert len(bench.launched) == 1
+    assert not bench.worker.is_alive()
+    assert not bench.started[0].is_alive()

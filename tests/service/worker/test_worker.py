@@ -311,13 +311,13 @@ import threading
 from types import SimpleNamespace
 import torch
 from service.config.settings import SettingsError
-from service.worker.worker import EngineAPI
+from service.worker.worker import Worker
 
-class Refusing(EngineAPI):
+class Refusing(Worker):
     def __init__(self):
         self.settings = SimpleNamespace(log_level="warning")
-        self.lifecycle = SimpleNamespace(die_with_main=lambda: None, epoch_seconds=SimpleNamespace(value=0.0))
-        self.word, self.stamps = None, {}
+        self.lifecycle = SimpleNamespace(epoch_seconds=SimpleNamespace(value=0.0))
+        self.order = SimpleNamespace(stamps={})
 
     def build(self):
         computing, matrix = threading.Event(), torch.ones(1000, 1000)
@@ -331,7 +331,7 @@ class Refusing(EngineAPI):
         computing.wait()
         raise SettingsError("--kv-cache-memory holds too little")
 
-Refusing().setup("cpu")
+Refusing().run()
 """
 
 

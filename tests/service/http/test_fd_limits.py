@@ -1,33 +1,9 @@
-"""What a machine lacks is told before anything is loaded."""
-
-import errno
-import os
-from multiprocessing.sharedctypes import RawValue
-from typing import Any, NoReturn
+"""Connections that the limit of open files allows."""
 
 import pytest
 
 from service.config.settings import SettingsError
 from service.http.fd_limits import RESERVED, limit_connections
-from service.supervisor.preflight import check_machine
-
-
-def refuse(number: int) -> Any:
-    def call(*_: object) -> NoReturn:
-        raise OSError(number, os.strerror(number))
-
-    return call
-
-
-def test_this_machine_will_do() -> None:
-    assert check_machine() is None
-    assert RawValue("i", 1).value == 1
-
-
-def test_what_is_missing_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("service.supervisor.preflight.RawValue", refuse(errno.EROFS))
-        assert check_machine() == "shared memory cannot be used (Read-only file system); mount a tmpfs on /dev/shm"
 
 
 @pytest.mark.parametrize(

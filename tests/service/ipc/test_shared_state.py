@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.ipc.watchdog import Watchdog
+from service.ipc.shared_state import Watchdog
 
 
 class Bench:

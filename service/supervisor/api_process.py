@@ -1,0 +1,123 @@
+"""API process: LitServe's application with Kvasir's routes, forked from main.
+
+LitServe's own `run` is not used: it needs a manager process, does not handle SIGTERM, and does not notice the death of
+the API process.
+"""
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from multiprocessing.process import BaseProcess
+from types import FrameType, MethodType
+
+import uvicorn
+from fastapi import FastAPI
+from litserve import LitAPI, LitServer
+
+from service.api.app import Frontend
+from service.api.openapi import openapi_document
+from service.config.settings import ServeSettings
+from service.http.api_keys import ApiKeys
+from service.http.auth import middlewares
+from service.http.connection import BoundedHttpProtocol, ConnectionLimits
+from service.http.event_loop import slow_down_ticks
+from service.http.fd_limits import limit_connections
+from service.http.request_io import install_error_handlers
+from service.ipc.channel import Channel
+from service.ipc.messages import API_PATH
+from service.ipc.shared_state import Lifecycle, Phase, name_process
+from service.supervisor.supervisor import API_CLOSE_SECONDS, bind_port
+
+logger = logging.getLogger(__name__)
+
+_FOREIGN_PAGES = ("/docs", "/docs/oauth2-redirect", "/redoc")
+# Longer than the idle timeout of load balancers (60 s), so that the load balancer closes idle connections first.
+_KEEP_ALIVE_SECONDS = 75
+
+
+class _RouteOwner(LitAPI):  # type: ignore[misc]  # litserve has no types
+    """LitAPI that has the routes of a LitSpec and no engine: the worker is not LitServe's."""
+
+    def setup(self, device: str) -> None:
+        """Do nothing."""
+
+    async def authorize(self) -> None:
+        """Allow every request. LitServe's own dependency is not async, and so costs each request a thread."""
+
+
+class ApiServer(LitServer):  # type: ignore[misc]
+    """LitServe application of the API process. `start` forks the process."""
+
+    def __init__(
+        self, settings: ServeSettings, *, frontend: Frontend, channel: Channel, keys: ApiKeys, lifecycle: Lifecycle
+    ) -> None:
+        super().__init__(
+            _RouteOwner(spec=frontend, api_path=API_PATH),
+            accelerator="cpu",
+            timeout=False,
+            middlewares=middlewares(settings, keys, frontend.count_error, frontend.reject_from_headers),
+        )
+        self.uvicorn_graceful_timeout = API_CLOSE_SECONDS
+        self._settings, self._frontend, self._channel, self._lifecycle = settings, frontend, channel, lifecycle
+        self._connection_limits = ConnectionLimits(
+            max_connections=limit_connections(settings.max_connections),
+            client_seconds=settings.client_seconds,
+            max_body_bytes=settings.max_body_size,
+        )
+        install_error_handlers(self.app, frontend.count_error)
+        self.app.openapi = openapi_document
+        # FastAPI's documentation pages load scripts from other hosts.
+        self.app.router.routes = [r for r in self.app.router.routes if getattr(r, "path", "") not in _FOREIGN_PAGES]
+
+    def _register_internal_endpoints(self) -> None:
+        """Register nothing: Kvasir's own routes replace LitServe's `/`, `/health` and `/info`."""
+
+    def start(self) -> BaseProcess:
+        """Fork the API process, which listens on the port of the settings.
+
+        Raises:
+            OSError: the port cannot be bound, or no process can be started.
+        """
+        with bind_port(self._settings.host, self._settings.port) as listener:
+            processes: dict[int, BaseProcess] = self._start_server(
+                self._settings.port,
+                1,
+                "warning",
+                [listener],
+                "process",
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                http=partial(BoundedHttpProtocol, limits=self._connection_limits, count=self._frontend.count_error),
+            )
+        return processes[0]
+
+    @asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        """Run the frontend around the requests. uvicorn has set its signal handlers by now."""
+        self._lifecycle.die_with_main()
+        name_process("kvasir-api")
+        loop = asyncio.get_running_loop()
+        stop = signal.getsignal(signal.SIGTERM)
+        assert isinstance(stop, MethodType), "uvicorn handles SIGTERM"
+        assert isinstance(stop.__self__, uvicorn.Server), "by a method of its server"
+        wake = slow_down_ticks(stop.__self__)
+
+        def on_sigterm(number: int, frame: FrameType | None) -> None:
+            if self._lifecycle.phase.value == Phase.STOPPING:
+                loop.call_soon_threadsafe(self._frontend.end_all)
+                stop(number, frame)
+                loop.call_soon_threadsafe(wake)
+
+        signal.signal(signal.SIGTERM, on_sigterm)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._channel.deliver_to(self._frontend.receive)
+        task = asyncio.create_task(self._frontend.tend())
+        logger.info("ready: http://%s:%d", self._settings.host, self._settings.port)
+        yield
+        task.cancel()
+        self._frontend.close()
+        self._channel.close()

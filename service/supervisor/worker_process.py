@@ -1,0 +1,84 @@
+"""Worker process as seen by main. The first worker, a replacement and the standby start in the same way.
+
+A worker is a new Python process that first imports torch and the engine. It then waits for `begin`, loads the model and
+serves. The command line starts the first worker before main imports the rest of the service. A standby is a worker
+without `begin`: it holds neither weights nor KV-cache.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from service.worker.worker import main; main{arguments!r}"
+
+
+class WorkerProcess:
+    """Worker process, started by the constructor. The calling thread must live as long as main.
+
+    Args:
+        checkpoint: checkpoint whose weights the process reads ahead; None for a standby, which imports at low priority.
+
+    Raises:
+        OSError: no process can be started.
+    """
+
+    def __init__(self, checkpoint: Path | None) -> None:
+        self._has_imported = False
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            arguments = (theirs.fileno(), os.getpid(), None if checkpoint is None else str(checkpoint))
+            program = _PROGRAM.format(path=sys.path, arguments=arguments)
+            # A process group of its own: Ctrl-C in a terminal reaches main only.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program], pass_fds=[theirs.fileno()], process_group=0
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        """Exit code, negative for a signal; None while the process runs."""
+        return self._process.poll()
+
+    @property
+    def sentinel(self) -> int:
+        """File descriptor that becomes readable when the process ends, or has a report for `has_imported`."""
+        return self._socket.fileno()
+
+    def has_imported(self) -> bool:
+        """Return whether the process runs and has reported that its imports are done."""
+        if not self._has_imported:
+            with suppress(OSError):  # no report yet, or the process has ended
+                self._has_imported = self._socket.recv(1, socket.MSG_DONTWAIT) != b""
+        return self._has_imported and self.exitcode is None
+
+    def begin(self, order: bytes, descriptors: Sequence[int]) -> None:
+        """Let the process load the model and serve. A dead process is ignored here: main notices its end.
+
+        Args:
+            order: pickled `service.worker.worker.WorkerOrder`. A memory file carries the order, so that a process that
+                still imports does not block main.
+            descriptors: file descriptors for the process.
+        """
+        with os.fdopen(os.memfd_create("kvasir-order"), "wb") as memory, suppress(ConnectionError):
+            memory.write(order)
+            memory.flush()
+            socket.send_fds(self._socket, [b"b"], [memory.fileno(), *descriptors])
+
+    def kill(self) -> None:
+        """Kill the process."""
+        self._process.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill the process and wait for its end."""
+        self.kill()
+        self._process.wait()
+        self._socket.close()

@@ -1,0 +1,128 @@
+"""Start of worker processes: import, order, exit code, and end with main."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from service.ipc.channel import Channel
+from service.ipc.shared_state import Lifecycle
+from service.supervisor.worker_process import WorkerProcess
+from service.worker import worker as worker_module
+from service.worker.worker import importable_name, read_ahead
+
+PATIENCE_SECONDS = 600.0
+
+
+class Reporting:
+    """Worker that writes a report to a file and exits with code 7."""
+
+    def __init__(self, order: Any, lifecycle: Lifecycle, channel: Any) -> None:
+        self._order, self._lifecycle, self._channel = order, lifecycle, channel
+
+    def run(self) -> None:
+        self._lifecycle.num_heartbeats.value = os.getpid()
+        self._channel.send(f"{psutil.Process().name()} {os.getpriority(os.PRIO_PROCESS, 0)}".encode())
+        os._exit(7)
+
+
+@dataclass
+class Order:
+    """Order with the fields that `service.worker.worker.main` reads, and data that no socket holds."""
+
+    worker_class: str
+    main_pid: int
+    ballast: bytes = b"x" * 2_000_000
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        pass
+
+
+@pytest.mark.parametrize("is_standby", [False, True])
+def test_worker_runs_its_order_with_the_shared_memory_and_the_channel(tmp_path: Path, is_standby: bool) -> None:
+    worker = WorkerProcess(None if is_standby else tmp_path)
+    if is_standby:
+        wait_until(worker.has_imported)
+        assert psutil.Process(worker.pid).name() == "kvasir-standby"
+    lifecycle, channel = Lifecycle(main_pid=os.getpid()), Channel()
+    order = pickle.dumps(Order(importable_name(Reporting), os.getpid()))
+    worker.begin(order, [lifecycle.descriptor, channel.worker_end.fileno()])
+    report = channel._socket.recv(100)
+    assert report.endswith(b"kvasir-worker " + str(os.getpriority(os.PRIO_PROCESS, 0)).encode())
+    assert lifecycle.num_heartbeats.value == worker.pid
+    wait_until(lambda: worker.exitcode is not None)
+    assert worker.exitcode == 7
+    assert not worker.has_imported()
+    worker.close()
+    channel.close()
+
+
+def test_worker_that_dies_before_its_order_has_an_exit_code(tmp_path: Path) -> None:
+    worker = WorkerProcess(tmp_path)
+    os.kill(worker.pid, signal.SIGKILL)
+    wait_until(lambda: worker.exitcode is not None)
+    worker.begin(b"late", [])
+    assert worker.exitcode == -signal.SIGKILL
+    assert not worker.has_imported()
+    worker.close()
+    worker.close()
+
+
+def test_closed_worker_ends(tmp_path: Path) -> None:
+    worker = WorkerProcess(None)
+    process = psutil.Process(worker.pid)
+    worker.close()
+    assert not process.is_running()
+
+
+def test_worker_ends_when_main_is_killed(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from service.supervisor.worker_process import WorkerProcess;"
+        "worker = WorkerProcess(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as main:
+        assert main.stdout is not None
+        main.stdout.readline()
+        (child,) = psutil.Process(main.pid).children()
+        main.kill()
+        assert psutil.wait_procs([child], PATIENCE_SECONDS)[1] == []
+
+
+def test_weights_are_read_ahead_from_regular_files_if_memory_allows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Opening a pipe may never end."""
+    paths = [tmp_path / f"model-{number}.safetensors" for number in range(2)]
+    for path in (*paths, tmp_path / "manifest.json"):
+        path.write_bytes(b"weights")
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    advised: list[Path] = []
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda descriptor, *_: advised.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+    )
+    read_ahead(tmp_path)
+    read_ahead(tmp_path / "missing")
+    assert advised == paths
+    monkeypatch.setattr(os, "sysconf", lambda name: 1)  # one byte of memory is free
+    read_ahead(tmp_path)
+    assert advised == paths
+
+
+def test_standby_imports_at_the_lowest_priority_in_that_thread_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_priorities: list[int] = []
+    monkeypatch.setattr(os, "setpriority", lambda which, who, niceness: set_priorities.append(niceness))
+    monkeypatch.setattr(worker_module, "_IMPORT", "json")
+    worker_module._import_at_low_priority()
+    assert set_priorities == [19]
