@@ -136,7 +136,10 @@ class Watchdog:
         self._last_sign, self._silence = sign, 0.0
 
 
-def name_process(name: str) -> None:
-    """Set the name of this process in `ps -o comm` and `top`: at most 15 characters."""
+def name_thread(name: str) -> None:
+    """Set the name of this thread, at most 15 characters. The main thread's name is the process's in `ps -o comm`.
+
+    Threads that this thread starts inherit the name.
+    """
     with contextlib.suppress(OSError):  # /proc may be read-only
-        Path("/proc/self/comm").write_text(name)
+        Path("/proc/thread-self/comm").write_text(name)

@@ -28,7 +28,7 @@ from service.http.fd_limits import limit_connections
 from service.http.request_io import install_error_handlers
 from service.ipc.channel import Channel
 from service.ipc.messages import API_PATH
-from service.ipc.shared_state import Lifecycle, Phase, name_process
+from service.ipc.shared_state import Lifecycle, Phase, name_thread
 from service.supervisor.supervisor import API_CLOSE_SECONDS, bind_port
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class ApiServer(LitServer):  # type: ignore[misc]
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Run the frontend around the requests. uvicorn has set its signal handlers by now."""
         self._lifecycle.die_with_main()
-        name_process("kvasir-api")
+        name_thread("kvasir-api")
         loop = asyncio.get_running_loop()
         stop = signal.getsignal(signal.SIGTERM)
         assert isinstance(stop, MethodType), "uvicorn handles SIGTERM"

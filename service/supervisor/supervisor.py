@@ -17,7 +17,7 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
-from service.ipc.shared_state import Lifecycle, Phase, Watchdog
+from service.ipc.shared_state import Lifecycle, Phase, Watchdog, name_thread
 from service.supervisor.worker_process import WorkerProcess
 from service.worker.worker import EXIT_SETTINGS, EXIT_START_FAILED
 
@@ -99,6 +99,7 @@ class Supervisor:
         Raises:
             StartError: the first worker ended before it was ready, or a process cannot be started.
         """
+        name_thread("kvasir-main")
         signal.signal(signal.SIGTERM, self.on_signal)
         signal.signal(signal.SIGINT, self.on_signal)
         lifecycle = self._lifecycle

@@ -29,7 +29,7 @@ from service.config import log_setup
 from service.config.settings import ServeSettings, SettingsError, effective_values
 from service.ipc.channel import WorkerChannel
 from service.ipc.messages import Command, Event, WorkerReady, decode_commands, encode_events
-from service.ipc.shared_state import Lifecycle, name_process
+from service.ipc.shared_state import Lifecycle, name_thread
 from service.worker.engine_loop import EngineLoop
 from service.worker.memory_plan import ServerNeeds
 
@@ -94,13 +94,13 @@ def main(descriptor: int, parent: int, checkpoint: str | None) -> NoReturn:
     os.set_inheritable(descriptor, False)  # main notices the end of this process by the end of the socket
     gc.disable()  # imported modules are no garbage, and collection takes an eighth of the import time
     if checkpoint is None:
-        name_process("kvasir-importer")
+        name_thread("kvasir-importer")
         importing = threading.Thread(target=_import_at_low_priority, name="importing")
         importing.start()
         importing.join()
-        name_process("kvasir-standby")
+        name_thread("kvasir-standby")
     else:
-        name_process("kvasir-worker")
+        name_thread("kvasir-worker")
         threading.Thread(target=read_ahead, args=(Path(checkpoint),), name="read-ahead", daemon=True).start()
         _import_engine()
     gc.freeze()
@@ -111,7 +111,7 @@ def main(descriptor: int, parent: int, checkpoint: str | None) -> NoReturn:
         _, (memory, lifecycle, channel), _, _ = socket.recv_fds(control, 1, _NUM_DESCRIPTORS)
     except (OSError, ValueError):  # main has closed its end
         os._exit(0)
-    name_process("kvasir-worker")
+    name_thread("kvasir-worker")
     multiprocessing.current_process().name = "worker"  # in log lines
     with os.fdopen(memory, "rb") as file:
         file.seek(0)
@@ -215,6 +215,7 @@ def _carry(outbox: SimpleQueue[list[Event]], channel: WorkerChannel) -> NoReturn
 
     Events that arrive between two messages are sent together, since a step may be shorter than the cost of a message.
     """
+    name_thread("kvasir-carrier")
     while True:
         events = gathered(outbox)
         next_seconds = time.monotonic() + _MESSAGE_SECONDS

@@ -191,6 +191,8 @@ def test_a_kernel_without_memory_is_asked_again(monkeypatch: pytest.MonkeyPatch)
             await asyncio.sleep(0.001)
         assert [worker.receive(0.0), worker.receive(0.0)] == [b"first", b"second"]
         assert failing.num_calls == 5
+        channel._socket = failing.writer
+        channel.close()
 
     monkeypatch.setattr("service.ipc.channel._RETRY_SECONDS", 0.001)
     asyncio.run(test())
