@@ -65,7 +65,7 @@ class CheckpointChanged(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerOrder:
-    """What a worker gets from main.
+    """Order that lets a worker load a model and serve.
 
     worker_class: "module:class" of the `Worker`.
     stamps: weight files as they were when the service started.
