@@ -63,9 +63,7 @@ def build_server(
         start_worker=lambda is_standby: WorkerProcess(None if is_standby else settings.checkpoint),
         begin=lambda process: process.begin(order, [lifecycle.descriptor, channel.worker_end.fileno()]),
         start_api=api.start,
-        has_standby=settings.standby,
-        hang_seconds=settings.hang_seconds,
-        drain_seconds=settings.drain_seconds,
+        settings=settings,
     )
 
 

@@ -35,9 +35,9 @@ ENGINE_SIDE = {
     "service/cli/inspect_attention.py",
     "service/cli/train.py",
 }
-# Main also imports the worker's module, so it imports torch inside methods that LitServe calls in the worker process.
+# Main also imports the worker's module, so it imports torch inside methods that only the worker process calls.
 IMPORTS_LATE = {
-    ("service/worker/worker.py", "setup"),
+    ("service/worker/worker.py", "_build_or_exit"),
     ("service/worker/worker.py", "build"),
     ("service/cli/inspect_attention.py", "_draw"),  # matplotlib is an extra
     ("loadtest/scenarios/instant_engine.py", "build"),

@@ -17,6 +17,7 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
+from service.config.settings import ServeSettings
 from service.ipc.shared_state import Lifecycle, Phase, Watchdog, name_thread
 from service.supervisor.worker_process import WorkerProcess
 from service.worker.worker import EXIT_SETTINGS, EXIT_START_FAILED
@@ -57,9 +58,7 @@ class Supervisor:
         start_worker: starts a worker; True starts a standby, which imports at low priority.
         begin: lets a worker load the model and serve.
         start_api: starts the API process.
-        has_standby: keep a standby worker.
-        hang_seconds: silence after which a process is killed; 0 for never.
-        drain_seconds: longest wait for running requests after the first signal.
+        settings: standby, hang_seconds and drain_seconds are used.
         clock: returns seconds.
     """
 
@@ -71,15 +70,13 @@ class Supervisor:
         start_worker: Callable[[bool], WorkerProcess],
         begin: Callable[[WorkerProcess], None],
         start_api: Callable[[], BaseProcess],
-        has_standby: bool,
-        hang_seconds: float,
-        drain_seconds: float,
+        settings: ServeSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lifecycle = lifecycle
         self._worker = worker
         self._start_worker, self._begin, self._start_api = start_worker, begin, start_api
-        self._has_standby, self._hang_seconds, self._drain_seconds = has_standby, hang_seconds, drain_seconds
+        self._settings = settings
         self._clock = clock
         self._api: BaseProcess | None = None
         self._standby: WorkerProcess | None = None
@@ -144,14 +141,14 @@ class Supervisor:
             self._fail(f"the API process {cause_of_death(api.exitcode)}")
         elif self._worker.exitcode is not None:
             self._replace_worker()
-        elif self._hang_seconds and self._end_hung(api):
+        elif self._settings.hang_seconds and self._end_hung(api):
             pass
         elif lifecycle.has_standby_memory.value and lifecycle.ready_epoch.value == lifecycle.epoch.value:
             self._keep_standby()
 
     def _is_drained(self) -> bool:
         elapsed = time.monotonic() - self._lifecycle.phase_seconds.value
-        return not self._lifecycle.num_active.value or self._is_hurried or elapsed > self._drain_seconds
+        return not self._lifecycle.num_active.value or self._is_hurried or elapsed > self._settings.drain_seconds
 
     def _replace_worker(self) -> None:
         """Replace the dead worker by the standby if the standby has completed its imports, else by a new process.
@@ -189,7 +186,7 @@ class Supervisor:
             logger.warning("the standby worker died")
             self._standby.close()
             self._standby = None
-        if self._has_standby and self._num_standby_deaths < _MAX_STANDBY_DEATHS:
+        if self._settings.standby and self._num_standby_deaths < _MAX_STANDBY_DEATHS:
             try:
                 self._standby = self._start_worker(True)
             except OSError as error:  # no memory, or too many processes: the service runs without a standby
@@ -198,7 +195,7 @@ class Supervisor:
 
     def _end_hung(self, api: BaseProcess) -> bool:
         """Kill a process that has been silent for too long. Return True if there was one."""
-        limit = self._hang_seconds
+        limit = self._settings.hang_seconds
         if self._api_watchdog.silence() > limit and self._lifecycle.num_api_beats.value:
             self._fail(f"the API process sent no heartbeat for {limit:g} s")
             api.kill()

@@ -118,7 +118,7 @@ def build_engine(
     """Load the model and build its engine. Native kernels are compiled first if they are missing.
 
     Args:
-        server: memory needs of the server's other processes; None if there is no server.
+        server: memory needs of the server's other processes, if there is a server.
 
     Raises:
         CheckpointError: the tensors cannot be read.
@@ -134,8 +134,7 @@ def build_engine(
     library = _load_kernels(settings, device)
     dtype_name, dtype_reason = _choose_dtype(settings, manifest, device, library)
     dtype = _DTYPES[dtype_name]
-    if not computes(manifest.config, dtype):
-        library = None
+    library = library if computes(manifest.config, dtype) else None
     threads, threads_reason = _choose_threads(settings, is_native=library is not None)
     torch.set_num_threads(threads)
     cache_dtype = find_cache_dtype(settings.kv_cache_dtype, device, dtype)
@@ -143,7 +142,7 @@ def build_engine(
     context = _kernel_context(settings, manifest, device, dtype)
     attending = _choose_attention(settings, context, library)
     packs = device == "cpu" and (library is not None or _matrix_kind(settings.quantize, device, dtype) != "plain")
-    num_copies = 1 if library is None else _num_copies(manifest, dtype, packs=packs)
+    num_copies = _num_copies(manifest, dtype, packs=packs) if library is not None else 1
     plan = _plan(server, settings, manifest, context, num_copies=num_copies, cache_value_bytes=cache_dtype.itemsize)
     loaded = load_model(manifest, device=device, dtype=dtype, attention=attending.backend, packs_next=packs)
     matrices = prepare_matrices(loaded, settings.quantize, quantization)
@@ -154,8 +153,8 @@ def build_engine(
     largest, records = _largest_step(settings, max_context_length), settings.cuda_graphs and attending.recordable
     usable = cache_bytes(loaded, largest, settings.gpu_memory_share, records=records)
     free = max(0, free_bytes(device) - plan.reserved_bytes) if usable is None else usable
-    known = server.num_blocks if server is not None and usable is None else 0
-    num_blocks = known or _num_blocks(settings, max_context_length, block_bytes, free, is_shared=usable is None)
+    num_blocks = server.num_blocks if server is not None and usable is None else 0
+    num_blocks = num_blocks or _num_blocks(settings, max_context_length, block_bytes, free, is_shared=usable is None)
     config = _engine_config(settings, num_blocks, max_context_length)
     engine = _make_engine(model, load_tokenizer(manifest.directory), config, attending, settings)
     return engine, EngineFacts(

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from socket import socketpair
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,15 +59,16 @@ class Bench:
         self.error: OSError | None = None
         self.api: Any = FakeProcess()
         first: Any = FakeProcess()
+        self.settings: Any = SimpleNamespace(
+            standby=has_standby, hang_seconds=hang_seconds, drain_seconds=drain_seconds
+        )
         self.supervisor = Supervisor(
             self.lifecycle,
             worker=first,
             start_worker=self._start,
             begin=self._begin,
             start_api=lambda: self.api,
-            has_standby=has_standby,
-            hang_seconds=hang_seconds,
-            drain_seconds=drain_seconds,
+            settings=self.settings,
             clock=lambda: self.now,
         )
 
@@ -205,7 +207,7 @@ def test_no_standby_starts_without_memory_for_it(bench: Bench) -> None:
 
 
 def test_dead_workers_are_replaced_and_counted(bench: Bench) -> None:
-    bench.supervisor._has_standby = False
+    bench.settings.standby = False
     bench.die()
     bench.die(1)
     assert bench.kinds == ["worker", "worker"]
