@@ -96,9 +96,9 @@ class Supervisor:
         Raises:
             StartError: the first worker ended before it was ready, or a process cannot be started.
         """
-        name_thread("kvasir-main")
         signal.signal(signal.SIGTERM, self.on_signal)
         signal.signal(signal.SIGINT, self.on_signal)
+        name_thread("kvasir-main")
         lifecycle = self._lifecycle
         lifecycle.epoch_seconds.value = began = self._clock()
         try:
