@@ -18,7 +18,7 @@ from loadtest.gpu.bench_setting import BLOCK_SIZE, Bench
 from loadtest.inprocess.closed_loop import run_closed
 from loadtest.measurement.model_shapes import shape_tokenizer
 from loadtest.measurement.step_work import Machine, WorkFormula
-from model.attention.kernel_selection import DECODE_WAYS, SelectedKernels, Unavailable, choose
+from model.attention.kernel_selection import DECODE_KERNELS, SelectedKernels, Unavailable, choose
 from model.attention.kv_cache import KVCache
 from model.attention.layer_spec import AttentionForm
 from model.attention.metadata import AttentionMetadata
@@ -86,7 +86,7 @@ def _attention(bench: Bench, heads: tuple[int, int, int], context: int, batch: i
     positions_B = torch.full((batch,), context - 1, device=bench.device)
     forms = [AttentionForm(layer=layer, scale=size**-0.5, window=None, bias=None) for layer in range(num_layers)]
     row: dict[str, Any] = {"heads": heads, "context": context, "batch": batch, "layers": num_layers}
-    for name, make in DECODE_WAYS.items():
+    for name, make in DECODE_KERNELS.items():
         try:
             way = make(bench.place(config))
         except Unavailable as error:

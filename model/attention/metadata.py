@@ -1,12 +1,14 @@
 """Attention metadata of a packed, ragged batch.
 
-Legend: T packed tokens, B sequences, N blocks of the longest block table, P slots per block.
+Legend: T packed tokens, B sequences, N blocks of the longest block table, P slots per block, C chunks, X packed tokens
+of chunks, S positions of their contexts.
 """
 
 import dataclasses
 import functools
 import itertools
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -14,7 +16,6 @@ import torch
 from torch import Tensor
 
 from model.attention.layer_spec import visible
-from model.attention.packed_layout import RaggedView, ragged_view
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,30 @@ class DecodeView:
     slots_BS: Tensor
     distances_B1S: Tensor
     mask_B1S: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaggedView:
+    """Prompt chunks and decodes of one step. Made once a step, for all layers.
+
+    Attributes:
+        decodes: for the B sequences that compute one token: index of the token in T, position, block table (BN).
+            None: the step holds no such sequence.
+        tokens_X: indices in T of the chunks' tokens.
+        slots_S: cache slots of the chunks' contexts, concatenated.
+        query_lengths: number of tokens that each chunk computes.
+        context_lengths: number of positions of each chunk's sequence, tokens of the chunk included.
+        query_starts: int32, C + 1 offsets into X.
+        context_starts: int32, C + 1 offsets into S.
+    """
+
+    decodes: tuple[Tensor, Tensor, Tensor] | None
+    tokens_X: Tensor
+    slots_S: Tensor
+    query_lengths: tuple[int, ...]
+    context_lengths: tuple[int, ...]
+    query_starts: Tensor
+    context_starts: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,3 +175,38 @@ class AttentionMetadata:
         """Return the metadata of whole sequences without a cache, as training and reference implementations use it."""
         positions_T = torch.cat([torch.arange(length, device=device) for length in lengths])
         return cls(query_lengths=lengths, context_lengths=lengths, positions_T=positions_T)
+
+
+def ragged_view(
+    query_lengths: Sequence[int], context_lengths: Sequence[int], tables_BN: Tensor, block_size: int
+) -> RaggedView:
+    """Return the view of a step with at least one chunk, on the device of the block tables."""
+    device = tables_BN.device
+    rows = range(len(query_lengths))
+    chunks = [row for row in rows if query_lengths[row] > 1]
+    singles = [row for row in rows if query_lengths[row] == 1]
+    starts = [0, *itertools.accumulate(query_lengths)]
+    queries, contexts = ([lengths[row] for row in chunks] for lengths in (query_lengths, context_lengths))
+    query_starts, context_starts = ([0, *itertools.accumulate(lengths)] for lengths in (queries, contexts))
+    decodes = None
+    if singles:
+        rows_B, tokens_B, positions_B = torch.tensor(
+            [singles, [starts[row] for row in singles], [context_lengths[row] - 1 for row in singles]], device=device
+        )
+        decodes = tokens_B, positions_B, tables_BN[rows_B]
+    rows_C, lengths_C, starts_C = torch.tensor([chunks, contexts, context_starts[:-1]], device=device)
+    # output_size avoids a synchronization with the device (torch.repeat_interleave would read the sum of lengths_C).
+    chunk_of_S = torch.repeat_interleave(lengths_C, output_size=context_starts[-1])
+    positions_S = torch.arange(context_starts[-1], device=device) - starts_C[chunk_of_S]
+    blocks_S = tables_BN[rows_C[chunk_of_S], positions_S // block_size]
+    return RaggedView(
+        decodes=decodes,
+        tokens_X=torch.tensor(
+            [token for row in chunks for token in range(starts[row], starts[row + 1])], device=device
+        ),
+        slots_S=blocks_S * block_size + positions_S % block_size,
+        query_lengths=tuple(queries),
+        context_lengths=tuple(contexts),
+        query_starts=torch.tensor(query_starts, dtype=torch.int32, device=device),
+        context_starts=torch.tensor(context_starts, dtype=torch.int32, device=device),
+    )

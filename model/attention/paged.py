@@ -14,8 +14,7 @@ from torch import Tensor
 
 from model.attention.kv_cache import KVCache
 from model.attention.layer_spec import AttentionForm
-from model.attention.metadata import AttentionMetadata
-from model.attention.packed_layout import RaggedView
+from model.attention.metadata import AttentionMetadata, RaggedView
 from model.attention.sdpa import SdpaAttention
 
 

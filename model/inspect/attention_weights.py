@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 import torch
 from torch import Tensor
 
-from model.attention.backends import AttentionBackend
-from model.attention.cache_rounding import AsCached
+from model.attention.backends import AttentionBackend, RoundedAttention
 from model.attention.eager import attention_weights
 from model.attention.kv_cache import KVCache
 from model.attention.layer_spec import AttentionForm
@@ -83,7 +82,7 @@ def weights_of_layer(
     backends: list[AttentionBackend] = [attention.backend for attention in attentions]
     meanwhile: list[AttentionBackend] = [*backends[:-1], _RecordingAttention()]
     if cache_dtype is not None:
-        meanwhile = [AsCached(backend, cache_dtype) for backend in meanwhile]
+        meanwhile = [RoundedAttention(backend, cache_dtype) for backend in meanwhile]
     try:
         _set_backends(attentions, meanwhile)
         model(torch.tensor(token_ids, device=device), metadata, None)

@@ -11,8 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from model.attention.backends import ATTENTION_BACKENDS
-from model.attention.cache_rounding import AsCached
+from model.attention.backends import ATTENTION_BACKENDS, RoundedAttention
 from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import Manifest, file_digest, read_manifest
 from model.config import ModelConfig
@@ -151,7 +150,7 @@ def _load(settings: EvalSettings, manifest: Manifest) -> Transformer:
     device, dtype = find_device(settings.device), _DTYPES[settings.dtype]
     quantization, cache_dtype = _find_quantization(settings)
     attention = ATTENTION_BACKENDS["sdpa"]
-    model = load_model(manifest, device=device, dtype=dtype, attention=AsCached(attention, cache_dtype))
+    model = load_model(manifest, device=device, dtype=dtype, attention=RoundedAttention(attention, cache_dtype))
     if settings.quantize != "none":
         prepare_matrices(model, settings.quantize, quantization)
     return model

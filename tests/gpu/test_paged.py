@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention.kernel_selection import CHUNK_WAYS, DECODE_WAYS, KernelContext, check, choose, gathered, one_by_one
+from model.attention.kernel_selection import CHUNK_KERNELS, DECODE_KERNELS, KernelContext, choose, gathered, one_by_one
 from model.attention.kv_cache import KVCache
 from model.attention.layer_spec import AttentionForm
 from model.attention.paged import PagedAttention
 from model.config import ModelConfig
 from service.engine.execution.cuda_graphs import CudaCapture
+from tests.model.attention.kernel_check import check_kernels
 from tests.model.configs import ROTARY
 
 pytestmark = pytest.mark.gpu
@@ -33,26 +34,26 @@ def place(heads: tuple[int, int, int], dtype: torch.dtype, block_size: int = 16,
     )
 
 
-@pytest.mark.parametrize("way", DECODE_WAYS)
+@pytest.mark.parametrize("way", DECODE_KERNELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("heads", HEADS)
 def test_decoding_equals_the_oracle(way: str, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
     for changes in ({}, {"sliding_window": 90, "global_layers": [1]}):
         where = place(heads, dtype, **changes)
-        check(PagedAttention(DECODE_WAYS[way](where), one_by_one), where, (1,) * 7)
+        check_kernels(PagedAttention(DECODE_KERNELS[way](where), one_by_one), where, (1,) * 7)
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 32, 256])
 def test_blocks_of_any_size(block_size: int) -> None:
     where = place((12, 2, 128), torch.bfloat16, block_size)
-    check(PagedAttention(DECODE_WAYS["triton"](where), CHUNK_WAYS["varlen"](where)), where)
+    check_kernels(PagedAttention(DECODE_KERNELS["triton"](where), CHUNK_KERNELS["varlen"](where)), where)
 
 
 @pytest.mark.parametrize("heads", [heads for heads in HEADS if heads[2] % 8 == 0])
 def test_prompts_by_flash_attention_equal_the_oracle(heads: tuple[int, int, int]) -> None:
     for changes in ({}, {"sliding_window": 90, "global_layers": [1]}):
         where = place(heads, torch.bfloat16, **changes)
-        check(PagedAttention(gathered, CHUNK_WAYS["varlen"](where)), where)
+        check_kernels(PagedAttention(gathered, CHUNK_KERNELS["varlen"](where)), where)
 
 
 def test_the_fast_ways_are_taken() -> None:
@@ -81,7 +82,7 @@ def decoding(where: KernelContext) -> tuple[Tensor, Tensor, Tensor, KVCache]:
 @pytest.mark.parametrize("heads", HEADS[:4])
 def test_neighbours_change_no_bit(heads: tuple[int, int, int], window: int | None) -> None:
     where = place(heads, torch.bfloat16)
-    way = DECODE_WAYS["triton"](where)
+    way = DECODE_KERNELS["triton"](where)
     q, positions, tables, cache = decoding(where)
     form = AttentionForm(layer=1, scale=0.1, window=window, bias=None)
     whole = way(q, form, positions, tables, cache)
@@ -92,10 +93,10 @@ def test_neighbours_change_no_bit(heads: tuple[int, int, int], window: int | Non
         assert torch.equal(alone, whole[rows]), context
 
 
-@pytest.mark.parametrize("name", DECODE_WAYS)
+@pytest.mark.parametrize("name", DECODE_KERNELS)
 def test_a_recording_follows_its_inputs(name: str) -> None:
     where = place((12, 2, 128), torch.bfloat16)
-    way = DECODE_WAYS[name](where)
+    way = DECODE_KERNELS[name](where)
     q, positions, tables, cache = decoding(where)
     form = AttentionForm(layer=0, scale=0.1, window=None, bias=None)
     still_q, still_positions, still_tables = torch.zeros_like(q), torch.zeros_like(positions), torch.zeros_like(tables)
@@ -119,4 +120,4 @@ def test_a_long_context() -> None:
     inputs = (torch.tensor([context - 1], device="cuda"), torch.randperm(blocks, device="cuda")[None], cache)
     form = AttentionForm(layer=0, scale=0.3, window=None, bias=None)
     expected = gathered(q, form, *inputs)
-    torch.testing.assert_close(DECODE_WAYS["triton"](where)(q, form, *inputs), expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(DECODE_KERNELS["triton"](where)(q, form, *inputs), expected, atol=2e-5, rtol=1e-4)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.attention.backends import AttentionBackend
-from model.attention.cache_rounding import AsCached
+from model.attention.backends import AttentionBackend, RoundedAttention
 from model.attention.eager import EagerAttention, attention_weights
 from model.attention.kernel_selection import gathered, one_by_one
 from model.attention.kv_cache import KVCache, rounded
@@ -86,7 +85,7 @@ def test_chunks_of_any_size_see_what_is_held(variant: str, name: str) -> None:
     """
     texts = [IDS[:1], IDS[:6], IDS]
     uncached = [AttentionMetadata.uncached((len(ids),)) for ids in texts]
-    exact, oracle = model_of(variant, EagerAttention()), model_of(variant, AsCached(EagerAttention(), HALF))
+    exact, oracle = model_of(variant, EagerAttention()), model_of(variant, RoundedAttention(EagerAttention(), HALF))
     wanted = torch.cat([oracle(*given, None) for given in zip(texts, uncached, strict=True)])
     effect = (torch.cat([exact(*given, None) for given in zip(texts, uncached, strict=True)]) - wanted).abs().mean()
     assert effect > 0
@@ -119,7 +118,7 @@ class Spy:
 @torch.inference_mode()
 def test_what_is_looked_at_is_what_is_served() -> None:
     spy = Spy()
-    model_of("rotary-gqa", AsCached(spy, HALF))(IDS, AttentionMetadata.uncached((len(IDS),)), None)
+    model_of("rotary-gqa", RoundedAttention(spy, HALF))(IDS, AttentionMetadata.uncached((len(IDS),)), None)
     model = model_of("rotary-gqa", EagerAttention())
     backends = [cast(Block, block).attention.backend for block in model.layers]
     ids: Sequence[int] = IDS.tolist()
