@@ -7,33 +7,182 @@
 // The order of a token's sums thus depends only on its position. Results are bitwise identical for any other sequences
 // in the batch, any number of threads and any chunking of the prompt, and whether a token is decoded or part of a
 // prompt.
-#include <type_traits>
+#include "attention.h"
 
-#include "attention_few_queries.h"
-#include "attention_tasks.h"
-#include "kernel.h"
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "attention_tile.h"
 
 namespace kvasir {
+namespace {
+
+constexpr int SPLIT = 8 * TILE;
+constexpr int MAX_TASK_ROWS = 16 * 6;
+constexpr float LOG2_E = 1.44269504f;
+
+// Ranges of query rows, key/value heads and splits of one sequence. A row is a pair of a token and one of the query
+// heads that share a key/value head: token * group + head.
+struct Task {
+    int64_t sequence;
+    int first_row, end_row, first_head, end_head;
+    int64_t first_split, end_split;
+    // Offset in `partials` for the sums of one split; -1: the task computes all its splits and writes the output.
+    int64_t partial;
+
+    int num_rows() const { return end_row - first_row; }
+    int num_heads() const { return end_head - first_head; }
+};
+
+// A sequence with one or more tasks for each split. partial: offset of the sums in `partials`, [split][head][row].
+struct SplitSequence {
+    int64_t sequence, partial, num_splits;
+};
+
+// A tile of a task. at: offset of each token in the cache, in numbers; -1 for tokens that no row of the task sees.
+template <typename T>
+struct Tile {
+    const Task* task = nullptr;  // null: there is no tile
+    int64_t start = 0;
+    int num_tokens = 0;
+    int64_t at[TILE];
+    Span<T> keys, values;
+};
+
+// Scratch memory of one thread. Grows as needed and is kept for later steps.
+struct Scratch {
+    char* memory = nullptr;
+    size_t size = 0;
+
+    // Ends the process if the system has no more memory: kernels run in threads that cannot raise an exception to
+    // their caller, and the service replaces a worker that ends.
+    char* reserve(size_t wanted) {
+        if (wanted > size) {
+            std::free(memory);
+            size = (wanted + 4095) / 4096 * 4096;
+            memory = static_cast<char*>(std::aligned_alloc(4096, size));
+            if (memory == nullptr) {
+                std::fprintf(stderr, "kvasir: out of memory: attention needs %zu bytes of scratch memory\n", size);
+                std::abort();
+            }
+        }
+        return memory;
+    }
+};
+thread_local Scratch scratch;
+
+// Adds the sums of later positions (part) to those of earlier positions (joined). A part without keys changes nothing.
+void join(Softmax& joined, float* joined_sums, const Softmax& part, const float* part_sums, int width) {
+    if (part.total == 0) return;
+    if (joined.total == 0) {
+        joined = part;
+        std::copy(part_sums, part_sums + width, joined_sums);
+        return;
+    }
+    const float most = std::max(joined.largest, part.largest);
+    const float before = exp2(joined.largest - most), after = exp2(part.largest - most);
+    for (int offset = 0; offset < width; offset += LANES) {
+        const Lanes old = mul(load(joined_sums + offset), splat(before));
+        store(joined_sums + offset, fma(load(part_sums + offset), splat(after), old));
+    }
+    joined.total = joined.total * before + part.total * after;
+    joined.largest = most;
+}
+
+// Division of a step's attention into tasks.
+class TaskPlan {
+protected:
+    TaskPlan(const AttentionBatch& batch, const AttentionCall& call)
+        : batch(batch), call(call), size(static_cast<int>(call.head_size)), width(round_up(size, LANES)),
+          group(static_cast<int>(call.num_heads / call.num_kv_heads)) {}
+
+    const AttentionBatch& batch;
+    const AttentionCall& call;
+    const int size, width, group;
+    std::vector<Task> tasks;
+    std::vector<SplitSequence> split_sequences;
+    std::vector<float> partials;
+
+    int64_t num_queries(int64_t sequence) const {
+        return batch.query_starts[sequence + 1] - batch.query_starts[sequence];
+    }
+    int64_t position_of(int64_t sequence, int row) const {
+        return batch.context_lengths[sequence] - num_queries(sequence) + row / group;
+    }
+    int64_t first_visible(int64_t position) const {
+        return call.window == 0 ? 0 : std::max<int64_t>(0, position - call.window + 1);
+    }
+    // The range of positions that any row of a task sees, within the task's splits.
+    int64_t first_position(const Task& task) const {
+        return std::max(first_visible(position_of(task.sequence, task.first_row)), task.first_split * SPLIT);
+    }
+    int64_t end_position(const Task& task) const {
+        return std::min(position_of(task.sequence, task.end_row - 1) + 1, task.end_split * SPLIT);
+    }
+    // Size of a row in `partials`: the largest score, the total, then the sums.
+    int64_t partial_stride() const { return width + 2; }
+
+    // Makes at least three tasks per thread where possible. If there are few sequences, tasks divide the heads of a
+    // sequence. If that is not enough, tasks also divide the splits of a sequence.
+    void plan() {
+        const int heads = static_cast<int>(call.num_kv_heads);
+        const int64_t wanted = call.threads > 1 ? 3 * call.threads : 1;
+        const int64_t pieces = std::min<int64_t>(heads, (wanted + batch.num_sequences - 1) / batch.num_sequences);
+        const bool splits = wanted > batch.num_sequences * pieces;
+        int64_t partial_size = 0;
+        for (int64_t sequence = 0; sequence < batch.num_sequences; ++sequence) {
+            const int num_rows = static_cast<int>(num_queries(sequence)) * group;
+            const int64_t first_split = first_visible(position_of(sequence, 0)) / SPLIT;
+            const int64_t end_split = (batch.context_lengths[sequence] + SPLIT - 1) / SPLIT;
+            const bool is_chunk = num_rows > std::max(group, MAX_TASK_ROWS);
+            const int64_t parts = is_chunk ? heads : pieces;
+            const bool is_split = splits && num_rows <= MAX_TASK_ROWS && end_split - first_split > 1;
+            const int64_t split_size = heads * num_rows * partial_stride();
+            for (int64_t part = 0; part < parts; ++part) {
+                const int first_head = static_cast<int>(heads * part / parts);
+                const int end_head = static_cast<int>(heads * (part + 1) / parts);
+                // The last rows see the most keys. They come first, because the longest tasks should start first.
+                for (int row = (num_rows - 1) / MAX_TASK_ROWS * MAX_TASK_ROWS; row >= 0; row -= MAX_TASK_ROWS) {
+                    Task task{sequence, row, std::min(num_rows, row + MAX_TASK_ROWS), first_head, end_head,
+                              first_split, end_split, -1};
+                    if (!is_split) tasks.push_back(task);
+                    for (int64_t split = first_split; is_split && split < end_split; ++split) {
+                        task.first_split = split, task.end_split = split + 1;
+                        task.partial = partial_size + (split - first_split) * split_size +
+                                       first_head * num_rows * partial_stride();
+                        tasks.push_back(task);
+                    }
+                }
+            }
+            if (is_split) {
+                split_sequences.push_back({sequence, partial_size, end_split - first_split});
+                partial_size += (end_split - first_split) * split_size;
+            }
+        }
+        partials.resize(static_cast<size_t>(partial_size));
+    }
+};
 
 // T: type of queries, new keys and values, and outputs. C: type of the cache.
 template <typename T, typename C = T>
-class Attention : Planner {
+class Attention : TaskPlan {
     using A = Arithmetic<C>;
     using Term = typename A::Term;
 
 public:
-    Attention(const Batch& batch, const Layer& layer)
-        : Planner(batch, layer), num_terms((size + A::PER_TERM - 1) / A::PER_TERM),
-          token_size(layer.num_kv_heads * layer.head_size) {}
+    Attention(const AttentionBatch& batch, const AttentionCall& call)
+        : TaskPlan(batch, call), num_terms((size + A::PER_TERM - 1) / A::PER_TERM),
+          token_size(call.num_kv_heads * call.head_size) {}
 
     void run() {
-        write();
+        write_cache();
         plan();
-        parallel_for(static_cast<int64_t>(tasks.size()), layer.threads, [&](int64_t index, int) {
-            const int64_t next = index + std::max<int64_t>(1, layer.threads);
+        parallel_for(static_cast<int64_t>(tasks.size()), call.threads, [&](int64_t index, int) {
+            const int64_t next = index + std::max<int64_t>(1, call.threads);
             compute(tasks[index], next < static_cast<int64_t>(tasks.size()) ? &tasks[next] : nullptr);
         });
-        for (const SplitSequence& split : split_sequences) finish_splits(split);
+        for (const SplitSequence& split : split_sequences) join_splits(split);
     }
 
 private:
@@ -41,19 +190,19 @@ private:
     const int64_t token_size;  // numbers of one token's keys in the cache
 
     // Writes this step's keys and values to the cache; must run before the cache is read.
-    void write() {
+    void write_cache() {
         for (int64_t token = 0; token < batch.num_tokens; ++token) {
             const int64_t to = batch.slots[token] * token_size;
-            const T* key = static_cast<const T*>(layer.k) + token * layer.k_stride;
-            const T* value = static_cast<const T*>(layer.v) + token * layer.v_stride;
-            put(key, token_size, static_cast<C*>(layer.keys) + to);
-            put(value, token_size, static_cast<C*>(layer.values) + to);
+            const T* key = static_cast<const T*>(call.k) + token * call.k_stride;
+            const T* value = static_cast<const T*>(call.v) + token * call.v_stride;
+            convert(key, token_size, static_cast<C*>(call.keys) + to);
+            convert(value, token_size, static_cast<C*>(call.values) + to);
         }
     }
 
-    void finish_splits(const SplitSequence& split) {
+    void join_splits(const SplitSequence& split) {
         const int num_rows = static_cast<int>(num_queries(split.sequence)) * group;
-        const int64_t rows = layer.num_kv_heads * num_rows;
+        const int64_t rows = call.num_kv_heads * num_rows;
         for (int64_t row = 0; row < rows; ++row) {
             Softmax joined;
             float* sums = &partials[split.partial + row * partial_stride()] + 2;
@@ -61,39 +210,64 @@ private:
                 const float* part = &partials[split.partial + (number * rows + row) * partial_stride()];
                 join(joined, sums, {part[0], part[1]}, part + 2, width);
             }
-            finish(split.sequence, static_cast<int>(row / num_rows), static_cast<int>(row % num_rows), joined, sums);
+            write_output(split.sequence, static_cast<int>(row / num_rows), static_cast<int>(row % num_rows), joined,
+                         sums);
         }
     }
 
     // Returns the offset of one row of a key/value head in queries or output.
-    int64_t place(int64_t sequence, int head, int row, int64_t stride) const {
-        return (batch.query_starts[sequence] + row / group) * stride + (head * group + row % group) * layer.head_size;
+    int64_t offset_of(int64_t sequence, int head, int row, int64_t stride) const {
+        return (batch.query_starts[sequence] + row / group) * stride + (head * group + row % group) * call.head_size;
     }
 
-    void finish(int64_t sequence, int head, int row, const Softmax& softmax, const float* sums) const {
-        T* out = static_cast<T*>(layer.out) + place(sequence, head, row, layer.num_heads * layer.head_size);
+    void write_output(int64_t sequence, int head, int row, const Softmax& softmax, const float* sums) const {
+        T* out = static_cast<T*>(call.out) + offset_of(sequence, head, row, call.num_heads * call.head_size);
         const Lanes share = splat(1.f / softmax.total);
-        for (int offset = 0; offset < size; offset += LANES) {
-            Arithmetic<T>::store_output(out + offset, mul(load(sums + offset), share), std::min(LANES, size - offset));
-        }
+        for (int at = 0; at < size; at += LANES) store_up_to(out + at, mul(load(sums + at), share), size - at);
     }
 
     // Makes the tile of a task that begins at position start.
-    void find(const Task& task, int64_t start, Tile<C>& tile) const {
-        const int64_t sequence = task.sequence, from = from_of(task), to = to_of(task);
+    void make_tile(const Task& task, int64_t start, Tile<C>& tile) const {
+        const int64_t sequence = task.sequence, first = first_position(task), end = end_position(task);
         tile.task = &task;
         tile.start = start;
-        tile.num_tokens = static_cast<int>(std::min<int64_t>(TILE, to - start));
+        tile.num_tokens = static_cast<int>(std::min<int64_t>(TILE, end - start));
         const int64_t* table = batch.tables + sequence * batch.table_width;
         int64_t block = start / batch.block_size, offset = start % batch.block_size;
         for (int token = 0; token < TILE; ++token) {
-            const bool is_seen = start + token >= from && start + token < to;
-            tile.at[token] = is_seen ? (table[block] * batch.block_size + offset) * token_size : -1;
+            const bool is_visible = start + token >= first && start + token < end;
+            tile.at[token] = is_visible ? (table[block] * batch.block_size + offset) * token_size : -1;
             if (++offset == batch.block_size) {
                 offset = 0;
                 ++block;
             }
         }
+    }
+
+    // Makes the tile that follows `tile`: in the same task, else the first of task `next`. None after the last tile of
+    // `next`.
+    void make_next_tile(const Tile<C>& tile, const Task* next, Tile<C>& following) const {
+        following.task = nullptr;
+        if (tile.task == nullptr) return;
+        if (tile.start + TILE < end_position(*tile.task)) {
+            make_tile(*tile.task, tile.start + TILE, following);
+        } else if (next != nullptr && tile.task != next) {
+            make_tile(*next, first_position(*next) / TILE * TILE, following);
+        }
+    }
+
+    // Sets the spans of a tile's keys and values, and links them to the spans that are read next.
+    void link(Tile<C>& tile, Tile<C>& following) const {
+        if (tile.task == nullptr) return;
+        const int64_t first = tile.task->first_head * call.head_size;
+        const auto numbers = static_cast<int>(tile.task->end_head * call.head_size - first);
+        const bool is_last = following.task == nullptr;
+        const int64_t* next_at = is_last ? nullptr : following.at;
+        following.keys.num_tokens = following.values.num_tokens = 0;  // until link is called for this tile
+        tile.keys = {static_cast<const C*>(call.keys) + first, tile.at, next_at, tile.num_tokens, numbers,
+                     &tile.values};
+        tile.values = {static_cast<const C*>(call.values) + first, tile.at, next_at, tile.num_tokens, numbers,
+                       is_last ? nullptr : &following.keys};
     }
 
     struct Arrays {
@@ -102,35 +276,41 @@ private:
         Softmax *softmax, *part;
     };
 
-    Arrays cut(const Task& task) const {
-        const int rows = task.end_row - task.first_row, all = rows * (task.end_head - task.first_head);
+    // Divides this thread's scratch memory into arrays aligned to 64 bytes. Runs twice: for the total size, then for
+    // the arrays.
+    Arrays make_arrays(const Task& task) const {
+        const int64_t rows = task.num_rows() * task.num_heads();
         Arrays arrays{};
-        char* memory = nullptr;
+        char* at = nullptr;
+        const auto cut = [&](auto*& array, int64_t count) {
+            array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(at);
+            at += (static_cast<size_t>(count) * sizeof *array + 63) / 64 * 64;
+        };
         for (int time = 0; time < 2; ++time) {
-            Cutter array{memory};
-            arrays = {array.template operator()<Term>(static_cast<int64_t>(all) * num_terms),
-                      array.template operator()<Term>(static_cast<int64_t>(round_up(num_terms, 4)) * TILE),
-                      array.template operator()<Term>(TILE / A::PER_TERM * static_cast<int64_t>(width)),
-                      array.template operator()<Term>(all * TILE / A::PER_TERM),
-                      array.template operator()<float>(all * TILE),
-                      array.template operator()<float>(static_cast<int64_t>(all) * width),
-                      array.template operator()<float>(static_cast<int64_t>(all) * width),
-                      array.template operator()<float>(all),
-                      array.template operator()<Softmax>(all),
-                      array.template operator()<Softmax>(all)};
-            if (time == 0) memory = scratch.of(static_cast<size_t>(array.at - memory));
+            if (time == 1) at = scratch.reserve(reinterpret_cast<size_t>(at));
+            cut(arrays.queries, rows * num_terms);
+            cut(arrays.keys, round_up(num_terms, 4) * TILE);
+            cut(arrays.values, TILE / A::PER_TERM * width);
+            cut(arrays.weights, rows * TILE / A::PER_TERM);
+            cut(arrays.products, rows * TILE);
+            cut(arrays.sums, rows * width);
+            cut(arrays.part_sums, rows * width);
+            cut(arrays.factors, rows);
+            cut(arrays.softmax, rows);
+            cut(arrays.part, rows);
         }
         return arrays;
     }
 
-    // Copies rows of queries in the order the products read: [head][row][term]. An odd size is padded with a zero.
+    // Copies rows of queries in the order in which the products read them: [head][row][term]. An odd size is padded
+    // with a zero.
     void load_queries(const Task& task, Term* queries) const {
         for (int head = task.first_head; head < task.end_head; ++head) {
             for (int row = task.first_row; row < task.end_row; ++row, queries += num_terms) {
-                const T* from = static_cast<const T*>(layer.q) + place(task.sequence, head, row, layer.q_stride);
+                const T* from = static_cast<const T*>(call.q) + offset_of(task.sequence, head, row, call.q_stride);
                 queries[num_terms - 1] = 0;
                 if constexpr (A::PER_TERM == 1) {
-                    for (int number = 0; number < size; ++number) queries[number] = to_float(from[number]);
+                    convert(from, size, queries);
                 } else {
                     std::memcpy(queries, from, static_cast<size_t>(size) * sizeof(T));
                 }
@@ -138,56 +318,38 @@ private:
         }
     }
 
-    // The range of positions that any row of a task sees, within the task's splits: from_of, and to_of (exclusive).
-    int64_t from_of(const Task& task) const {
-        return std::max(first_seen(position_of(task.sequence, task.first_row)), task.first_split * SPLIT);
-    }
-    int64_t to_of(const Task& task) const {
-        return std::min(position_of(task.sequence, task.end_row - 1) + 1, task.end_split * SPLIT);
-    }
-
-    // Makes the tile that follows `tile`: in the same task, else the first of task `next`. None after the last tile of
-    // `next`.
-    void find_next(const Tile<C>& tile, const Task* next, Tile<C>& following) const {
-        following.task = nullptr;
-        if (tile.task == nullptr) return;
-        if (tile.start + TILE < to_of(*tile.task)) {
-            find(*tile.task, tile.start + TILE, following);
-        } else if (next != nullptr && tile.task != next) {
-            find(*next, from_of(*next) / TILE * TILE, following);
-        }
-    }
-
+    // Computes a task. next: the task that this thread will probably compute next; its first tile is prefetched.
     void compute(const Task& task, const Task* next) {
-        const Arrays arrays = cut(task);
+        const Arrays arrays = make_arrays(task);
         load_queries(task, arrays.queries);
-        const int all = (task.end_row - task.first_row) * (task.end_head - task.first_head);
-        std::fill(arrays.softmax, arrays.softmax + all, Softmax{});
-        std::fill(arrays.sums, arrays.sums + static_cast<int64_t>(all) * width, 0.f);
+        const int all = task.num_rows() * task.num_heads();
+        const auto clear = [&](Softmax* softmax, float* sums) {
+            std::fill(softmax, softmax + all, Softmax{});
+            std::fill(sums, sums + static_cast<int64_t>(all) * width, 0.f);
+        };
+        clear(arrays.softmax, arrays.sums);
         Tile<C> tiles[3];
         Tile<C> *tile = &tiles[0], *next_tile = &tiles[1], *third = &tiles[2];
-        find(task, from_of(task) / TILE * TILE, *tile);
-        find_next(*tile, next, *next_tile);
-        lay(*tile, *next_tile);
-        const bool few = is_few<C>(task.end_row - task.first_row, size);
-        Stream<C> ahead;
-        if (few) ahead.begin(&tile->keys);
+        make_tile(task, first_position(task) / TILE * TILE, *tile);
+        make_next_tile(*tile, next, *next_tile);
+        link(*tile, *next_tile);
+        // Few rows are multiplied without packing if heads are whole registers.
+        const bool is_few = task.num_rows() <= FEW_ROWS && size % (LANES * A::PER_TERM) == 0;
+        SpanPrefetcher<C> prefetcher;
+        if (is_few) prefetcher.begin(&tile->keys);
         bool is_first = true;
         for (int64_t split = tile->start / SPLIT; tile->task == &task; ++split, is_first = false) {
             // The first split sums directly into arrays.sums. Later splits sum into part_sums, and are joined.
             float* sums = is_first ? arrays.sums : arrays.part_sums;
             Softmax* softmax = is_first ? arrays.softmax : arrays.part;
-            if (!is_first) {
-                std::fill(softmax, softmax + all, Softmax{});
-                std::fill(sums, sums + static_cast<int64_t>(all) * width, 0.f);
-            }
+            if (!is_first) clear(softmax, sums);
             while (tile->task == &task && tile->start < (split + 1) * SPLIT) {
-                find_next(*next_tile, next, *third);
-                lay(*next_tile, *third);
-                if (few) {
-                    attend_few(*tile, arrays, sums, softmax, ahead);
+                make_next_tile(*next_tile, next, *third);
+                link(*next_tile, *third);
+                if (is_few) {
+                    attend_few(*tile, arrays, sums, softmax, prefetcher);
                 } else {
-                    attend(*tile, arrays, sums, softmax, *next_tile);
+                    attend_many(*tile, arrays, sums, softmax, *next_tile);
                 }
                 Tile<C>* done = tile;
                 tile = next_tile, next_tile = third, third = done;
@@ -196,32 +358,20 @@ private:
                 join(arrays.softmax[row], arrays.sums + row * width, softmax[row], sums + row * width, width);
             }
         }
-        deliver(task, arrays);
+        store_results(task, arrays);
     }
 
-    // Sets the spans of a tile's keys and values, and links them to the spans that are read next.
-    void lay(Tile<C>& tile, Tile<C>& following) const {
-        if (tile.task == nullptr) return;
-        const int64_t from = tile.task->first_head * layer.head_size;
-        const auto numbers = static_cast<int>(tile.task->end_head * layer.head_size - from);
-        const bool is_end = following.task == nullptr;
-        const int64_t* later = is_end ? nullptr : following.at;
-        following.keys.num_tokens = following.values.num_tokens = 0;  // until lay is called for this tile
-        tile.keys = {static_cast<const C*>(layer.keys) + from, tile.at, later, tile.num_tokens, numbers, &tile.values};
-        tile.values = {static_cast<const C*>(layer.values) + from, tile.at, later, tile.num_tokens, numbers,
-                       is_end ? nullptr : &following.keys};
-    }
-
-    void deliver(const Task& task, const Arrays& arrays) {
-        int row_of_all = 0;
+    // Writes the output of a task, or its partial sums if the task is one split.
+    void store_results(const Task& task, const Arrays& arrays) {
+        int index = 0;
         for (int head = task.first_head; head < task.end_head; ++head) {
-            for (int row = task.first_row; row < task.end_row; ++row, ++row_of_all) {
-                const Softmax& softmax = arrays.softmax[row_of_all];
-                const float* sums = arrays.sums + static_cast<int64_t>(row_of_all) * width;
+            for (int row = task.first_row; row < task.end_row; ++row, ++index) {
+                const Softmax& softmax = arrays.softmax[index];
+                const float* sums = arrays.sums + static_cast<int64_t>(index) * width;
                 if (task.partial < 0) {
-                    finish(task.sequence, head, row, softmax, sums);
+                    write_output(task.sequence, head, row, softmax, sums);
                 } else {
-                    float* to = &partials[task.partial + row_of_all * partial_stride()];
+                    float* to = &partials[task.partial + index * partial_stride()];
                     to[0] = softmax.largest, to[1] = softmax.total;
                     std::copy(sums, sums + width, to + 2);
                 }
@@ -230,80 +380,79 @@ private:
     }
 
     // Computes one tile for all rows of all heads of a task, and prefetches the next tile.
-    void attend(const Tile<C>& tile, const Arrays& arrays, float* sums, Softmax* softmax, const Tile<C>& next) const {
-        const Task& task = *tile.task;
-        const int rows = task.end_row - task.first_row, heads = task.end_head - task.first_head;
+    void attend_many(const Tile<C>& tile, const Arrays& arrays, float* sums, Softmax* softmax,
+                     const Tile<C>& next) const {
+        const int rows = tile.task->num_rows(), heads = tile.task->num_heads();
         const int num_groups = (tile.num_tokens + LANES - 1) / LANES;
         for (int head = 0; head < heads; ++head) {
-            const int64_t from = head * layer.head_size;
+            const int64_t from = head * call.head_size;
             // Prefetches a share of the next tile's tokens, each with all its heads, in memory order.
             const int num_next = next.task == nullptr ? 0 : next.num_tokens;
-            Ahead<C> ahead{next.keys.pool, next.values.pool, next.at, num_next * head / heads,
-                           num_next * (head + 1) / heads, next.keys.size, 0};
+            TilePrefetcher<C> prefetcher{next.keys.pool, next.values.pool, next.at, num_next * head / heads,
+                                         num_next * (head + 1) / heads, next.keys.size, 0};
             const int first = head * rows;
-            pack_keys<C>(tile.keys.pool + from, tile.at, num_groups, size, arrays.keys, ahead);
+            pack_keys<C>(tile.keys.pool + from, tile.at, num_groups, size, arrays.keys, prefetcher);
             multiply<A>(arrays.queries + static_cast<int64_t>(first) * num_terms, num_terms, rows, arrays.keys, TILE,
-                        num_terms, arrays.products, TILE, num_groups, nullptr, ahead);
-            weigh_rows(tile, head, arrays.products, arrays.weights, arrays.factors, softmax + first);
-            pack_values<C>(tile.values.pool + from, tile.at, tile.num_tokens, size, width, arrays.values, ahead);
+                        num_terms, arrays.products, TILE, num_groups, nullptr, prefetcher);
+            compute_head_weights(tile, head, arrays.products, arrays.weights, arrays.factors, softmax + first);
+            pack_values<C>(tile.values.pool + from, tile.at, tile.num_tokens, size, width, arrays.values, prefetcher);
             multiply<A>(arrays.weights, TILE / A::PER_TERM, rows, arrays.values, width,
                         (tile.num_tokens + A::PER_TERM - 1) / A::PER_TERM, sums + static_cast<int64_t>(first) * width,
-                        width, width / LANES, arrays.factors, ahead);
-            while (ahead.token < ahead.end_token) ahead.ask();
+                        width, width / LANES, arrays.factors, prefetcher);
+            while (prefetcher.token < prefetcher.end_token) prefetcher.prefetch();
         }
     }
 
     // Computes the same for few rows: keys of all heads, all weights, then values of all heads. Memory is read nearly
     // in order.
-    void attend_few(const Tile<C>& tile, const Arrays& arrays, float* sums, Softmax* softmax, Stream<C>& ahead) const {
-        const Task& task = *tile.task;
-        const int rows = task.end_row - task.first_row, heads = task.end_head - task.first_head;
-        const int num_groups = (tile.num_tokens + LANES - 1) / LANES, stride = TILE / A::PER_TERM;
-        with_rows(rows, [&](auto m) {
+    void attend_few(const Tile<C>& tile, const Arrays& arrays, float* sums, Softmax* softmax,
+                    SpanPrefetcher<C>& prefetcher) const {
+        const int heads = tile.task->num_heads(), stride = TILE / A::PER_TERM;
+        const int num_groups = (tile.num_tokens + LANES - 1) / LANES;
+        with_rows<FEW_ROWS>(tile.task->num_rows(), [&](auto m) {
             constexpr int M = decltype(m)::value;
             for (int number = 0; number < num_groups * heads; ++number) {
                 const int start = number / heads * LANES, head = number % heads;
                 multiply_keys<M>(arrays.queries + head * M * num_terms, tile.keys.pool + head * size, tile.at + start,
-                                 size, arrays.products + head * M * TILE + start, ahead);
+                                 size, arrays.products + head * M * TILE + start, prefetcher);
             }
             for (int head = 0, first = 0; head < heads; ++head, first += M) {
-                weigh_rows(tile, head, arrays.products + first * TILE, arrays.weights + first * stride,
-                           arrays.factors + first, softmax + first);
+                compute_head_weights(tile, head, arrays.products + first * TILE, arrays.weights + first * stride,
+                                     arrays.factors + first, softmax + first);
             }
             for (int start = 0; start < tile.num_tokens; start += A::VALUES_AT_ONCE) {
                 for (int head = 0, first = 0; head < heads; ++head, first += M) {
                     multiply_values<M>(arrays.weights + first * stride + start / A::PER_TERM,
                                        tile.values.pool + head * size, tile.at + start,
                                        std::min(A::VALUES_AT_ONCE, tile.num_tokens - start), size, sums + first * width,
-                                       start == 0 ? arrays.factors + first : nullptr, ahead);
+                                       start == 0 ? arrays.factors + first : nullptr, prefetcher);
                 }
             }
         });
     }
 
     // Turns the products of one head into weights. head: index relative to the task's first head.
-    void weigh_rows(const Tile<C>& tile, int head, const float* products, Term* weights, float* factors,
-                    Softmax* softmax) const {
+    void compute_head_weights(const Tile<C>& tile, int head, const float* products, Term* weights, float* factors,
+                              Softmax* softmax) const {
         const Task& task = *tile.task;
         const int num_groups = (tile.num_tokens + LANES - 1) / LANES;
-        for (int row = 0; row < task.end_row - task.first_row; ++row) {
+        for (int row = 0; row < task.num_rows(); ++row) {
             const int64_t position = position_of(task.sequence, task.first_row + row);
-            const auto seen_from = static_cast<int>(std::clamp<int64_t>(first_seen(position) - tile.start, 0, TILE));
-            const auto seen_to = static_cast<int>(std::clamp<int64_t>(position + 1 - tile.start, 0, TILE));
+            const auto first = static_cast<int>(std::clamp<int64_t>(first_visible(position) - tile.start, 0, TILE));
+            const auto end = static_cast<int>(std::clamp<int64_t>(position + 1 - tile.start, 0, TILE));
             const int query_head = (task.first_head + head) * group + (task.first_row + row) % group;
-            factors[row] = weigh<A>(products + row * TILE, num_groups, seen_from, seen_to, layer.scale * LOG2_E,
-                                    bias_of(query_head, position, tile.start), softmax[row],
-                                    weights + row * (TILE / A::PER_TERM));
+            const float* bias = call.bias == nullptr ? nullptr
+                                                     : call.bias + query_head * call.bias_stride + call.bias_length -
+                                                           1 - position + tile.start;
+            factors[row] = compute_weights<A>(products + row * TILE, num_groups, first, end, call.scale * LOG2_E, bias,
+                                              softmax[row], weights + row * (TILE / A::PER_TERM));
         }
-    }
-
-    const float* bias_of(int query_head, int64_t position, int64_t start) const {
-        if (layer.bias == nullptr) return nullptr;
-        return layer.bias + query_head * layer.bias_stride + layer.bias_length - 1 - position + start;
     }
 };
 
-bool is_within_cache(const Batch& batch) {
+}  // namespace
+
+bool is_within_cache(const AttentionBatch& batch) {
     bool is_within = true;
     const auto num_slots = static_cast<uint64_t>(batch.num_blocks * batch.block_size);
     for (int64_t token = 0; token < batch.num_tokens; ++token) {
@@ -311,8 +460,8 @@ bool is_within_cache(const Batch& batch) {
     }
     for (int64_t sequence = 0; sequence < batch.num_sequences; ++sequence) {
         is_within &= batch.context_lengths[sequence] <= batch.table_width * batch.block_size;
-        for (int64_t place = 0; place < batch.table_width; ++place) {
-            is_within &= static_cast<uint64_t>(batch.tables[sequence * batch.table_width + place]) <
+        for (int64_t block = 0; block < batch.table_width; ++block) {
+            is_within &= static_cast<uint64_t>(batch.tables[sequence * batch.table_width + block]) <
                          static_cast<uint64_t>(batch.num_blocks);
         }
     }
@@ -321,17 +470,20 @@ bool is_within_cache(const Batch& batch) {
 
 }  // namespace kvasir
 
-KVASIR_KERNEL void kvasir_attention_float32(const kvasir::Batch* batch, const kvasir::Layer* layer) {
-    kvasir::Attention<float>(*batch, *layer).run();
+using kvasir::AttentionBatch;
+using kvasir::AttentionCall;
+
+KVASIR_KERNEL void kvasir_attention_float32(const AttentionBatch* batch, const AttentionCall* call) {
+    kvasir::Attention<float>(*batch, *call).run();
 }
 
-KVASIR_KERNEL void kvasir_attention_float32_over_float16(const kvasir::Batch* batch, const kvasir::Layer* layer) {
-    kvasir::Attention<float, kvasir::half>(*batch, *layer).run();
+KVASIR_KERNEL void kvasir_attention_float32_over_float16(const AttentionBatch* batch, const AttentionCall* call) {
+    kvasir::Attention<float, kvasir::half>(*batch, *call).run();
 }
 
-KVASIR_KERNEL void kvasir_attention_bfloat16(const kvasir::Batch* batch, const kvasir::Layer* layer) {
-    kvasir::Attention<kvasir::bf16>(*batch, *layer).run();
+KVASIR_KERNEL void kvasir_attention_bfloat16(const AttentionBatch* batch, const AttentionCall* call) {
+    kvasir::Attention<kvasir::bf16>(*batch, *call).run();
 }
 
 // Callers must check this before they call an attention kernel: kernels do not check indices.
-KVASIR_KERNEL bool kvasir_is_within_cache(const kvasir::Batch* batch) { return kvasir::is_within_cache(*batch); }
+KVASIR_KERNEL bool kvasir_is_within_cache(const AttentionBatch* batch) { return kvasir::is_within_cache(*batch); }

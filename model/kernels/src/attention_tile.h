@@ -1,89 +1,61 @@
-// Attention of one tile: TILE keys and values of one key/value head, for some rows of queries.
+// Attention of one tile: TILE keys and values, for some rows of queries.
 //
-// The tile is packed once for all rows, in the order in which the products read it: keys as columns, values as rows.
-// Every score and every output is one lane that sums its terms from first to last. Results are bitwise identical for
-// any number of rows, and for any keys after the context in the same tile.
+// Every score and every output is one lane that sums its terms from first to last. Results are therefore bitwise
+// identical for any number of rows, and for any keys after the context in the same tile. Many rows share a packed copy
+// of keys and values. Few rows, as in a decode step, multiply keys and values as they are read, with the same sums.
 #pragma once
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
-#include "half_precision.h"
+#include "lanes.h"
 
 namespace kvasir {
 
 constexpr int TILE = 64;
 constexpr int GROUPS = TILE / LANES;
-constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+constexpr int FEW_ROWS = 4;
+constexpr int MAX_HEAD_SIZE = 256;
+constexpr int CACHE_LINE = 64;                  // bytes
+constexpr int PREFETCH_DISTANCE = 24 * 1024;    // bytes between a read and the prefetch
+constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
 #if defined(__AVX512F__)
 constexpr int ROWS = 6, COLUMNS = 4;  // accumulators take 24 of 32 registers
-#elif defined(__AVX2__)
-constexpr int ROWS = 2, COLUMNS = 2;  // accumulators take 8 of 16 registers, two each
 #else
-constexpr int ROWS = 2, COLUMNS = 1;
+constexpr int ROWS = 2, COLUMNS = 2;  // accumulators take 8 of 16 registers, two each
 #endif
 
-inline int round_up(int count, int of) { return (count + of - 1) / of * of; }
-
-inline Lanes load_term(const float* from) { return load(from); }
-inline Lanes load_term(const uint32_t* from) { return load(reinterpret_cast<const float*>(from)); }
-inline void store_term(float* to, Lanes x) { store(to, x); }
-inline void store_term(uint32_t* to, Lanes x) { store(reinterpret_cast<float*>(to), x); }
+inline int round_up(int count, int multiple) { return (count + multiple - 1) / multiple * multiple; }
 
 // Arithmetic of cache type T, computed in float. Term: operand of one step of a sum, PER_TERM numbers of one row.
 template <typename T>
 struct Widened {
     using Term = float;
+    using Transposed = T;  // type by which rows of keys are transposed: one number for each term
     static constexpr int PER_TERM = 1;
-    // IS_READ: whether rows can be transposed directly from the cache. If so, as type Row, AT_ONCE terms at a time.
-    static constexpr bool IS_READ = !std::is_same_v<T, bf16>;
-    using Row = std::conditional_t<std::is_same_v<T, half>, half, float>;
-    static constexpr int AT_ONCE = std::is_same_v<T, half> ? 8 : 4;
-    // For attention_few_queries.h: tokens processed together, and registers for each token.
-    static constexpr int VALUES_AT_ONCE = std::is_same_v<T, half> ? 16 : 4, VALUE_COLUMNS = COLUMNS > 2 ? 4 : 2;
+    static constexpr int VALUES_AT_ONCE = sizeof(T) == 2 ? 16 : 4;  // tokens that few rows multiply together
 
     static Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return fma(a, b, c); }
     static Lanes splat_term(const Term* term) { return splat(*term); }
-    // Returns sixteen terms: the row itself if it can be used directly, else a copy in room, with zeros from count on.
-    static const float* terms_of(const T* row, int count, float* room) {
-        if constexpr (std::is_same_v<T, float>) {
-            if (row != nullptr && count >= LANES) return row;
-        }
-        store(room, row == nullptr ? zeros() : count >= LANES ? load(row) : load(row, count));
-        return room;
-    }
-    // Packs the values of one token. A null token, which no row sees, becomes zeros.
-    static void pack_terms(const T* const* tokens, int size, Term* packed) {
-        for (int offset = 0; offset < size; offset += LANES) {
-            const bool is_whole = size - offset >= LANES;
-            const T* from = tokens[0] + offset;
-            store(packed + offset, tokens[0] == nullptr ? zeros() : is_whole ? load(from) : load(from, size - offset));
-        }
-    }
-    // Loads 16 * columns values into registers, as pack_terms packs them.
-    static void load_terms(const T* pool, const int64_t* at, int offset, int columns, Lanes (&row)[VALUE_COLUMNS]) {
-        for (int n = 0; n < VALUE_COLUMNS; ++n) {
-            row[n] = *at < 0 || n >= columns ? zeros() : load(pool + *at + offset + n * LANES);
+    // Loads numbers `offset` to `offset` + 31 of PER_TERM tokens into two registers. Numbers from `size` on are zero.
+    static void load_values(const T* const* tokens, int offset, int size, Lanes (&registers)[2]) {
+        for (Lanes& some : registers) {
+            some = size > offset ? load_up_to(tokens[0] + offset, size - offset) : zeros();
+            offset += LANES;
         }
     }
     static void store_weights(Term* to, Lanes weights) { store(to, weights); }
-    static void store_output(T* to, Lanes x, int count) {
-        float buffer[LANES];
-        store(buffer, x);
-        put(buffer, count, to);
-    }
 };
 
 #if defined(__AVX512BF16__)
 
-// Arithmetic of bfloat16 by the CPU's dot product: two numbers per step, summed in float.
+// Arithmetic of bfloat16 by the CPU's dot product: two numbers for each step, summed in float.
 struct Pairs {
     using Term = uint32_t;
-    static constexpr int PER_TERM = 2;
-    static constexpr bool IS_READ = true;
-    using Row = float;
-    static constexpr int AT_ONCE = 4, VALUES_AT_ONCE = 16, VALUE_COLUMNS = 4;
+    using Transposed = float;
+    static constexpr int PER_TERM = 2, VALUES_AT_ONCE = 16;
 
     static Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
         return {_mm512_dpbf16_ps(c.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v))};
@@ -91,50 +63,19 @@ struct Pairs {
     static Lanes splat_term(const Term* term) {
         return {_mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(*term)))};
     }
-    // As Widened::terms_of. count is in numbers, not terms.
-    static const float* terms_of(const bf16* row, int count, float* room) {
-        if (row != nullptr && count >= 2 * LANES) return reinterpret_cast<const float*>(row);
-        store(room, zeros());
-        if (row != nullptr) std::memcpy(room, row, static_cast<size_t>(count) * sizeof(bf16));
-        return room;
-    }
-    // Interleaves the numbers of two tokens: first gets the first sixteen pairs, last the last sixteen.
-    static void interleave(__m512i a, __m512i b, Lanes& first, Lanes& last) {
+    // As Widened::load_values. A lane holds one number of the first token, then the same number of the second token.
+    static void load_values(const bf16* const* tokens, int offset, int size, Lanes (&registers)[2]) {
         const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,  //
                                              39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
         const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-        first.v = _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, low, b));
-        last.v = _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, high, b));
+        const int count = std::clamp(size - offset, 0, 2 * LANES);
+        const __mmask32 mask = count == 2 * LANES ? ~__mmask32{0} : (__mmask32{1} << count) - 1;
+        const __m512i first = _mm512_maskz_loadu_epi16(mask, tokens[0] + offset);
+        const __m512i second = _mm512_maskz_loadu_epi16(mask, tokens[1] + offset);
+        registers[0].v = _mm512_castsi512_ps(_mm512_permutex2var_epi16(first, low, second));
+        registers[1].v = _mm512_castsi512_ps(_mm512_permutex2var_epi16(first, high, second));
     }
-    // Packs the values of two tokens. A null token, which no row sees, becomes zeros.
-    static void pack_terms(const bf16* const* tokens, int size, Term* packed) {
-        for (int offset = 0; offset < size; offset += 2 * LANES) {
-            const int count = std::min(size - offset, 2 * LANES);
-            const __mmask32 mask = count == 2 * LANES ? ~__mmask32{0} : (__mmask32{1} << count) - 1;
-            auto numbers = [&](const bf16* token) {
-                return token == nullptr ? _mm512_setzero_si512() : _mm512_maskz_loadu_epi16(mask, token + offset);
-            };
-            Lanes first, last;
-            interleave(numbers(tokens[0]), numbers(tokens[1]), first, last);
-            store_term(packed + offset, first);
-            if (count > LANES) store_term(packed + offset + LANES, last);
-        }
-    }
-    // Loads 16 * columns values into registers, as pack_terms packs them.
-    static void load_terms(const bf16* pool, const int64_t* at, int offset, int columns, Lanes (&row)[VALUE_COLUMNS]) {
-        auto numbers = [&](int token, int n) {
-            return at[token] < 0 || n >= columns ? _mm512_setzero_si512()
-                                                 : _mm512_loadu_si512(pool + at[token] + offset + n * LANES);
-        };
-        for (int n = 0; n < 4; n += 2) interleave(numbers(0, n), numbers(1, n), row[n], row[n + 1]);
-    }
-    static void store_weights(Term* to, Lanes weights) {
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(weights.v)));
-    }
-    static void store_output(bf16* to, Lanes x, int count) {
-        const auto mask = static_cast<__mmask16>(count >= LANES ? 0xffff : (1u << count) - 1);
-        _mm256_mask_storeu_epi16(to, mask, reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v)));
-    }
+    static void store_weights(Term* to, Lanes weights) { store(reinterpret_cast<bf16*>(to), weights); }
 };
 
 template <typename T>
@@ -147,19 +88,31 @@ using Arithmetic = Widened<T>;
 
 #endif
 
-// Prefetcher of the keys and values that are packed next. at: offset of each token in keys and values, in numbers; -1
-// for tokens that no row sees. Prefetches are spread evenly over the computation of the present tile. A processor
-// stalls on many prefetches at once, or drops them.
+inline Lanes load_term(const float* from) { return load(from); }
+inline Lanes load_term(const uint32_t* from) { return load(reinterpret_cast<const float*>(from)); }
+inline void store_term(float* to, Lanes x) { store(to, x); }
+inline void store_term(uint32_t* to, Lanes x) { store(reinterpret_cast<float*>(to), x); }
+
+// Returns the address of a token's numbers; zeros if `offset` is negative: no row of the task sees the token.
 template <typename T>
-struct Ahead {
+const T* numbers_of(const T* pool, int64_t offset) {
+    alignas(64) static const T nothing[MAX_HEAD_SIZE] = {};
+    return offset < 0 ? nothing : pool + offset;
+}
+
+// Prefetcher of the next tile while many rows compute the present tile. at: offset of each token in keys and values, in
+// numbers; -1 for tokens that no row sees. Prefetches are spread evenly over the computation: a CPU stalls on many
+// prefetches at once, or drops them.
+template <typename T>
+struct TilePrefetcher {
     const T *keys, *values;
     const int64_t* at;
     int token, end_token, size, offset;
 
     // Always inlined: GCC treats a function that only prefetches as one without effects, and removes its calls.
-    __attribute__((always_inline)) inline void ask() {
+    __attribute__((always_inline)) inline void prefetch() {
         if (token >= end_token) return;
-        constexpr int line = 64 / static_cast<int>(sizeof(T));
+        constexpr int line = CACHE_LINE / static_cast<int>(sizeof(T));
         if (const int64_t from = at[token]; from >= 0) {
             for (int number = 0; number < 2; ++number) {
                 __builtin_prefetch(keys + from + offset + number * line, 0, 3);
@@ -167,48 +120,82 @@ struct Ahead {
             }
         }
         offset += 2 * line;
-        if (offset >= size) {
-            offset = 0;
-            ++token;
-        }
+        if (offset < size) return;
+        offset = 0;
+        ++token;
     }
 };
 
-// Packs keys as columns: packed[term][token], TILE tokens a row. at: offset of each token in keys, in
-// numbers; -1: zeros.
+// The keys or the values of a tile for a task's heads. next: the span that is read after this span. next_at: the tokens
+// of the next tile. Their first lines are prefetched early, so that their addresses are translated in time.
+template <typename T>
+struct Span {
+    const T* pool = nullptr;
+    const int64_t *at = nullptr, *next_at = nullptr;
+    int num_tokens = 0, size = 0;
+    const Span* next = nullptr;
+};
+
+// Prefetcher of keys and values into L1 for few rows, in memory order and PREFETCH_DISTANCE ahead of the reads. The
+// distance is short so that lines are still in L1 when they are read. A CPU has few outstanding line fetches, and a
+// read from L2 would occupy one of them. Stops at the end of the last span until another span is linked after it.
+template <typename T>
+class SpanPrefetcher {
+public:
+    void begin(const Span<T>* first) {
+        span = first;
+        token = offset = 0;
+        for (int bytes = 0; bytes < PREFETCH_DISTANCE; bytes += 4 * CACHE_LINE) prefetch<4 * CACHE_LINE>();
+    }
+
+    // Always inlined, see TilePrefetcher.
+    template <int BYTES>
+    __attribute__((always_inline)) inline void prefetch() {
+        if (token >= span->num_tokens) return;
+        if (const int64_t from = span->at[token]; from >= 0) {
+            for (int byte = 0; byte < BYTES; byte += CACHE_LINE) {
+                __builtin_prefetch(span->pool + from + offset + byte / static_cast<int>(sizeof(T)), 0, 3);
+            }
+        }
+        offset += BYTES / static_cast<int>(sizeof(T));
+        if (offset < span->size) return;
+        offset = 0;
+        if (span->next_at != nullptr && span->next_at[token] >= 0) {
+            __builtin_prefetch(span->pool + span->next_at[token], 0, 3);
+        }
+        if (++token < span->num_tokens || span->next == nullptr) return;
+        span = span->next;
+        token = 0;
+    }
+
+private:
+    const Span<T>* span = nullptr;
+    int token = 0, offset = 0;
+};
+
+// Packs keys as columns: packed[term][token], TILE tokens a row. at: offset of each token in keys, in numbers.
 template <typename T>
 void pack_keys(const T* keys, const int64_t* at, int num_groups, int size, typename Arithmetic<T>::Term* packed,
-               Ahead<T>& ahead) {
+               TilePrefetcher<T>& prefetcher) {
     using A = Arithmetic<T>;
-    constexpr int step = LANES * A::PER_TERM;
+    using Transposed = typename A::Transposed;
+    const bool is_whole = size % (4 * A::PER_TERM) == 0;
     for (int group = 0; group < num_groups; ++group, at += LANES, packed += LANES) {
-        int64_t signs = 0;
-        for (int row = 0; row < LANES; ++row) signs |= at[row];
-        if (A::IS_READ && signs >= 0 && size % step == 0) {
-            const typename A::Row* rows[LANES];
-            for (int row = 0; row < LANES; ++row) rows[row] = reinterpret_cast<const typename A::Row*>(keys + at[row]);
-            for (int term = 0; term * A::PER_TERM < size; term += A::AT_ONCE) {
-                if (term % 8 == 0) ahead.ask();
-                Lanes columns[A::AT_ONCE];
-                transpose(rows, term, columns);
-                for (int n = 0; n < A::AT_ONCE; ++n) store_term(packed + (term + n) * TILE, columns[n]);
+        T padded[LANES][MAX_HEAD_SIZE];
+        const Transposed* rows[LANES];
+        for (int row = 0; row < LANES; ++row) {
+            const T* numbers = numbers_of(keys, at[row]);
+            if (!is_whole) {
+                std::fill(std::copy(numbers, numbers + size, padded[row]), padded[row] + round_up(size, 8), T{});
+                numbers = padded[row];
             }
-            continue;
+            rows[row] = reinterpret_cast<const Transposed*>(numbers);
         }
-        for (int offset = 0; offset < size; offset += step) {
-            float room[LANES][LANES];
-            const float* rows[LANES];
-            for (int row = 0; row < LANES; ++row) {
-                rows[row] = A::terms_of(at[row] < 0 ? nullptr : keys + at[row] + offset, size - offset, room[row]);
-            }
-            for (int quarter = 0; quarter < LANES; quarter += 4) {
-                if (quarter % 8 == 0) ahead.ask();
-                const int term = offset / A::PER_TERM + quarter;
-                if (term * A::PER_TERM >= size) break;
-                Lanes columns[4];
-                transpose(rows, quarter, columns);
-                for (int n = 0; n < 4; ++n) store_term(packed + (term + n) * TILE, columns[n]);
-            }
+        for (int term = 0; term * A::PER_TERM < size; term += 4) {
+            if (term % 8 == 0) prefetcher.prefetch();
+            Lanes columns[4];
+            transpose(rows, term, columns);
+            for (int n = 0; n < 4; ++n) store_term(packed + (term + n) * TILE, columns[n]);
         }
     }
 }
@@ -216,23 +203,26 @@ void pack_keys(const T* keys, const int64_t* at, int num_groups, int size, typen
 // Packs values as rows: packed[term][number], width numbers a row, zeros from size on.
 template <typename T>
 void pack_values(const T* values, const int64_t* at, int num_tokens, int size, int width,
-                 typename Arithmetic<T>::Term* packed, Ahead<T>& ahead) {
+                 typename Arithmetic<T>::Term* packed, TilePrefetcher<T>& prefetcher) {
     using A = Arithmetic<T>;
     for (int token = 0; token < num_tokens; token += A::PER_TERM, packed += width) {
         const T* tokens[A::PER_TERM];
-        for (int term = 0; term < A::PER_TERM; ++term) {
-            tokens[term] = at[token + term] < 0 ? nullptr : values + at[token + term];
+        for (int n = 0; n < A::PER_TERM; ++n) tokens[n] = numbers_of(values, at[token + n]);
+        if (token % 4 == 0) prefetcher.prefetch();
+        for (int offset = 0; offset < width; offset += 2 * LANES) {
+            Lanes registers[2];
+            A::load_values(tokens, offset, size, registers);
+            store_term(packed + offset, registers[0]);
+            if (offset + LANES < width) store_term(packed + offset + LANES, registers[1]);
         }
-        if (token % 4 == 0) ahead.ask();
-        A::pack_terms(tokens, size, packed);
     }
 }
 
 // Computes sums = factors[row] * sums + a * b for M rows and N columns of 16 lanes, terms added from first to last. If
 // factors is null, the sums start at zero.
-template <typename A, int M, int N, typename Next>
+template <typename A, int M, int N, typename Prefetcher>
 void multiply_block(const typename A::Term* a, int a_stride, const typename A::Term* b, int b_stride, int num_terms,
-                    float* sums, int stride, const float* factors, Next& ahead) {
+                    float* sums, int stride, const float* factors, Prefetcher& prefetcher) {
     Lanes block[M][N];
     for (int m = 0; m < M; ++m) {
         for (int n = 0; n < N; ++n) {
@@ -240,7 +230,7 @@ void multiply_block(const typename A::Term* a, int a_stride, const typename A::T
         }
     }
     for (int term = 0; term < num_terms; ++term, b += b_stride) {
-        if (term % 2 == 0) ahead.ask();
+        if (term % 2 == 0) prefetcher.prefetch();
         Lanes row[N];
         for (int n = 0; n < N; ++n) row[n] = load_term(b + n * LANES);
         for (int m = 0; m < M; ++m) {
@@ -253,45 +243,104 @@ void multiply_block(const typename A::Term* a, int a_stride, const typename A::T
     }
 }
 
-template <typename A, int M, typename Next>
-void multiply_rows(const typename A::Term* a, int a_stride, const typename A::Term* b, int b_stride, int num_terms,
-                   float* sums, int stride, int num_columns, const float* factors, Next& ahead) {
-    int column = 0;
-    for (; column + COLUMNS <= num_columns; column += COLUMNS) {
-        multiply_block<A, M, COLUMNS>(a, a_stride, b + column * LANES, b_stride, num_terms, sums + column * LANES,
-                                      stride, factors, ahead);
+// Calls work with the number of rows, 1 to MAX, as a std::integral_constant.
+template <int MAX, typename Work>
+void with_rows(int rows, const Work& work) {
+    if constexpr (MAX > 1) {
+        if (rows < MAX) return with_rows<MAX - 1>(rows, work);
     }
-    for (; column < num_columns; ++column) {
-        multiply_block<A, M, 1>(a, a_stride, b + column * LANES, b_stride, num_terms, sums + column * LANES, stride,
-                                factors, ahead);
-    }
+    work(std::integral_constant<int, MAX>{});
 }
 
 // Computes multiply_block for num_rows rows and num_columns columns of 16 lanes.
-template <typename A, typename Next>
+template <typename A, typename Prefetcher>
 void multiply(const typename A::Term* a, int a_stride, int num_rows, const typename A::Term* b, int b_stride,
-              int num_terms, float* sums, int stride, int num_columns, const float* factors, Next& ahead) {
-    while (num_rows > 0) {
-        const int rows = std::min(num_rows, ROWS);
-        auto some = [&](auto m) {
-            multiply_rows<A, decltype(m)::value>(a, a_stride, b, b_stride, num_terms, sums, stride, num_columns,
-                                                 factors, ahead);
-        };
-        switch (rows) {
-            case 1: some(std::integral_constant<int, 1>{}); break;
-            case 2: some(std::integral_constant<int, 2>{}); break;
-#if defined(__AVX512F__)
-            case 3: some(std::integral_constant<int, 3>{}); break;
-            case 4: some(std::integral_constant<int, 4>{}); break;
-            case 5: some(std::integral_constant<int, 5>{}); break;
-            case 6: some(std::integral_constant<int, 6>{}); break;
-#endif
-        }
-        a += rows * a_stride;
-        sums += rows * stride;
-        if (factors != nullptr) factors += rows;
-        num_rows -= rows;
+              int num_terms, float* sums, int stride, int num_columns, const float* factors, Prefetcher& prefetcher) {
+    for (; num_rows > 0; num_rows -= ROWS, a += ROWS * a_stride, sums += ROWS * stride) {
+        with_rows<ROWS>(std::min(num_rows, ROWS), [&](auto m) {
+            constexpr int M = decltype(m)::value;
+            int column = 0;
+            for (; column + COLUMNS <= num_columns; column += COLUMNS) {
+                multiply_block<A, M, COLUMNS>(a, a_stride, b + column * LANES, b_stride, num_terms,
+                                              sums + column * LANES, stride, factors, prefetcher);
+            }
+            for (; column < num_columns; ++column) {
+                multiply_block<A, M, 1>(a, a_stride, b + column * LANES, b_stride, num_terms, sums + column * LANES,
+                                        stride, factors, prefetcher);
+            }
+        });
+        if (factors != nullptr) factors += ROWS;
     }
+}
+
+// Computes products[row][token] of M rows of queries and sixteen keys, without packing.
+template <int M, typename T>
+void multiply_keys(const typename Arithmetic<T>::Term* queries, const T* keys, const int64_t* at, int size,
+                   float* products, SpanPrefetcher<T>& prefetcher) {
+    using A = Arithmetic<T>;
+    using Transposed = typename A::Transposed;
+    const int num_terms = size / A::PER_TERM;
+    const Transposed* rows[LANES];
+    Lanes sums[M];
+    for (int row = 0; row < LANES; ++row) rows[row] = reinterpret_cast<const Transposed*>(numbers_of(keys, at[row]));
+    for (int m = 0; m < M; ++m) sums[m] = zeros();
+    for (int term = 0; term < num_terms; term += 4) {
+        Lanes columns[4];
+        prefetcher.template prefetch<4 * LANES * static_cast<int>(sizeof(Transposed))>();
+        transpose(rows, term, columns);
+        for (int n = 0; n < 4; ++n) {
+            for (int m = 0; m < M; ++m) {
+                sums[m] = A::multiply_add(A::splat_term(queries + m * num_terms + term + n), columns[n], sums[m]);
+            }
+        }
+    }
+    for (int m = 0; m < M; ++m) store(products + m * TILE, sums[m]);
+}
+
+// Computes N columns of multiply_values, from number `offset` on.
+template <int M, int N, typename T>
+void multiply_value_columns(const typename Arithmetic<T>::Term* weights, const T* values, const int64_t* at,
+                            int num_tokens, int size, int offset, float* sums, const float* factors,
+                            SpanPrefetcher<T>& prefetcher) {
+    using A = Arithmetic<T>;
+    constexpr int stride = TILE / A::PER_TERM;
+    Lanes block[M][N];
+    for (int m = 0; m < M; ++m) {
+        for (int n = 0; n < N; ++n) {
+            block[m][n] = load(sums + m * size + offset + n * LANES);
+            if (factors != nullptr) block[m][n] = mul(block[m][n], splat(factors[m]));
+        }
+    }
+    for (int token = 0; token < num_tokens; token += A::PER_TERM) {
+        prefetcher.template prefetch<COLUMNS * LANES * A::PER_TERM * static_cast<int>(sizeof(T))>();
+        const T* tokens[A::PER_TERM];
+        for (int n = 0; n < A::PER_TERM; ++n) tokens[n] = numbers_of(values, at[token + n]);
+        Lanes row[(N + 1) / 2][2];
+        for (int n = 0; n < N; n += 2) A::load_values(tokens, offset + n * LANES, size, row[n / 2]);
+        for (int m = 0; m < M; ++m) {
+            const Lanes weight = A::splat_term(weights + m * stride + token / A::PER_TERM);
+            for (int n = 0; n < N; ++n) block[m][n] = A::multiply_add(weight, row[n / 2][n % 2], block[m][n]);
+        }
+    }
+    for (int m = 0; m < M; ++m) {
+        for (int n = 0; n < N; ++n) store(sums + m * size + offset + n * LANES, block[m][n]);
+    }
+}
+
+// Computes sums[row] = factors[row] * sums[row] + the weights of M rows times the tokens' values, without packing.
+// factors null: all 1.
+template <int M, typename T>
+void multiply_values(const typename Arithmetic<T>::Term* weights, const T* values, const int64_t* at, int num_tokens,
+                     int size, float* sums, const float* factors, SpanPrefetcher<T>& prefetcher) {
+    int offset = 0;
+    const auto multiply_columns = [&](auto n) {
+        constexpr int N = decltype(n)::value;
+        multiply_value_columns<M, N>(weights, values, at, num_tokens, size, offset, sums, factors, prefetcher);
+        offset += N * LANES;
+    };
+    while (size - offset >= COLUMNS * LANES) multiply_columns(std::integral_constant<int, COLUMNS>{});
+    while (size - offset >= 2 * LANES) multiply_columns(std::integral_constant<int, 2>{});
+    if (offset < size) multiply_columns(std::integral_constant<int, 1>{});
 }
 
 inline float exp2(float x) {
@@ -302,25 +351,26 @@ inline float exp2(float x) {
 
 // Softmax state of one row. largest: the largest score so far, as an exponent of 2. total: sum of 2^(score - largest).
 struct Softmax {
-    float largest = NOTHING;
+    float largest = MINUS_INFINITY;
     float total = 0;
 };
 
-// Implementation of weigh. IS_WHOLE: all tokens of the tile are seen and there is no bias, so masking is skipped.
+// Implementation of compute_weights. IS_WHOLE: the row sees all tokens of the tile and has no bias, so masking is
+// skipped.
 template <typename A, bool IS_WHOLE>
-inline float weigh_groups(const float* products, int num_groups, int first, int end, float scale, const float* bias,
-                          Softmax& row, typename A::Term* weights) {
-    const auto is_edge = [&](int group, int& from, int& to) {
+inline float compute_weights_of(const float* products, int num_groups, int first, int end, float scale,
+                                const float* bias, Softmax& row, typename A::Term* weights) {
+    int from, to;  // the visible lanes of a group
+    const auto is_masked = [&](int group) {
         from = std::clamp(first - group * LANES, 0, LANES), to = std::clamp(end - group * LANES, from, LANES);
         return to - from < LANES;
     };
     if constexpr (IS_WHOLE) num_groups = GROUPS;
-    Lanes scores[GROUPS], most = splat(NOTHING);
-    int from, to;
+    Lanes scores[GROUPS], most = splat(MINUS_INFINITY);
     for (int group = 0; group < num_groups; ++group) {
         Lanes score = mul(load(products + group * LANES), splat(scale));
         if (!IS_WHOLE && bias != nullptr) score = add(score, load(bias + group * LANES));
-        if (!IS_WHOLE && is_edge(group, from, to)) score = select(from, to, score, splat(NOTHING));
+        if (!IS_WHOLE && is_masked(group)) score = select(from, to, score, splat(MINUS_INFINITY));
         scores[group] = score;
         most = max(most, score);
     }
@@ -329,23 +379,23 @@ inline float weigh_groups(const float* products, int num_groups, int first, int 
     Lanes total = zeros();
     for (int group = 0; group < num_groups; ++group) {
         Lanes weight = exp2(sub(scores[group], splat(row.largest)));
-        if (!IS_WHOLE && is_edge(group, from, to)) weight = select(from, to, weight, zeros());
+        if (!IS_WHOLE && is_masked(group)) weight = select(from, to, weight, zeros());
         total = add(total, weight);
         A::store_weights(weights + group * (LANES / A::PER_TERM), weight);
     }
-    const float factor = before == row.largest ? 1.f : before == NOTHING ? 0.f : exp2(before - row.largest);
+    const float factor = before == row.largest ? 1.f : before == MINUS_INFINITY ? 0.f : exp2(before - row.largest);
     row.total = row.total * factor + sum(total);
     return factor;
 }
 
-// Turns the products of one row into weights 2^(scale * product + bias - largest). Tokens from first to end - 1 are
-// seen; other tokens get weight 0. Returns the factor by which the row's earlier sums must be multiplied.
+// Turns the products of one row into weights 2^(scale * product + bias - largest). The row sees tokens from first to
+// end - 1; other tokens get weight 0. Returns the factor by which the row's earlier sums must be multiplied.
 template <typename A>
-float weigh(const float* products, int num_groups, int first, int end, float scale, const float* bias, Softmax& row,
-            typename A::Term* weights) {
+float compute_weights(const float* products, int num_groups, int first, int end, float scale, const float* bias,
+                      Softmax& row, typename A::Term* weights) {
     const bool is_whole = first == 0 && end == TILE && bias == nullptr;
-    return (is_whole ? weigh_groups<A, true> : weigh_groups<A, false>)(products, num_groups, first, end, scale, bias, row,
-                                                                      weights);
+    return (is_whole ? compute_weights_of<A, true> : compute_weights_of<A, false>)(products, num_groups, first, end,
+                                                                                 scale, bias, row, weights);
 }
 
 }  // namespace kvasir

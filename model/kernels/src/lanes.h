@@ -1,13 +1,16 @@
-// Lanes: sixteen floats as one value, on every level. Sums over lanes have the same order on every level.
+// Sixteen floats as one value (`Lanes`), conversions to bfloat16 and float16, and transposition of rows.
+// Sums over lanes have the same order on every CPU level.
 #pragma once
+
+#if !defined(__AVX2__) || !defined(__FMA__) || !defined(__F16C__)
+#error "the kernels need AVX2, FMA and F16C; see LEVELS in cpu_features.py"
+#endif
+
+#include <immintrin.h>
 
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
 
 namespace kvasir {
 
@@ -18,8 +21,15 @@ struct bf16 {
     uint16_t bits;
 };
 
-inline float to_float(float x) { return x; }
+// float16: IEEE 754 binary16, only for the KV-cache.
+struct half {
+    uint16_t bits;
+};
 
+constexpr float LARGEST_HALF = 65504.f;
+
+inline float to_float(float x) { return x; }
+inline float to_float(half x) { return _cvtsh_ss(x.bits); }
 inline float to_float(bf16 x) {
     const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
     float result;
@@ -49,27 +59,41 @@ inline Lanes load(const bf16* from) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
-// Returns the first numbers of sixteen pairs, or the second ones.
+inline Lanes load(const half* from) {
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))};
+}
+// Returns the first numbers of sixteen pairs, or the second numbers.
 inline Lanes load_of_pairs(const bf16* from, bool is_second) {
     const __m512i pairs = _mm512_loadu_si512(from);
     return {_mm512_castsi512_ps(is_second ? _mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000)))
                                           : _mm512_slli_epi32(pairs, 16))};
 }
 inline void store(float* to, Lanes x) { _mm512_storeu_ps(to, x.v); }
+inline void store_rounded(half* to, Lanes x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT));
+}
 inline Lanes add(Lanes a, Lanes b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Lanes sub(Lanes a, Lanes b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline Lanes mul(Lanes a, Lanes b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Lanes divide(Lanes a, Lanes b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+// If one operand is NaN, max and min return the second operand.
 inline Lanes max(Lanes a, Lanes b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Lanes min(Lanes a, Lanes b) { return {_mm512_min_ps(a.v, b.v)}; }
 // Returns x in the lanes from first to end - 1, and y in the other lanes. 0 <= first <= end <= 16.
 inline Lanes select(int first, int end, Lanes x, Lanes y) {
     const auto mask = static_cast<__mmask16>(((1u << end) - 1) & ~((1u << first) - 1));
     return {_mm512_mask_blend_ps(mask, y.v, x.v)};
 }
+// Rounds to integers and stores each plus 128. Integers must be from -128 to 127.
+inline void store_shifted(uint8_t* to, Lanes x) {
+    const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_xor_si128(bytes, _mm_set1_epi8(-128)));
+}
 inline Lanes round(Lanes x) { return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 inline Lanes scale_by_power(Lanes x, Lanes n) { return {_mm512_scalef_ps(x.v, n.v)}; }
 
-#elif defined(__AVX2__)
+#else
 
 struct Lanes {
     __m256 low, high;
@@ -77,16 +101,15 @@ struct Lanes {
 
 inline Lanes splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline Lanes load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
-inline Lanes load(const float* from, int count) {
-    alignas(32) float buffer[LANES] = {};
-    std::memcpy(buffer, from, static_cast<size_t>(count) * sizeof(float));
-    return load(buffer);
-}
 inline __m256 widen(const bf16* from) {
     const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
 inline Lanes load(const bf16* from) { return {widen(from), widen(from + 8)}; }
+inline __m256 widen(const half* from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+inline Lanes load(const half* from) { return {widen(from), widen(from + 8)}; }
 inline __m256 widen_of_pairs(const bf16* from, bool is_second) {
     const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     return _mm256_castsi256_ps(is_second ? _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000)))
@@ -99,13 +122,20 @@ inline void store(float* to, Lanes x) {
     _mm256_storeu_ps(to, x.low);
     _mm256_storeu_ps(to + 8, x.high);
 }
+inline void store_rounded(half* to, Lanes x) {
+    auto* halves = reinterpret_cast<__m128i*>(to);
+    _mm_storeu_si128(halves, _mm256_cvtps_ph(x.low, _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128(halves + 1, _mm256_cvtps_ph(x.high, _MM_FROUND_TO_NEAREST_INT));
+}
 inline Lanes add(Lanes a, Lanes b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
 inline Lanes sub(Lanes a, Lanes b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
 inline Lanes mul(Lanes a, Lanes b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
+inline Lanes divide(Lanes a, Lanes b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) {
     return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
 }
 inline Lanes max(Lanes a, Lanes b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
+inline Lanes min(Lanes a, Lanes b) { return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }
 inline Lanes select(int first, int end, Lanes x, Lanes y) {
     const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     auto mask = [&](int offset) {
@@ -119,76 +149,72 @@ inline Lanes round(Lanes x) {
     constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     return {_mm256_round_ps(x.low, nearest), _mm256_round_ps(x.high, nearest)};
 }
+inline void store_shifted(uint8_t* to, Lanes x) {
+    float rounded[LANES];
+    store(rounded, round(x));
+    for (int lane = 0; lane < LANES; ++lane) to[lane] = static_cast<uint8_t>(static_cast<int>(rounded[lane]) + 128);
+}
 inline __m256 scale_by_power(__m256 x, __m256 n) {  // -126 <= n <= 127
     const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
     return _mm256_mul_ps(x, _mm256_castsi256_ps(exponent));
 }
 inline Lanes scale_by_power(Lanes x, Lanes n) { return {scale_by_power(x.low, n.low), scale_by_power(x.high, n.high)}; }
 
-#else
-
-// GCC vector extensions: the compiler splits the vectors into registers of the target CPU.
-typedef float Floats __attribute__((vector_size(64), aligned(4)));
-typedef int32_t Integers __attribute__((vector_size(64), aligned(4)));
-
-struct Lanes {
-    Floats v;
-};
-
-inline Lanes splat(float x) { return {x - Floats{}}; }
-inline Lanes load(const float* from) {
-    Lanes result;
-    std::memcpy(&result.v, from, sizeof result.v);
-    return result;
-}
-inline Lanes load(const float* from, int count) {
-    float buffer[LANES] = {};
-    std::memcpy(buffer, from, static_cast<size_t>(count) * sizeof(float));
-    return load(buffer);
-}
-inline Lanes load(const bf16* from) {
-    float buffer[LANES];
-    for (int lane = 0; lane < LANES; ++lane) buffer[lane] = to_float(from[lane]);
-    return load(buffer);
-}
-inline Lanes load_of_pairs(const bf16* from, bool is_second) {
-    float buffer[LANES];
-    for (int lane = 0; lane < LANES; ++lane) buffer[lane] = to_float(from[2 * lane + is_second]);
-    return load(buffer);
-}
-inline void store(float* to, Lanes x) { std::memcpy(to, &x.v, sizeof x.v); }
-inline Lanes add(Lanes a, Lanes b) { return {a.v + b.v}; }
-inline Lanes sub(Lanes a, Lanes b) { return {a.v - b.v}; }
-inline Lanes mul(Lanes a, Lanes b) { return {a.v * b.v}; }
-inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {a.v * b.v + c.v}; }
-inline Lanes max(Lanes a, Lanes b) { return {a.v > b.v ? a.v : b.v}; }
-inline Lanes select(int first, int end, Lanes x, Lanes y) {
-    const Integers lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return {(lane >= first) & (lane < end) ? x.v : y.v};
-}
-inline Lanes round(Lanes x) {  // |x| < 2^22; the added constant leaves no mantissa bits for a fraction
-    const Floats large = splat(12582912.f).v;
-    return {(x.v + large) - large};
-}
-inline Lanes scale_by_power(Lanes x, Lanes n) {  // -126 <= n <= 127
-    const Integers exponent = (__builtin_convertvector(n.v, Integers) + 127) << 23;
-    Lanes power;
-    std::memcpy(&power.v, &exponent, sizeof exponent);
-    return mul(x, power);
-}
-
 #endif
 
 inline Lanes zeros() { return splat(0.f); }
 
-inline Lanes load(const bf16* from, int count) {
-    bf16 buffer[LANES] = {};
-    std::memcpy(buffer, from, static_cast<size_t>(count) * sizeof(bf16));
+// Loads `count` numbers; the other lanes are zero.
+template <typename Number>
+inline Lanes load(const Number* from, int count) {
+    Number buffer[LANES] = {};
+    std::memcpy(buffer, from, static_cast<size_t>(count) * sizeof(Number));
     return load(buffer);
 }
 
+// Rounds to nearest, ties to even. Finite values beyond the largest half, and infinity, become the largest half.
+// NaN stays NaN.
+inline void store(half* to, Lanes x) {
+    store_rounded(to, min(splat(LARGEST_HALF), max(splat(-LARGEST_HALF), x)));
+}
+
+inline void store(bf16* to, Lanes x) {
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(x.v));
+#else
+    float buffer[LANES];
+    store(buffer, x);
+    for (int lane = 0; lane < LANES; ++lane) to[lane] = to_bf16(buffer[lane]);
+#endif
+}
+
+// Loads sixteen numbers, or `left` numbers if there are fewer; the other lanes are zero.
+template <typename Number>
+inline Lanes load_up_to(const Number* from, int64_t left) {
+    return left >= LANES ? load(from) : load(from, static_cast<int>(left));
+}
+
+// Stores sixteen numbers, or `left` numbers if there are fewer.
+template <typename Number>
+inline void store_up_to(Number* to, Lanes x, int64_t left) {
+    if (left >= LANES) return store(to, x);
+    Number buffer[LANES];
+    store(buffer, x);
+    std::memcpy(to, buffer, static_cast<size_t>(left) * sizeof(Number));
+}
+
+// Converts `size` numbers from one type to another.
+template <typename From, typename To>
+inline void convert(const From* from, int64_t size, To* to) {
+    for (int64_t at = 0; at < size; at += LANES) store_up_to(to + at, load_up_to(from + at, size - at), size - at);
+}
+
+template <typename Number>
+inline void convert(const Number* from, int64_t size, Number* to) {
+    std::memcpy(to, from, static_cast<size_t>(size) * sizeof(Number));
+}
+
 // Reductions fold the upper half onto the lower half: the same tree on every level.
-#if defined(__AVX2__)
 #if defined(__AVX512F__)
 inline __m256 low_half(Lanes x) { return _mm512_castps512_ps256(x.v); }
 inline __m256 high_half(Lanes x) { return _mm512_extractf32x8_ps(x.v, 1); }
@@ -208,21 +234,6 @@ inline float largest(Lanes x) {
     const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
-#else
-template <typename Fold>
-inline float folded(Lanes x, const Fold& fold) {
-    for (int half = LANES / 2; half > 0; half /= 2) {
-        for (int lane = 0; lane < half; ++lane) x.v[lane] = fold(x.v[lane], x.v[lane + half]);
-    }
-    return x.v[0];
-}
-inline float sum(Lanes x) {
-    return folded(x, [](float a, float b) { return a + b; });
-}
-inline float largest(Lanes x) {
-    return folded(x, [](float a, float b) { return a > b ? a : b; });
-}
-#endif
 
 // 2^x for x <= 127; x below -126 is clamped to -126. x is n + rest with an integer n and |rest| <= 0.5. A polynomial of
 // degree 5 approximates 2^rest. It is the minimax polynomial of the relative error among those that are 1 at 0 (Remez
@@ -238,15 +249,25 @@ inline Lanes exp2(Lanes x) {
     return scale_by_power(power, n);
 }
 
-// Returns four columns, starting at `left`, of sixteen rows of floats at any addresses.
-inline void transpose(const float* const (&rows)[LANES], int left, Lanes (&columns)[4]) {
+inline __m128 load_four(const float* from) { return _mm_loadu_ps(from); }
+inline __m128 load_four(const half* from) {
+    return _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+}
+inline __m128 load_four(const bf16* from) {
+    const __m128i wide = _mm_cvtepu16_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+    return _mm_castsi128_ps(_mm_slli_epi32(wide, 16));
+}
+
+// Returns four columns, starting at `left`, of sixteen rows at any addresses.
+template <typename Number>
+inline void transpose(const Number* const (&rows)[LANES], int left, Lanes (&columns)[4]) {
 #if defined(__AVX512F__)
     __m512 every_fourth[4];  // four floats of each of the rows n, n + 4, n + 8, n + 12
     for (int n = 0; n < 4; ++n) {
-        __m512 four = _mm512_castps128_ps512(_mm_loadu_ps(rows[n] + left));
-        four = _mm512_insertf32x4(four, _mm_loadu_ps(rows[n + 4] + left), 1);
-        four = _mm512_insertf32x4(four, _mm_loadu_ps(rows[n + 8] + left), 2);
-        every_fourth[n] = _mm512_insertf32x4(four, _mm_loadu_ps(rows[n + 12] + left), 3);
+        __m512 four = _mm512_castps128_ps512(load_four(rows[n] + left));
+        four = _mm512_insertf32x4(four, load_four(rows[n + 4] + left), 1);
+        four = _mm512_insertf32x4(four, load_four(rows[n + 8] + left), 2);
+        every_fourth[n] = _mm512_insertf32x4(four, load_four(rows[n + 12] + left), 3);
     }
     auto pairs = [](__m512 x) { return _mm512_castps_pd(x); };
     const __m512d low = pairs(_mm512_unpacklo_ps(every_fourth[0], every_fourth[1]));
@@ -257,13 +278,13 @@ inline void transpose(const float* const (&rows)[LANES], int left, Lanes (&colum
     columns[1].v = _mm512_castpd_ps(_mm512_unpackhi_pd(low, next_low));
     columns[2].v = _mm512_castpd_ps(_mm512_unpacklo_pd(high, next_high));
     columns[3].v = _mm512_castpd_ps(_mm512_unpackhi_pd(high, next_high));
-#elif defined(__AVX2__)
-    for (int half = 0; half < 2; ++half) {
+#else
+    for (int part = 0; part < 2; ++part) {
         __m256 every_fourth[4];
         for (int n = 0; n < 4; ++n) {
-            const float* const* of = rows + 8 * half + n;
-            every_fourth[n] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(of[0] + left)),
-                                                   _mm_loadu_ps(of[4] + left), 1);
+            const Number* const* of = rows + 8 * part + n;
+            every_fourth[n] = _mm256_insertf128_ps(_mm256_castps128_ps256(load_four(of[0] + left)),
+                                                   load_four(of[4] + left), 1);
         }
         const __m256 low = _mm256_unpacklo_ps(every_fourth[0], every_fourth[1]);
         const __m256 high = _mm256_unpackhi_ps(every_fourth[0], every_fourth[1]);
@@ -271,13 +292,7 @@ inline void transpose(const float* const (&rows)[LANES], int left, Lanes (&colum
         const __m256 next_high = _mm256_unpackhi_ps(every_fourth[2], every_fourth[3]);
         const __m256 done[4] = {_mm256_shuffle_ps(low, next_low, 0x44), _mm256_shuffle_ps(low, next_low, 0xee),
                                 _mm256_shuffle_ps(high, next_high, 0x44), _mm256_shuffle_ps(high, next_high, 0xee)};
-        for (int n = 0; n < 4; ++n) (half == 0 ? columns[n].low : columns[n].high) = done[n];
-    }
-#else
-    for (int column = 0; column < 4; ++column) {
-        float buffer[LANES];
-        for (int row = 0; row < LANES; ++row) buffer[row] = rows[row][left + column];
-        columns[column] = load(buffer);
+        for (int n = 0; n < 4; ++n) (part == 0 ? columns[n].low : columns[n].high) = done[n];
     }
 #endif
 }

@@ -1,11 +1,13 @@
 // Transformer layers except attention. One call computes everything between the attentions of two consecutive layers.
+#include <algorithm>
 #include <type_traits>
 
-#include "batch.h"
+#include "attention.h"
 #include "linear.h"
 #include "rows.h"
 
 namespace kvasir {
+namespace {
 
 // Weights of one layer, filled by Python. Pointers are null if the layer has no such weights. Norm weights include
 // their offset.
@@ -51,26 +53,23 @@ class Step {
     void embed() const {
         const auto* table = static_cast<const Number*>(rows.embedding);
         for (int64_t row = 0; row < rows.count; ++row) {
-            const Number* from = table + rows.tokens[row] * shape.hidden;
-            float* to = rows.x + row * stride;
-            for (int64_t at = 0; at < shape.hidden; ++at) to[at] = to_float(from[at]);
+            convert(table + rows.tokens[row] * shape.hidden, shape.hidden, rows.x + row * stride);
         }
     }
 
     // Computes x += out(mixed), x += mlp(norm(x)), or another arrangement of `model.nn.transformer.Block`.
     void finish(const LayerWeights& layer, const void* mixed) const {
         const int64_t width = shape.heads * shape.head_dim;
-        const Sum sum = shape.norms_outputs || shape.is_parallel ? Sum::set : Sum::add;
-        into(layer.out, static_cast<const Number*>(mixed), width, width, sum == Sum::set ? rows.added : rows.x, sum);
+        const bool adds = !shape.norms_outputs && !shape.is_parallel;
+        add_product(layer.out, convert_inputs(layer.out, static_cast<const Number*>(mixed), width, width),
+                    adds ? rows.x : rows.added, adds);
         if (shape.norms_outputs) {
             add_normed(layer.attention_norm, layer.attention_norm_bias);
-            mlp(layer, rows.x, nullptr, nullptr, rows.added, Sum::set);
+            mlp(layer, nullptr, nullptr, rows.added, false);
             add_normed(layer.mlp_norm, layer.mlp_norm_bias);
-        } else if (shape.is_parallel) {
-            mlp(layer, rows.x, layer.mlp_norm, layer.mlp_norm_bias, rows.added, Sum::add);
-            each_row([&](int64_t row) { add_row(row); });
         } else {
-            mlp(layer, rows.x, layer.mlp_norm, layer.mlp_norm_bias, rows.x, Sum::add);
+            mlp(layer, layer.mlp_norm, layer.mlp_norm_bias, adds ? rows.x : rows.added, true);
+            if (shape.is_parallel) each_row([&](int64_t row) { add_row(row); });
         }
     }
 
@@ -78,28 +77,21 @@ class Step {
     void begin(const LayerWeights& layer) const {
         const bool is_normed = !shape.norms_outputs;
         const Matrix& matrix = layer.qkv;
-        const Inputs inputs = prepare(matrix, rows.x, is_normed ? layer.attention_norm : nullptr,
-                                      is_normed ? layer.attention_norm_bias : nullptr);
         auto* qkv = static_cast<Number*>(rows.qkv);
-        store_rows(matrix, inputs, qkv);
+        store_product(matrix, norm_inputs(matrix, is_normed ? layer.attention_norm : nullptr,
+                                          is_normed ? layer.attention_norm_bias : nullptr), qkv);
         const int64_t query = shape.heads * shape.head_dim, key = shape.kv_heads * shape.head_dim;
         if (layer.query_norm == nullptr && shape.rotated == 0) return;
         each_row([&](int64_t row) {
             Number* heads = qkv + row * matrix.outputs;
-            turn(heads, query, layer.query_norm, row);
-            turn(heads + query, key, layer.key_norm, row);
+            norm_and_rotate(heads, query, layer.query_norm, row);
+            norm_and_rotate(heads + query, key, layer.key_norm, row);
         });
     }
 
     // Computes the logits of the rows of x: float32, head.outputs a row.
     void logits(const Matrix& head, const float* norm, const float* bias, float* out) const {
-        const Inputs inputs = prepare(head, rows.x, norm, bias);
-        multiply(head, inputs.x, inputs.stride, rows.scales, rows.count, rows.threads,
-                 [&](int64_t row, int64_t output, const Lanes* results) {
-                     for (int b = 0; b < TILE_BLOCKS; ++b) {
-                         store(out + row * head.outputs + output + b * LANES, results[b]);
-                     }
-                 });
+        store_product(head, norm_inputs(head, norm, bias), out);
     }
 
     // Sets ids to the index of each row's highest logit among the first `size`. Sets -1 if one of these logits, or a
@@ -112,13 +104,14 @@ class Step {
     }
 
    private:
-    enum class Sum { set, add };
+    // Rows in the input type of a matrix. stride: distance between rows, in numbers.
     struct Inputs {
         const void* x;
         int64_t stride;
     };
     // Input type of products with float32 and bfloat16 matrices.
     using Wide = std::conditional_t<std::is_same_v<Number, bf16>, Bfloat16Input, float>;
+    static constexpr int64_t MAX_WIDTH = 65536;  // numbers of a row in a thread's scratch memory
     const Shape& shape;
     const Rows& rows;
     const int64_t stride;
@@ -130,86 +123,81 @@ class Step {
         parallel_for(rows.count, rows.count < 4 ? 1 : rows.threads, [&](int64_t row, int) { work(row); });
     }
 
+    // Converts one row of inputs of a matrix, for norm_inputs and convert_inputs.
+    template <typename From>
+    void convert_row(const Matrix& matrix, const From* from, int64_t size, int64_t row, int64_t to_stride) const {
+        if (matrix.numbers == Numbers::int8) {
+            rows.scales[row] = quantize(from, size, static_cast<uint8_t*>(rows.narrow) + row * to_stride);
+        } else {
+            convert(from, size, wide() + row * to_stride);
+        }
+    }
+
     // Converts the norm of x, or x if norm is null, to the input type of the matrix.
-    Inputs prepare(const Matrix& matrix, const float* x, const float* norm, const float* bias) const {
-        const bool is_int8 = matrix.numbers == Numbers::int8;
-        auto* narrow = static_cast<uint8_t*>(rows.narrow);
+    Inputs norm_inputs(const Matrix& matrix, const float* norm, const float* bias) const {
         each_row([&](int64_t row) {
-            constexpr int64_t most = 65536;
-            static thread_local float normed[most];
-            const float* from = x + row * stride;
+            static thread_local float normed[MAX_WIDTH];
+            const float* from = rows.x + row * stride;
             if (norm != nullptr) {
                 normalize(shape.norm, from, shape.hidden, norm, bias, shape.eps, normed);
                 from = normed;
             }
-            if (is_int8) {
-                rows.scales[row] = to_8_bits(from, shape.hidden, narrow + row * stride);
-            } else {
-                copy(from, shape.hidden, wide() + row * stride);
-            }
+            convert_row(matrix, from, shape.hidden, row, stride);
         });
-        return {is_int8 ? rows.narrow : rows.wide, stride};
+        return {matrix.numbers == Numbers::int8 ? rows.narrow : rows.wide, stride};
     }
 
     // Converts rows to the input type of the matrix; returns x itself if the type is the same.
     template <typename From>
-    Inputs prepare(const Matrix& matrix, const From* x, int64_t size, int64_t x_stride) const {
+    Inputs convert_inputs(const Matrix& matrix, const From* x, int64_t size, int64_t x_stride) const {
         const bool is_int8 = matrix.numbers == Numbers::int8;
         if (!is_int8 && std::is_same_v<From, Wide>) return {x, x_stride};
-        const int64_t to_stride = padded(size);
-        auto* narrow = static_cast<uint8_t*>(rows.narrow);
-        each_row([&](int64_t row) {
-            const From* from = x + row * x_stride;
-            if (is_int8) {
-                rows.scales[row] = to_8_bits(from, size, narrow + row * to_stride);
-            } else {
-                copy(from, size, wide() + row * to_stride);
-            }
-        });
-        return {is_int8 ? rows.narrow : rows.wide, to_stride};
+        each_row([&](int64_t row) { convert_row(matrix, x + row * x_stride, size, row, padded(size)); });
+        return {is_int8 ? rows.narrow : rows.wide, padded(size)};
+    }
+
+    // Calls work(row, output, results) with TILE_BLOCKS blocks of results of each row of a product.
+    template <typename Work>
+    void product(const Matrix& matrix, Inputs inputs, const Work& work) const {
+        multiply(matrix, inputs.x, inputs.stride, rows.scales, rows.count, rows.threads, work);
     }
 
     // Computes a product, and writes or adds it to rows of floats.
-    template <typename From>
-    void into(const Matrix& matrix, const From* x, int64_t size, int64_t x_stride, float* to, Sum sum) const {
-        const Inputs inputs = prepare(matrix, x, size, x_stride);
-        multiply(matrix, inputs.x, inputs.stride, rows.scales, rows.count, rows.threads,
-                 [&](int64_t row, int64_t output, const Lanes* results) {
-                     float* at = to + row * stride + output;
-                     for (int b = 0; b < TILE_BLOCKS; ++b, at += LANES) {
-                         store(at, sum == Sum::add ? add(load(at), results[b]) : results[b]);
-                     }
-                 });
+    void add_product(const Matrix& matrix, Inputs inputs, float* to, bool adds) const {
+        product(matrix, inputs, [&](int64_t row, int64_t output, const Lanes* results) {
+            float* at = to + row * stride + output;
+            for (int b = 0; b < TILE_BLOCKS; ++b, at += LANES) {
+                store(at, adds ? add(load(at), results[b]) : results[b]);
+            }
+        });
     }
 
-    void store_rows(const Matrix& matrix, Inputs inputs, Number* to) const {
-        multiply(matrix, inputs.x, inputs.stride, rows.scales, rows.count, rows.threads,
-                 [&](int64_t row, int64_t output, const Lanes* results) {
-                     Number* at = to + row * matrix.outputs + output;
-                     for (int b = 0; b < TILE_BLOCKS; ++b) store(at + b * LANES, results[b]);
-                 });
+    // Computes a product, and writes it to rows of matrix.outputs numbers.
+    template <typename To>
+    void store_product(const Matrix& matrix, Inputs inputs, To* to) const {
+        product(matrix, inputs, [&](int64_t row, int64_t output, const Lanes* results) {
+            To* at = to + row * matrix.outputs + output;
+            for (int b = 0; b < TILE_BLOCKS; ++b) store(at + b * LANES, results[b]);
+        });
     }
 
-    void mlp(const LayerWeights& layer, const float* x, const float* norm, const float* bias, float* to,
-             Sum sum) const {
-        const Inputs inputs = prepare(layer.up, x, norm, bias);
+    // Computes the MLP of the norm of x, or of x if norm is null, and writes or adds it to rows of floats.
+    void mlp(const LayerWeights& layer, const float* norm, const float* bias, float* to, bool adds) const {
+        const Inputs inputs = norm_inputs(layer.up, norm, bias);
         // Hidden values go after the inputs, which the product still reads.
         Wide* hidden = wide() + rows.count * stride;
         const int64_t hidden_stride = padded(shape.mlp);
-        multiply(layer.up, inputs.x, inputs.stride, rows.scales, rows.count, rows.threads,
-                 [&](int64_t row, int64_t output, const Lanes* results) {
-                     Wide* at = hidden + row * hidden_stride + (shape.gated ? output / 2 : output);
-                     if (shape.gated) {  // blocks of gates alternate with the blocks that they multiply
-                         for (int b = 0; b < TILE_BLOCKS; b += 2, at += LANES) {
-                             store(at, mul(activate(shape.activation, results[b]), results[b + 1]));
-                         }
-                     } else {
-                         for (int b = 0; b < TILE_BLOCKS; ++b, at += LANES) {
-                             store(at, activate(shape.activation, results[b]));
-                         }
-                     }
-                 });
-        into(layer.down, hidden, shape.mlp, hidden_stride, to, sum);
+        product(layer.up, inputs, [&](int64_t row, int64_t output, const Lanes* results) {
+            Wide* at = hidden + row * hidden_stride + (shape.gated ? output / 2 : output);
+            if (shape.gated) {  // blocks of gates alternate with the blocks that they multiply
+                for (int b = 0; b < TILE_BLOCKS; b += 2, at += LANES) {
+                    store(at, mul(activate(shape.activation, results[b]), results[b + 1]));
+                }
+            } else {
+                for (int b = 0; b < TILE_BLOCKS; ++b, at += LANES) store(at, activate(shape.activation, results[b]));
+            }
+        });
+        add_product(layer.down, convert_inputs(layer.down, hidden, shape.mlp, hidden_stride), to, adds);
     }
 
     void add_row(int64_t row) const {
@@ -226,10 +214,9 @@ class Step {
     }
 
     // Applies norm and rotary embedding to the heads of one row.
-    void turn(Number* heads, int64_t size, const float* norm, int64_t row) const {
-        constexpr int64_t most = 65536;
-        static thread_local float values[most];
-        for (int64_t at = 0; at < size; ++at) values[at] = to_float(heads[at]);
+    void norm_and_rotate(Number* heads, int64_t size, const float* norm, int64_t row) const {
+        static thread_local float values[MAX_WIDTH];
+        convert(heads, size, values);
         const int64_t step = shape.norm_scope == 0 ? shape.head_dim : size;
         for (int64_t at = 0; norm != nullptr && at < size; at += step) {
             normalize(Norm::rms, values + at, step, norm, nullptr, shape.eps, values + at);
@@ -238,68 +225,19 @@ class Step {
         for (int64_t at = 0; half > 0 && at < size; at += shape.head_dim) {
             rotate(values + at, half, rows.cosines + angles, rows.sines + angles);
         }
-        copy(values, size, heads);
+        convert(values, size, heads);
     }
 };
 
-template <typename Number>
-void between(const Shape& shape, const Rows& rows, const LayerWeights* done, const void* mixed,
-             const LayerWeights* next) {
-    const Step<Number> step(shape, rows);
-    if (done == nullptr && rows.embedding != nullptr) step.embed();
-    if (done != nullptr) step.finish(*done, mixed);
-    if (next != nullptr) step.begin(*next);
-}
-
-}  // namespace kvasir
-
-// Finishes layer `done` from its attention output `mixed` (rows of heads * head_dim). Then computes queries, keys and
-// values of layer `next`. done null: starts with the embeddings, if rows has any. next null: stops after `done`.
-KVASIR_KERNEL void kvasir_between_attentions(const kvasir::Shape* shape, const kvasir::Rows* rows,
-                                             const kvasir::LayerWeights* done, const void* mixed,
-                                             const kvasir::LayerWeights* next) {
-    if (shape->numbers == kvasir::Numbers::float32) {
-        kvasir::between<float>(*shape, *rows, done, mixed, next);
+// Calls work with a Step of the shape's number type.
+template <typename Work>
+void with_step(const Shape& shape, const Rows& rows, const Work& work) {
+    if (shape.numbers == Numbers::float32) {
+        work(Step<float>(shape, rows));
     } else {
-        kvasir::between<kvasir::bf16>(*shape, *rows, done, mixed, next);
+        work(Step<bf16>(shape, rows));
     }
 }
-
-// Computes all layers. attend(batch, call) computes a layer's attention: it reads queries, keys and values from
-// rows.qkv and writes its output to `mixed`. calls: one for each layer.
-KVASIR_KERNEL void kvasir_layers(const kvasir::Shape* shape, const kvasir::Rows* rows,
-                                 const kvasir::LayerWeights* layers, int64_t count,
-                                 void (*attend)(const kvasir::Batch* batch, const kvasir::Layer* call),
-                                 const kvasir::Batch* batch, const kvasir::Layer* calls, const void* mixed) {
-    const kvasir::Busy busy;
-    for (int64_t layer = 0; layer <= count; ++layer) {
-        kvasir_between_attentions(shape, rows, layer > 0 ? layers + layer - 1 : nullptr, mixed,
-                                  layer < count ? layers + layer : nullptr);
-        if (layer < count) attend(batch, calls + layer);
-    }
-}
-
-// Returns whether all tokens are from 0 to vocabulary - 1. Also used to check positions.
-KVASIR_KERNEL bool kvasir_are_tokens(const int64_t* tokens, int64_t count, int64_t vocabulary) {
-    bool are = true;
-    for (int64_t at = 0; at < count; ++at) are &= static_cast<uint64_t>(tokens[at]) < static_cast<uint64_t>(vocabulary);
-    return are;
-}
-
-// See most_likely in rows.h.
-KVASIR_KERNEL int64_t kvasir_most_likely(const float* logits, int64_t size) { return kvasir::most_likely(logits, size); }
-
-// Computes the logits of rows.x: float32, head.outputs a row.
-KVASIR_KERNEL void kvasir_logits(const kvasir::Shape* shape, const kvasir::Rows* rows, const kvasir::Matrix* head,
-                                 const float* norm, const float* bias, float* logits) {
-    if (shape->numbers == kvasir::Numbers::float32) {
-        kvasir::Step<float>(*shape, *rows).logits(*head, norm, bias, logits);
-    } else {
-        kvasir::Step<kvasir::bf16>(*shape, *rows).logits(*head, norm, bias, logits);
-    }
-}
-
-namespace kvasir {
 
 // Arguments of a whole decode step, in which every sequence computes one token. The pointers stay valid from step to
 // step; Python updates the buffers in place.
@@ -309,9 +247,9 @@ struct Decode {
     const LayerWeights* layers;
     // num_positions: positions with cosines and sines. vocabulary: tokens with an embedding.
     int64_t num_layers, num_positions, vocabulary;
-    void (*attend)(const Batch* batch, const Layer* call);
-    const Batch* batch;
-    const Layer* calls;
+    AttentionKernel attend;
+    const AttentionBatch* batch;
+    const AttentionCall* calls;
     const void* mixed;
     const Matrix* head;
     const float *norm, *norm_bias;
@@ -320,23 +258,64 @@ struct Decode {
     int64_t num_ids;
 };
 
+}  // namespace
 }  // namespace kvasir
+
+using namespace kvasir;
+
+// Finishes layer `done` from its attention output `mixed` (rows of heads * head_dim). Then computes queries, keys and
+// values of layer `next`. done null: starts with the embeddings, if rows has any. next null: stops after `done`.
+KVASIR_KERNEL void kvasir_between_attentions(const Shape* shape, const Rows* rows, const LayerWeights* done,
+                                             const void* mixed, const LayerWeights* next) {
+    with_step(*shape, *rows, [&](const auto& step) {
+        if (done == nullptr && rows->embedding != nullptr) step.embed();
+        if (done != nullptr) step.finish(*done, mixed);
+        if (next != nullptr) step.begin(*next);
+    });
+}
+
+// Computes all layers. attend computes a layer's attention: it reads queries, keys and values from rows.qkv and writes
+// its output to `mixed`. calls: one for each layer.
+KVASIR_KERNEL void kvasir_layers(const Shape* shape, const Rows* rows, const LayerWeights* layers, int64_t count,
+                                 AttentionKernel attend, const AttentionBatch* batch, const AttentionCall* calls,
+                                 const void* mixed) {
+    const Busy busy;
+    for (int64_t layer = 0; layer <= count; ++layer) {
+        kvasir_between_attentions(shape, rows, layer > 0 ? layers + layer - 1 : nullptr, mixed,
+                                  layer < count ? layers + layer : nullptr);
+        if (layer < count) attend(batch, calls + layer);
+    }
+}
+
+// Returns whether all numbers are from 0 to limit - 1: token ids in the vocabulary, or positions in a table.
+KVASIR_KERNEL bool kvasir_are_tokens(const int64_t* numbers, int64_t count, int64_t limit) {
+    return std::all_of(numbers, numbers + count, [&](int64_t number) { return number >= 0 && number < limit; });
+}
+
+// See most_likely in rows.h.
+KVASIR_KERNEL int64_t kvasir_most_likely(const float* logits, int64_t size) { return most_likely(logits, size); }
+
+// Computes the logits of rows.x: float32, head.outputs a row.
+KVASIR_KERNEL void kvasir_logits(const Shape* shape, const Rows* rows, const Matrix* head, const float* norm,
+                                 const float* bias, float* logits) {
+    with_step(*shape, *rows, [&](const auto& step) { step.logits(*head, norm, bias, logits); });
+}
 
 // Computes a decode step. Returns false, without computing anything, if a token, a position, a slot or a block is out
 // of range.
-KVASIR_KERNEL bool kvasir_decode(const kvasir::Decode* step) {
-    const kvasir::Rows& rows = *step->rows;
+KVASIR_KERNEL bool kvasir_decode(const Decode* step) {
+    const Rows& rows = *step->rows;
     const bool are_tokens = kvasir_are_tokens(rows.tokens, rows.count, step->vocabulary);
     const bool are_positions = kvasir_are_tokens(rows.positions, rows.count, step->num_positions);
-    if (!are_tokens || !are_positions || !kvasir::is_within_cache(*step->batch)) return false;
-    const kvasir::Busy busy;
+    if (!are_tokens || !are_positions || !is_within_cache(*step->batch)) return false;
+    const Busy busy;
     kvasir_layers(step->shape, &rows, step->layers, step->num_layers, step->attend, step->batch, step->calls, step->mixed);
     kvasir_logits(step->shape, &rows, step->head, step->norm, step->norm_bias, step->logits);
-    kvasir::Step<float>(*step->shape, rows).most_likely(step->logits, step->head->outputs, step->num_ids, step->ids);
+    Step<float>(*step->shape, rows).most_likely(step->logits, step->head->outputs, step->num_ids, step->ids);
     return true;
 }
 
 // Returns the number of adjacent inputs of one output in a packed matrix.
 KVASIR_KERNEL int64_t kvasir_inputs_side_by_side(int64_t numbers) {
-    return kvasir::side_by_side(static_cast<kvasir::Numbers>(numbers));
+    return side_by_side(static_cast<Numbers>(numbers));
 }

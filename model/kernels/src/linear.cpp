@@ -78,28 +78,21 @@ struct Int8 {
 };
 #else
 struct Int8 {
+    using Weight = int8_t;
+    using Input = uint8_t;
     struct Sums {
         int32_t v[LANES];
-    };
-    struct Sixty {
-        int8_t v[4 * LANES];
     };
     struct Spread {
         uint8_t v[4];
     };
-    using Weight = int8_t;
-    using Input = uint8_t;
     static constexpr int GROUP = 4, PARTS = 1;
     static Sums zero() { return {}; }
-    static Sixty weights(const Weight* from, int) {
-        Sixty result;
-        std::memcpy(result.v, from, sizeof result.v);
-        return result;
-    }
+    static const Weight* weights(const Weight* from, int) { return from; }
     static Spread spread(const Input* from, int) { return {{from[0], from[1], from[2], from[3]}}; }
-    static Sums step(Sums sums, const Sixty& weights, Spread inputs) {
+    static Sums step(Sums sums, const Weight* weights, Spread inputs) {
         for (int lane = 0; lane < LANES; ++lane) {
-            for (int input = 0; input < 4; ++input) sums.v[lane] += inputs.v[input] * weights.v[4 * lane + input];
+            for (int input = 0; input < 4; ++input) sums.v[lane] += inputs.v[input] * weights[4 * lane + input];
         }
         return sums;
     }
@@ -135,7 +128,7 @@ inline const typename Kind::Weight* weights_of(const Matrix& matrix, int64_t out
 // `from` that the tile prefetches. 0: the tile's own weights are not in the cache yet. The tile then prefetches its own
 // weights FETCH_AHEAD groups ahead, and near its end the first weights of `from`.
 template <typename Kind>
-struct Later {
+struct Prefetch {
     const typename Kind::Weight* from;
     int blocks;
 };
@@ -143,7 +136,7 @@ struct Later {
 // Multiplies ROWS rows of inputs with TILE_BLOCKS blocks of outputs and emits the results row by row.
 template <typename Kind, int ROWS>
 inline void tile(const Matrix& matrix, const typename Kind::Input* x, int64_t stride, const float* scales, int64_t row,
-                 int64_t output, Later<Kind> later, Emit emit, const void* work) {
+                 int64_t output, Prefetch<Kind> prefetch, Emit emit, const void* work) {
     constexpr int64_t BLOCK = LANES * Kind::GROUP, STEP = PANEL * Kind::GROUP;
     const int64_t groups = (matrix.inputs + Kind::GROUP - 1) / Kind::GROUP;
     const auto* weight = weights_of<Kind>(matrix, output);
@@ -158,10 +151,10 @@ inline void tile(const Matrix& matrix, const typename Kind::Input* x, int64_t st
         const int64_t at = group * STEP;
         // Prefetch into L2, which allows more outstanding reads than L1. With prefetches that bypass the caches, a
         // product of one row reached 0.45 of the memory bandwidth on a CPU with high memory latency.
-        if (later.blocks > 0) {
-            for (int b = 0; b < later.blocks; ++b) __builtin_prefetch(later.from + at + b * BLOCK, 0, 2);
+        if (prefetch.blocks > 0) {
+            for (int b = 0; b < prefetch.blocks; ++b) __builtin_prefetch(prefetch.from + at + b * BLOCK, 0, 2);
         } else {
-            const auto* ahead = group + FETCH_AHEAD < groups ? weight : later.from - groups * STEP;
+            const auto* ahead = group + FETCH_AHEAD < groups ? weight : prefetch.from - groups * STEP;
             for (int b = 0; b < TILE_BLOCKS; ++b) {
                 __builtin_prefetch(ahead + at + FETCH_AHEAD * STEP + b * BLOCK, 0, 2);
             }
@@ -193,13 +186,13 @@ inline void tile(const Matrix& matrix, const typename Kind::Input* x, int64_t st
     }
 }
 
-template <typename Kind, int ROWS>
-inline void last_tile(int64_t left, const Matrix& matrix, const typename Kind::Input* x, int64_t stride,
-                      const float* scales, int64_t row, int64_t output, Later<Kind> later, Emit emit, const void* work) {
-    if constexpr (ROWS > 0) {
-        if (left == ROWS) return tile<Kind, ROWS>(matrix, x, stride, scales, row, output, later, emit, work);
-        last_tile<Kind, ROWS - 1>(left, matrix, x, stride, scales, row, output, later, emit, work);
+// Computes a tile of `count` rows, 1 to ROWS.
+template <typename Kind, int ROWS = TILE_ROWS, typename... Arguments>
+inline void tile_of(int64_t count, const Arguments&... arguments) {
+    if constexpr (ROWS > 1) {
+        if (count < ROWS) return tile_of<Kind, ROWS - 1>(count, arguments...);
     }
+    tile<Kind, ROWS>(arguments...);
 }
 
 template <typename Kind>
@@ -218,16 +211,14 @@ void multiply_as(const Matrix& matrix, const void* x, int64_t stride, const floa
             const bool is_last = output + outputs == panel + PANEL;
             const auto* next = weights_of<Kind>(matrix, is_last ? panel + threads * PANEL : output + outputs);
             int fetched = -share;
-            auto later = [&]() -> Later<Kind> {
+            auto next_prefetch = [&]() -> Prefetch<Kind> {
                 const int block = fetched + share <= TILE_BLOCKS ? fetched : TILE_BLOCKS - share;
                 fetched += share;
-                return block < 0 ? Later<Kind>{next, 0} : Later<Kind>{next + block * LANES * Kind::GROUP, share};
+                return block < 0 ? Prefetch<Kind>{next, 0} : Prefetch<Kind>{next + block * LANES * Kind::GROUP, share};
             };
-            int64_t row = first;
-            for (; row + TILE_ROWS <= end; row += TILE_ROWS) {
-                tile<Kind, TILE_ROWS>(matrix, inputs, stride, scales, row, output, later(), emit, work);
+            for (int64_t row = first; row < end; row += TILE_ROWS) {
+                tile_of<Kind>(end - row, matrix, inputs, stride, scales, row, output, next_prefetch(), emit, work);
             }
-            last_tile<Kind, TILE_ROWS - 1>(end - row, matrix, inputs, stride, scales, row, output, later(), emit, work);
         }
     });
 }
