@@ -229,10 +229,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--local", action="store_true", help=f"build only the best level for this processor, into {CACHE}"
     )
     arguments = parser.parse_args(argv)
-    levels = [level for level in LEVELS if level.machine in (None, platform.machine())]
+    levels = [level for level in LEVELS if level.machine == platform.machine()]
     directory: Path = arguments.directory
     if arguments.local:
-        levels, directory = [levels_here()[0]], CACHE.expanduser()
+        levels, directory = list(levels_here()[:1]), CACHE.expanduser()
     try:
         for level in levels:
             print(build(level, directory))

@@ -12,14 +12,14 @@ class Level:
     """Set of CPU instructions that one library is compiled for.
 
     Attributes:
-        machine: required value of `platform.machine()`; None: any.
+        machine: required value of `platform.machine()`.
         needs: required CPU features, as named in the flags line of /proc/cpuinfo.
         flags: compiler flags.
         vendor: vendor_id of the CPUs that should prefer this level; None: any.
     """
 
     name: str
-    machine: str | None
+    machine: str
     needs: frozenset[str]
     flags: tuple[str, ...]
     vendor: str | None = None
@@ -39,25 +39,24 @@ LEVELS = (
     Level("avx512bf16fma", "x86_64", _AVX512BF16_NEEDS, _AVX512BF16),
     Level("avx512", "x86_64", _AVX512_NEEDS, _AVX512),
     Level("avx2", "x86_64", frozenset({"avx2", "fma", "f16c"}), _AVX2),
-    Level("portable", None, frozenset(), ()),
 )
 
 
 def runnable_levels() -> tuple[Level, ...]:
-    """Return the levels that this machine can run, best first; never empty."""
+    """Return the levels that this machine can run, best first; empty if the kernels do not support it."""
     machine, features = platform.machine(), _read_cpuinfo("flags")
-    return tuple(level for level in LEVELS if level.machine in (None, machine) and level.needs <= features)
+    return tuple(level for level in LEVELS if level.machine == machine and level.needs <= features)
 
 
 def levels_here() -> tuple[Level, ...]:
-    """Return the runnable levels without those for CPUs of another vendor, best first; never empty."""
+    """Return the runnable levels without those for CPUs of another vendor, best first."""
     vendor = _read_cpuinfo("vendor_id")
     return tuple(level for level in runnable_levels() if level.vendor is None or level.vendor in vendor)
 
 
 def has_vector_level() -> bool:
-    """Return whether this machine has a level above `portable`, which is slower than PyTorch's oneDNN kernels."""
-    return levels_here()[0].name != "portable"
+    """Return whether the kernels support this machine."""
+    return bool(levels_here())
 
 
 def _read_cpuinfo(key: str) -> frozenset[str]:

@@ -49,9 +49,11 @@ def load_kernels(cache: Path) -> KernelLibrary:
     Compiling takes 10 to 40 s, once for a machine.
 
     Raises:
-        BuildError: the library cannot be compiled or loaded. The message is one line.
+        BuildError: no level supports this CPU, or the library cannot be compiled or loaded. The message is one line.
     """
-    level, cache = levels_here()[0], Path(os.path.expanduser(cache))
+    level, cache = next(iter(levels_here()), None), Path(os.path.expanduser(cache))
+    if level is None:
+        raise BuildError("the native kernels do not support this CPU: they need AVX2, FMA and F16C")
     path = find_built(level, (SHIPPED, cache))
     if path is None:
         logger.info("compiling native kernels for %s in %s: up to a minute, once for this machine", level.name, cache)

@@ -96,7 +96,7 @@ def test_other_sources_or_flags_are_another_library(tmp_path: Path, monkeypatch:
     names = {library_name(LEVEL), library_name(LEVELS[0])}
     source.write_text("// two")
     names.add(library_name(LEVEL))
-    names.add(library_name(Level("portable", None, frozenset(), ("-g",))))
+    names.add(library_name(Level("other", "x86_64", frozenset(), ("-g",))))
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     names.add(library_name(LEVEL))
     assert len(names) == 5
@@ -230,11 +230,11 @@ def test_a_level_needs_what_the_cpu_says(tmp_path: Path, monkeypatch: pytest.Mon
     cpuinfo = tmp_path / "cpuinfo"
     monkeypatch.setattr("model.kernels.cpu_features.CPUINFO", cpuinfo)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    assert [level.name for level in levels_here()] == ["portable"], "a system that does not say"
+    assert [level.name for level in levels_here()] == [], "a system that does not say"
     cpuinfo.write_text("processor : 0\nflags\t\t: sse2 avx2 fma f16c\n\nprocessor : 1\n")
-    assert [level.name for level in levels_here()] == ["avx2", "portable"]
+    assert [level.name for level in levels_here()] == ["avx2"]
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    assert [level.name for level in levels_here()] == ["portable"]
+    assert [level.name for level in levels_here()] == []
 
 
 @pytest.mark.parametrize(
