@@ -10,7 +10,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -108,7 +108,7 @@ class AttentionMetadata:
         """Return the indices of the sequences that compute exactly one token: batched kernels need equal lengths."""
         return tuple(row for row, length in enumerate(self.query_lengths) if length == 1)
 
-    def decode_view(self, window: int | None, block_size: int) -> "DecodeView":
+    def decode_view(self, window: int | None, block_size: int) -> DecodeView:
         """Return the cache slots that the new tokens of the `decode_rows` see. Cached for the step, by window."""
         if window not in self._decode_views:
             self._decode_views[window] = self._make_decode_view(window, block_size)
@@ -123,14 +123,19 @@ class AttentionMetadata:
         return self._ragged_views[block_size]
 
     @functools.cached_property
+    def kernel_arguments(self) -> dict[object, Any]:
+        """Return the arguments that backends prepare once for all layers of the step, by backend and cache."""
+        return {}
+
+    @functools.cached_property
     def _ragged_views(self) -> dict[int, RaggedView]:
         return {}
 
     @functools.cached_property
-    def _decode_views(self) -> "dict[int | None, DecodeView]":
+    def _decode_views(self) -> dict[int | None, DecodeView]:
         return {}
 
-    def _make_decode_view(self, window: int | None, block_size: int) -> "DecodeView":
+    def _make_decode_view(self, window: int | None, block_size: int) -> DecodeView:
         assert self.block_tables_BN is not None
         device = self.positions_T.device
         lengths = [self.context_lengths[row] for row in self.decode_rows]

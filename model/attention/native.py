@@ -15,7 +15,6 @@ Legend: T packed tokens, B sequences, N blocks of a table, H query heads, K key/
 """
 
 import ctypes
-import threading
 from array import array
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +45,7 @@ _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 class _Batch(ctypes.Structure):
-    """`Batch` in batch.h."""
+    """Mirror of `AttentionBatch` in attention.h."""
 
     _fields_ = (
         *((name, _INT) for name in ("num_sequences", "num_tokens", "block_size", "num_blocks", "table_width")),
@@ -55,7 +54,7 @@ class _Batch(ctypes.Structure):
 
 
 class AttentionCall(ctypes.Structure):
-    """`Layer` in batch.h: one layer of a step."""
+    """Mirror of `AttentionCall` in attention.h: one layer of a step."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("q", "k", "v", "out", "keys", "values")),
@@ -77,18 +76,11 @@ class _Step:
         longest: length of the longest context, in tokens.
     """
 
-    metadata: AttentionMetadata
     library: KernelLibrary
     batch: Any
     held: tuple[object, ...]
     longest: int
     threads: int
-
-
-class _Latest(threading.local):
-    """Current step of each thread."""
-
-    step: _Step | None = None
 
 
 class NativeAttention:
@@ -101,7 +93,6 @@ class NativeAttention:
     def __init__(self, library: KernelLibrary) -> None:
         self.library = library
         self._otherwise = SdpaAttention()
-        self._latest = _Latest()
 
     def attend(
         self,
@@ -125,14 +116,15 @@ class NativeAttention:
         return self._otherwise.attend(q_THD, k_TKD, v_TKD, form=form, metadata=metadata, kv_cache=kv_cache)
 
     def step_of(self, metadata: AttentionMetadata, kv_cache: KVCache) -> _Step:
-        """Return the kernel arguments that all layers of this step share. The latest step is cached for each thread.
+        """Return the kernel arguments that all layers of this step share, cached in the step's metadata.
 
         Raises:
             ValueError: a slot or a block is outside the cache.
         """
-        step = self._latest.step
-        if step is None or step.metadata is not metadata:
-            step = self._latest.step = _make_step(metadata, kv_cache, self.library)
+        key = self.library, kv_cache
+        if key not in metadata.kernel_arguments:
+            metadata.kernel_arguments[key] = _make_step(metadata, kv_cache, self.library)
+        step: _Step = metadata.kernel_arguments[key]
         return step
 
 
@@ -174,7 +166,6 @@ def _make_step(metadata: AttentionMetadata, kv_cache: KVCache, library: KernelLi
     if not library.function(_CHECK, _POINTER, result=ctypes.c_bool)(ctypes.byref(batch)):
         _check(slots_T, tables_BN, max(metadata.context_lengths), kv_cache)
     return _Step(
-        metadata=metadata,
         library=library,
         batch=batch,
         held=(starts, lengths, tables_BN, slots_T),
