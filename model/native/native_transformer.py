@@ -28,10 +28,8 @@ from model.config import ModelConfig
 from model.config_enums import AttentionKind
 from model.kernels.ctypes_structs import Decode, LayerWeights, Matrix, Rows
 from model.kernels.kernel_library import KernelLibrary
-from model.native.decode_call import DecodeCall, Decoded
-from model.native.layer_calls import AttentionCalls
-from model.native.model_parts import NUMBERS, pack, shape_of
-from model.native.weight_packing import padded
+from model.native.decode_call import AttentionCalls, DecodeCall, Decoded
+from model.native.weight_packing import NUMBERS, pack, padded, shape_of
 from model.nn.layers import GatedMlp, LayerNorm, RMSNorm
 from model.nn.transformer import Block, Transformer
 from model.system.memory_pages import HugePages

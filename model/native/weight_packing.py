@@ -1,17 +1,29 @@
-"""Matrix layout of the native kernels: panels of 64 outputs, with a few inputs side by side.
+"""A model's shape and packed matrices, in the format of the native kernels.
+
+A packed matrix is panels of 64 outputs, with a few inputs side by side.
 
 Legend: F outputs, I inputs of a matrix, N panels, G groups of inputs, S inputs side by side.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+
+from model.config import ModelConfig
+from model.config_enums import MlpKind, NormKind, NormPlacement, PositionKind, QkNormScope
+from model.kernels.ctypes_structs import Shape
+from model.nn.linear import Int8Linear, PackedLinear
 
 BLOCK = 16
 _PANEL = 64  # outputs of one task; matrices are padded to whole panels
 _HALF_PANEL = _PANEL // 2
+# Codes of dtypes in linear.h.
+NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_ACTIVATIONS = {MlpKind.GELU: 0, MlpKind.GELU_EXACT: 1, MlpKind.RELU: 2, MlpKind.SWIGLU: 3, MlpKind.GEGLU: 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,27 +52,52 @@ def padded(size: int) -> int:
     return -(-size // _PANEL) * _PANEL
 
 
-def pack_floats(weight_FI: Tensor, bias_F: Tensor | None, side_by_side: int) -> Packed:
-    """Pack a matrix in its own dtype, and its bias in float32."""
-    outputs, inputs = weight_FI.shape
-    return Packed(
-        weight=_panels(weight_FI, side_by_side),
-        bias=None if bias_F is None else _longer(bias_F.float()),
-        scale=None,
-        shift=None,
-        inputs=inputs,
-        outputs=padded(outputs),
+def shape_of(config: ModelConfig, dtype: torch.dtype) -> Shape:
+    """Return a model's shape for the kernels, with the model's dtype."""
+    return Shape(
+        hidden=config.hidden_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        mlp=config.mlp_size,
+        rotated=config.rotary_size if config.position is PositionKind.ROTARY else 0,
+        norm_scope=int(config.qk_norm_scope is QkNormScope.PROJECTION),
+        numbers=NUMBERS[dtype],
+        norm=int(config.norm is NormKind.LAYER_NORM),
+        activation=_ACTIVATIONS[config.mlp],
+        gated=config.mlp.gated,
+        norms_outputs=config.norm_placement is NormPlacement.POST,
+        is_parallel=config.parallel_residual,
+        eps=config.norm_eps,
     )
 
 
-def pack_int8(weight_FI: Tensor, scale_F: Tensor, bias_F: Tensor | None, side_by_side: int) -> Packed:
-    """Pack an int8 matrix with a scale per output."""
+def pack(module: nn.Module, side_by_side: Callable[[int], int], *, gated: bool = False) -> Packed:
+    """Pack the matrix of a linear layer of any kind, or of an embedding.
+
+    Args:
+        side_by_side: returns how many inputs the kernels expect side by side, for a dtype's number in `NUMBERS`.
+        gated: the outputs are those of a gate, followed by those that it gates.
+    """
+    scale_F: Tensor | None = None
+    if isinstance(module, Int8Linear):
+        weight_FI, scale_F, bias_F = module.weight_FE, module.scale_F, module.bias_F
+    elif isinstance(module, PackedLinear):
+        weight_FI, bias_F = module.packed.to_dense(), module.bias_F
+    else:
+        named: dict[str, Any] = dict(module.named_parameters())
+        weight_FI, bias_F = named["weight"].detach(), named.get("bias")
+    if gated:
+        weight_FI = interleaved(weight_FI)
+        bias_F = None if bias_F is None else interleaved(bias_F)
+        scale_F = None if scale_F is None else interleaved(scale_F)
     outputs, inputs = weight_FI.shape
+    is_int8 = scale_F is not None
     return Packed(
-        weight=_panels(weight_FI, side_by_side),
-        bias=None if bias_F is None else _longer(bias_F.float()),
-        scale=_longer(scale_F),
-        shift=_longer(128 * weight_FI.sum(dim=1, dtype=torch.int32)),
+        weight=_panels(weight_FI, side_by_side(NUMBERS[weight_FI.dtype])),
+        bias=None if bias_F is None else _pad_outputs(bias_F.float()),
+        scale=None if scale_F is None else _pad_outputs(scale_F),
+        shift=_pad_outputs(128 * weight_FI.sum(dim=1, dtype=torch.int32)) if is_int8 else None,
         inputs=inputs,
         outputs=padded(outputs),
     )
@@ -88,5 +125,5 @@ def _panels(weight_FI: Tensor, side_by_side: int) -> Tensor:
     return weight_FI.view(-1, _PANEL, groups, side_by_side).transpose(1, 2)
 
 
-def _longer(vector_F: Tensor) -> Tensor:
+def _pad_outputs(vector_F: Tensor) -> Tensor:
     return functional.pad(vector_F, (0, padded(len(vector_F)) - len(vector_F)))

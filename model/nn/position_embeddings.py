@@ -1,4 +1,4 @@
-"""Positions that act before the attention scores: learned, sinusoidal and rotary.
+"""Positions that act before the attention scores: sinusoidal and rotary. Learned positions are an `nn.Embedding`.
 
 Positions that act in the scores themselves are in `model.attention.score_biases`.
 
@@ -11,13 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from model.config_enums import RopeScaling, RopeScalingKind
-
-
-class LearnedPositions(nn.Embedding):
-    """Learned positions: a trained vector per position, added to the token embedding (GPT-2, Radford et al. 2019)."""
-
-    def __init__(self, max_context_length: int, hidden_size: int) -> None:
-        super().__init__(max_context_length, hidden_size)
 
 
 class SinusoidalPositions(nn.Module):

@@ -20,7 +20,7 @@ from model.attention.score_biases import SCORE_BIASES, relative_positions
 from model.config import ModelConfig
 from model.config_enums import AttentionKind, NormPlacement, PositionKind, QkNormScope
 from model.nn.layers import RMSNorm, make_mlp, make_norm
-from model.nn.position_embeddings import LearnedPositions, RotaryPositions, SinusoidalPositions, rotate_each
+from model.nn.position_embeddings import RotaryPositions, SinusoidalPositions, rotate_each
 
 
 class Attention(nn.Module):
@@ -134,11 +134,11 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.position_embedding: LearnedPositions | SinusoidalPositions | None = None
+        self.position_embedding: nn.Embedding | SinusoidalPositions | None = None
         self.rotary: RotaryPositions | None = None
         match config.position:
             case PositionKind.LEARNED:
-                self.position_embedding = LearnedPositions(config.max_context_length, config.hidden_size)
+                self.position_embedding = nn.Embedding(config.max_context_length, config.hidden_size)
             case PositionKind.SINUSOIDAL:
                 self.position_embedding = SinusoidalPositions(config.hidden_size)
             case PositionKind.ROTARY:

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from model.attention.metadata import AttentionMetadata
 from model.inspect.attention_weights import weights_of_layer
-from model.native.model_parts import pack
 from model.native.native_transformer import NativeTransformer, computes
-from model.native.weight_packing import BLOCK, padded
+from model.native.weight_packing import BLOCK, pack, padded
 from model.nn.linear import replace_linears
 from tests.model.configs import VARIANTS, build
 from tests.model.kernel_libraries import BUILDABLE, library_of
