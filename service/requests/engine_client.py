@@ -140,10 +140,8 @@ class EngineClient:
     def receive(self, events: Sequence[Event]) -> None:
         """Process the events of one message of a worker."""
         touched: dict[InflightRequest, None] = {}
-        token_counts: list[int] = []
         for event in events:
             if isinstance(event, TokenDelta):
-                token_counts.append(len(event.token_ids))
                 if (request := self._receive_delta(event)) is not None:
                     touched[request] = None
             elif isinstance(event, WorkerReady):
@@ -160,7 +158,6 @@ class EngineClient:
         for send in [request.tell() for request in touched]:
             if send is not None:
                 send()
-        self._admission.stepped(token_counts)
 
     def fail_all(self, error: ApiError) -> None:
         """End every live request."""
@@ -229,7 +226,7 @@ class EngineClient:
             return None
         if not choice.has_started:
             choice.has_started = True
-            self._admission.started(choice.num_counted_tokens, choice.submit.tenant, choice)
+            self._admission.started(choice.num_counted_tokens, choice.submit.tenant)
         choice.token_ids.extend(delta.token_ids)
         # If the list is complete, another sample of the prompt has filled it.
         if delta.prompt_logprobs and len(choice.prompt_logprobs) < choice.num_prompt_tokens:
@@ -320,7 +317,7 @@ class EngineClient:
         if not choice.has_started:
             choice.has_started = True
             self._admission.started(choice.num_counted_tokens, choice.submit.tenant)
-        self._admission.ended(choice.submit.tenant, choice)
+        self._admission.ended(choice.submit.tenant)
 
 
 def _retry(request: InflightRequest, choice: Choice) -> Submit:

@@ -61,10 +61,6 @@ class Choice:
             max_tokens if self.has_requested_length else min(max_tokens, DEFAULT_COUNTED_TOKENS)
         )
 
-    @property
-    def num_remaining_tokens(self) -> int:
-        return max(0, self.submit.params.max_tokens - len(self.token_ids))
-
 
 # Deltas in the order of arrival, each with its choice.
 Deltas: TypeAlias = list[tuple[Choice, TokenDelta]]

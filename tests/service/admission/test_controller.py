@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.admission.controller import Rate
 from service.admission.queue_policy import QueuePolicy
-from service.admission.rate_estimator import Rate
 from service.protocol.errors import Overloaded, WaitTooLong
 from tests.service.doorman import Service
 
@@ -116,7 +116,7 @@ def test_what_would_wait_too_long_is_refused_and_told_when_it_would_not() -> Non
     refusal = service.refused([10], terms)
     assert isinstance(refusal, WaitTooLong)
     assert refusal.retry_after_seconds == pytest.approx(0.5, rel=0.2)
-    assert "would wait about 3.9 s" in refusal.message
+    assert "would wait about 4.0 s" in refusal.message
     assert "longer than 3.5 s" in refusal.message
     service.admission.admit([10], QueuePolicy(patience_seconds=4.5))  # who has more time may stay
     service.admission.admit([10])

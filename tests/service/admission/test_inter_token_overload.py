@@ -45,12 +45,11 @@ class Overload:
         step = machine.step()
         self._arrive_until(machine.now)
         self.service.clock.now = machine.now
-        for answer in step.began:
-            admission.started(1, TERMS.tenant, answer)
-        for answer in step.ended:
-            admission.ended(TERMS.tenant, answer)
+        for _ in step.began:
+            admission.started(1, TERMS.tenant)
+        for _ in step.ended:
+            admission.ended(TERMS.tenant)
         admission.limit_running(machine.scheduler.max_num_running)
-        admission.stepped([1] * len(step.served))
 
     def _arrive_until(self, seconds: float) -> None:
         while self.next_arrival <= seconds:

@@ -119,7 +119,7 @@ def test_who_would_wait_too_long_is_refused_before_it_costs_anything(client: Tes
     admission = frontend._engine_client._admission
     admission.admit([1, 1], QueuePolicy(tenant="address testclient"))
     for _ in range(200):
-        admission._started.add(1, 10.0)
+        admission._ended.add(1, 10.0)
     response = client.post("/v1/completions", json={"prompt": "a"})
     assert response.status_code == 429
     assert response.json()["error"]["code"] == "queue_time"
