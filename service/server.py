@@ -17,10 +17,9 @@ from contextlib import asynccontextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from types import FrameType, MethodType, SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI
 from litserve import LitServer
 
@@ -30,9 +29,7 @@ from service.api.openapi import openapi_document
 from service.config.settings import ServeSettings
 from service.http.api_keys import ApiKeys, read_api_keys
 from service.http.auth import middlewares
-from service.http.connection import BoundedHttpProtocol, ConnectionLimits
-from service.http.event_loop import slow_down_ticks
-from service.http.fd_limits import limit_connections
+from service.http.connection import BoundedHttpProtocol, ConnectionLimits, limit_connections
 from service.http.request_io import install_error_handlers
 from service.ipc.channel import Channel
 from service.ipc.shared_state import Lifecycle, Phase, name_process
@@ -191,15 +188,12 @@ class KvasirServer(LitServer):  # type: ignore[misc]  # litserve has no types
         name_process("kvasir-api")
         loop = asyncio.get_running_loop()
         stop = signal.getsignal(signal.SIGTERM)
-        assert isinstance(stop, MethodType), "uvicorn handles SIGTERM"
-        assert isinstance(stop.__self__, uvicorn.Server), "by a method of its server"
-        wake = slow_down_ticks(stop.__self__)
+        assert callable(stop), "uvicorn handles SIGTERM"
 
         def on_sigterm(number: int, frame: FrameType | None) -> None:
             if self._lifecycle.phase.value == Phase.STOPPING:
                 loop.call_soon_threadsafe(self._frontend.end_all)
                 stop(number, frame)
-                loop.call_soon_threadsafe(wake)
 
         signal.signal(signal.SIGTERM, on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
