@@ -28,8 +28,8 @@ from service.api.app import Frontend
 from service.api.openapi import openapi_document
 from service.config.settings import ServeSettings
 from service.http.api_keys import ApiKeys, read_api_keys
-from service.http.auth import middlewares
 from service.http.connection import BoundedHttpProtocol, ConnectionLimits, limit_connections
+from service.http.middleware import middlewares
 from service.http.request_io import install_error_handlers
 from service.ipc.channel import Channel
 from service.ipc.shared_state import Lifecycle, Phase, name_process

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from service.config.settings import ServeSettings
-from service.http.auth import KEY_NAME
+from service.http.middleware import KEY_NAME
 from service.http.request_io import TIMEOUT_HEADER
 from service.protocol.errors import InvalidRequest
 

@@ -19,7 +19,7 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.http.auth import KEY_NAME
+from service.http.middleware import KEY_NAME
 from service.http.request_io import TIMEOUT_HEADER
 from service.protocol.errors import IdempotencyKeyReused, InvalidRequest, ResponseGone
 from service.requests.response_buffer import Asked, BufferedResponse, BufferedResponseReplay, Make

@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from service.admission.queue_policy import QueueLimits, QueuePolicy, queue_limits, tenant_of
 from service.config.settings import ServeSettings
-from service.http.auth import KEY_NAME
+from service.http.middleware import KEY_NAME
 from service.protocol.errors import InvalidRequest
 
 LIMITS = QueueLimits(max_seconds=60.0, target_seconds=0.5)

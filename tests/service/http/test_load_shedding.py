@@ -8,7 +8,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from service.admission.queue_policy import QueuePolicy
 from service.api.app import Frontend
-from service.http.load_shedding import ROUTES, LoadShedding
+from service.http.middleware import SHED_ROUTES, LoadShedding
 from service.ipc.shared_state import Lifecycle, Phase
 from service.protocol.errors import Overloaded
 from tests.service.echo import EchoChannel
@@ -23,7 +23,7 @@ def full(frontend: Frontend) -> None:
 
 
 @pytest.mark.usefixtures("full")
-@pytest.mark.parametrize("path", sorted(ROUTES))
+@pytest.mark.parametrize("path", sorted(SHED_ROUTES))
 def test_what_has_no_chance_is_refused_unread(client: TestClient, frontend: Frontend, path: str) -> None:
     answer = client.post(path, content=b"this is not JSON", headers={"x-request-id": "mine"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
@@ -69,7 +69,7 @@ def test_a_body_that_comes_in_parts_goes_to_its_route_whole() -> None:
         raise AssertionError(message)
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-    asyncio.run(LoadShedding(app, refuse=refuse, count=lambda error: None)(scope, receive, send))
+    asyncio.run(LoadShedding(app, reject=refuse, count=lambda error: None)(scope, receive, send))
     assert [message["body"] for message in read] == [b"a", b"b", b"c"]
 
 

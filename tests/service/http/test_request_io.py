@@ -5,7 +5,8 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 from starlette.testclient import TestClient
 
-from service.http.request_io import RequestId, install_error_handlers, json_response, read_body
+from service.http.middleware import RequestId
+from service.http.request_io import install_error_handlers, json_response, read_body
 from service.protocol.errors import ApiError, InvalidRequest
 
 

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from service.api.openapi import openapi_document
 from service.config.settings import ServeSettings
 from service.http.api_keys import read_api_keys
-from service.http.auth import middlewares
+from service.http.middleware import middlewares
 from service.http.request_io import install_error_handlers, json_response
 from service.protocol.errors import ApiError
 from tests.service.echo import EchoChannel
@@ -97,7 +97,7 @@ def test_without_one_nobody_comes_in(headers: list[tuple[str, Any]], caplog: pyt
 
 
 def test_a_log_line_has_the_name_and_never_the_key(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, logger="service.http.auth"):
+    with caplog.at_level(logging.DEBUG, logger="service.http.middleware"):
         for path in ("/v1/models", "/v1/models/a%0aFORGED"):
             guarded().client.get(path, headers=bearer(KEY))
     assert "GET /v1/models: API key alice" in caplog.messages
