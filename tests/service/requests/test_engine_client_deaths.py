@@ -196,13 +196,13 @@ def test_while_a_suspect_is_tried_nothing_else_runs_or_begins() -> None:
 def submit_query(desk: Desk, uid: str) -> InflightQuery:
     look = AttentionQuery(uid=uid, token_ids=(1, 2), layer=0, heads=(0,))
     answer = asyncio.get_running_loop().create_future()
-    live = InflightQuery(look=look, arrival_seconds=0.0, terms=QueuePolicy(), answer=answer)
+    live = InflightQuery(submit=look, arrival_seconds=0.0, terms=QueuePolicy(), answer=answer)
     desk.engine_client.submit_query(live)
     return live
 
 
 def begin_look(desk: Desk, live: InflightQuery) -> None:
-    desk.engine_client.receive([Started(uid=live.look.uid, attempt=live.look.attempt)])
+    desk.engine_client.receive([Started(uid=live.submit.uid, attempt=live.submit.attempt)])
 
 
 def test_an_innocent_look_that_meets_two_deaths_is_tried_alone_and_answered() -> None:
@@ -222,8 +222,8 @@ def test_an_innocent_look_that_meets_two_deaths_is_tried_alone_and_answered() ->
         begin_look(desk, look)
         desk.engine_client.receive([AttentionResult(uid="look", weights=b"", compute_seconds=0.0)])
         assert sent_since(desk, before) == ["s", "new"]
-        assert look.is_answered
-        desk.engine_client.cancel_query(look)
+        assert look.answer.done()
+        desk.engine_client.close(look)
         assert sent_since(desk, before) == ["s", "new"], "nothing is left to cancel"
 
     run(test)

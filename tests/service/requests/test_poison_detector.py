@@ -22,20 +22,17 @@ class Bench:
     def admit(self, *uids: str) -> list[str]:
         """Offer work; looks have names that begin with "look". Returns what the worker is given."""
         work = [look(uid) if uid.startswith("look") else make_submit(uid) for uid in uids]
-        return [each.uid for each in self.detector.admit(work)]
+        return [each.uid for each in self.detector.release(work)]
 
     def start(self, *uids: str) -> None:
         for uid in uids:
             self.detector.record_start(uid)
 
-    def release(self) -> list[str]:
-        return [each.uid for each in self.detector.release()]
-
     def crash(self) -> str | None:
         """Returns the poison. `given` is what the next worker gets at once."""
         poison = self.detector.record_crash()
         self.live.pop(poison or "", None)
-        self.given = self.admit(*self.live) + self.release()
+        self.given = self.admit(*self.live)
         return poison
 
 
@@ -87,15 +84,14 @@ def test_each_suspect_is_tried_alone_before_any_other_work() -> None:
     assert bench.given == ["a"]
     bench.start("a")
     assert bench.detector.record_progress("a"), "a must leave the worker"
-    assert bench.admit("a") == []
-    assert bench.release() == ["look"]
-    assert bench.release() == [], "one at a time"
+    assert bench.admit("a") == ["look"]
+    assert bench.admit() == [], "one at a time"
     bench.start("look")
     bench.detector.forget("look")  # answered
-    assert bench.release() == ["b"]
+    assert bench.admit() == ["b"]
     bench.start("b")
     assert not bench.detector.record_progress("b"), "the last suspect may go on"
-    assert bench.release() == ["a"]
+    assert bench.admit() == ["a"]
     assert bench.admit("c") == ["c"]
     assert bench.detector.is_empty
 
@@ -110,6 +106,6 @@ def test_a_suspect_that_ends_makes_room() -> None:
     bench = crashed_twice("a", "b")
     bench.detector.forget("b")
     bench.detector.forget("a")
-    assert bench.release() == []
+    assert bench.admit() == []
     assert bench.detector.is_empty
     assert bench.admit("c") == ["c"]

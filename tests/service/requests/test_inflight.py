@@ -6,7 +6,7 @@ import pytest
 
 from service.ipc.messages import Cancel, TokenLogprob
 from service.protocol.errors import ClientGone
-from service.requests.backlog import MAX_BACKLOG_BYTES, delta_bytes
+from service.requests.inflight import MAX_BACKLOG_BYTES, delta_bytes
 from tests.service.desk import Desk
 from tests.service.sequences import make_choice, make_delta
 
