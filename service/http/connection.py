@@ -395,7 +395,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.parser.get_http_version() != "1.1":
             _speak_http_1_0(self.cycle)
-        self.scope["extensions"] = {_BODY_EXTENSION: ChunkedBody(self.cycle)}
+        extensions: dict[str, Any] = {_BODY_EXTENSION: ChunkedBody(self.cycle)}
+        self.scope["extensions"] = extensions
         self._cycles.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:

@@ -10,7 +10,7 @@ from starlette.types import Send
 
 from service.protocol.errors import EngineFailed, ResponseGone
 from service.protocol.responses import encode_event
-from service.requests import response_buffer, response_store
+from service.requests import response_store
 from tests.service.recorded import Client, Events, Kept, gives, never, settle
 
 
@@ -104,7 +104,7 @@ def test_who_does_not_come_back_in_time_is_given_up() -> None:
 
 
 def test_memory_is_bounded_and_who_is_too_late_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_buffer, "MAX_RESPONSE_BYTES", 5_000)
+    monkeypatch.setattr(response_store, "MAX_RESPONSE_BYTES", 5_000)
     monkeypatch.setattr(response_store, "MAX_KEPT_BYTES", 20_000)
 
     async def scenario() -> None:
@@ -127,7 +127,7 @@ def test_memory_is_bounded_and_who_is_too_late_is_told(monkeypatch: pytest.Monke
 
 
 def test_a_reader_that_is_left_behind_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_buffer, "MAX_RESPONSE_BYTES", 5_000)
+    monkeypatch.setattr(response_store, "MAX_RESPONSE_BYTES", 5_000)
 
     async def scenario() -> None:
         async with Kept() as kept:
