@@ -8,7 +8,7 @@ from model.checkpoint.conversion.safetensors_directory import convert_pickles
 from model.checkpoint.manifest import CheckpointError, Manifest
 from model.tokenizer.interface import TokenizerError
 from service.cli.program_name import program
-from service.config.command_settings import ConvertSettings
+from service.config.settings import ConvertSettings
 
 
 def main(settings: ConvertSettings) -> int:

@@ -6,7 +6,7 @@ from model.checkpoint.manifest import CheckpointError, read_manifest
 from model.tokenizer.export import export_tokenizer
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import TokenizerError
-from service.config.command_settings import ExportTokenizerSettings
+from service.config.settings import ExportTokenizerSettings
 
 
 def main(settings: ExportTokenizerSettings) -> int:

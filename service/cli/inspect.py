@@ -14,7 +14,7 @@ from model.config_enums import NormKind, PositionKind
 from model.inspect.parameter_counts import count_parameters, kv_cache_formula
 from model.sampling.generation_config import GenerationConfigError, read_generation_config
 from model.tokenizer.interface import Tokenizer, TokenizerError
-from service.config.command_settings import InspectSettings
+from service.config.settings import InspectSettings
 
 Rows = Iterator[tuple[str, object]]
 

@@ -13,7 +13,7 @@ from model.inspect.parameter_counts import (
     count_parameters,
     kv_cache_formula,
 )
-from service.config.command_settings import InspectParamsSettings
+from service.config.settings import InspectParamsSettings
 
 _MEANINGS = {
     "V": "vocabulary",

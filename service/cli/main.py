@@ -14,17 +14,20 @@ from typing import NamedTuple
 from pydantic_settings import BaseSettings
 
 from service.cli.interrupts import EXIT_CODE, raise_on_interrupt
-from service.config.command_settings import (
+from service.config.settings import (
     ConvertSettings,
     EvalSettings,
     ExportTokenizerSettings,
+    GenerateSettings,
     InspectAttentionSettings,
     InspectParamsSettings,
     InspectSettings,
+    ServeSettings,
+    SettingsError,
     TokenizeSettings,
     TrainSettings,
+    read_settings,
 )
-from service.config.settings import GenerateSettings, ServeSettings, SettingsError, read_settings
 from service.config.torch_environment import LIBRARY_ENVIRONMENT
 from service.supervisor.prespawned_worker import EARLY_WORKER
 

@@ -5,7 +5,7 @@ import sys
 from model.checkpoint.manifest import CheckpointError, read_manifest
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import TokenizerError
-from service.config.command_settings import TokenizeSettings
+from service.config.settings import TokenizeSettings
 from service.protocol.logprobs import format_token_name
 
 

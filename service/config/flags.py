@@ -35,7 +35,10 @@ def parse_flags(
     parser = _parser(kind, command, summary, epilog + "".join(notes))
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}", directory=_directory(kind, unknown))
+        # A single unknown argument that is a directory is probably a checkpoint without `--checkpoint`.
+        is_checkpoint = "checkpoint" in kind.model_fields and len(unknown) == 1 and Path(unknown[0]).is_dir()
+        hint = f"did you mean --checkpoint {unknown[0]}?" if is_checkpoint else f"see {parser.prog} --help"
+        raise FlagError(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
     return vars(given)
 
 
@@ -61,16 +64,9 @@ def older_names(kind: type[BaseSettings]) -> dict[str, str]:
     return {name: str(extra["older_name"]) for name, extra in extras if isinstance(extra, dict) and extra["older_name"]}
 
 
-def _directory(kind: type[BaseSettings], unknown: Sequence[str]) -> str | None:
-    """Return the only unknown argument if it is a directory: probably a checkpoint without `--checkpoint`."""
-    is_one = "checkpoint" in kind.model_fields and len(unknown) == 1 and Path(unknown[0]).is_dir()
-    return unknown[0] if is_one else None
-
-
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str, *, directory: str | None = None) -> NoReturn:
-        hint = f"see {self.prog} --help" if directory is None else f"did you mean --checkpoint {directory}?"
-        raise FlagError(f"{message}; {hint}")
+    def error(self, message: str) -> NoReturn:
+        raise FlagError(f"{message}; see {self.prog} --help")
 
 
 class _Help(argparse.HelpFormatter):
@@ -97,7 +93,7 @@ def _parser(kind: type[BaseSettings], command: str, summary: str, epilog: str) -
             continue
         title = str(extra["group"])
         group = groups[title] if title in groups else groups.setdefault(title, parser.add_argument_group(title))
-        is_switch, default_text = field.annotation is bool, extra.get("default_text")
+        default_text = extra.get("default_text")
         is_needed = field.is_required() and not default_text
         default = f" (default: {default_text or field.default})"
         if is_needed or field.default is None or field.default is False or field.default == ():
@@ -107,18 +103,15 @@ def _parser(kind: type[BaseSettings], command: str, summary: str, epilog: str) -
             dest=name,
             default=argparse.SUPPRESS,
             help=f"{field.description}{default}{' (required)' if is_needed else ''}".replace("%", "%%"),
-            **(_switch(field.default) if is_switch else _value(field.annotation, extra["metavar"])),
+            **_argument(field.annotation, default=field.default, metavar=extra["metavar"]),
         )
     return parser
 
 
-def _switch(default: bool) -> dict[str, Any]:
-    """Return argparse options of a boolean flag. A flag that is on by default also has a --no- form."""
-    return {"action": argparse.BooleanOptionalAction} if default else {"action": "store_const", "const": "true"}
-
-
-def _value(annotation: Any, metavar: object) -> dict[str, Any]:
-    """Return argparse options of a flag with a value. A tuple's flag is repeated, once per item."""
+def _argument(annotation: Any, *, default: Any, metavar: object) -> dict[str, Any]:
+    """Return argparse options. A switch that is on by default also has a --no- form; a tuple's flag is repeated."""
+    if annotation is bool:
+        return {"action": argparse.BooleanOptionalAction} if default else {"action": "store_const", "const": "true"}
     if get_origin(annotation) is tuple:
         return {"action": "append", "metavar": metavar}
     return {"metavar": metavar or _metavar(annotation)}

@@ -7,15 +7,17 @@ import pytest
 
 from model.attention.backends import ATTENTION_BACKENDS
 from model.checkpoint.manifest import read_manifest
-from service.config.command_settings import EvalSettings, TokenizeSettings, TrainSettings
-from service.config.default_checkpoint import find_default_checkpoint
 from service.config.flags import is_secret, variable_of
 from service.config.settings import (
+    EvalSettings,
     GenerateSettings,
     ServeSettings,
     SettingsError,
+    TokenizeSettings,
+    TrainSettings,
     context_length,
     effective_values,
+    find_default_checkpoint,
     read_settings,
 )
 from service.protocol.completions import MAX_PROMPTS
@@ -170,7 +172,7 @@ def test_without_a_checkpoint_the_shipped_model_is_used(
     here, package = tmp_path / "here", tmp_path / "package"
     here.mkdir()
     monkeypatch.chdir(here)
-    monkeypatch.setattr("service.config.default_checkpoint._PACKAGE_ROOT", package)
+    monkeypatch.setattr("service.config.settings._PACKAGE_ROOT", package)
     with pytest.raises(SettingsError, match=r"^--checkpoint is needed \(or KVASIR_CHECKPOINT\)$"):
         read()
     beside = place(package)
