@@ -2,10 +2,6 @@
 
 import sys
 
-from model.chat.template import ChatTemplateError
-from model.checkpoint.manifest import CheckpointError
-from model.sampling.generation_config import GenerationConfigError
-from model.tokenizer.interface import TokenizerError
 from service.config import log_setup
 from service.config.settings import ServeSettings
 from service.server import build_server
@@ -14,11 +10,10 @@ from service.supervisor.supervisor import StartError
 
 def main(settings: ServeSettings) -> int:
     """Serve until a signal or a failure. Exit codes: 0 after a drain, 1 failure, 2 invalid settings."""
+    log_setup.configure(settings.log_level)
     try:
-        log_setup.configure(settings.log_level)
-        server = build_server(settings)
-        return server.serve()
-    except (StartError, CheckpointError, TokenizerError, ChatTemplateError, GenerationConfigError) as error:
+        return build_server(settings).serve()
+    except StartError as error:
         if str(error):
             print(f"kvasir serve: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, StartError) else 1
+        return error.exit_code

@@ -22,8 +22,7 @@ from pydantic_settings import BaseSettings, NoDecode
 from model.checkpoint.manifest import MANIFEST_FILE
 from model.config import ModelConfig
 from model.kernels.build import CACHE
-from service.config.flags import FlagError, flag_of, is_secret, older_names, parse_flags, variable_of
-from service.config.setting_fields import (
+from service.config.flags import (
     CONFIG,
     LISTED,
     NAMES,
@@ -31,9 +30,15 @@ from service.config.setting_fields import (
     AutoOrCount,
     AutoOrSize,
     CacheDtype,
+    FlagError,
     Size,
+    flag_of,
+    is_secret,
+    older_names,
     option,
+    parse_flags,
     secret,
+    variable_of,
 )
 from service.config.validation_messages import EMPTY, reword
 
