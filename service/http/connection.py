@@ -47,6 +47,9 @@ _MIN_CONNECTIONS: Final = 16
 # nginx accepts 32 KiB by default, and browsers send fewer than 100 fields.
 MAX_HEAD_BYTES: Final = 64 * 1024
 MAX_HEADERS: Final = 100
+_HEAD_TOO_LARGE: Final = (
+    f"the request's header fields are over the limit of {MAX_HEADERS} fields or {MAX_HEAD_BYTES} bytes"
+)
 # Unparsed bytes of a connection at which reading pauses. While reading is paused, a disconnect goes unnoticed.
 MAX_AHEAD_BYTES: Final = 64 * 1024
 # Bytes parsed at a time. The shortest request has 18 bytes, so at most 57 requests are parsed before a response.
@@ -299,22 +302,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             num_bytes = self._num_missing_bytes if self._num_missing_bytes > 0 else _PARSED_BYTES
             piece = bytes(self._unparsed[:num_bytes])
             del self._unparsed[:num_bytes]
-            self._feed(piece)
+            was_in_body, self._has_passed_head = self._is_in_body, False
+            try:
+                self.parser.feed_data(piece)
+            except httptools.HttpParserUpgrade as upgrade:
+                self._stay_with_http_1(piece[upgrade.args[0] :])
+            except httptools.HttpParserError:
+                self._refuse(self._refusal)
+            else:
+                self._bound_bytes(len(piece), was_in_body=was_in_body)
         if self._has_client_ended:
             self._end_requests()
         else:
             self.flow.hold(len(self._unparsed) > MAX_AHEAD_BYTES)
-
-    def _feed(self, piece: bytes) -> None:
-        was_in_body, self._has_passed_head = self._is_in_body, False
-        try:
-            self.parser.feed_data(piece)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._stay_with_http_1(piece[upgrade.args[0] :])
-        except httptools.HttpParserError:
-            self._refuse(self._refusal)
-        else:
-            self._bound_bytes(len(piece), was_in_body=was_in_body)
 
     def _end_requests(self) -> None:
         """Handle the end of input: close after the last complete request, and probe if the client still reads."""
@@ -346,7 +346,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif self._is_in_head and not (was_in_body or self._has_passed_head):
             self._num_head_bytes += num_bytes
             if self._num_head_bytes > MAX_HEAD_BYTES:
-                self._refuse(_head_too_large())
+                self._refuse(HeadTooLarge(_HEAD_TOO_LARGE))
         elif self._waiting_since is None and not self._unanswered():
             self._waiting_since = self.loop.time()  # empty lines before a request
 
@@ -377,7 +377,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_body_bytes, self._num_framed_bytes, self._waiting_since = 0, 0, self.loop.time()
         num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if num_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
-            self._refusal = _head_too_large()
+            self._refusal = HeadTooLarge(_HEAD_TOO_LARGE)
             raise ValueError("the head is too large")
         if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
             self._refusal = UnsupportedEncoding(
@@ -440,9 +440,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _send_refusal(self, error: ApiError) -> None:
         body = encode(error.body())
         fields = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
-        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
-        lines += [f"{name}: {value}" for name, value in {**fields, "connection": "close"}.items()]
-        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
+        head += "".join(f"{name}: {value}\r\n" for name, value in {**fields, "connection": "close"}.items())
+        self.transport.write(f"{head}\r\n".encode() + body)
         self.transport.close()
 
     def _make_room(self) -> bool:
@@ -494,8 +494,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         The time runs while unsent bytes block the writer or remain after the last response.
         """
         num_bytes = self.transport.get_write_buffer_size()
-        is_due = self.flow.write_paused or self.transport.is_closing() or not self._unanswered()
-        if not num_bytes or not is_due:
+        if not num_bytes or not (self.flow.write_paused or self.transport.is_closing() or not self._unanswered()):
             self._behind = None
             return False
         if self._behind is None or self._behind[0] - num_bytes >= MIN_READ_BYTES:
@@ -522,9 +521,3 @@ def _speak_http_1_0(cycle: RequestResponseCycle) -> None:
         await send(message)
 
     cycle.send = send_to_the_end  # type: ignore[method-assign]
-
-
-def _head_too_large() -> HeadTooLarge:
-    return HeadTooLarge(
-        f"the request's header fields are over the limit of {MAX_HEADERS} fields or {MAX_HEAD_BYTES} bytes"
-    )
