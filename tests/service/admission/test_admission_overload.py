@@ -1,4 +1,4 @@
-"""Admission before a simulated engine that is asked for four times what it can do, minutes of it in virtual time."""
+"""Admission in front of a simulated engine at four times saturation, in virtual time."""
 
 import math
 import random
@@ -27,7 +27,7 @@ class Sequence:
 
 
 class Engine:
-    """Steps of as many answers as there are places; each prompt that begins makes its step longer."""
+    """Simulated engine: a step computes one token per slot, and each prompt that starts lengthens the step."""
 
     def __init__(self, *, exponential: bool, closed: bool) -> None:
         self.service = Service(running=NUM_PLACES, waiting=256, tokens=10**9)
@@ -95,7 +95,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("exponential", [False, True])
-def test_at_four_times_saturation_places_stay_full_and_first_tokens_fast(exponential: bool) -> None:
+def test_slots_stay_full_and_ttft_stays_low_at_four_times_saturation(exponential: bool) -> None:
     rate, calm = Engine(exponential=exponential, closed=True).run(2000)
     overload_rate, overload = Engine(exponential=exponential, closed=False).run(2000)
     assert overload_rate >= 0.95 * rate
