@@ -113,8 +113,7 @@ def test_a_replayed_sequence_has_no_deadline_if_it_had_begun(frontend: Frontend,
 def test_a_request_with_too_long_a_predicted_wait_gets_429_and_is_not_submitted(
     client: TestClient, queue: EchoChannel
 ) -> None:
-    """The server of two places begins four requests a second or fewer: it answers at once, so that a slow one is made
-    by a rate that was observed before."""
+    """The test worker responds at once, so the rate of a slow worker is added first."""
     frontend: Frontend = queue.frontend
     admission = frontend._engine_client._admission
     admission.admit([1, 1], QueuePolicy(tenant="address testclient"))
