@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from service.config.command_settings import EvalSettings
 from service.config.flags import flag_of
+from service.config.settings import EvalSettings
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "evaluation.md").read_text()

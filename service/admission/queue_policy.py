@@ -1,13 +1,7 @@
 """Queueing terms of a request: its tenant, its longest wait, and whether it is a retry.
 
-A deadline bounds the time in the queue, not the response: a request that has started is finished. The deadline is the
-shortest of these:
-
-- `timeout` in the body
-- the header `x-request-timeout`
-- the timeout that OpenAI's SDKs report, after which the client no longer reads (`x-stainless-read-timeout` in Python,
-  `x-stainless-timeout` in Node.js, both in seconds)
-- the server's maximum, `--max-queue-seconds`
+A timeout bounds the time in the queue, not the response: a request that has started is finished. The shortest of the
+body's `timeout`, the header `x-request-timeout`, the timeout of OpenAI's SDKs and `--max-queue-seconds` applies.
 """
 
 import ipaddress
@@ -17,10 +11,11 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from service.config.settings import ServeSettings
-from service.http.auth import KEY_NAME
+from service.http.middleware import KEY_NAME
 from service.http.request_io import TIMEOUT_HEADER
 from service.protocol.errors import InvalidRequest
 
+# Seconds after which a client of OpenAI's SDKs no longer reads, in Python and in Node.js.
 _SDK_TIMEOUTS = ("x-stainless-read-timeout", "x-stainless-timeout")
 # Header of OpenAI's SDKs: number of earlier attempts at this request that failed or were rejected.
 _RETRY_COUNT = "x-stainless-retry-count"
@@ -73,15 +68,13 @@ class QueueLimits:
         Raises:
             InvalidRequest: `x-request-timeout` is not a number of seconds above 0.
         """
-        asked = [timeout] if timeout is not None else []
-        if (given := request.headers.get(TIMEOUT_HEADER)) is not None:
-            if (seconds := _seconds(given)) is None:
-                raise InvalidRequest(f"{TIMEOUT_HEADER} must be a number of seconds above 0", param=TIMEOUT_HEADER)
-            asked.append(seconds)
-        sdk_limits = [
-            seconds for name in _SDK_TIMEOUTS if (seconds := _seconds(request.headers.get(name, ""))) is not None
-        ]
-        limit = min(self.max_seconds, *asked, *sdk_limits, math.inf)
+        header = request.headers.get(TIMEOUT_HEADER)
+        header_seconds = math.inf if header is None else _seconds(header)
+        if header_seconds is None:
+            raise InvalidRequest(f"{TIMEOUT_HEADER} must be a number of seconds above 0", param=TIMEOUT_HEADER)
+        sdk_limits = (_seconds(request.headers.get(name, "")) or math.inf for name in _SDK_TIMEOUTS)
+        limit = min(self.max_seconds, math.inf if timeout is None else timeout, header_seconds, *sdk_limits)
+        is_explicit = timeout is not None or header is not None
         is_retry = request.headers.get(_RETRY_COUNT, "0").strip("0").isdecimal()
         return QueuePolicy(
             tenant=tenant_of(request),
@@ -89,17 +82,16 @@ class QueueLimits:
             timeout_seconds=limit,
             # An explicit timeout is a willingness to wait that long. SDK default timeouts are not. But an SDK gives up
             # after two retries, so a retry is queued if there is room.
-            patience_seconds=limit if asked or is_retry else min(self.target_seconds, limit),
+            patience_seconds=limit if is_explicit or is_retry else min(self.target_seconds, limit),
             is_retry=is_retry,
         )
 
 
 def queue_limits(settings: ServeSettings) -> QueueLimits:
     """Return the queueing limits of the settings. A setting of 0 means no limit."""
-    longest, target = settings.max_queue_seconds, settings.target_queue_seconds
     return QueueLimits(
-        max_seconds=longest if longest > 0.0 else math.inf,
-        target_seconds=target if target > 0.0 else math.inf,
+        max_seconds=settings.max_queue_seconds or math.inf,
+        target_seconds=settings.target_queue_seconds or math.inf,
         shares_prefix_cache=settings.share_prefix_cache,
     )
 
@@ -110,12 +102,9 @@ def tenant_of(request: Request) -> str:
         return f"key {name}"
     host = "" if request.client is None else request.client.host
     try:
-        address = ipaddress.ip_address(host)
+        return f"address {ipaddress.IPv6Network((host, _IPV6_SITE), strict=False)}"
     except ValueError:
         return f"address {host}"
-    if address.version == 4:
-        return f"address {host}"
-    return f"address {ipaddress.ip_network((address, _IPV6_SITE), strict=False)}"
 
 
 def _seconds(text: str) -> float | None:

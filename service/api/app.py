@@ -274,7 +274,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self._count_active()
 
     def _count_active(self) -> None:
-        self._lifecycle.num_active.value = self._engine_client.num_requests + self._engine_client.num_looks
+        self._lifecycle.num_active.value = self._engine_client.num_requests
 
     def _send(self, commands: Sequence[Command]) -> None:
         """Send commands to the last worker that sent `WorkerReady`, or to the first worker before that.

@@ -152,7 +152,7 @@ class Inspection:
             raise Overloaded(f"{MAX_INSPECTIONS} looks are under way; try again later", retry_after_seconds=1.0)
         waiting = asyncio.get_running_loop().create_future()
         terms = self._limits.terms(request, None)
-        live = InflightQuery(look=look, arrival_seconds=arrival_seconds, terms=terms, answer=waiting)
+        live = InflightQuery(submit=look, arrival_seconds=arrival_seconds, terms=terms, answer=waiting)
         looked = await self._answer(live, request.receive)
         if looked.weights is None:
             raise EngineFailed("the engine failed on this request", retry=True)
@@ -220,7 +220,7 @@ class Inspection:
             await asyncio.wait((live.answer, watch), return_when=asyncio.FIRST_COMPLETED)
         finally:
             watch.cancel()
-            self._engine_client.cancel_query(live)
+            self._engine_client.close(live)
             self._on_change()
         if not live.answer.done():
             raise ClientGone("the client closed the connection")

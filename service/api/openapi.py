@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from service.api import attention, openapi_examples
-from service.http.auth import ALWAYS_OPEN
+from service.http.middleware import ALWAYS_OPEN
 from service.protocol import chat, chat_responses, completions, embeddings, errors, responses
 
 _REF = "#/components/schemas/{name}"

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from service.api.best_of import best
 from service.api.response_builder import ResponseBuilder, TokenPiece
-from service.http.direct_body import OpenBody, open_body
+from service.http.connection import ChunkedBody, chunked_body
 from service.ipc.messages import Finish, FinishReason, TokenDelta
 from service.metrics.recorder import Metrics
 from service.protocol.errors import ApiError, ClientGone
@@ -71,7 +71,7 @@ class Delivery(Response, ABC):
         """
         watcher = asyncio.create_task(_watch(receive, self._request))
         try:
-            await self._deliver(send, open_body(scope))
+            await self._deliver(send, chunked_body(scope))
         except ClientGone:
             has_started = any(choice.has_started for choice in self._request.choices)
             self._metrics.count_cancellation("running" if has_started else "waiting")
@@ -84,7 +84,7 @@ class Delivery(Response, ABC):
             self._close(self._request)
 
     @abstractmethod
-    async def _deliver(self, send: Send, body: OpenBody | None) -> None: ...
+    async def _deliver(self, send: Send, body: ChunkedBody | None) -> None: ...
 
     @abstractmethod
     def _num_undelivered(self) -> int: ...
@@ -169,7 +169,7 @@ class CompletionStream(Delivery):
         # X-Accel-Buffering: nginx would otherwise buffer events.
         super().init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
-    async def _deliver(self, send: Send, body: OpenBody | None) -> None:
+    async def _deliver(self, send: Send, body: ChunkedBody | None) -> None:
         self._request.last_sent_seconds = time.monotonic()
         is_started = False
         at_once = None if body is None else partial(self._write_at_once, body)
@@ -195,7 +195,7 @@ class CompletionStream(Delivery):
             await send({"type": "http.response.body", "body": encode_event(error.body()), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _write_at_once(self, body: OpenBody, arrived: Deltas) -> Callable[[], None] | None:
+    def _write_at_once(self, body: ChunkedBody, arrived: Deltas) -> Callable[[], None] | None:
         """Return a callback that writes a step's events within the event-loop turn in which the events came.
 
         Return None if the task must send the events instead: while a choice has no event yet, when a choice ends, or if
@@ -256,7 +256,7 @@ class CompletionBody(Delivery):
 
     media_type = "application/json"
 
-    async def _deliver(self, send: Send, body: OpenBody | None) -> None:
+    async def _deliver(self, send: Send, body: ChunkedBody | None) -> None:
         self._request.last_sent_seconds = float("inf")  # no keep-alive can be sent before the body
         pieces: list[list[TokenPiece]] = [[] for _ in self._request.choices]
         while self._num_unfinished:

@@ -1,23 +1,16 @@
 """Command `kvasir convert`."""
 
-import sys
-
 from model.checkpoint.conversion.hugging_face import export_checkpoint
 from model.checkpoint.conversion.nanogpt import convert_nanogpt
 from model.checkpoint.conversion.safetensors_directory import convert_pickles
-from model.checkpoint.manifest import CheckpointError, Manifest
-from model.tokenizer.interface import TokenizerError
-from service.cli.program_name import program
-from service.config.command_settings import ConvertSettings
+from model.checkpoint.manifest import Manifest
+from service.cli.main import program
+from service.config.settings import ConvertSettings
 
 
 def main(settings: ConvertSettings) -> int:
-    """Convert a checkpoint and print a summary. Exit codes: 0 success, 1 failure, 2 invalid settings."""
-    try:
-        manifest = _convert(settings)
-    except (CheckpointError, TokenizerError) as error:
-        print(f"kvasir convert: {error}", file=sys.stderr)
-        return 1
+    """Convert a checkpoint and print a summary."""
+    manifest = _convert(settings)
     kind = "native" if manifest.family is None else f"Hugging Face, {manifest.family.model_type}"
     size = f"{manifest.config.num_parameters:,} parameters, {manifest.num_weight_bytes / 2**20:,.1f} MB of weights"
     print(f"{settings.out}: {size}, format {kind}; serve it with `{program()} serve --checkpoint {settings.out}`")

@@ -28,8 +28,7 @@ from model.tokenizer.interface import Tokenizer
 from model.training.config import load_train_config
 from model.training.data.source_config import SourceConfig
 from model.training.data.sources import check_sources, read_source
-from service.config.command_settings import EvalSettings
-from service.config.settings import SettingsError
+from service.config.settings import EvalSettings, SettingsError
 from service.engine.offline import complete_batch
 from service.worker.engine_factory import find_cache_dtype, find_device, find_quantization, prepare_matrices
 

@@ -17,8 +17,7 @@ from model.config import ModelConfig
 from model.inspect.attention_weights import weights_of_layer
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from service.cli.token_labels import MAX_TOKENS, SUFFIXES, label
-from service.config.command_settings import InspectAttentionSettings
-from service.config.settings import SettingsError
+from service.config.settings import InspectAttentionSettings, SettingsError
 from service.protocol.logprobs import format_token_name
 
 _MAX_ROWS = 12

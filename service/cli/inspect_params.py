@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 
-from model.checkpoint.manifest import CheckpointError, read_manifest
+from model.checkpoint.manifest import read_manifest
 from model.config import ModelConfig
 from model.inspect.parameter_counts import (
     Letters,
@@ -13,7 +13,7 @@ from model.inspect.parameter_counts import (
     count_parameters,
     kv_cache_formula,
 )
-from service.config.command_settings import InspectParamsSettings
+from service.config.settings import InspectParamsSettings
 
 _MEANINGS = {
     "V": "vocabulary",
@@ -33,11 +33,7 @@ _DTYPES = {"float32": 4, "bfloat16": 2}
 
 def main(settings: InspectParamsSettings) -> int:
     """Print the tables. Exit code 1 if a formula and the tensors disagree: a bug, or a config of a later version."""
-    try:
-        manifest = read_manifest(settings.checkpoint)
-    except CheckpointError as error:
-        print(f"kvasir inspect params: {error}", file=sys.stderr)
-        return 1
+    manifest = read_manifest(settings.checkpoint)
     config, rows = manifest.config, count_parameters(manifest.config)
     print(f"{manifest.name}: {config.num_parameters:,} parameters, {attention_name(config)} attention\n")
     for lines in (_letters(config), _table(rows, config), _attention(config), _kv_cache(config)):

@@ -6,6 +6,7 @@ A command's module is imported after its flags are parsed: importing torch takes
 import importlib
 import importlib.metadata
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,28 +16,38 @@ from typing import NamedTuple
 from pydantic_settings import BaseSettings
 
 from service.cli.interrupts import EXIT_CODE, raise_on_interrupt
-from service.config.command_settings import (
+from service.config.settings import (
     ConvertSettings,
     EvalSettings,
     ExportTokenizerSettings,
+    GenerateSettings,
     InspectAttentionSettings,
     InspectParamsSettings,
     InspectSettings,
+    ServeSettings,
+    SettingsError,
     TokenizeSettings,
     TrainSettings,
+    read_settings,
 )
-from service.config.settings import GenerateSettings, ServeSettings, SettingsError, read_settings
 from service.config.torch_environment import LIBRARY_ENVIRONMENT
 from service.supervisor.worker_process import WorkerProcess
 
 # Optional dependencies (extras in pyproject.toml), which serving does not need.
 EXTRA_MODULES = ("matplotlib",)
+# Errors that mean an unusable checkpoint, by module.
+_CHECKPOINT_ERRORS = {
+    "model.checkpoint.manifest": "CheckpointError",
+    "model.tokenizer.interface": "TokenizerError",
+    "model.chat.template": "ChatTemplateError",
+    "model.sampling.generation_config": "GenerationConfigError",
+}
 
 
 class Command(NamedTuple):
     """One command of the command line.
 
-    module: module whose `main` takes the settings and returns the exit code.
+    module: module in `service.cli` whose `main` takes the settings and returns the exit code.
     line: description in the list of commands.
     settings: settings class, whose docstring heads the help page. None: `main` takes the unparsed arguments.
     """
@@ -46,24 +57,23 @@ class Command(NamedTuple):
     settings: type[BaseSettings] | None
 
 
-_IN = "service.cli."
 COMMANDS = {
-    "serve": Command(_IN + "serve", "serve a checkpoint over HTTP, in OpenAI's protocol", ServeSettings),
-    "generate": Command(_IN + "generate", "complete a text in this process, without a server", GenerateSettings),
-    "train": Command(_IN + "train", "train a model and write its checkpoint", TrainSettings),
-    "eval": Command(_IN + "eval", "evaluate a model on held-out texts, minimal pairs, samples", EvalSettings),
-    "bench": Command(_IN + "bench", "measure the engine in this process", None),
-    "tokenize": Command(_IN + "tokenize", "show how a text becomes token ids", TokenizeSettings),
+    "serve": Command("serve", "serve a checkpoint over HTTP, in OpenAI's protocol", ServeSettings),
+    "generate": Command("generate", "complete a text in this process, without a server", GenerateSettings),
+    "train": Command("train", "train a model and write its checkpoint", TrainSettings),
+    "eval": Command("eval", "evaluate a model on held-out texts, minimal pairs, samples", EvalSettings),
+    "bench": Command("bench", "measure the engine in this process", None),
+    "tokenize": Command("tokenize", "show how a text becomes token ids", TokenizeSettings),
     "export-tokenizer": Command(
-        _IN + "export_tokenizer", "write the tokenizer as a Hugging Face directory", ExportTokenizerSettings
+        "export_tokenizer", "write the tokenizer as a Hugging Face directory", ExportTokenizerSettings
     ),
-    "convert": Command(_IN + "convert", "convert a checkpoint into another format", ConvertSettings),
-    "inspect": Command(_IN + "inspect", "show the contents of a checkpoint", InspectSettings),
+    "convert": Command("convert", "convert a checkpoint into another format", ConvertSettings),
+    "inspect": Command("inspect", "show the contents of a checkpoint", InspectSettings),
 }
 # `kvasir inspect WORD`.
 LOOKS = {
-    "params": Command(_IN + "inspect_params", "count the parameters of every matrix", InspectParamsSettings),
-    "attention": Command(_IN + "inspect_attention", "show the attention weights of a prompt", InspectAttentionSettings),
+    "params": Command("inspect_params", "count the parameters of every matrix", InspectParamsSettings),
+    "attention": Command("inspect_attention", "show the attention weights of a prompt", InspectAttentionSettings),
 }
 
 
@@ -106,13 +116,16 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
             # The worker imports at the same time as main: imports take most of a small model's start.
             with suppress(OSError):  # the supervisor tries again, and then reports the error
                 worker = WorkerProcess(given.checkpoint)
-        module = importlib.import_module(command.module)
+        module = importlib.import_module(f"service.cli.{command.module}")
         raise_on_interrupt()
         code: int = module.main(given) if worker is None else module.main(given, worker)
         sys.stdout.flush()
     except SettingsError as error:
         print(f"kvasir {name}: {error}", file=sys.stderr)
         return 2
+    except _checkpoint_errors() as error:
+        print(f"kvasir {name}: {error}", file=sys.stderr)
+        return 1
     except ModuleNotFoundError as error:
         if error.name not in EXTRA_MODULES:
             raise
@@ -130,17 +143,24 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
     return code
 
 
+def _checkpoint_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of an unusable checkpoint, imported only after an error, to keep the start fast."""
+    return tuple(getattr(importlib.import_module(module), name) for module, name in _CHECKPOINT_ERRORS.items())
+
+
 def _help() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.line}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "Kvasir serves decoder-only language models.",
-            "",
-            "usage: kvasir COMMAND [flags]",
-            "",
-            *lines,
-            "",
-            "`kvasir COMMAND --help` explains a command; `kvasir --version` prints the version.",
-        ]
-    )
+    lines = "\n".join(f"  {name:<{width}}  {command.line}" for name, command in COMMANDS.items())
+    return f"""Kvasir serves decoder-only language models.
+
+usage: kvasir COMMAND [flags]
+
+{lines}
+
+`kvasir COMMAND --help` explains a command; `kvasir --version` prints the version."""
+
+
+def program() -> str:
+    """Return `kvasir` if the shell finds this program under that name, else the path this process was called by."""
+    called = sys.argv[0]
+    return called if Path(called).name == "kvasir" and shutil.which("kvasir") != called else "kvasir"

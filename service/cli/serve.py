@@ -2,10 +2,6 @@
 
 import sys
 
-from model.chat.template import ChatTemplateError
-from model.checkpoint.manifest import CheckpointError
-from model.sampling.generation_config import GenerationConfigError
-from model.tokenizer.interface import TokenizerError
 from service.config import log_setup
 from service.config.settings import ServeSettings
 from service.server import build_server
@@ -19,10 +15,10 @@ def main(settings: ServeSettings, worker: WorkerProcess | None = None) -> int:
     Args:
         worker: first worker, if the process has been started already.
     """
+    log_setup.configure(settings.log_level)
     try:
-        log_setup.configure(settings.log_level)
         return build_server(settings, worker=worker).run()
-    except (StartError, CheckpointError, TokenizerError, ChatTemplateError, GenerationConfigError) as error:
+    except StartError as error:
         if str(error):
             print(f"kvasir serve: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, StartError) else 1
+        return error.exit_code

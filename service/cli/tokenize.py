@@ -2,27 +2,22 @@
 
 import sys
 
-from model.checkpoint.manifest import CheckpointError, read_manifest
+from model.checkpoint.manifest import read_manifest
 from model.tokenizer.files import load_tokenizer
-from model.tokenizer.interface import TokenizerError
-from service.config.command_settings import TokenizeSettings
+from service.config.settings import TokenizeSettings
 from service.protocol.logprobs import format_token_name
 
 
 def main(settings: TokenizeSettings) -> int:
     """Print the tokens of `--text` or standard input. Exit codes: 0 success, 1 failure."""
-    try:
-        tokenizer = load_tokenizer(read_manifest(settings.checkpoint).directory)
-    except (CheckpointError, TokenizerError) as error:
-        print(f"kvasir tokenize: {error}", file=sys.stderr)
-        return 1
+    tokenizer = load_tokenizer(read_manifest(settings.checkpoint).directory)
     begin = [] if settings.no_begin or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     try:
         text = sys.stdin.buffer.read().decode() if settings.text is None else settings.text
-        token_ids = [*begin, *tokenizer.encode(text)]
-    except (UnicodeDecodeError, TokenizerError) as error:
+    except UnicodeDecodeError as error:
         print(f"kvasir tokenize: {error}", file=sys.stderr)
         return 1
+    token_ids = [*begin, *tokenizer.encode(text)]
     if settings.ids_only:
         print(*token_ids)
         return 0

@@ -23,9 +23,8 @@ from model.training.config import MAX_NAME_CHARACTERS, TrainConfig, load_train_c
 from model.training.state import RUN_FILES
 from model.training.train import RunSettings, can_compile, default_precision, train
 from model.training.user_run import RECIPE_FILE, Wish, train_own_text
-from service.cli.program_name import program
-from service.config.command_settings import TrainSettings
-from service.config.settings import SettingsError
+from service.cli.main import program
+from service.config.settings import SettingsError, TrainSettings
 from service.engine.offline import complete_batch
 from service.worker.engine_factory import free_bytes, keep_freed_memory
 

@@ -4,9 +4,8 @@ import hashlib
 import hmac
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from service.config.settings import ServeSettings, SettingsError
 
@@ -59,10 +58,15 @@ def read_api_keys(settings: ServeSettings) -> ApiKeys:
     found: list[tuple[str, str]] = []
     warnings: list[str] = []
     if (path := settings.api_keys_file) is not None:
-        text, has_bad_mode = _read(path)
-        found += _parse(text.splitlines(), f"--api-keys-file {path}")
-        if has_bad_mode:
-            warnings.append(f"--api-keys-file {path}: every user of this machine can read it; chmod 600 {path}")
+        source = f"--api-keys-file {path}"
+        try:
+            found += _parse(path.read_text("utf-8-sig").splitlines(), source)
+            if path.stat().st_mode & stat.S_IROTH:
+                warnings.append(f"{source}: every user of this machine can read it; chmod 600 {path}")
+        except OSError as error:
+            raise SettingsError(f"{source}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise SettingsError(f"{source}: is not a text file in UTF-8") from None
     if settings.api_keys is not None:
         found += _parse(re.split(r"[,\n]", settings.api_keys.get_secret_value()), "KVASIR_API_KEYS")
     if settings.api_key is not None:
@@ -70,27 +74,23 @@ def read_api_keys(settings: ServeSettings) -> ApiKeys:
         if not _KEY.fullmatch(key):
             raise SettingsError("KVASIR_API_KEY: must be one word of visible ASCII characters")
         found.append((DEFAULT_NAME, key))
-    warnings += [
-        f"the API key of {name} has under {_SHORT_KEY} characters and may be guessed; use a longer key"
-        for name, key in found
-        if len(key) < _SHORT_KEY
-    ]
-    return ApiKeys(_digests(found), tuple(warnings))
+    digests: dict[str, bytes] = {}
+    for name, key in found:
+        if len(key) < _SHORT_KEY:
+            short = f"the API key of {name} has under {_SHORT_KEY} characters and may be guessed; use a longer key"
+            warnings.append(short)
+        if name in digests:
+            raise SettingsError(f"two API keys are called {name}; rename one of them")
+        digest = hashlib.sha256(key.encode()).digest()
+        if (other := next((known for known, value in digests.items() if value == digest), None)) is not None:
+            raise SettingsError(f"{other} and {name} have the same API key; replace one of the keys")
+        digests[name] = digest
+    return ApiKeys(digests, tuple(warnings))
 
 
-def _read(path: Path) -> tuple[str, bool]:
-    """Return the file's text, and whether every user of the machine can read the file."""
-    try:
-        return path.read_text("utf-8-sig"), bool(path.stat().st_mode & stat.S_IROTH)
-    except OSError as error:
-        raise SettingsError(f"--api-keys-file {path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise SettingsError(f"--api-keys-file {path}: is not a text file in UTF-8") from None
-
-
-def _parse(lines: Iterable[str], source: str) -> Iterator[tuple[str, str]]:
-    """Yield names and keys. An error message never quotes a malformed line, since the line may contain a key."""
-    is_empty = True
+def _parse(lines: list[str], source: str) -> list[tuple[str, str]]:
+    """Return names and keys. An error message never quotes a malformed line, since the line may contain a key."""
+    found = []
     for number, line in enumerate(lines, 1):
         text = line.strip()
         if not text or text.startswith(_COMMENT):
@@ -101,19 +101,7 @@ def _parse(lines: Iterable[str], source: str) -> Iterator[tuple[str, str]]:
                 f"{source}: entry {number} must be NAME: KEY; a name has letters, digits and . _ - @, "
                 "a key is one word of visible ASCII characters"
             )
-        is_empty = False
-        yield matched["name"], matched["key"]
-    if is_empty:
+        found.append((matched["name"], matched["key"]))
+    if not found:
         raise SettingsError(f"{source}: holds no key; write one NAME: KEY a line")
-
-
-def _digests(found: Iterable[tuple[str, str]]) -> dict[str, bytes]:
-    digests: dict[str, bytes] = {}
-    for name, key in found:
-        if name in digests:
-            raise SettingsError(f"two API keys are called {name}; rename one of them")
-        digest = hashlib.sha256(key.encode()).digest()
-        if (other := next((known for known, value in digests.items() if value == digest), None)) is not None:
-            raise SettingsError(f"{other} and {name} have the same API key; replace one of the keys")
-        digests[name] = digest
-    return digests
+    return found

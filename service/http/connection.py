@@ -11,21 +11,23 @@ connection is closed.
 
 Pipelined requests are served in order, without a limit on their number. Bytes after a complete request are parsed only
 after its response, and read only up to `MAX_AHEAD_BYTES`. A client that closes its sending side gets the responses to
-all complete requests; see `service.http.half_close`.
+all complete requests; see `HalfCloseProbe`.
 """
 
 import asyncio
+import logging
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final
 
 import httptools
+from starlette.types import Scope
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from service.http.direct_body import ChunkedBody, extension
-from service.http.half_close import HalfCloseProbe
+from service.config.settings import SettingsError
 from service.http.request_io import TIMEOUT_HEADER
 from service.protocol.errors import (
     ApiError,
@@ -37,9 +39,17 @@ from service.protocol.errors import (
 )
 from service.protocol.responses import encode
 
+logger = logging.getLogger(__name__)
+
+# Open files that are not connections: an idle process has fewer than 40, including libraries.
+RESERVED_FILES: Final = 64
+_MIN_CONNECTIONS: Final = 16
 # nginx accepts 32 KiB by default, and browsers send fewer than 100 fields.
 MAX_HEAD_BYTES: Final = 64 * 1024
 MAX_HEADERS: Final = 100
+_HEAD_TOO_LARGE: Final = (
+    f"the request's header fields are over the limit of {MAX_HEADERS} fields or {MAX_HEAD_BYTES} bytes"
+)
 # Unparsed bytes of a connection at which reading pauses. While reading is paused, a disconnect goes unnoticed.
 MAX_AHEAD_BYTES: Final = 64 * 1024
 # Bytes parsed at a time. The shortest request has 18 bytes, so at most 57 requests are parsed before a response.
@@ -54,6 +64,13 @@ _SINGLE: Final = frozenset(
 )
 # Bytes of the response that a slow client must read within each time limit.
 MIN_READ_BYTES: Final = 16 * 1024
+# Beginning of every response, whatever its status.
+_BEGINNING: Final = b"HTTP/1.1 "
+# Pause after the first probe byte, longer than a round trip within a network. Each further pause is four times as long,
+# so the nine bytes of the beginning last 219 s.
+_FIRST_PAUSE_SECONDS: Final = 0.01
+_PAUSE_GROWTH: Final = 4.0
+_BODY_EXTENSION: Final = "kvasir.chunked_body"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,26 +88,127 @@ class ConnectionLimits:
     max_body_bytes: int = 2 * 2**20
 
 
+def limit_connections(wanted: int) -> int:
+    """Return `wanted`, or fewer connections if the limit of open files is too low. Raises the soft limit if allowed.
+
+    A process at its limit of open files is woken for each pending connection again and again, and does little else.
+
+    Raises:
+        SettingsError: the limit of open files is too low for any connections.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + RESERVED_FILES
+    if soft < needed and soft != resource.RLIM_INFINITY:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    number = wanted if soft == resource.RLIM_INFINITY else min(wanted, soft - RESERVED_FILES)
+    if number < min(wanted, _MIN_CONNECTIONS):
+        raise SettingsError(
+            f"only {soft} files may be open at once, which leaves no room for connections; "
+            f"raise the limit (ulimit -n) to {needed}"
+        )
+    if number < wanted:
+        logger.warning(
+            "at most %d connections, not %d: only %d files may be open at once; raise ulimit -n", number, wanted, soft
+        )
+    return number
+
+
+class ChunkedBody:
+    """Streaming response body for direct writes that bypass ASGI's `send`, in chunked encoding (RFC 9112, 7.1).
+
+    With `send`, each token of a stream wakes a task and passes through about 20 coroutines of routes and middleware,
+    which doubles the cost of a token. The middleware inspects only the head of a response, which `send` sends.
+    """
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def is_writable(self) -> bool:
+        """True between the begin and the end of the body, while the client is connected and reads fast enough."""
+        cycle = self._cycle
+        if not (cycle.response_started and cycle.chunked_encoding) or cycle.response_complete:
+            return False
+        return not (cycle.disconnected or cycle.flow.write_paused or cycle.transport.is_closing())
+
+    def write(self, part: bytes) -> None:
+        """Send a non-empty part of the body. Call only while `is_writable`; else use `send`, which waits."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+
+
+def chunked_body(scope: Scope) -> ChunkedBody | None:
+    """Return the body for direct writes; None from other servers, and for buffered responses."""
+    body: ChunkedBody | None = scope.get("extensions", {}).get(_BODY_EXTENSION)
+    return body
+
+
+class HalfCloseProbe(asyncio.Transport):
+    """Transport of a response that has not begun: sends the first bytes of the response early, one at a time.
+
+    A client that closes only its sending side (`nc -N`) waits for the response (RFC 9112, 9.6). A client that closes
+    the whole connection does not. TCP sends the same FIN for both. Only data shows the difference: the host of a closed
+    connection answers data with a reset, and the next write fails. Two bytes detect a closed connection. Four bytes
+    detect one behind a TCP proxy that forwards half closes.
+
+    Args:
+        cycle: the request and its response. The cycle uses this transport until the response begins.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._cycle = cycle
+        self._loop = loop
+        self._transport = cycle.transport
+        self._num_sent = 0
+        self._timer: asyncio.TimerHandle | None = None
+        cycle.transport = self
+        self._probe(_FIRST_PAUSE_SECONDS)
+
+    def write(self, data: Any) -> None:
+        """Write the beginning of the response, without the bytes that are already sent."""
+        self.stop()
+        self._cycle.transport = self._transport
+        self._transport.write(data[self._num_sent :])
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def stop(self) -> None:
+        """Stop sending bytes early."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _probe(self, pause_seconds: float) -> None:
+        if self._num_sent < len(_BEGINNING) and not self._transport.is_closing():
+            self._transport.write(_BEGINNING[self._num_sent : self._num_sent + 1])
+            self._num_sent += 1
+            self._timer = self._loop.call_later(pause_seconds, self._probe, pause_seconds * _PAUSE_GROWTH)
+
+
 class _HeldFlow(FlowControl):
     """uvicorn's flow control with a hold: while `is_held`, an application that reads a body cannot resume reading."""
 
     is_held = False
 
     def resume_reading(self) -> None:
-        """Resume reading, unless reading is held."""
         if not self.is_held:
             super().resume_reading()
 
-    def hold(self) -> None:
-        """Pause reading until `release`."""
-        self.is_held = True
-        self.pause_reading()
-
-    def release(self) -> None:
-        """Resume reading after `hold`."""
-        if self.is_held:
-            self.is_held = False
-            self.resume_reading()
+    def hold(self, is_held: bool) -> None:
+        """Pause reading, or resume reading after a hold."""
+        if is_held != self.is_held:
+            self.is_held = is_held
+            if is_held:
+                self.pause_reading()
+            else:
+                self.resume_reading()
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -111,7 +229,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._limits = ConnectionLimits() if limits is None else limits
         self._count = count
-        self._is_in_head = self._is_in_body = False
+        self._is_in_head = self._is_in_body = False  # part of the request that is being received
         self._num_head_bytes = 0  # received of an incomplete head
         self._num_body_bytes = 0  # received of this request's body
         self._num_framed_bytes = 0  # received since the head's end
@@ -119,7 +237,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_missing_bytes = 0  # not yet received of this request's body, by Content-Length
         self._unparsed = bytearray()
         self._has_client_ended = False  # closed its sending side
-        self._early: HalfCloseProbe | None = None
+        self._probe: HalfCloseProbe | None = None
         self._due: ApiError | None = None  # sent after the pending responses
         self._refusal: ApiError = InvalidRequest("the request is not valid HTTP/1.1, or incomplete")
         self._cycles: list[RequestResponseCycle] = []  # requests, some with complete responses
@@ -137,14 +255,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(
                 TooManyConnections(f"all {number} connections are in use; try again later", retry_after_seconds=1.0)
             )
-        self._check_later()
+        self._check = self.loop.call_later(self._limits.client_seconds / 4, self._check_client)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Handle the end of the connection: disconnect all its requests, not only the last one as uvicorn does."""
         if self._check is not None:
             self._check.cancel()
-        if self._early is not None:
-            self._early.stop()
+        if self._probe is not None:
+            self._probe.stop()
         self._unparsed.clear()
         super().connection_lost(exc)
         for cycle in self._unanswered():
@@ -184,34 +302,32 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             num_bytes = self._num_missing_bytes if self._num_missing_bytes > 0 else _PARSED_BYTES
             piece = bytes(self._unparsed[:num_bytes])
             del self._unparsed[:num_bytes]
-            self._feed(piece)
+            was_in_body, self._has_passed_head = self._is_in_body, False
+            try:
+                self.parser.feed_data(piece)
+            except httptools.HttpParserUpgrade as upgrade:
+                self._stay_with_http_1(piece[upgrade.args[0] :])
+            except httptools.HttpParserError:
+                self._refuse(self._refusal)
+            else:
+                self._bound_bytes(len(piece), was_in_body=was_in_body)
         if self._has_client_ended:
-            if not (self._unparsed or self.transport.is_closing()):
-                self._end_requests()
-            self._probe_client()
-        elif len(self._unparsed) > MAX_AHEAD_BYTES:
-            self.flow.hold()
+            self._end_requests()
         else:
-            self.flow.release()
-
-    def _feed(self, piece: bytes) -> None:
-        was_in_body, self._has_passed_head = self._is_in_body, False
-        try:
-            self.parser.feed_data(piece)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._stay_with_http_1(piece[upgrade.args[0] :])
-        except httptools.HttpParserError:
-            self._refuse(self._refusal)
-        else:
-            self._bound_bytes(len(piece), was_in_body=was_in_body)
+            self.flow.hold(len(self._unparsed) > MAX_AHEAD_BYTES)
 
     def _end_requests(self) -> None:
-        """Handle the end of input: drop an incomplete request, and close the connection after the last response."""
-        self._drop_incomplete()
-        if not self.is_busy:
-            self.transport.close()
-        elif self._due is None:
-            self._unanswered()[-1].keep_alive = False
+        """Handle the end of input: close after the last complete request, and probe if the client still reads."""
+        if not (self._unparsed or self.transport.is_closing()):
+            self._drop_incomplete()
+            if not self.is_busy:
+                self.transport.close()
+            elif self._due is None:
+                self._unanswered()[-1].keep_alive = False
+        if (unanswered := self._unanswered()) and not self.transport.is_closing():
+            cycle = unanswered[0]
+            if not cycle.response_started and cycle.transport is self.transport:
+                self._probe = HalfCloseProbe(cycle, self.loop)
 
     def _drop_incomplete(self) -> None:
         """Drop the request that is being received, if earlier requests have no response yet."""
@@ -220,15 +336,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.pipeline and self.pipeline[0][0].more_body:
             cycle, _ = self.pipeline.popleft()
             self._cycles.remove(cycle)
-
-    def _probe_client(self) -> None:
-        """Start a probe that shows if the client still reads, unless the response has begun."""
-        unanswered = self._unanswered()
-        if not unanswered or self.transport.is_closing():
-            return
-        cycle = unanswered[0]
-        if not cycle.response_started and cycle.transport is self.transport:
-            self._early = HalfCloseProbe(cycle, self.loop)
 
     def _bound_bytes(self, num_bytes: int, *, was_in_body: bool) -> None:
         """Count received bytes; reject a request whose head or chunked framing is over its limit."""
@@ -239,7 +346,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif self._is_in_head and not (was_in_body or self._has_passed_head):
             self._num_head_bytes += num_bytes
             if self._num_head_bytes > MAX_HEAD_BYTES:
-                self._refuse(_head_too_large())
+                self._refuse(HeadTooLarge(_HEAD_TOO_LARGE))
         elif self._waiting_since is None and not self._unanswered():
             self._waiting_since = self.loop.time()  # empty lines before a request
 
@@ -255,7 +362,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unparsed[:0] = b"\r\n".join([line, *fields, b"", rest])
 
     def on_message_begin(self) -> None:
-        """Handle the first byte of a request."""
         super().on_message_begin()
         self._is_in_head, self._num_head_bytes, self._num_missing_bytes = True, 0, 0
         self._waiting_since = self.loop.time()
@@ -271,7 +377,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_body_bytes, self._num_framed_bytes, self._waiting_since = 0, 0, self.loop.time()
         num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if num_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
-            self._refusal = _head_too_large()
+            self._refusal = HeadTooLarge(_HEAD_TOO_LARGE)
             raise ValueError("the head is too large")
         if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
             self._refusal = UnsupportedEncoding(
@@ -279,8 +385,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             )
             raise ValueError("the body has an unsupported transfer encoding")
         names = [name for name, _ in self.headers]
-        if len(set(names)) < len(names) and (twice := {name for name in _SINGLE if names.count(name) > 1}):
-            self._refusal = InvalidRequest(f"{min(twice).decode()} came twice; send it once", param=min(twice).decode())
+        if len(set(names)) < len(names) and (twice := min((n for n in _SINGLE if names.count(n) > 1), default=b"")):
+            self._refusal = InvalidRequest(f"{twice.decode()} came twice; send it once", param=twice.decode())
             raise ValueError("a header field occurs twice")
         if self._offers_another_protocol():
             return
@@ -289,17 +395,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.parser.get_http_version() != "1.1":
             _speak_http_1_0(self.cycle)
-        self.scope["extensions"] = extension(ChunkedBody(self.cycle))
+        extensions: dict[str, Any] = {_BODY_EXTENSION: ChunkedBody(self.cycle)}
+        self.scope["extensions"] = extensions
         self._cycles.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
-        """Handle a part of the body."""
         self._num_body_bytes += len(body)
         self._num_missing_bytes -= len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Handle the end of the body."""
         self._is_in_body, self._waiting_since = False, None
         if not self._offers_another_protocol():
             super().on_message_complete()
@@ -335,12 +440,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _send_refusal(self, error: ApiError) -> None:
         body = encode(error.body())
         fields = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
-        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
-        lines += [f"{name}: {value}" for name, value in {**fields, "connection": "close"}.items()]
-        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
+        head += "".join(f"{name}: {value}\r\n" for name, value in {**fields, "connection": "close"}.items())
+        self.transport.write(f"{head}\r\n".encode() + body)
         self.transport.close()
-
-    # Slow clients.
 
     def _make_room(self) -> bool:
         """Close the connection that is idle for longest. Returns False if every other client waits for a response."""
@@ -361,10 +464,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     @property
     def idle_since(self) -> float:
         """Time since which the connection waits for the client to send; 0 between two requests."""
-        return 0.0 if self._waiting_since is None else self._waiting_since
-
-    def _check_later(self) -> None:
-        self._check = self.loop.call_later(self._limits.client_seconds / 4, self._check_client)
+        return self._waiting_since or 0.0
 
     def _check_client(self) -> None:
         """Close the connection, or reject its request, if the client is over a time limit. Runs periodically."""
@@ -377,7 +477,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._refuse(RequestTimeout(f"the request's {part} took too long to arrive; send it again"))
             else:
                 self.transport.close()
-        self._check_later()
+        self._check = self.loop.call_later(self._limits.client_seconds / 4, self._check_client)
 
     def _is_late(self, now: float) -> bool:
         """Return True if the client has used up its time to send."""
@@ -394,8 +494,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         The time runs while unsent bytes block the writer or remain after the last response.
         """
         num_bytes = self.transport.get_write_buffer_size()
-        is_due = self.flow.write_paused or self.transport.is_closing() or not self._unanswered()
-        if not num_bytes or not is_due:
+        if not num_bytes or not (self.flow.write_paused or self.transport.is_closing() or not self._unanswered()):
             self._behind = None
             return False
         if self._behind is None or self._behind[0] - num_bytes >= MIN_READ_BYTES:
@@ -422,9 +521,3 @@ def _speak_http_1_0(cycle: RequestResponseCycle) -> None:
         await send(message)
 
     cycle.send = send_to_the_end  # type: ignore[method-assign]
-
-
-def _head_too_large() -> HeadTooLarge:
-    return HeadTooLarge(
-        f"the request's header fields are over the limit of {MAX_HEADERS} fields or {MAX_HEAD_BYTES} bytes"
-    )

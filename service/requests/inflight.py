@@ -1,23 +1,27 @@
 """State of an admitted request until the end of its response: its choices and their undelivered deltas."""
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
 from service.admission.queue_policy import QueuePolicy
 from service.ipc.messages import AttentionQuery, AttentionResult, Finish, Submit, TokenDelta, TokenLogprob
 from service.protocol.errors import ApiError, ClientGone
-from service.requests.backlog import MAX_BACKLOG_BYTES, delta_bytes
 
 logger = logging.getLogger(__name__)
 
 # Completion tokens that admission counts for a request without max_tokens. Such a completion may fill the context, but
 # with a context of 131,072 tokens two such requests would fill the queue.
-DEFAULT_COUNTED_TOKENS = 1024
+DEFAULT_COUNTED_TOKENS: Final = 1024
+# Limit of the undelivered deltas of a request. A request whose client is further behind fails.
+MAX_BACKLOG_BYTES: Final = 16 * 2**20
+# Approximate Python memory of a delta, of a token's logprob entry, of each alternative in the entry, of a character.
+_DELTA_BYTES, _LOGPROB_BYTES, _ALTERNATIVE_BYTES, _CHARACTER_BYTES = 600, 150, 120, 4
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +32,7 @@ class Choice:
         fills the list before another sample's first token, because the engine serves equal priorities in arrival order.
     has_requested_length: the client set a maximum length; else `max_tokens` is the rest of the context.
     grammar_param: the request field that the grammar comes from.
+    num_prompt_logprobs: alternatives per prompt token that the first sample of the prompt requests.
     is_scheduled: the worker has begun to compute the choice.
     has_started: the first event of the choice has arrived.
     """
@@ -38,6 +43,7 @@ class Choice:
     submit: Submit
     has_requested_length: bool = True
     grammar_param: str | None = None
+    num_prompt_logprobs: int | None = None
     token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
@@ -61,9 +67,33 @@ class Choice:
             max_tokens if self.has_requested_length else min(max_tokens, DEFAULT_COUNTED_TOKENS)
         )
 
-    @property
-    def num_remaining_tokens(self) -> int:
-        return max(0, self.submit.params.max_tokens - len(self.token_ids))
+    def add(self, delta: TokenDelta) -> None:
+        """Add the next tokens, the prompt's logprobs and the finish."""
+        self.token_ids.extend(delta.token_ids)
+        # If the list is complete, another sample of the prompt has filled it.
+        if delta.prompt_logprobs and len(self.prompt_logprobs) < self.num_prompt_tokens:
+            self.prompt_logprobs.extend(delta.prompt_logprobs)
+        self.finish = delta.finish
+
+    def retry(self) -> Submit:
+        """Return the next attempt, which continues after the tokens received so far.
+
+        If the prompt's logprobs are incomplete, each sample of the prompt requests them again, because any sample may
+        run first.
+        """
+        num_prompt_logprobs = None
+        if len(self.prompt_logprobs) < self.num_prompt_tokens:
+            self.prompt_logprobs.clear()
+            num_prompt_logprobs = self.num_prompt_logprobs
+        self.is_scheduled = self.has_started
+        self.submit = msgspec.structs.replace(
+            self.submit,
+            attempt=self.submit.attempt + 1,
+            prior_token_ids=tuple(self.token_ids),
+            params=dataclasses.replace(self.submit.params, prompt_logprobs=num_prompt_logprobs),
+            deadline_seconds=None if self.has_started else self.submit.deadline_seconds,
+        )
+        return self.submit
 
 
 # Deltas in the order of arrival, each with its choice.
@@ -86,8 +116,27 @@ class InflightRequest:
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _at_once: DirectWriter | None = None  # set while the task waits
 
+    def submits(self) -> list[Submit]:
+        """Return the submission of each choice, with the request's terms. Only the first choice has a deadline.
+
+        The first choice begins first. Once the first choice has begun, the other choices may take any time.
+        """
+        terms = self.terms
+        prompt_logprobs: dict[int, int | None] = {}
+        for number, choice in enumerate(self.choices):
+            choice.num_prompt_logprobs = prompt_logprobs.setdefault(
+                choice.prompt_index, choice.submit.params.prompt_logprobs
+            )
+            choice.submit = msgspec.structs.replace(
+                choice.submit,
+                tenant=terms.tenant,
+                cache_namespace=terms.cache_namespace,
+                deadline_seconds=None if number else terms.deadline(self.arrival_seconds),
+            )
+        return [choice.submit for choice in self.choices]
+
     async def next_deltas(self, at_once: DirectWriter | None = None) -> Deltas:
-        """Wait for deltas and return all of them. Empty if `poke` ended the wait.
+        """Wait for deltas and return all of them. Empty if `wake` ended the wait.
 
         Args:
             at_once: delivers deltas that arrive during the wait, without waking the task.
@@ -109,7 +158,7 @@ class InflightRequest:
         return arrived
 
     def push(self, choice: Choice, delta: TokenDelta) -> bool:
-        """Buffer a delta until `tell`. Returns False if the client is too far behind; the request then fails."""
+        """Buffer a delta until `deliver`. Returns False if the client is too far behind; the request then fails."""
         if self._num_kept_bytes > MAX_BACKLOG_BYTES:
             self._arrived.clear()
             self.fail(ClientGone("the client reads the response too slowly"))
@@ -118,10 +167,10 @@ class InflightRequest:
         self._arrived.append((choice, delta))
         return True
 
-    def tell(self) -> Callable[[], None] | None:
+    def deliver(self) -> Callable[[], None] | None:
         """Deliver the buffered deltas: return a function that sends them, or wake the task and return None.
 
-        Never raises, because the caller delivers to the other requests next.
+        Never raises, because the caller delivers to further requests next.
         """
         send = None
         if self._at_once is not None and self._arrived and not self._wake.is_set():
@@ -143,7 +192,7 @@ class InflightRequest:
             self._failure = error
             self._wake.set()
 
-    def poke(self) -> None:
+    def wake(self) -> None:
         """Wake the task so that it sends a keep-alive to the client."""
         self._wake.set()
 
@@ -165,33 +214,33 @@ class InflightRequest:
 
 @dataclass(slots=True, eq=False)
 class InflightQuery:
-    """Attention look in progress, and the future that its route waits for."""
+    """Attention query in progress, and the future that the query's route waits for."""
 
-    look: AttentionQuery
+    submit: AttentionQuery
     arrival_seconds: float
     terms: QueuePolicy
     answer: "asyncio.Future[AttentionResult]"
     is_scheduled: bool = False
 
     @property
-    def is_answered(self) -> bool:
-        """True if the worker's response has arrived."""
-        return self.answer.done() and not self.has_failed
+    def choices(self) -> "list[InflightQuery]":
+        """The query itself: to the engine client, a query is a request with one choice."""
+        return [self]
 
     @property
     def has_failed(self) -> bool:
-        """True if the look ended with an error, or its client disconnected."""
+        """True if the query ended with an error, or its client disconnected."""
         return self.answer.cancelled() or (self.answer.done() and self.answer.exception() is not None)
 
     def is_expired(self, now: float) -> bool:
         """Return True if the deadline has passed without a response."""
         deadline = self.terms.deadline(self.arrival_seconds)
-        return deadline is not None and deadline < now and not self.is_answered
+        return deadline is not None and deadline < now and not self.answer.done()
 
-    def set_answer(self, looked: AttentionResult) -> None:
+    def set_answer(self, result: AttentionResult) -> None:
         """Wake the route with the worker's response. Has no effect after an earlier ending."""
         if not self.answer.done():
-            self.answer.set_result(looked)
+            self.answer.set_result(result)
 
     def fail(self, error: ApiError) -> None:
         """Wake the route with an error. Has no effect after an earlier ending."""
@@ -199,7 +248,17 @@ class InflightQuery:
             self.answer.set_exception(error)
 
     def retry(self) -> AttentionQuery:
-        """Return the look's next attempt."""
+        """Return the query's next attempt."""
         self.is_scheduled = False
-        self.look = msgspec.structs.replace(self.look, attempt=self.look.attempt + 1)
-        return self.look
+        self.submit = msgspec.structs.replace(self.submit, attempt=self.submit.attempt + 1)
+        return self.submit
+
+
+def delta_bytes(delta: TokenDelta) -> int:
+    """Return the approximate memory of a delta in bytes, including its logprobs."""
+    size = _DELTA_BYTES + _CHARACTER_BYTES * len(delta.text)
+    if delta.logprobs or delta.prompt_logprobs:
+        logprobs = (*(delta.logprobs or ()), *(delta.prompt_logprobs or ()))
+        num_alternatives = sum(len(logprob.top) for logprob in logprobs)
+        size += _LOGPROB_BYTES * len(logprobs) + _ALTERNATIVE_BYTES * num_alternatives
+    return size

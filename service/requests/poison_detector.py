@@ -9,7 +9,7 @@ inspection, identified by its uid.
 - A crash during the trial identifies the request as poison, since nothing else was running.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TypeAlias
 
 from service.ipc.messages import AttentionQuery, Submit
@@ -35,15 +35,12 @@ class PoisonRequestDetector:
         """Report whether there is nothing to track, so that `record_progress` would change nothing."""
         return not (self._running or self._strikes or self._held)
 
-    def admit(self, work: Sequence[Work]) -> list[Work]:
-        """Return the work that may be sent to the worker now. During trials, hold it all until `release`."""
-        if not self._suspects and self._on_trial is None:
-            return list(work)
-        self._held.update((each.uid, each) for each in work)
-        return []
+    def release(self, work: Iterable[Work] = ()) -> list[Work]:
+        """Return the work that may be sent to the worker now, out of `work` and the work held so far.
 
-    def release(self) -> list[Work]:
-        """Return held work that may be sent now: the next suspect alone, or all work after the last trial."""
+        During a trial no work may be sent. Before a trial only the next suspect may be sent.
+        """
+        self._held.update((each.uid, each) for each in work)
         if self._on_trial is not None:
             return []
         if self._suspects:
@@ -78,7 +75,7 @@ class PoisonRequestDetector:
         self._held.pop(uid, None)
 
     def record_crash(self) -> str | None:
-        """Give a strike to each running request. The caller must `admit` all unfinished work again.
+        """Give a strike to each running request. The caller must `release` all unfinished work again.
 
         Returns:
             The uid of the poison request; None while it is unknown.

@@ -10,25 +10,260 @@ does not depend on the connection. Every connection of that request reads from t
 Any other request ends with its connection. Its events have no ids, because some clients take ids for data.
 """
 
+import asyncio
 import hashlib
+import logging
 import re
 import time
-from collections.abc import Callable
-from typing import Final
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
-from service.http.auth import KEY_NAME
+from service.http.middleware import KEY_NAME
 from service.http.request_io import TIMEOUT_HEADER
-from service.protocol.errors import IdempotencyKeyReused, InvalidRequest, ResponseGone
-from service.requests.response_buffer import Asked, BufferedResponse, BufferedResponseReplay, Make
+from service.protocol.errors import ApiError, IdempotencyKeyReused, InvalidRequest, ResponseGone
+from service.protocol.responses import KEEP_ALIVE, encode_event
 
+logger = logging.getLogger(__name__)
+
+# Buffer limit of one response: 16,000 tokens of a stream without logprobs. A longer stream keeps its latest events; a
+# response that is not streamed is kept whole.
+MAX_RESPONSE_BYTES: Final = 4 * 2**20
 # Limit of all buffers together. Over the limit, finished buffers without readers are dropped, oldest first.
 MAX_KEPT_BYTES: Final = 64 * 2**20
 _OVERHEAD_BYTES: Final = 4096  # of a buffer without text
 _EVENT_ID: Final = re.compile(r"([0-9a-f]{32})/(\d{1,9})")
 _KEY: Final = re.compile(r"[!-~]{1,255}")
+
+Make: TypeAlias = Callable[[], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestIdentity:
+    """Identity of a request. Only an equal request may get the buffered response."""
+
+    path: str
+    digest: bytes  # of the body, byte for byte
+    timeout: str | None  # the x-request-timeout header, which means the same as the body's `timeout`
+
+
+class BufferedResponse:
+    """Buffer of one response, while it is generated and for some time after. Generation starts at once.
+
+    Args:
+        make: returns the ASGI response to run.
+        tenant: the name of its API key.
+        key: the request's `Idempotency-Key`; None without the header.
+        identity: identity of the request; a different request under the same key is an error.
+        on_change: called when the response ends, and when a reader leaves.
+        waste: called with the number of tokens that were generated and sent to no client.
+    """
+
+    def __init__(
+        self,
+        make: Make,
+        *,
+        tenant: str,
+        key: str | None,
+        identity: RequestIdentity,
+        on_change: Callable[["BufferedResponse"], None],
+        waste: Callable[[int], None],
+    ) -> None:
+        self.id = uuid.uuid4().hex
+        self.tenant = tenant
+        self.key = key
+        self.identity = identity
+        self._on_change = on_change
+        self._waste = waste
+        self.head: Message | None = None
+        self.failure: Exception | None = None
+        self.has_failed = False
+        self.is_finished = False
+        self.num_bytes = 0
+        self.idle_since_seconds = time.monotonic()
+        self._parts: deque[tuple[bytes, int]] = deque()  # each with the tokens sent up to the end of its message
+        self._num_dropped = 0
+        self._num_tokens = self._num_read_tokens = 0
+        self._response: Response | None = None
+        self._wakes: set[asyncio.Event] = set()
+        self._abandoned = asyncio.Event()
+        self._task = asyncio.create_task(self._record(make))
+
+    @property
+    def num_parts(self) -> int:
+        """Return the number of parts so far, dropped ones included. A stream's part is one event."""
+        return self._num_dropped + len(self._parts)
+
+    def has(self, number: int) -> bool:
+        """Report whether no part from `number` on has been dropped. Part `number` may be the next to come."""
+        return self._num_dropped <= number <= self.num_parts
+
+    @property
+    def is_stream(self) -> bool:
+        """Report whether the response is an event stream; False until its headers are known."""
+        headers = () if self.head is None else self.head["headers"]
+        return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
+
+    @property
+    def num_readers(self) -> int:
+        return len(self._wakes)
+
+    def add_reader(self, wake: asyncio.Event) -> None:
+        """Set `wake` now and whenever parts arrive or the response ends."""
+        wake.set()
+        self._wakes.add(wake)
+
+    def remove_reader(self, wake: asyncio.Event) -> None:
+        self._wakes.discard(wake)
+        self.idle_since_seconds = time.monotonic()
+        self._on_change(self)
+
+    def read(self, start: int) -> bytes:
+        """Return all parts from `start` on, as sent to a client. Events get their ids."""
+        sent = [self._parts[index][0] for index in range(start - self._num_dropped, len(self._parts))]
+        self._num_read_tokens = max(self._num_read_tokens, self._parts[-1][1])
+        if self.is_stream:
+            sent = [b"id: %s/%d\n%b" % (self.id.encode(), start + number, part) for number, part in enumerate(sent)]
+        return b"".join(sent)
+
+    def abandon(self) -> None:
+        """Send a client disconnect to the response, since no client came back for the response."""
+        if self.is_finished and not self._abandoned.is_set():
+            self._waste(self._num_tokens - self._num_read_tokens)
+        self._abandoned.set()
+
+    def cancel(self) -> None:
+        """Cancel the response, because the process ends."""
+        self._task.cancel()
+
+    async def _record(self, make: Make) -> None:
+        try:
+            self._response = await make()
+            await self._response({"type": "http"}, self._receive, self._send)
+        except ApiError as error:
+            self.failure = error
+        except Exception as error:
+            logger.exception("a buffered response failed")
+            self.failure = error
+        finally:
+            self.has_failed |= self.failure is not None
+            self.is_finished = True
+            if self._abandoned.is_set():
+                self._waste(self._num_tokens - self._num_read_tokens)
+            self.idle_since_seconds = time.monotonic()
+            self._wake_readers()
+            self._on_change(self)
+
+    async def _receive(self) -> Message:
+        await self._abandoned.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.head = message
+        elif self.is_stream and message["body"] != KEEP_ALIVE:
+            self._keep(message["body"].split(b"\n\n")[:-1], end=b"\n\n")
+        elif not self.is_stream:
+            self._keep([message["body"]] if message["body"] else [])
+        self._wake_readers()
+
+    def _keep(self, parts: list[bytes], end: bytes = b"") -> None:
+        self.has_failed |= any(part.startswith(b'data: {"error":') for part in parts)
+        self._num_tokens = getattr(self._response, "num_sent_tokens", 0)
+        self._parts.extend((part + end, self._num_tokens) for part in parts)
+        self.num_bytes += sum(len(part) + len(end) for part in parts)
+        while self.num_bytes > MAX_RESPONSE_BYTES and self.is_stream:
+            self.num_bytes -= len(self._parts.popleft()[0])
+            self._num_dropped += 1
+
+    def _wake_readers(self) -> None:
+        for wake in self._wakes:
+            wake.set()
+
+
+class BufferedResponseReplay(Response):
+    """Response that sends a buffered response to one connection. The client may disconnect at any time.
+
+    Args:
+        start: number of the first part to send.
+        is_again: the buffered response was started by an earlier request.
+    """
+
+    def __init__(self, buffered: BufferedResponse, *, start: int = 0, is_again: bool = True) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers()
+        self._buffered = buffered
+        self._next = start
+        self._is_again = is_again
+        self._wake = asyncio.Event()
+        self._has_gone = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the buffered parts, then new parts as they arrive.
+
+        Raises:
+            ApiError: the request failed before its response began.
+        """
+        self._buffered.add_reader(self._wake)
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            await self._replay(send)
+        finally:
+            watcher.cancel()
+            self._buffered.remove_reader(self._wake)
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._has_gone = True
+        self._wake.set()
+
+    async def _replay(self, send: Send) -> None:
+        buffered, has_begun, is_last = self._buffered, False, False
+        while not is_last:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._has_gone:
+                return
+            is_last = buffered.is_finished  # if finished, the parts present now are all
+            if not has_begun and buffered.head is not None:
+                has_begun = True
+                again = [(b"idempotent-replayed", b"true")] if self._is_again else []
+                await send({**buffered.head, "headers": [*buffered.head["headers"], *again]})
+            if has_begun and not await self._catch_up(send):
+                break
+        if buffered.failure is not None:
+            raise buffered.failure
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _catch_up(self, send: Send) -> bool:
+        """Send the new parts, or a keep-alive comment if there are no new parts.
+
+        Returns:
+            False if the client read so slowly that its next parts were dropped. The stream then ends with an error.
+        """
+        buffered = self._buffered
+        if self._next == buffered.num_parts and buffered.is_stream and not buffered.is_finished:
+            await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+        while self._next < buffered.num_parts and not self._has_gone:
+            has_next = buffered.has(self._next)
+            if has_next:
+                body = buffered.read(self._next)
+                self._next = buffered.num_parts
+            else:
+                error = "the stream was read too slowly and its next events were dropped; repeat the request"
+                body = encode_event(ResponseGone(error).body())
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            if not has_next:
+                return False
+        return True
 
 
 class ResponseStore:
@@ -58,9 +293,9 @@ class ResponseStore:
         key = request.headers.get("idempotency-key")
         tenant = str(getattr(request.state, KEY_NAME, ""))
         digest = hashlib.blake2b(body, digest_size=16).digest()
-        asked = Asked(request.url.path, digest, request.headers.get(TIMEOUT_HEADER))
+        identity = RequestIdentity(request.url.path, digest, request.headers.get(TIMEOUT_HEADER))
         if event_id := request.headers.get("last-event-id", ""):
-            return self._resume(event_id, tenant, asked, has_body=bool(body))
+            return self._resume(event_id, tenant, identity, has_body=bool(body))
         if key is not None and not _KEY.fullmatch(key):
             raise InvalidRequest("Idempotency-Key must be 1 to 255 visible ASCII characters")
         # A client that also accepts JSON may not understand event ids, and may not have asked for a stream.
@@ -68,12 +303,14 @@ class ResponseStore:
         if not (key or is_event_source) or not self._keep_seconds:
             return await make()
         if key and (buffered := self._by_key.get((tenant, key))) is not None:
-            return self._repeat(buffered, asked)
-        buffered = BufferedResponse(make, tenant=tenant, key=key, asked=asked, ended=self._tidy, waste=self._waste)
+            return self._repeat(buffered, identity)
+        buffered = BufferedResponse(
+            make, tenant=tenant, key=key, identity=identity, on_change=self._drop_failed, waste=self._waste
+        )
         self._by_id[buffered.id] = buffered
         if key:
             self._by_key[tenant, key] = buffered
-        return BufferedResponseReplay(buffered, start=0, is_again=False, left=self._tidy)
+        return BufferedResponseReplay(buffered, is_again=False)
 
     def tend(self) -> None:
         """Drop the buffers that have expired or exceed the memory limit. Call about once a second."""
@@ -93,7 +330,9 @@ class ResponseStore:
         for buffered in self._by_id.values():
             buffered.cancel()
 
-    def _resume(self, event_id: str, tenant: str, asked: Asked, *, has_body: bool) -> BufferedResponseReplay:
+    def _resume(
+        self, event_id: str, tenant: str, identity: RequestIdentity, *, has_body: bool
+    ) -> BufferedResponseReplay:
         match = _EVENT_ID.fullmatch(event_id)
         if match is None:
             raise InvalidRequest(
@@ -104,22 +343,22 @@ class ResponseStore:
             raise ResponseGone(
                 "the events after Last-Event-ID are no longer stored; repeat the request without Last-Event-ID"
             )
-        if asked.path != buffered.asked.path or (has_body and asked.digest != buffered.asked.digest):
+        if identity.path != buffered.identity.path or (has_body and identity.digest != buffered.identity.digest):
             raise InvalidRequest(
                 "Last-Event-ID belongs to another request; use the route of that request, with its body or none"
             )
         self._count("event_id")
-        return BufferedResponseReplay(buffered, start=start, is_again=True, left=self._tidy)
+        return BufferedResponseReplay(buffered, start=start)
 
-    def _repeat(self, buffered: BufferedResponse, asked: Asked) -> BufferedResponseReplay:
-        if asked != buffered.asked:
+    def _repeat(self, buffered: BufferedResponse, identity: RequestIdentity) -> BufferedResponseReplay:
+        if identity != buffered.identity:
             raise IdempotencyKeyReused("the Idempotency-Key belongs to another request; use a new one")
         if not buffered.has(0):
             raise ResponseGone("the beginning of the response is no longer stored; use a new Idempotency-Key")
         self._count("key")
-        return BufferedResponseReplay(buffered, start=0, is_again=True, left=self._tidy)
+        return BufferedResponseReplay(buffered)
 
-    def _tidy(self, buffered: BufferedResponse) -> None:
+    def _drop_failed(self, buffered: BufferedResponse) -> None:
         """Drop a failed response once it has no readers, so that a retry is a new attempt."""
         if buffered.has_failed and not buffered.num_readers:
             self._drop(buffered)

@@ -11,9 +11,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from multiprocessing.process import BaseProcess
-from types import FrameType, MethodType
+from types import FrameType
 
-import uvicorn
 from fastapi import FastAPI
 from litserve import LitAPI, LitServer
 
@@ -21,10 +20,8 @@ from service.api.app import Frontend
 from service.api.openapi import openapi_document
 from service.config.settings import ServeSettings
 from service.http.api_keys import ApiKeys
-from service.http.auth import middlewares
-from service.http.connection import BoundedHttpProtocol, ConnectionLimits
-from service.http.event_loop import slow_down_ticks
-from service.http.fd_limits import limit_connections
+from service.http.connection import BoundedHttpProtocol, ConnectionLimits, limit_connections
+from service.http.middleware import middlewares
 from service.http.request_io import install_error_handlers
 from service.ipc.channel import Channel
 from service.ipc.messages import API_PATH
@@ -102,15 +99,12 @@ class ApiServer(LitServer):  # type: ignore[misc]
         name_thread("kvasir-api")
         loop = asyncio.get_running_loop()
         stop = signal.getsignal(signal.SIGTERM)
-        assert isinstance(stop, MethodType), "uvicorn handles SIGTERM"
-        assert isinstance(stop.__self__, uvicorn.Server), "by a method of its server"
-        wake = slow_down_ticks(stop.__self__)
+        assert callable(stop), "uvicorn handles SIGTERM"
 
         def on_sigterm(number: int, frame: FrameType | None) -> None:
             if self._lifecycle.phase.value == Phase.STOPPING:
                 loop.call_soon_threadsafe(self._frontend.end_all)
                 stop(number, frame)
-                loop.call_soon_threadsafe(wake)
 
         signal.signal(signal.SIGTERM, on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -22,10 +22,6 @@ class Answer:
     last_seconds: float = math.inf
 
     @property
-    def num_remaining_tokens(self) -> int:
-        return self.sequence.max_length - len(self.sequence.token_ids)
-
-    @property
     def ttft_seconds(self) -> float:
         return self.first_seconds - self.arrival_seconds
 

@@ -1,1 +1,1 @@
-"""What nobody should send, and machines that nobody should have: the service answers, or says why not."""
+"""Malformed input, hostile clients and deficient machines."""

@@ -1,4 +1,4 @@
-"""One server for all of these tests: it has keys, logs all it can, waits for nobody long, and has few places."""
+"""One server for all tests here: API keys, debug log, short timeouts and few slots."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Bytes on a socket, as no HTTP client would send them; and what came back."""
+"""Raw bytes on a socket, and the bytes that come back."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Bodies that nobody should send: each is answered below 500 and soon, and what they took is given back."""
+"""Hostile bodies: each gets a status below 500 soon, and its memory is freed."""
 
 import json
 from typing import Any
@@ -31,7 +31,7 @@ def talked(content: Any, **fields: Any) -> bytes:
 
 
 @pytest.mark.parametrize("field", NUMERIC)
-def test_any_number_for_any_field(service: Service, field: str) -> None:
+def test_any_number_in_any_field_gets_a_status_below_500(service: Service, field: str) -> None:
     for number in NUMBERS:
         body = b'{"prompt": "a", "%s": %s%s}' % (
             field.encode(),
@@ -113,7 +113,7 @@ WILD: dict[str, tuple[str, bytes, int]] = {
 
 
 @pytest.mark.parametrize("name", WILD)
-def test_bodies_that_nobody_sends(service: Service, name: str) -> None:
+def test_malformed_bodies_get_a_client_error(service: Service, name: str) -> None:
     path, body, status = WILD[name]
     response = post(service, body, path)
     assert response.status_code == status, response.text[:300]
@@ -125,7 +125,7 @@ def test_bodies_that_nobody_sends(service: Service, name: str) -> None:
     assert is_well(service)
 
 
-def test_large_bodies_leave_nothing_behind(service: Service) -> None:
+def test_memory_of_large_bodies_is_freed(service: Service) -> None:
     """After the first rounds, whose pages Python keeps, six more take less than two of the bodies that they send."""
     heavy = [body for path, body, status in WILD.values() if len(body) > 500_000 and path != "/tokenize"]
     assert len(heavy) >= 5

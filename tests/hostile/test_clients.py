@@ -1,4 +1,4 @@
-"""Clients that are slow, many, or gone: the others notice nothing, and nothing of them is left."""
+"""Slow, numerous and disconnected clients, which must not affect other clients."""
 
 import json
 import socket
@@ -50,7 +50,9 @@ def rest(connection: socket.socket) -> Answer:
         (b"", b"\r\n", 0),
     ],
 )
-def test_who_sends_drop_by_drop_is_cut_off(service: Service, beginning: bytes, drop: bytes, status: int) -> None:
+def test_a_client_that_sends_byte_by_byte_times_out(
+    service: Service, beginning: bytes, drop: bytes, status: int
+) -> None:
     with connect(service) as connection:
         connection.sendall(beginning)
         connection.settimeout(0.2)
@@ -71,7 +73,7 @@ def test_who_sends_drop_by_drop_is_cut_off(service: Service, beginning: bytes, d
     assert is_well(service)
 
 
-def test_a_crowd_that_sends_nothing_keeps_nobody_out(service: Service) -> None:
+def test_idle_connections_over_the_limit_make_room(service: Service) -> None:
     """Three times as many connections as there may be: the idle ones make room for whoever has something to say."""
     for sent in (b"", b"GET / HTTP/1.1\r\nhost: ", request(b"content-length: 1000")):
         with crowd(service, 3 * MAX_CONNECTIONS, sent):
@@ -81,7 +83,7 @@ def test_a_crowd_that_sends_nothing_keeps_nobody_out(service: Service) -> None:
     wait_until(lambda: service.api.num_fds() < 64, what="the connections to be closed")
 
 
-def test_where_everybody_waits_for_an_answer_one_more_is_told_to_come_back(service: Service) -> None:
+def test_a_connection_gets_503_while_all_connections_wait_for_responses(service: Service) -> None:
     worker = service.worker
     body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
     before = num_asked(service)
@@ -110,7 +112,7 @@ def rest_is_refused(service: Service) -> bool:
     return answer.statuses == [503] and "retry-after: 1" in answer.head
 
 
-def test_who_takes_nothing_is_cut_off_and_slows_nobody(service: Service) -> None:
+def test_a_client_that_reads_nothing_is_disconnected_and_slows_no_other_client(service: Service) -> None:
     """What is written waits for such a client no longer than it may, and what was computed for it is given up."""
     body = json.dumps(LONG).encode()
     before, cancelled = service.api.memory_info().rss, service.metric("llm_requests_cancelled_total")
@@ -128,7 +130,7 @@ def test_who_takes_nothing_is_cut_off_and_slows_nobody(service: Service) -> None
     assert service.api.memory_info().rss - before < 200 * 2**20
 
 
-def test_the_last_bytes_of_an_answer_do_not_wait_for_ever(service: Service) -> None:
+def test_the_last_bytes_of_a_response_time_out(service: Service) -> None:
     """The answer is one body, written at once, to a client that closes nothing and reads nothing."""
     body = json.dumps({"prompt": "a" * 1_900_000}).encode()
     idle = service.api.num_fds()
@@ -142,7 +144,7 @@ def test_the_last_bytes_of_an_answer_do_not_wait_for_ever(service: Service) -> N
     assert is_well(service)
 
 
-def test_who_leaves_at_any_moment_leaves_nothing(service: Service) -> None:
+def test_a_disconnect_at_any_moment_leaves_no_state(service: Service) -> None:
     sent = request(b"content-length: %d" % len(BODY), body=BODY)
     for cut in (*range(0, len(sent), 15), len(sent)):
         with connect(service) as connection:
@@ -151,7 +153,7 @@ def test_who_leaves_at_any_moment_leaves_nothing(service: Service) -> None:
     wait_until(lambda: service.api.num_fds() < 64, what="the connections to be closed")
 
 
-def test_a_long_wait_between_requests_is_no_slowness(service: Service) -> None:
+def test_an_idle_keep_alive_connection_does_not_time_out_as_slow(service: Service) -> None:
     """A connection that has been answered may be silent for longer than a request may take."""
     sent = request(b"content-length: %d" % len(BODY), body=BODY, is_last=False)
     with connect(service) as connection:
@@ -171,7 +173,7 @@ def answered(connection: socket.socket) -> int:
     return response.status
 
 
-def test_what_was_refused_is_counted(service: Service) -> None:
+def test_rejected_requests_are_counted(service: Service) -> None:
     post(service, BODY, **{"content-encoding": "gzip"})
     exchange(service, b"GARBAGE\r\n\r\n")
     for status in ("400", "408", "415"):

@@ -1,4 +1,4 @@
-"""HTTP that is none, or that could be read in two ways: an answer below 500, and the next client notices nothing."""
+"""Malformed and ambiguous HTTP: a status below 500, and no effect on the next client."""
 
 import json
 
@@ -80,7 +80,7 @@ CASES: dict[str, tuple[bytes, list[int]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bytes_that_no_client_sends(service: Service, name: str) -> None:
+def test_malformed_http_gets_a_client_error(service: Service, name: str) -> None:
     sent, statuses = CASES[name]
     answer = exchange(service, sent)
     assert answer.statuses == statuses
@@ -90,7 +90,7 @@ def test_bytes_that_no_client_sends(service: Service, name: str) -> None:
     assert is_well(service)
 
 
-def test_a_smuggled_request_is_never_answered(service: Service) -> None:
+def test_a_smuggled_request_gets_no_response(service: Service) -> None:
     """Whatever a proxy in front takes for the body, we do not take it for a request."""
     inner = request(line=b"GET /version HTTP/1.1")
     for fields in ((LENGTH, CHUNKED), (CHUNKED, LENGTH), (LENGTH, b"content-length: 0"), (CHUNKED, CHUNKED)):
@@ -100,7 +100,7 @@ def test_a_smuggled_request_is_never_answered(service: Service) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "gzip, gzip", "x" * 1000, "GZIP"])
-def test_a_compressed_body_is_refused_in_one_line(service: Service, encoding: str) -> None:
+def test_a_compressed_body_is_rejected_in_one_line(service: Service, encoding: str) -> None:
     response = post(service, b"\x1f\x8b" + b"\0" * 1000, **{"content-encoding": encoding})
     assert response.status_code == 415
     error = response.json()["error"]
@@ -111,13 +111,13 @@ def test_a_compressed_body_is_refused_in_one_line(service: Service, encoding: st
 
 
 @pytest.mark.parametrize("given", [b"a%0d%0ax: y", b"a" * 5000, b"\xff\xe9", b"", b"a b", b"<script>", b"a;b=c"])
-def test_an_id_that_does_not_fit_is_replaced(service: Service, given: bytes) -> None:
+def test_an_unsafe_request_id_header_is_replaced(service: Service, given: bytes) -> None:
     answer = exchange(service, request(b"x-request-id: " + given, line=GET))
     (line,) = [line for line in answer.head.split("\r\n") if line.startswith("x-request-id: ")]
     assert line.startswith("x-request-id: req-")
 
 
-def test_names_reach_no_header_and_are_clipped_where_they_are_told(service: Service) -> None:
+def test_names_in_errors_are_clipped_and_never_in_headers(service: Service) -> None:
     wild = "a\r\nset-cookie: b\u2028\u202e\0" + "😀" * 100_000
     for body in ({"prompt": "a", "model": wild}, {"prompt": "a", "user": wild}, {"prompt": "a", wild: 1}):
         response = post(service, json.dumps(body).encode())

@@ -1,4 +1,4 @@
-"""Machines that nobody should have: the service says in a line why it cannot start, or serves all the same."""
+"""Deficient machines: the service starts anyway or reports in one line why not."""
 
 import resource
 import shutil
@@ -49,7 +49,7 @@ def limited(limit: int, value: int, command: Sequence[str]) -> list[str]:
         (resource.RLIMIT_FSIZE, 2048, (), "the service cannot run: [Errno 27] File too large"),
     ],
 )
-def test_a_machine_with_too_little_is_told_so_in_a_line(
+def test_missing_machine_resources_cause_a_one_line_error(
     tiny_checkpoint: Path, limit: int, value: int, flags: Sequence[str], said: str
 ) -> None:
     ended = subprocess.run(
@@ -66,7 +66,7 @@ def test_a_machine_with_too_little_is_told_so_in_a_line(
     assert said in line
 
 
-def test_full_disks_behind_the_logs_are_no_reason_to_end(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_the_service_survives_a_full_disk_behind_its_log(tiny_checkpoint: Path, tmp_path: Path) -> None:
     port = free_port()
     with open("/dev/full", "wb") as full:
         process = subprocess.Popen(command(tiny_checkpoint, port), stdout=full, stderr=full, env=clean_environment())
@@ -81,7 +81,7 @@ def test_full_disks_behind_the_logs_are_no_reason_to_end(tiny_checkpoint: Path, 
     assert code == 0
 
 
-def test_without_room_for_one_more_file_the_others_are_served(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_existing_connections_are_served_at_the_limit_of_open_files(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """The limit is lowered under the service, so that connections are refused by the system, not by it."""
     with (
         serving(tiny_checkpoint, tmp_path) as service,
@@ -103,7 +103,7 @@ def test_without_room_for_one_more_file_the_others_are_served(tiny_checkpoint: P
         assert len(service.log.read_text()) < 20_000
 
 
-def test_a_checkpoint_that_is_gone_is_missed_by_the_next_worker_only(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_deleted_checkpoint_affects_only_the_next_worker(tiny_checkpoint: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "copy"
     shutil.copytree(tiny_checkpoint, checkpoint)
     with serving(checkpoint, tmp_path, program="tests.e2e.short_tempered") as service:
@@ -119,7 +119,7 @@ def test_a_checkpoint_that_is_gone_is_missed_by_the_next_worker_only(tiny_checkp
         assert "Traceback" not in log
 
 
-def test_a_checkpoint_that_was_replaced_is_not_mixed_with_the_old_one(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_replaced_checkpoint_is_not_mixed_with_the_old_checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "copy"
     shutil.copytree(tiny_checkpoint, checkpoint)
     stamps = stamps_of(checkpoint.glob("*.safetensors"))
@@ -135,8 +135,8 @@ def test_a_checkpoint_that_was_replaced_is_not_mixed_with_the_old_one(tiny_check
         check_unchanged(stamps)
 
 
-def test_nothing_but_a_date_comes_from_the_clock_of_the_wall() -> None:
-    """Clocks are set; what is measured or waited for is by the monotonic one."""
+def test_only_dates_use_the_wall_clock() -> None:
+    """Durations and timeouts use the monotonic clock, since the wall clock can be set."""
     sources = [path for package in ("service", "model") for path in (ROOT / package).rglob("*.py")]
     by_wall = [line.strip() for path in sources for line in path.read_text().splitlines() if "time.time()" in line]
     assert len(by_wall) == 1

@@ -19,7 +19,7 @@ from jsonschema.validators import validator_for
 from model.kernels.build import library_name
 from model.kernels.cpu_features import LEVELS
 from service.cli import healthcheck
-from service.config.setting_fields import PREFIX
+from service.config.flags import PREFIX
 from service.config.settings import ServeSettings
 from service.server import _CLOSE_SECONDS
 from tests.ops.deployment import ROOT, compose_variables, dockerfile, read_yaml, seconds, with_defaults

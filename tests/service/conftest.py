@@ -15,7 +15,7 @@ from model.tokenizer.files import load_tokenizer
 from service.api.app import Frontend
 from service.config.settings import ServeSettings
 from service.http.api_keys import read_api_keys
-from service.http.auth import middlewares
+from service.http.middleware import middlewares
 from service.http.request_io import install_error_handlers
 from service.ipc.shared_state import Lifecycle, Phase
 from service.metrics.recorder import Metrics

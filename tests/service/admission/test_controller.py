@@ -1,4 +1,4 @@
-"""The bounds on what waits, and the Retry-After that follows from what was observed."""
+"""Admission bounds, and the Retry-After computed from observed rates."""
 
 import math
 
@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.admission.controller import Rate
 from service.admission.queue_policy import QueuePolicy
-from service.admission.rate_estimator import Rate
 from service.protocol.errors import Overloaded, WaitTooLong
 from tests.service.doorman import Service
 
 
-def test_sequences_are_bounded_by_what_runs_and_waits() -> None:
+def test_running_and_waiting_sequences_together_are_bounded() -> None:
     service = Service()
     service.admission.admit([10, 10, 10])
     assert service.refused([10, 10]) is not None  # all or none
@@ -22,7 +22,7 @@ def test_sequences_are_bounded_by_what_runs_and_waits() -> None:
     service.admission.admit([10])
 
 
-def test_waiting_tokens_are_bounded_and_running_ones_are_not() -> None:
+def test_tokens_of_waiting_sequences_are_bounded_and_tokens_of_running_sequences_are_not() -> None:
     service = Service(running=10, tokens=100)
     service.admission.admit([80])
     assert service.refused([30]) is not None
@@ -36,7 +36,7 @@ def test_an_idle_server_admits_any_request() -> None:
     assert service.refused([1]) is not None
 
 
-def test_retry_after_is_the_time_that_the_observed_rate_needs() -> None:
+def test_retry_after_follows_the_observed_rate_of_endings() -> None:
     for num_sequences in (1, 3):
         service = Service(running=1, waiting=3)
         service.admission.admit([10] * 4)
@@ -44,7 +44,7 @@ def test_retry_after_is_the_time_that_the_observed_rate_needs() -> None:
         assert service.seconds_refused([10] * num_sequences) == pytest.approx(2.0 * num_sequences, rel=0.1)
 
 
-def test_retry_after_follows_the_tokens_where_they_are_the_bound() -> None:
+def test_retry_after_follows_the_token_rate_if_the_token_bound_is_reached() -> None:
     service = Service(running=1000, tokens=100)
     service.admission.admit([100])
     for _ in range(200):  # 100 tokens begin every second
@@ -54,7 +54,7 @@ def test_retry_after_follows_the_tokens_where_they_are_the_bound() -> None:
     assert service.seconds_refused([50]) == pytest.approx(0.5, rel=0.1)
 
 
-def test_what_is_told_is_spread() -> None:
+def test_retry_after_is_spread_at_random() -> None:
     told = []
     for draw in (0.0, 1.0):
         service = Service(running=1, waiting=3, draw=draw)
@@ -64,7 +64,7 @@ def test_what_is_told_is_spread() -> None:
     assert told[1] == pytest.approx(1.25 * told[0])
 
 
-def test_a_slower_service_is_noticed_and_idle_time_is_not() -> None:
+def test_the_rate_follows_a_slower_service_and_ignores_idle_time() -> None:
     rate = Rate()
     for _ in range(100):
         rate.add(1, 1.0)
@@ -83,7 +83,7 @@ def test_a_slower_service_is_noticed_and_idle_time_is_not() -> None:
     assert service.seconds_refused([1]) == pytest.approx(1.0, rel=0.1)
 
 
-def test_before_anything_was_observed_the_wait_is_a_second_and_never_over_two_minutes() -> None:
+def test_retry_after_is_one_second_before_any_observation_and_at_most_two_minutes() -> None:
     service = Service(running=1, waiting=0)
     service.admission.admit([1])
     assert service.seconds_refused([1]) == 1.0
@@ -94,8 +94,7 @@ def test_before_anything_was_observed_the_wait_is_a_second_and_never_over_two_mi
 
 
 def make_busy(*, patience: float = math.inf, num_waiting: int = 1) -> tuple[Service, QueuePolicy]:
-    """A server of two places, where one sequence has ended and another begun every second, for long; and so many
-    wait."""
+    """Return a server with two slots and one ending per second, and `num_waiting` waiting sequences."""
     service = Service(running=2, waiting=20)
     service.admission.admit([10, 10, 10])
     service.admission.started(10)
@@ -110,19 +109,19 @@ def make_busy(*, patience: float = math.inf, num_waiting: int = 1) -> tuple[Serv
     return service, QueuePolicy(patience_seconds=patience)
 
 
-def test_what_would_wait_too_long_is_refused_and_told_when_it_would_not() -> None:
+def test_a_request_is_rejected_if_its_predicted_wait_exceeds_its_patience() -> None:
     service, terms = make_busy(patience=3.5, num_waiting=2)
     service.admission.admit([10], terms)  # the third in line
     refusal = service.refused([10], terms)
     assert isinstance(refusal, WaitTooLong)
     assert refusal.retry_after_seconds == pytest.approx(0.5, rel=0.2)
-    assert "would wait about 3.9 s" in refusal.message
+    assert "would wait about 4.0 s" in refusal.message
     assert "longer than 3.5 s" in refusal.message
     service.admission.admit([10], QueuePolicy(patience_seconds=4.5))  # who has more time may stay
     service.admission.admit([10])
 
 
-def test_nobody_is_refused_for_time_where_a_place_is_free_or_no_rate_is_known() -> None:
+def test_no_request_is_rejected_for_its_wait_while_a_slot_is_free_or_the_rate_is_unknown() -> None:
     impatient = QueuePolicy(patience_seconds=0.001)
     service = Service(running=2, waiting=20)
     for _ in range(10):
@@ -135,7 +134,7 @@ def test_nobody_is_refused_for_time_where_a_place_is_free_or_no_rate_is_known() 
     assert service.refused([10], impatient) is not None
 
 
-def test_who_comes_back_finds_a_little_more_room() -> None:
+def test_a_retry_gets_slightly_higher_bounds() -> None:
     service = Service(running=2, waiting=6)
     service.admission.admit([10] * 8)
     assert service.refused([10]) is not None
@@ -148,7 +147,7 @@ def test_who_comes_back_finds_a_little_more_room() -> None:
     service.admission.admit([10], QueuePolicy(patience_seconds=3.5, is_retry=True))
 
 
-def test_what_has_no_chance_whatever_it_is_is_refused_as_if_it_were_the_smallest() -> None:
+def test_a_request_is_rejected_by_headers_only_if_the_smallest_request_would_be() -> None:
     service = Service(running=2, waiting=2)
     service.admission.reject_by_headers(QueuePolicy())
     service.admission.admit([10] * 3)
@@ -165,7 +164,7 @@ def test_what_has_no_chance_whatever_it_is_is_refused_as_if_it_were_the_smallest
     service.admission.reject_by_headers(QueuePolicy(patience_seconds=60.0))
 
 
-def test_who_is_refused_stands_in_line_behind_those_that_come_back() -> None:
+def test_each_rejected_client_gets_a_later_retry_after_if_clients_retry() -> None:
     told = []
     for returns in (True, False):
         service = Service(running=1, waiting=3)
@@ -182,7 +181,7 @@ def test_who_is_refused_stands_in_line_behind_those_that_come_back() -> None:
     assert told[1] == pytest.approx([1.0] * 4, rel=0.1)
 
 
-def test_the_error_of_what_was_told_is_observed_when_room_appears() -> None:
+def test_the_error_of_a_retry_after_is_observed_once_the_request_would_fit() -> None:
     service = Service(running=1, waiting=3)
     service.admission.admit([10] * 4)
     service.work(200, seconds=2.0)
@@ -195,8 +194,8 @@ def test_the_error_of_what_was_told_is_observed_when_room_appears() -> None:
     assert len(service.errors) == 1
 
 
-def test_predictions_are_right_where_the_service_is_steady() -> None:
-    """Sequences end every half second; twice as many come, and those that are refused do not come back."""
+def test_retry_after_is_accurate_under_steady_load() -> None:
+    """One sequence ends every half second, two arrive, and rejected clients never retry."""
     service = Service(running=4, waiting=8)
     live = 0
     for second_half in (False, True):
@@ -216,7 +215,7 @@ ONE, TWO, THREE = (QueuePolicy(tenant=name) for name in ("one", "two", "three"))
 
 
 def fill(service: Service, *terms: QueuePolicy) -> list[int]:
-    """How many each gets, when all flood at once."""
+    """Return how many sequences each tenant gets if all tenants flood the server at once."""
     counts = [0] * len(terms)
     while True:
         admitted = [service.refused([1], term) is None for term in terms]
@@ -225,7 +224,7 @@ def fill(service: Service, *terms: QueuePolicy) -> list[int]:
             return counts
 
 
-def test_one_that_floods_leaves_room_for_others() -> None:
+def test_a_tenant_that_floods_leaves_capacity_for_further_tenants() -> None:
     service = Service(running=20, waiting=80)
     assert fill(service, ONE) == [100]
     assert service.refused([1] * 5, TWO) is None
@@ -239,14 +238,14 @@ def test_one_that_floods_leaves_room_for_others() -> None:
     assert fill(Service(running=20, waiting=80), ONE, TWO, THREE) == [39, 38, 38]
 
 
-def test_tokens_are_shared_too() -> None:
+def test_waiting_tokens_are_shared_among_tenants() -> None:
     service = Service(running=1000, waiting=1000, tokens=100)
     assert fill(service, ONE) == [100]
     assert service.refused([5], TWO) is None
     assert fill(Service(running=1000, waiting=1000, tokens=100), ONE, TWO) == [56, 55]
 
 
-def test_the_predicted_wait_is_that_of_an_owners_own_queue_and_its_share_of_the_others() -> None:
+def test_the_predicted_wait_counts_a_tenants_own_queue_and_as_many_sequences_of_each_other_tenant() -> None:
     service, _ = make_busy(num_waiting=10)
     # One of the ten at most goes before the first of another owner.
     service.admission.admit([10], QueuePolicy(tenant="two", patience_seconds=2.5))
@@ -255,7 +254,7 @@ def test_the_predicted_wait_is_that_of_an_owners_own_queue_and_its_share_of_the_
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 60), st.floats(0, 5)), max_size=40))
-def test_the_bounds_hold_whatever_comes(arrivals: list[tuple[int, int, float]]) -> None:
+def test_the_bounds_hold_for_any_arrivals(arrivals: list[tuple[int, int, float]]) -> None:
     service = Service(running=2, waiting=4, tokens=100)
     live: list[int] = []
     for count, tokens, seconds in arrivals:
@@ -270,7 +269,7 @@ def test_the_bounds_hold_whatever_comes(arrivals: list[tuple[int, int, float]]) 
         assert sum(live) <= 100 or len(live) <= 3
 
 
-def test_the_first_of_an_owners_line_may_wait_as_long_as_its_timeout() -> None:
+def test_the_first_waiting_sequence_of_a_tenant_is_bounded_by_its_timeout_only() -> None:
     service, _ = make_busy(num_waiting=10)
     for timeout_seconds, is_admitted in ((1.5, False), (2.5, True)):
         terms = QueuePolicy(tenant="two", patience_seconds=0.001, timeout_seconds=timeout_seconds)
@@ -278,7 +277,7 @@ def test_the_first_of_an_owners_line_may_wait_as_long_as_its_timeout() -> None:
     assert service.refused([10], QueuePolicy(tenant="two", patience_seconds=0.001)) is not None
 
 
-def test_a_place_that_is_free_for_a_moment_does_not_hide_what_begins_in_it() -> None:
+def test_a_slot_that_is_free_for_a_moment_does_not_interrupt_the_rate() -> None:
     service = Service(running=64, waiting=20)
     service.admission.admit([1] * 64)
     for _ in range(64):

@@ -1,4 +1,4 @@
-"""Admission before the engine's scheduler, asked for four times what keeps the inter-token target, in virtual time."""
+"""Admission in front of the scheduler at four times the load that meets the inter-token target, in virtual time."""
 
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ TERMS = QueuePolicy(tenant="flood", patience_seconds=0.05)
 
 @dataclass
 class Overload:
-    """Requests at random times, whatever becomes of them, and what admission and scheduler make of them."""
+    """Poisson arrivals in front of admission and scheduler."""
 
     machine: SimulatedSteps
     told: list[float] = field(default_factory=list)
@@ -45,12 +45,11 @@ class Overload:
         step = machine.step()
         self._arrive_until(machine.now)
         self.service.clock.now = machine.now
-        for answer in step.began:
-            admission.started(1, TERMS.tenant, answer)
-        for answer in step.ended:
-            admission.ended(TERMS.tenant, answer)
+        for _ in step.began:
+            admission.started(1, TERMS.tenant)
+        for _ in step.ended:
+            admission.ended(TERMS.tenant)
         admission.limit_running(machine.scheduler.max_num_running)
-        admission.stepped([1] * len(step.served))
 
     def _arrive_until(self, seconds: float) -> None:
         while self.next_arrival <= seconds:
@@ -75,7 +74,7 @@ class Overload:
         return sum(a.tpot_seconds <= TARGET_TPOT and a.ttft_seconds <= TARGET_TTFT for a in ended) / len(ended)
 
 
-def test_without_a_target_first_tokens_are_fast_and_no_answer_is() -> None:
+def test_without_an_inter_token_target_ttft_is_low_and_no_sequence_meets_the_target() -> None:
     overload = Overload(SimulatedSteps())
     overload.run(1000)
     assert overload.ttft_seconds(99) <= TARGET_TTFT
@@ -83,7 +82,9 @@ def test_without_a_target_first_tokens_are_fast_and_no_answer_is() -> None:
 
 
 @pytest.mark.parametrize(("noise", "goodput"), [(0.0, 0.99), (0.3, 0.9)])
-def test_with_a_target_answers_keep_it_and_the_rest_is_refused_not_queued(noise: float, goodput: float) -> None:
+def test_with_an_inter_token_target_admitted_sequences_meet_the_target_and_further_requests_are_rejected(
+    noise: float, goodput: float
+) -> None:
     overload = Overload(SimulatedSteps(target_seconds=TARGET_TPOT, noise=noise))
     overload.run(2000)
     assert overload.goodput >= goodput
@@ -94,7 +95,7 @@ def test_with_a_target_answers_keep_it_and_the_rest_is_refused_not_queued(noise:
     assert float(np.percentile(np.abs(overload.service.errors), 75)) <= 0.5
 
 
-def test_a_machine_that_becomes_slow_under_overload_keeps_first_tokens_and_recovers() -> None:
+def test_ttft_stays_low_on_a_machine_that_slows_down_and_recovers_under_overload() -> None:
     overload = Overload(SimulatedSteps(target_seconds=TARGET_TPOT))
     overload.run(400)
     overload.machine.slowdown = 1.5

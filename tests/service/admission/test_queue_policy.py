@@ -1,4 +1,4 @@
-"""Whose a request is and how long it may wait, by its body, its headers and the settings."""
+"""Tenant, timeout and patience of a request, from body, headers and settings."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from service.admission.queue_policy import QueueLimits, QueuePolicy, queue_limits, tenant_of
 from service.config.settings import ServeSettings
-from service.http.auth import KEY_NAME
+from service.http.middleware import KEY_NAME
 from service.protocol.errors import InvalidRequest
 
 LIMITS = QueueLimits(max_seconds=60.0, target_seconds=0.5)
@@ -25,7 +25,7 @@ def make_settings(**changes: float) -> ServeSettings:
     return ServeSettings(checkpoint=Path("nowhere"), **changes)  # type: ignore[arg-type]
 
 
-def test_who_says_nothing_gets_the_settings() -> None:
+def test_a_request_without_a_timeout_gets_the_limits_of_the_settings() -> None:
     assert LIMITS.terms(make(), None) == QueuePolicy(
         tenant="address 10.0.0.1", timeout_seconds=60.0, patience_seconds=0.5, is_retry=False
     )
@@ -50,7 +50,7 @@ def test_who_says_nothing_gets_the_settings() -> None:
         ({"x-stainless-timeout": "-1"}, None, 60.0, 0.5),
     ],
 )
-def test_the_shortest_time_counts(
+def test_the_shortest_timeout_applies(
     headers: dict[str, str], timeout: float | None, timeout_seconds: float, patience_seconds: float
 ) -> None:
     terms = LIMITS.terms(make(headers), timeout)
@@ -58,20 +58,20 @@ def test_the_shortest_time_counts(
 
 
 @pytest.mark.parametrize("value", ["", "soon", "0", "-1", "nan", "inf"])
-def test_a_header_that_is_no_time_is_refused(value: str) -> None:
+def test_an_invalid_timeout_header_is_rejected(value: str) -> None:
     with pytest.raises(InvalidRequest, match="must be a number of seconds above 0") as caught:
         LIMITS.terms(make({"x-request-timeout": value}), None)
     assert caught.value.param == "x-request-timeout"
 
 
 @pytest.mark.parametrize(("count", "is_retry"), [("0", False), ("1", True), ("10", True), ("", False), ("x", False)])
-def test_who_comes_back_says_so_and_is_not_refused_for_the_wait_again(count: str, is_retry: bool) -> None:
+def test_a_retry_of_the_sdk_accepts_any_wait_within_its_timeout(count: str, is_retry: bool) -> None:
     terms = LIMITS.terms(make({"x-stainless-retry-count": count, "x-stainless-read-timeout": "20"}), None)
     assert terms.is_retry is is_retry
     assert terms.patience_seconds == (20.0 if is_retry else 0.5)
 
 
-def test_an_owner_is_a_key_or_where_a_request_comes_from() -> None:
+def test_the_tenant_is_the_api_key_or_the_client_address() -> None:
     assert tenant_of(make(key="tales")) == "key tales"
     assert tenant_of(make()) == "address 10.0.0.1"
     assert (
@@ -90,7 +90,7 @@ def test_each_key_has_its_own_prefix_cache_unless_the_setting_shares_it() -> Non
         assert [limits.terms(make(key=key), None).cache_namespace for key in (None, "bob")] == namespaces
 
 
-def test_the_settings_are_the_limits_and_0_is_none() -> None:
+def test_a_setting_of_0_means_no_queue_limit() -> None:
     assert queue_limits(make_settings()) == QueueLimits(max_seconds=60.0, target_seconds=0.05)
     assert queue_limits(make_settings(max_queue_seconds=7.0, target_queue_seconds=3.0)) == QueueLimits(
         max_seconds=7.0, target_seconds=3.0

@@ -1,4 +1,4 @@
-"""What a request says of its time in the queue, on its way to the engine and back."""
+"""Queue timeouts of requests, from the HTTP request to the engine and back."""
 
 import time
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ ROUTES = [
 
 
 class LateQueue(EchoChannel):
-    """A worker that gets to nothing in time."""
+    """Worker whose sequences all expire in the queue."""
 
     def submit(self, message: bytes) -> None:
         for command in decode_commands(message).commands:
@@ -63,7 +63,7 @@ def test_a_timeout_becomes_the_deadline_of_a_submission(
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
 @pytest.mark.parametrize("timeout", [0, -1, "5", True, 86_401])
-def test_a_timeout_that_is_none_is_refused(
+def test_an_invalid_timeout_is_rejected(
     client: TestClient, queue: EchoChannel, path: str, body: dict[str, Any], timeout: object
 ) -> None:
     response = client.post(path, json={**body, "timeout": timeout})
@@ -73,15 +73,13 @@ def test_a_timeout_that_is_none_is_refused(
     assert queue.submits == []
 
 
-def test_when_the_first_choice_has_begun_the_others_have_all_the_time_they_need(
-    client: TestClient, queue: EchoChannel
-) -> None:
+def test_only_the_first_choice_of_a_request_has_a_deadline(client: TestClient, queue: EchoChannel) -> None:
     client.post("/v1/completions", json={"prompt": ["a", "b"], "n": 2, "timeout": 5})
     assert [submit.deadline_seconds is None for submit in queue.submits] == [False, True, True, True]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_was_not_begun_in_time_is_told_so_and_when_to_come_back(
+def test_a_request_that_expires_in_the_queue_gets_408_with_retry_after(
     client: TestClient, late: LateQueue, frontend: Frontend, stream: bool
 ) -> None:
     response = client.post("/v1/completions", json={"prompt": ["a", "b"], "stream": stream, "timeout": 5})
@@ -99,7 +97,7 @@ def test_who_was_not_begun_in_time_is_told_so_and_when_to_come_back(
     assert frontend._engine_client.num_choices == 0
 
 
-def test_what_has_begun_has_no_deadline_when_a_worker_has_died(frontend: Frontend, queue: EchoChannel) -> None:
+def test_a_replayed_sequence_has_no_deadline_if_it_had_begun(frontend: Frontend, queue: EchoChannel) -> None:
     queue.answers = False
     engine_client = frontend._engine_client
     for uid in ("begun", "waits"):
@@ -112,14 +110,15 @@ def test_what_has_begun_has_no_deadline_when_a_worker_has_died(frontend: Fronten
     assert deadlines == {"begun": None, "waits": 5.0}
 
 
-def test_who_would_wait_too_long_is_refused_before_it_costs_anything(client: TestClient, queue: EchoChannel) -> None:
-    """The server of two places begins four requests a second or fewer: it answers at once, so that a slow one is made
-    by a rate that was observed before."""
+def test_a_request_with_too_long_a_predicted_wait_gets_429_and_is_not_submitted(
+    client: TestClient, queue: EchoChannel
+) -> None:
+    """The test worker responds at once, so the rate of a slow worker is added first."""
     frontend: Frontend = queue.frontend
     admission = frontend._engine_client._admission
     admission.admit([1, 1], QueuePolicy(tenant="address testclient"))
     for _ in range(200):
-        admission._started.add(1, 10.0)
+        admission._ended.add(1, 10.0)
     response = client.post("/v1/completions", json={"prompt": "a"})
     assert response.status_code == 429
     assert response.json()["error"]["code"] == "queue_time"
@@ -128,7 +127,7 @@ def test_who_would_wait_too_long_is_refused_before_it_costs_anything(client: Tes
     assert client.post("/v1/completions", json={"prompt": "a", "timeout": 50}).status_code == 200
 
 
-def test_the_document_says_where_a_timeout_may_stand() -> None:
+def test_the_openapi_document_names_the_timeout_of_each_engine_route() -> None:
     document = openapi_document()
     for path, operations in document["paths"].items():
         waits = path in {"/inspect/attention", *(route for route, _ in ROUTES)}

@@ -19,7 +19,7 @@ from service.api.response_builder import (
     TokenPiece,
 )
 from service.api.streaming import CompletionStream
-from service.http.direct_body import extension, open_body
+from service.http.connection import chunked_body
 from service.metrics.recorder import Metrics
 from service.protocol.errors import ApiError
 from service.protocol.responses import encode_event
@@ -47,7 +47,7 @@ class Body:
 def exchange_with(
     body: Body, tools: Any, builder: type[ResponseBuilder] = CompletionBuilder, **response_options: Any
 ) -> Exchange:
-    scope: Scope = {"type": "http", "extensions": extension(body)}
+    scope: Scope = {"type": "http", "extensions": {"kvasir.chunked_body": body}}
     body.exchange = Exchange(CompletionStream, make_request(make_choice()), tools, builder, scope, **response_options)
     return body.exchange
 
@@ -166,7 +166,7 @@ def test_a_plain_event_is_the_event_of_its_piece(
 
 async def twice(scope: Scope, receive: Receive, send: Send) -> None:
     """Says the same both ways, and what the body's state was."""
-    body = open_body(scope)
+    body = chunked_body(scope)
     assert body is not None
     states = [body.is_writable]
     await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -213,7 +213,7 @@ def test_a_body_is_not_writable_while_its_client_is(trouble: str) -> None:
         go = asyncio.Event()
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            body = open_body(scope)
+            body = chunked_body(scope)
             assert body is not None
             await send({"type": "http.response.start", "status": 200, "headers": []})
             states.append(body.is_writable)

@@ -87,7 +87,7 @@ class Exchange:
         choice.has_started = True
         choice.finish = event.finish
         self.request.push(choice, event)
-        if (send := self.request.tell()) is not None:
+        if (send := self.request.deliver()) is not None:
             send()
 
     async def settle(self) -> None:
@@ -306,7 +306,7 @@ def test_a_long_silence_is_broken_by_a_comment(tools: Any) -> None:
     async def test() -> None:
         exchange = Exchange(CompletionStream, make_request(make_choice()), tools)
         await exchange.settle()
-        exchange.request.poke()
+        exchange.request.wake()
         await exchange.settle()
         assert (exchange.client.status, exchange.client.body) == (200, b": keep-alive\n\n")
         exchange.push(ids=(97,), text="a", finish=make_finish())

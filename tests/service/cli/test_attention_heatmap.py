@@ -1,4 +1,4 @@
-"""Tokens as labels, and the picture of attention."""
+"""Token labels and the attention heat map."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ HARD = ["␣a", "你好", "שלום", "🦊", "$x^2$", r"$\frac{1}{0}$", "U+200D
         ("", ""),
     ],
 )
-def test_labels_show_what_cannot_be_seen(name: str, wanted: str) -> None:
+def test_labels_show_invisible_characters(name: str, wanted: str) -> None:
     assert label(name) == wanted
     assert "\n" not in label(name)
 
@@ -41,13 +41,13 @@ def even(size: int, heads: int = 1) -> np.ndarray:
 
 
 @pytest.mark.parametrize("suffix", attention_heatmap.SUFFIXES)
-def test_draws_every_format_with_labels_of_any_kind(tmp_path: Path, suffix: str) -> None:
+def test_every_picture_format_is_drawn_with_any_labels(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"picture{suffix}"
     draw_attention(path, even(len(HARD), 3), HARD, heads=[0, 1, 5], title="$ layer")
     assert path.stat().st_size > 1000
 
 
-def test_the_future_is_white_and_weights_are_colours(tmp_path: Path) -> None:
+def test_masked_positions_are_white(tmp_path: Path) -> None:
     path, weights = tmp_path / "one.png", np.eye(2, dtype=np.float32)[None]
     draw_attention(path, weights, ["", ""], heads=[0], title="")
     image = imread(path)[..., :3].reshape(-1, 3)
@@ -59,13 +59,13 @@ def test_the_future_is_white_and_weights_are_colours(tmp_path: Path) -> None:
     assert not np.array_equal(image, moved)
 
 
-def test_a_character_of_no_font_is_named() -> None:
+def test_a_character_missing_from_all_fonts_is_shown_as_code_point() -> None:
     families, shown = attention_heatmap._fonts(["a\U0010fffd"])
     assert families == ["DejaVu Sans"]
     assert shown == ["aU+10FFFD"]
 
 
-def test_many_heads_stay_within_a_sane_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_of_many_heads_has_a_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_heatmap, "_MAX_PIXELS", 300_000)
     path = tmp_path / "many.png"
     draw_attention(path, even(3, 18), ["a", "b", "c"], heads=range(18), title="")
@@ -73,7 +73,7 @@ def test_many_heads_stay_within_a_sane_size(tmp_path: Path, monkeypatch: pytest.
     assert 250_000 < height * width < 310_000
 
 
-def test_refuses_what_nobody_could_read(tmp_path: Path) -> None:
+def test_a_picture_with_too_many_tokens_or_unknown_format_is_rejected(tmp_path: Path) -> None:
     size = MAX_TOKENS + 1
     with pytest.raises(ValueError, match=f"{size} tokens are too many to read"):
         draw_attention(tmp_path / "a.png", even(size), ["a"] * size, heads=[0], title="")

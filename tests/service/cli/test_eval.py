@@ -1,4 +1,4 @@
-"""`kvasir eval`: tables, files, and one line for what cannot be measured."""
+"""`kvasir eval`: tables, files, and one-line errors."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def _threads_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def run(tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command on the tiny model: exit code, stdout, stderr."""
+    """Run the command on the tiny model. Returns exit code, stdout and stderr."""
 
     def run_eval(*argv: object, checkpoint: Path = tiny_checkpoint) -> tuple[int, str, str]:
         fixed = ("eval", "--checkpoint", str(checkpoint), "--device", "cpu", "--threads", "1")
@@ -58,7 +58,9 @@ def pairs(tmp_path: Path) -> Path:
     return path
 
 
-def test_everything_at_once(run: Run, texts: Path, pairs: Path, tmp_path: Path, tiny_checkpoint: Path) -> None:
+def test_texts_pairs_and_samples_in_one_run(
+    run: Run, texts: Path, pairs: Path, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
     out, documents, tasks = (tmp_path / name for name in ("out.json", "documents.jsonl", "tasks"))
     code, told, said = run(
         *("--texts", f"mine={texts}", "--texts", f"again={texts}", "--pairs", pairs, "--samples", 1),
@@ -100,7 +102,7 @@ def test_a_recipes_held_out_documents(run: Run, tmp_path: Path) -> None:
     assert told[0]["samples"] == []
 
 
-def test_a_hugging_face_directory_is_measured_alike(
+def test_a_hugging_face_directory_gives_the_same_results(
     run: Run, texts: Path, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     foreign = tmp_path / "hugging-face"
@@ -119,7 +121,7 @@ def test_a_hugging_face_directory_is_measured_alike(
     assert weights == file_digest(foreign / "model.safetensors")
 
 
-def test_bfloat16_and_a_shorter_context_act(run: Run, texts: Path, tmp_path: Path) -> None:
+def test_dtype_and_context_length_change_the_results(run: Run, texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     bits = []
     for flags in ((), ("--dtype", "bfloat16"), ("--quantize", "int8"), ("--max-context-length", 9)):
@@ -129,16 +131,14 @@ def test_bfloat16_and_a_shorter_context_act(run: Run, texts: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("flags", [("--quantize", "fp8"), ("--kv-cache-dtype", "float16", "--dtype", "bfloat16")])
-def test_what_cannot_be_rounded_is_said_before_anything_is_measured(
-    run: Run, texts: Path, flags: tuple[str, ...]
-) -> None:
+def test_unsupported_quantization_is_rejected_before_measuring(run: Run, texts: Path, flags: tuple[str, ...]) -> None:
     code, _, said = run("--texts", f"mine={texts}", "--samples", 0, *flags)
     assert code == 2
     assert "measuring" not in said
 
 
 @pytest.mark.parametrize("flags", [("--quantize", "int8"), ("--kv-cache-dtype", "float16")])
-def test_what_rounding_costs_is_told(run: Run, texts: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_the_change_by_quantization_is_reported(run: Run, texts: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     out = tmp_path / "out.json"
     given = ("--texts", f"mine={texts}", "--samples", 0, "--out", out)
     _, table, _ = run(*given)
@@ -169,7 +169,7 @@ def test_what_rounding_costs_is_told(run: Run, texts: Path, tmp_path: Path, flag
         (("--export-tasks", str(ROOT)), 1, "choose an empty or a new directory"),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(run: Run, flags: tuple[str, ...], code: int, said: str) -> None:
+def test_an_unusable_input_causes_a_one_line_error(run: Run, flags: tuple[str, ...], code: int, said: str) -> None:
     found, told, error = run(*flags)
     assert (found, told) == (code, "")
     assert said in error
@@ -177,8 +177,8 @@ def test_what_cannot_be_measured_is_one_line(run: Run, flags: tuple[str, ...], c
     assert error.count("\n") == 1
 
 
-def test_names_are_no_markup(run: Run, texts: Path, tmp_path: Path) -> None:
-    """Somebody else's names: of splits, and in files of pairs."""
+def test_names_are_not_parsed_as_markup(run: Run, texts: Path, tmp_path: Path) -> None:
+    """Names of splits and of groups of pairs."""
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"sentence_good": "a hen", "sentence_bad": "hen a", "UID": "[/order]"}))
     code, told, said = run("--texts", f"[bold]={texts}", "--pairs", path, "--samples", 0)
@@ -203,7 +203,7 @@ def test_a_sentence_over_the_context(run: Run, tmp_path: Path) -> None:
     assert error.endswith("exceeds the model's context of 256\n")
 
 
-def test_what_json_cannot_say_is_null(run: Run, texts: Path, tmp_path: Path, tiny_checkpoint: Path) -> None:
+def test_nan_and_infinity_become_null_in_json(run: Run, texts: Path, tmp_path: Path, tiny_checkpoint: Path) -> None:
     manifest = read_manifest(tiny_checkpoint)
     model = load_model(manifest, device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["eager"])
     broken = tmp_path / "broken"

@@ -1,4 +1,4 @@
-"""`kvasir generate`: a flag wins over the checkpoint's default, which wins over the flag's own."""
+"""`kvasir generate`: a flag overrides the checkpoint's default, which overrides the flag's default."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def _threads_as_before() -> Iterator[None]:
 
 
 def run(capsys: pytest.CaptureFixture[str], checkpoint: Path, *flags: str) -> tuple[int, str, str]:
-    """Exit code, text and what stands on stderr."""
+    """Run the command. Returns exit code, text and stderr."""
     fixed = ("--prompt", "once", "--device", "cpu", "--threads", "1", "--kv-cache-memory", "1")
     code = main(["generate", "--checkpoint", str(checkpoint), *fixed, *flags])
     captured = capsys.readouterr()
@@ -41,7 +41,7 @@ def num_tokens(told: str) -> int:
     return int(found[1])
 
 
-def test_the_checkpoints_defaults_act(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_checkpoints_sampling_defaults_apply(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text, told = run(capsys, checkpoint, "--seed", "1")
     assert (code, num_tokens(told)) == (0, 5)
     warning = "kvasir generate: warning: generation_config.json: no_repeat_ngram_size: not supported, ignored"
@@ -56,7 +56,7 @@ def test_the_checkpoints_defaults_act(checkpoint: Path, capsys: pytest.CaptureFi
     assert ", seed 7, " in run(capsys, checkpoint, "--temperature", "1", "--seed", "7")[2]
 
 
-def test_the_checkpoints_repetition_penalty_acts(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_checkpoints_repetition_penalty_applies(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = run(capsys, checkpoint, "--max-tokens", "20")[1]
     values = {"do_sample": False, "repetition_penalty": 2.0}
     (checkpoint / "generation_config.json").write_text(json.dumps(values))
@@ -65,7 +65,7 @@ def test_the_checkpoints_repetition_penalty_acts(checkpoint: Path, capsys: pytes
     assert "warning" not in told
 
 
-def test_a_flag_wins(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flag_overrides_the_checkpoints_default(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = {run(capsys, checkpoint, "--temperature", "1.5", "--seed", str(seed))[1] for seed in range(3)}
     assert len(texts) == 3
     assert num_tokens(run(capsys, checkpoint, "--max-tokens", "2")[2]) == 2

@@ -1,4 +1,4 @@
-"""`kvasir inspect` and `kvasir inspect params`: what is told of a checkpoint."""
+"""`kvasir inspect` and `kvasir inspect params`."""
 
 import dataclasses
 import json
@@ -43,13 +43,13 @@ def test_facts(tiny_checkpoint: Path, run: Run) -> None:
     assert "64.0 kB per full context" in out
 
 
-def test_only_what_acts_is_shown(tiny_checkpoint: Path, run: Run) -> None:
+def test_only_fields_that_affect_the_model_are_shown(tiny_checkpoint: Path, run: Run) -> None:
     names = {line.split()[0] for line in run("--checkpoint", tiny_checkpoint)[1].splitlines() if line.startswith("  ")}
     assert {"rope_theta", "norm_eps", "qk_norm", "norm_unit_offset"} <= names
     assert not {"norm_bias", "qk_norm_scope", "sliding_window"} & names
 
 
-def test_training_sources_are_words(tmp_path: Path, run: Run) -> None:
+def test_training_sources_are_one_row_each(tmp_path: Path, run: Run) -> None:
     directory = save_tiny_checkpoint(tmp_path / "tiny")
     sources = [
         {"name": "tales", "licence": "public domain", "sha256": "ab" * 32, "attribution": ""},
@@ -89,7 +89,7 @@ def test_a_chat_template_is_shown(tmp_path: Path, run: Run) -> None:
     assert "chat template        25 characters, from chat_template.jinja" in out
 
 
-def test_a_look_that_does_not_exist(run: Run) -> None:
+def test_an_unknown_inspect_subcommand_is_named(run: Run) -> None:
     code, _, err = run("parms")
     assert code == 2
     assert err == (
@@ -97,7 +97,7 @@ def test_a_look_that_does_not_exist(run: Run) -> None:
     )
 
 
-def test_params_says_what_was_counted(tiny_checkpoint: Path, run: Run) -> None:
+def test_params_prints_formula_and_tensor_counts(tiny_checkpoint: Path, run: Run) -> None:
     code, out, err = run("params", "--checkpoint", tiny_checkpoint)
     assert (code, err) == (0, "")
     total = f"{tiny_config(274).num_parameters:,}"
@@ -133,7 +133,7 @@ def test_params_of_other_mechanisms(tmp_path: Path, run: Run, change: dict[str, 
     assert f"{config.num_parameters:,}" in out
 
 
-def test_params_tells_of_a_formula_that_is_wrong(
+def test_params_reports_a_formula_that_disagrees_with_the_tensors(
     tiny_checkpoint: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = count_parameters(read_manifest(tiny_checkpoint).config)
@@ -145,7 +145,7 @@ def test_params_tells_of_a_formula_that_is_wrong(
     assert err == "kvasir inspect params: attention W_V: formula d·g·d_v gives 1,024, but the tensors have 7\n"
 
 
-def test_params_refuses_in_one_line(tmp_path: Path, tiny_checkpoint: Path, run: Run) -> None:
+def test_params_reports_an_unusable_checkpoint_in_one_line(tmp_path: Path, tiny_checkpoint: Path, run: Run) -> None:
     code, _, err = run("params", "--checkpoint", tmp_path / "none")
     assert code == 1
     assert err.startswith(f"kvasir inspect params: {tmp_path / 'none'}: no such directory")
@@ -156,8 +156,8 @@ def test_params_refuses_in_one_line(tmp_path: Path, tiny_checkpoint: Path, run: 
     )
 
 
-def test_the_largest_sizes_that_are_allowed_are_counted(tmp_path: Path, run: Run) -> None:
-    """Figures in MB are fractions, which have bounds that whole numbers have not."""
+def test_the_largest_allowed_sizes_are_counted(tmp_path: Path, run: Run) -> None:
+    """Sizes in MB are floats, which could overflow."""
     directory = save_tiny_checkpoint(tmp_path / "tiny")
     values = json.loads((directory / CONFIG_FILE).read_text())
     sizes = ("vocab_size", "max_context_length", "hidden_size", "num_heads", "num_kv_heads", "mlp_size")

@@ -1,4 +1,4 @@
-"""`kvasir inspect attention`: words on stdout, a picture, and one line where it cannot be."""
+"""`kvasir inspect attention`: summary, picture, and one-line errors."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ PROMPT = "the theatre in an inn"
 
 @pytest.fixture
 def run(tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command on the tiny model: exit code, stdout, stderr."""
+    """Run the command on the tiny model. Returns exit code, stdout and stderr."""
 
     def run_attention(*argv: object) -> tuple[int, str, str]:
         code = main(["inspect", "attention", "--checkpoint", str(tiny_checkpoint), *map(str, argv)])
@@ -23,7 +23,7 @@ def run(tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     return run_attention
 
 
-def test_draws_and_tells(run: Run, tmp_path: Path) -> None:
+def test_summary_and_picture_of_all_heads(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "attention.png"
     code, told, err = run("--prompt", PROMPT, "--layer", 1, "--head", "all", "--out", out)
     assert (code, err) == (0, "")
@@ -33,13 +33,13 @@ def test_draws_and_tells(run: Run, tmp_path: Path) -> None:
     assert told.rstrip().endswith(f"wrote {out}")
 
 
-def test_one_head_without_a_picture(run: Run) -> None:
+def test_summary_of_one_head_without_picture(run: Run) -> None:
     code, told, _ = run("--prompt", "a", "--layer", 0, "--head", 3)
     assert code == 0
     assert told == "layer 0, head 3; the last 1 of 1 tokens\n    0  a  a 100 %\n"
 
 
-def test_text_of_any_kind(run: Run, tmp_path: Path) -> None:
+def test_prompts_of_any_characters(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "a.svg"
     code, told, _ = run("--prompt", "\x01\n你🦊\u202e $x$", "--layer", 0, "--out", out)
     assert code == 0
@@ -70,7 +70,7 @@ def test_text_of_any_kind(run: Run, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_refuses_in_one_line(
+def test_invalid_arguments_cause_a_one_line_error(
     run: Run, argv: tuple[object, ...], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -79,7 +79,7 @@ def test_refuses_in_one_line(
     assert err == f"kvasir inspect attention: {complaint}\n"
 
 
-def test_a_picture_without_matplotlib_is_refused_at_once(
+def test_a_picture_without_matplotlib_is_rejected_at_once(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -90,14 +90,14 @@ def test_a_picture_without_matplotlib_is_refused_at_once(
     )
 
 
-def test_a_directory_is_no_picture(run: Run, tmp_path: Path) -> None:
+def test_a_directory_as_picture_path_is_rejected(run: Run, tmp_path: Path) -> None:
     (tmp_path / "a.png").mkdir()
     code, _, err = run("--prompt", PROMPT, "--layer", 0, "--out", tmp_path / "a.png")
     assert code == 2
     assert err == f"kvasir inspect attention: --out {tmp_path / 'a.png'}: is a directory; choose another path\n"
 
 
-def test_a_checkpoint_that_is_none(run: Run, tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_reported(run: Run, tmp_path: Path) -> None:
     code, _, err = run("--prompt", PROMPT, "--layer", 0, "--checkpoint", tmp_path / "none")
     assert code == 1
     assert err.count("\n") == 1

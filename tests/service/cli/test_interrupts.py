@@ -1,4 +1,4 @@
-"""Ctrl-C while a command is imported: exit code 130, and not a word."""
+"""Ctrl-C during imports: exit code 130 without output."""
 
 import os
 import subprocess
@@ -51,7 +51,7 @@ def test_an_interrupt_while_importing_ends_quietly(command: str, module: str, tm
     assert EXIT_CODE == 130
 
 
-def test_where_interrupts_are_ignored_they_stay_so(tmp_path: Path) -> None:
+def test_ignored_interrupts_stay_ignored(tmp_path: Path) -> None:
     """As in background jobs of a shell."""
     environment = interrupting_environment(tmp_path, "service.config.settings")
     done = run("tokenize", environment, "sh", "-c", 'trap "" INT; exec "$@"', "sh")
@@ -59,6 +59,6 @@ def test_where_interrupts_are_ignored_they_stay_so(tmp_path: Path) -> None:
     assert "1 is begin-of-text" in done.stdout
 
 
-def test_the_program_begins_there() -> None:
+def test_the_entry_point_is_the_main_module() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"kvasir": f"{main.__module__}:{main.__name__}"}

@@ -1,4 +1,4 @@
-"""The table of commands, and what each costs to start."""
+"""The table of commands, their errors and imports."""
 
 import importlib.metadata
 import io
@@ -52,7 +52,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def without_extras(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command in an environment like the CPU image's, without what serving does not need."""
+    """Run a command without the optional packages, as in the CPU image."""
     command = [sys.executable, "-c", WITHOUT_EXTRAS, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
@@ -83,7 +83,7 @@ EVERY = [[name] for name in COMMANDS] + [["inspect", look] for look in LOOKS]
 
 @pytest.mark.parametrize("words", EVERY, ids=" ".join)
 def test_an_unusable_flag_is_one_line_and_exit_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Told before torch is imported, which takes seconds."""
+    """The error comes before torch is imported, which takes seconds."""
     needed = ["--checkpoint", "none"] if words == ["bench"] else []  # argparse asks for what is needed first
     code = "import sys; from service.cli.main import main; sys.exit(main(sys.argv[1:]) + ('torch' in sys.modules))"
     done = subprocess.run(
@@ -122,8 +122,8 @@ def test_tokenize_prints_tokens_or_ids(tiny_checkpoint: Path, capsys: pytest.Cap
     assert lines[-1].startswith(f"{len(ids)} tokens, 6 bytes")
 
 
-def test_tokenize_counts_what_the_service_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    """The mark that begins a prompt is among the tokens, unless it is left out."""
+def test_tokenize_counts_the_begin_of_text_token_as_the_service_does(capsys: pytest.CaptureFixture[str]) -> None:
+    """The begin-of-text token is included, except with --no-begin."""
     shipped = ["tokenize", "--checkpoint", str(SHIPPED), "--text", "The dog"]
     assert main([*shipped, "--ids-only"]) == main([*shipped, "--ids-only", "--no-begin"]) == 0
     begun, plain = (line.split() for line in capsys.readouterr().out.splitlines())
@@ -132,7 +132,7 @@ def test_tokenize_counts_what_the_service_counts(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{len(begun)} tokens (1 is begin-of-text), 7 bytes")
 
 
-def test_what_is_off_has_no_second_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_switch_that_is_off_by_default_has_no_negative_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["tokenize", "--help"])
     shown = capsys.readouterr().out
@@ -141,7 +141,7 @@ def test_what_is_off_has_no_second_flag(capsys: pytest.CaptureFixture[str]) -> N
     assert "False" not in shown
 
 
-def test_tokenize_refuses_bytes_that_are_no_text(
+def test_tokenize_rejects_invalid_utf8(
     tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
@@ -158,7 +158,7 @@ def test_tokenize_refuses_bytes_that_are_no_text(
         ("LRU_CACHE_CAPACITY", "64"),
     ],
 )
-def test_what_torchs_libraries_read_is_set_unless_it_is_already(
+def test_torch_library_variables_are_set_unless_present(
     name: str, usual: str, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for given, wanted in ((None, usual), ("1000", "1000")):
@@ -180,7 +180,7 @@ def test_what_torchs_libraries_read_is_set_unless_it_is_already(
         "service.api.app",
     ],
 )
-def test_only_what_computes_imports_torch(module: str) -> None:
+def test_modules_without_model_computation_do_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

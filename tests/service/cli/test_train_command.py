@@ -1,4 +1,4 @@
-"""`kvasir train`: what its flags make of a recipe."""
+"""`kvasir train --config`: flags override the recipe."""
 
 import re
 import signal
@@ -20,7 +20,7 @@ RECIPE = Path(__file__).parents[3] / "model" / "training" / "configs" / "attenti
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[TrainConfig, RunSettings]]:
-    """What the command would have trained."""
+    """Record the training runs instead of training."""
     runs: list[tuple[TrainConfig, RunSettings]] = []
 
     def record(
@@ -45,14 +45,14 @@ def run(*flags: str) -> int:
     return main(["train", *recipe, "--out", "out", "--device", "cpu", "--threads", threads, *flags])
 
 
-def test_without_flags_it_is_the_recipe(started: list[tuple[TrainConfig, RunSettings]]) -> None:
+def test_without_flags_the_recipe_applies(started: list[tuple[TrainConfig, RunSettings]]) -> None:
     assert run() == 0
     ((config, settings),) = started
     assert (config.seed, config.steps, config.warmup_steps, config.decay_steps) == (1, 600, 50, 200)
     assert (settings.attention, settings.run_directory) == ("sdpa", Path("runs/attention-alibi"))
 
 
-def test_flags_replace_the_recipes(started: list[tuple[TrainConfig, RunSettings]]) -> None:
+def test_flags_override_the_recipe(started: list[tuple[TrainConfig, RunSettings]]) -> None:
     assert run("--seed", "7", "--steps", "60", "--attention", "eager", "--no-compile", "--precision", "float32") == 0
     ((config, settings),) = started
     assert (config.seed, config.steps, config.warmup_steps, config.decay_steps) == (7, 60, 15, 20)
@@ -72,7 +72,7 @@ def test_conversations_are_shortened_with_the_rest(
 
 
 @pytest.mark.parametrize("flags", [("--seed", "-1"), ("--attention", "flash"), ("--steps", "0")])
-def test_what_is_not_understood_is_refused(
+def test_invalid_flags_are_rejected(
     started: list[tuple[TrainConfig, RunSettings]], flags: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(*flags) == 2
@@ -91,7 +91,7 @@ def test_what_is_not_understood_is_refused(
         ("runs/tiny/state/out", "runs/tiny", "is used by the run for its saved state; choose another directory\n"),
     ],
 )
-def test_the_result_goes_elsewhere_than_the_run(
+def test_the_output_directory_may_not_overlap_the_run_directory(
     started: list[tuple[TrainConfig, RunSettings]],
     tmp_path: Path,
     out: str,
@@ -140,7 +140,7 @@ def own_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "recipes" / "own.toml"
 
 
-def test_a_missing_text_is_told_of_before_a_directory_is_made(
+def test_a_missing_text_is_reported_before_a_directory_is_created(
     own_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = own_recipe.parent / ".." / "recipes" / "own.toml"
@@ -152,7 +152,7 @@ def test_a_missing_text_is_told_of_before_a_directory_is_made(
     assert [path.name for path in tmp_path.iterdir()] == ["recipes"]
 
 
-def test_the_start_says_where_it_saves_itself(
+def test_the_start_message_names_the_run_directory(
     own_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (own_recipe.parent / "text.txt").write_text("The fox ran from the dog. " * 100)
@@ -162,7 +162,7 @@ def test_the_start_says_where_it_saves_itself(
     assert capsys.readouterr().out.startswith(f"training tales on cpu in float32: {where}\n")
 
 
-def test_a_text_too_small_for_its_vocabulary_is_told_of_at_once(
+def test_a_text_too_small_for_its_vocabulary_is_reported_at_once(
     own_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (own_recipe.parent / "text.txt").write_text("The fox ran from the dog. " * 100)
@@ -178,7 +178,7 @@ def test_a_text_too_small_for_its_vocabulary_is_told_of_at_once(
     assert run(*flags, "--no-compile", "--precision", "float32") == 0
 
 
-def test_a_recipe_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_recipe_is_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     assert run("--config", "nope.toml") == 1
     said = capsys.readouterr().err
@@ -209,7 +209,7 @@ ODD: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_values_are_one_line_before_anything_is_trained(
+def test_invalid_recipe_values_cause_a_one_line_error_before_training(
     started: list[tuple[TrainConfig, RunSettings]], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said, message = ODD[name]
@@ -233,7 +233,7 @@ def test_odd_values_are_one_line_before_anything_is_trained(
         (MemoryError(), "out of memory; if memory ran out, lower batch_size or the model's sizes"),
     ],
 )
-def test_what_the_machine_cannot_hold_is_one_line(
+def test_a_model_that_exceeds_memory_causes_a_one_line_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, line: str
 ) -> None:
     def refuse(*arguments: object) -> bool:

@@ -76,7 +76,7 @@ def losses(run_directory: Path) -> list[float]:
     return [line["loss"] for line in log]
 
 
-def test_an_attempt_that_led_to_nothing_takes_no_time_from_the_next(
+def test_a_failed_attempt_uses_no_time_of_the_next_attempt(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "_seconds_since_start", lambda: 600.0)
@@ -87,14 +87,14 @@ def test_an_attempt_that_led_to_nothing_takes_no_time_from_the_next(
     assert json.loads((here / "runs" / "mine" / "clock.json").read_text()) < 540
 
 
-def test_a_run_inside_its_directory_of_texts_goes_on(here: Path) -> None:
+def test_a_run_directory_inside_the_corpus_directory_resumes(here: Path) -> None:
     for steps in ("1", "2"):
         assert run("--corpus", ".", "--stop-after", steps) == 0
     assert len(losses(here / "runs" / "mine")) == 2
 
 
 @pytest.mark.slow
-def test_killed_and_interrupted_it_goes_on_to_what_its_recipe_describes(here: Path) -> None:
+def test_a_killed_and_interrupted_run_resumes_to_the_end_of_its_recipe(here: Path) -> None:
     process = start(here)
     read_until(process, "text: ")
     process.send_signal(signal.SIGINT)  # while it learns words
@@ -142,7 +142,7 @@ def test_killed_and_interrupted_it_goes_on_to_what_its_recipe_describes(here: Pa
 
 
 @pytest.mark.slow
-def test_the_end_says_how_to_talk_to_it_and_a_second_time_too(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_prints_the_commands_to_use_the_model(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run() == 0
     out = capfd.readouterr().out
     config = load_train_config(here / "runs" / "mine" / "recipe.toml")
@@ -180,7 +180,7 @@ def test_the_end_says_how_to_talk_to_it_and_a_second_time_too(here: Path, capfd:
 
 
 @pytest.mark.slow
-def test_another_text_is_not_gone_on_with(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_not_resumed_with_another_text(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run("--stop-after", "3") == 0
     assert capfd.readouterr().out.endswith("saved in runs/mine; run the same command again to continue\n")
     (here / "my.txt").write_text(TALES[24_000:50_000])
@@ -198,7 +198,7 @@ def test_another_text_is_not_gone_on_with(here: Path, capfd: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
-def test_a_full_disk_costs_what_came_after_the_last_save(
+def test_a_full_disk_keeps_the_last_save(
     here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--stop-after", "3") == 0
@@ -224,7 +224,7 @@ def test_a_full_disk_costs_what_came_after_the_last_save(
 
 @pytest.fixture
 def wishes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[user_run.Wish, RunSettings]]:
-    """What the command would have trained."""
+    """Record the training runs instead of training."""
     asked: list[tuple[user_run.Wish, RunSettings]] = []
 
     def record(wish: user_run.Wish, settings: RunSettings, *_: object) -> bool:
@@ -236,7 +236,7 @@ def wishes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[user_run.Wish, RunSett
     return asked
 
 
-def test_what_is_not_said_is_chosen(wishes: list[tuple[user_run.Wish, RunSettings]]) -> None:
+def test_defaults_of_a_run_on_own_text(wishes: list[tuple[user_run.Wish, RunSettings]]) -> None:
     assert main(["train", "--corpus", "a.txt", "--corpus", "b.jsonl", "--out", "checkpoints/My tales!"]) == 0
     ((wish, settings),) = wishes
     assert wish.corpora == (Path("a.txt"), Path("b.jsonl"))
@@ -277,7 +277,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_makes_no_sense_is_refused(
+def test_contradicting_flags_are_rejected(
     wishes: list[tuple[user_run.Wish, RunSettings]], what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given, message = REFUSED[what]
@@ -288,26 +288,26 @@ def test_what_makes_no_sense_is_refused(
     assert wishes == []
 
 
-def test_what_is_no_text_is_told_before_anything_is_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_text_is_reported_before_anything_is_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "my.txt").write_bytes(b"\x89PNG")
     assert run() == 1
     assert capsys.readouterr().err == "kvasir train: my.txt: not text but a PNG picture; give plain text in UTF-8\n"
     assert [path.name for path in here.iterdir()] == ["my.txt"]
 
 
-def test_too_few_minutes_are_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_minutes_are_reported(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--minutes", "0.01") == 1
     assert "too few --minutes: " in capsys.readouterr().err
 
 
-def test_the_run_of_a_recipe_is_left_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_run_directory_of_a_recipe_is_not_reused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "runs" / "mine" / "state").mkdir(parents=True)
     assert run() == 1
     said = "kvasir train: runs/mine: holds a run with its own recipe; choose another --out or --run-directory\n"
     assert capsys.readouterr().err == said
 
 
-def test_a_directory_of_other_things_is_not_written_to(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_with_other_files_is_not_written_to(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "out" / "mine").mkdir(parents=True)
     (here / "out" / "mine" / "letter.txt").write_text("dear")
     assert run() == 1

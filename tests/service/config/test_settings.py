@@ -1,4 +1,4 @@
-"""Flags, variables, defaults; one line for what cannot be used."""
+"""Settings from flags, variables and defaults; one-line errors."""
 
 import math
 from pathlib import Path
@@ -7,15 +7,17 @@ import pytest
 
 from model.attention.backends import ATTENTION_BACKENDS
 from model.checkpoint.manifest import read_manifest
-from service.config.command_settings import EvalSettings, TokenizeSettings, TrainSettings
-from service.config.default_checkpoint import find_default_checkpoint
 from service.config.flags import is_secret, variable_of
 from service.config.settings import (
+    EvalSettings,
     GenerateSettings,
     ServeSettings,
     SettingsError,
+    TokenizeSettings,
+    TrainSettings,
     context_length,
     effective_values,
+    find_default_checkpoint,
     read_settings,
 )
 from service.protocol.completions import MAX_PROMPTS
@@ -148,7 +150,7 @@ def test_every_flag_of_the_contract_is_read() -> None:
         (("--checkpoint", "c", "--max-batched-tokens", "8"), "--max-batched-tokens 8 is under --max-num-running 64"),
     ],
 )
-def test_what_cannot_be_used_is_named_in_one_line(argv: tuple[str, ...], said: str) -> None:
+def test_an_invalid_setting_is_named_in_one_line(argv: tuple[str, ...], said: str) -> None:
     with pytest.raises(SettingsError) as caught:
         read(*argv)
     assert said in str(caught.value)
@@ -166,11 +168,11 @@ def place(root: Path) -> Path:
 def test_without_a_checkpoint_the_shipped_model_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the working directory, else beside the package, and in one line; a flag or a variable wins."""
+    """The working directory comes first, then the package; a flag or a variable takes precedence."""
     here, package = tmp_path / "here", tmp_path / "package"
     here.mkdir()
     monkeypatch.chdir(here)
-    monkeypatch.setattr("service.config.default_checkpoint._PACKAGE_ROOT", package)
+    monkeypatch.setattr("service.config.settings._PACKAGE_ROOT", package)
     with pytest.raises(SettingsError, match=r"^--checkpoint is needed \(or KVASIR_CHECKPOINT\)$"):
         read()
     beside = place(package)
@@ -198,7 +200,7 @@ def test_the_shipped_model_is_beside_an_editable_install(tmp_path: Path, monkeyp
     assert read_manifest(found).name == "kvasir-9m"
 
 
-def test_what_is_empty_is_not_shown() -> None:
+def test_an_empty_value_is_not_quoted() -> None:
     with pytest.raises(SettingsError) as caught:
         read_settings(GenerateSettings, ["--checkpoint", "c", "--prompt", ""], command="generate", summary="")
     assert str(caught.value) == "--prompt: must not be empty"
@@ -219,7 +221,7 @@ def test_an_origin_is_what_browsers_send(origin: str) -> None:
     assert read("--checkpoint", "c", "--cors-origins", "https://A.b:8/").cors_origins == ("https://a.b:8",)
 
 
-def test_the_bound_of_prompts_is_that_of_the_contract() -> None:
+def test_the_limit_of_prompts_equals_the_protocols_limit() -> None:
     (bound,) = [rule.le for rule in ServeSettings.model_fields["max_prompts"].metadata if hasattr(rule, "le")]
     assert bound == ServeSettings.model_fields["max_prompts"].default == MAX_PROMPTS
 
@@ -230,7 +232,9 @@ def test_a_bad_variable_is_named_as_a_variable(monkeypatch: pytest.MonkeyPatch) 
         read("--checkpoint", "c")
 
 
-def test_a_misspelt_variable_is_warned_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_variable_causes_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("KVASIR_PROT", "1")
     monkeypatch.setenv("KVASIR_TEMPERATURE", "1")  # a setting of another command
     read("--checkpoint", "c")
@@ -279,14 +283,16 @@ def test_effective_values_have_a_line_each() -> None:
         ("0.5", 2**19),
     ],
 )
-def test_sizes_take_units_and_are_mebibytes_without(text: str, num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_have_units_and_are_mebibytes_without_a_unit(
+    text: str, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert read("--checkpoint", "c", "--kv-cache-memory", text).kv_cache_memory == num_bytes
     monkeypatch.setenv("KVASIR_KV_CACHE_MEMORY", text)
     assert read("--checkpoint", "c").kv_cache_memory == num_bytes
 
 
 @pytest.mark.parametrize("text", ["5Q", "M", "-3", "1e3", "512Mbit", "2G!", "2 G B", "i", "inf", "9" * 5000, "٣M", ""])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_an_invalid_size_is_rejected(text: str) -> None:
     with pytest.raises(SettingsError, match=r"--kv-cache-memory: must be auto, or a size such as 512MiB, 2GiB or 1.5G"):
         read("--checkpoint", "c", "--kv-cache-memory", text)
 
@@ -314,7 +320,7 @@ def test_effective_sizes_are_readable() -> None:
     assert ["max_body_size", "2.0MiB"] in lines
 
 
-def test_a_context_is_the_models_or_shorter(tiny_checkpoint: Path) -> None:
+def test_the_context_length_is_at_most_the_models(tiny_checkpoint: Path) -> None:
     config = read_manifest(tiny_checkpoint).config
     for asked, length in (("auto", 256), ("256", 256), ("10", 10)):
         assert context_length(read("--checkpoint", "c", "--max-context-length", asked), config) == length
@@ -328,7 +334,7 @@ def test_the_help_of_a_recipe_asks_for_a_file(capsys: pytest.CaptureFixture[str]
     assert "--config FILE" in capsys.readouterr().out
 
 
-def test_the_help_of_generate_says_whose_default_wins(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_generate_names_the_checkpoints_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         read_settings(GenerateSettings, ["--help"], command="generate", summary="Generate.")
     said = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What a field wants is said in its own words, and with its place."""
+"""Validation messages name the field and its expected value."""
 
 import json
 from typing import Any

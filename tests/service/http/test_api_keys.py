@@ -1,4 +1,4 @@
-"""Keys from files and variables; what is wrong with them, said without telling one."""
+"""API keys from files and variables, and errors that never quote a key."""
 
 import hmac
 import logging
@@ -31,7 +31,7 @@ def in_file(directory: Path, text: str) -> ApiKeys:
     return read("--api-keys-file", str(path))
 
 
-def test_a_file_has_a_key_a_line(tmp_path: Path) -> None:
+def test_a_key_file_has_one_key_per_line(tmp_path: Path) -> None:
     keys = in_file(tmp_path, f"# who may\n\nalice: {ALICE}\n  bob  {BOB}   # until May\nci.bot@x:{ALICE}2\n")
     assert list(keys.digests) == ["alice", "bob", "ci.bot@x"]
     for name, key in (("alice", ALICE), ("bob", BOB), ("ci.bot@x", ALICE + "2")):
@@ -49,7 +49,7 @@ def test_variables_hold_keys_and_add_to_the_file(tmp_path: Path, monkeypatch: py
     assert list(in_file(tmp_path, f"carol: {ALICE}3\n").digests) == ["carol", "alice", "bob", "default"]
 
 
-def test_without_a_key_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_keys_no_request_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not read()
     monkeypatch.setenv("KVASIR_API_KEYS", "")
     assert not read()
@@ -69,7 +69,7 @@ def test_without_a_key_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         ("alice: sk-secret\nbob: sk-secret\n", "alice and bob have the same API key"),
     ],
 )
-def test_a_bad_file_is_named_and_no_key_told(tmp_path: Path, text: str, said: str) -> None:
+def test_an_invalid_key_source_is_named_without_quoting_a_key(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(SettingsError) as caught:
         in_file(tmp_path, text)
     assert said in str(caught.value)
@@ -84,7 +84,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
             read("--api-keys-file", str(tmp_path / name))
 
 
-def test_what_is_unwise_is_warned_of(tmp_path: Path) -> None:
+def test_insecure_keys_cause_warnings(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"alice: {ALICE}\nbob: short\n")
     path.chmod(0o644)
@@ -93,7 +93,7 @@ def test_what_is_unwise_is_warned_of(tmp_path: Path) -> None:
     assert short == "the API key of bob has under 16 characters and may be guessed; use a longer key"
 
 
-def test_every_digest_is_compared_whichever_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_digest_is_compared_for_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = ApiKeys({name: api_keys.hashlib.sha256(name.encode()).digest() for name in "abcd"})
     compared: list[bytes] = []
     compare_digest = hmac.compare_digest

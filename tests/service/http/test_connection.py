@@ -1,4 +1,4 @@
-"""How long a request's head may be, before it is whole and after."""
+"""Size limits of a request's head, complete or not."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def talk(*chunks: bytes, to: ASGIApp = app) -> Wire:
-    """Send chunk by chunk, and let what is asked be answered."""
+    """Send the chunks one by one, and wait for the responses."""
 
     async def run() -> Wire:
         protocol, wire = connect(to, ServerState())
@@ -76,7 +76,7 @@ def test_a_head_is_bounded(request_head: bytes, answer: int, piece: int) -> None
         assert error["code"] == ("head_too_large" if answer == 431 else "invalid_request")
 
 
-def test_requests_that_wait_in_line_are_not_one_long_head() -> None:
+def test_pipelined_requests_are_not_counted_as_one_head() -> None:
     body = b"x" * 100_000
     one = head().replace(b"length: 5", b"length: 100000")
     for chunks in (
@@ -90,7 +90,7 @@ def test_requests_that_wait_in_line_are_not_one_long_head() -> None:
 
 
 @pytest.mark.parametrize("beginning", [b"GET /" + b"a" * 10, b"GET / HTTP/1.1\r\na: ", b"GET / HTTP/1.1\r\na"])
-def test_a_head_without_an_end_is_cut_off(beginning: bytes) -> None:
+def test_a_head_without_end_is_rejected(beginning: bytes) -> None:
     wire = talk(beginning, *[b"x" * 10_000] * 100)
     assert (status(wire), wire.is_closed) == (431, True)
 
@@ -111,15 +111,15 @@ def test_the_next_request_of_a_connection_is_bounded_too() -> None:
 
 
 @pytest.mark.parametrize("offer", [b"", b"connection: upgrade\r\nupgrade: h2c\r\n", b"connection: keep-alive\r\n"])
-def test_http_1_0_gets_no_chunks_and_the_end_of_the_connection(offer: bytes) -> None:
-    """A client of that version would take the sizes of chunks for the text."""
+def test_http_1_0_gets_no_chunked_encoding_and_connection_close(offer: bytes) -> None:
+    """A client of HTTP/1.0 would read chunk sizes as part of the body."""
     wire = talk(b"POST / HTTP/1.0\r\n" + offer + b"content-length: 5\r\nexpect: 100-continue\r\n\r\n12345")
     fields, _, body = wire.written.partition(b"\r\n\r\n")
     assert fields.splitlines() == [b"HTTP/1.1 200 OK", b"connection: close"]
     assert (body, wire.is_closed) == (b"5", True)
 
 
-def test_an_answer_of_known_length_says_it_in_any_version() -> None:
+def test_a_response_of_known_length_has_content_length_in_any_version() -> None:
     async def known(scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"Content-Length", b"4")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -133,7 +133,7 @@ def test_an_answer_of_known_length_says_it_in_any_version() -> None:
 
 
 @pytest.mark.parametrize("name", ["Host", "content-encoding", "Idempotency-Key", "last-event-id", "x-request-timeout"])
-def test_a_field_that_says_two_things_is_refused(name: str) -> None:
+def test_a_single_value_header_that_occurs_twice_is_rejected(name: str) -> None:
     fields = [f"{name}: identity", f"{name.upper()}: identity"]
     assert status(talk(head(*fields[: name != "Host"]) + b"12345")) == 200
     wire = talk(head(*fields) + b"12345")
@@ -142,5 +142,5 @@ def test_a_field_that_says_two_things_is_refused(name: str) -> None:
     assert (error["message"], error["param"]) == (f"{name.lower()} came twice; send it once", name.lower())
 
 
-def test_a_field_of_many_values_may_come_twice() -> None:
+def test_a_list_header_may_occur_twice() -> None:
     assert status(talk(head("x-forwarded-for: a", "x-forwarded-for: b", "a: b", "a: c") + b"12345")) == 200

@@ -1,4 +1,4 @@
-"""Clients that let us wait, that ask for much at once, or whose words could be read in two ways."""
+"""Slow clients, pipelined requests, and ambiguous framing."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ POST = b"POST / HTTP/1.1\r\nhost: a\r\n"
 
 
 class App:
-    """Answers with what it was sent. An answer waits for `go`; `ended` counts the clients that left before it."""
+    """Echo application. A response waits for `go`; `ended` counts disconnects before the response."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
@@ -79,7 +79,7 @@ async def until(condition: Callable[[], object]) -> None:
         (POST + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n", b"408"),
     ],
 )
-def test_nobody_waits_for_ever_for_a_request(sent: bytes, status: bytes) -> None:
+def test_an_incomplete_request_times_out(sent: bytes, status: bytes) -> None:
     refused: list[ApiError] = []
 
     async def scene(app: App, state: ServerState) -> None:
@@ -97,7 +97,7 @@ def test_nobody_waits_for_ever_for_a_request(sent: bytes, status: bytes) -> None
     assert [error.status for error in refused] == ([408] if status else [])
 
 
-def test_empty_lines_do_not_keep_a_connection() -> None:
+def test_empty_lines_do_not_extend_the_timeout() -> None:
     async def scene(app: App, state: ServerState) -> None:
         protocol, wire = connect(app, state, limits=QUICK)
         protocol.data_received(GET)
@@ -112,8 +112,8 @@ def test_empty_lines_do_not_keep_a_connection() -> None:
     run(scene)
 
 
-def test_a_long_body_has_more_time_but_not_for_ever() -> None:
-    """10 kB are worth a second; what comes beyond the largest body is worth nothing."""
+def test_a_long_body_gets_more_time_up_to_a_limit() -> None:
+    """Each 10 kB add one second; bytes beyond the largest body add none."""
     limits = ConnectionLimits(client_seconds=0.05, max_body_bytes=1)
 
     async def scene(app: App, state: ServerState) -> None:
@@ -127,7 +127,7 @@ def test_a_long_body_has_more_time_but_not_for_ever() -> None:
     run(scene)
 
 
-def test_who_waits_for_us_is_not_cut_off() -> None:
+def test_a_client_that_waits_for_a_response_is_not_disconnected() -> None:
     async def scene(app: App, state: ServerState) -> None:
         app.go.clear()
         waiting, wire = connect(app, state, limits=QUICK)
@@ -143,8 +143,8 @@ def test_who_waits_for_us_is_not_cut_off() -> None:
 
 
 @pytest.mark.parametrize("is_closing", [False, True])
-def test_who_takes_nothing_is_cut_off(is_closing: bool) -> None:
-    """As long as a client takes something it is served; the last bytes of an answer count, too."""
+def test_a_client_that_reads_nothing_is_disconnected(is_closing: bool) -> None:
+    """A client that reads slowly is served; the limit also holds for a response's last bytes."""
 
     async def scene(app: App, state: ServerState) -> None:
         protocol, wire = connect(app, state, limits=QUICK)
@@ -159,7 +159,7 @@ def test_who_takes_nothing_is_cut_off(is_closing: bool) -> None:
     run(scene)
 
 
-def test_one_connection_more_ends_the_one_that_is_idle_longest() -> None:
+def test_a_connection_over_the_limit_closes_the_longest_idle_connection() -> None:
     limits = ConnectionLimits(max_connections=2, client_seconds=1000.0)
 
     async def scene(app: App, state: ServerState) -> None:
@@ -183,8 +183,8 @@ def test_one_connection_more_ends_the_one_that_is_idle_longest() -> None:
     run(scene)
 
 
-def test_all_requests_of_a_lost_connection_learn_it() -> None:
-    """The first one would go on computing for a client that sent another and left."""
+def test_a_lost_connection_disconnects_all_its_requests() -> None:
+    """uvicorn alone disconnects only the last pipelined request."""
 
     async def scene(app: App, state: ServerState) -> None:
         app.go.clear()
@@ -197,8 +197,8 @@ def test_all_requests_of_a_lost_connection_learn_it() -> None:
     run(scene)
 
 
-def test_reading_pauses_while_much_waits_to_be_parsed() -> None:
-    """Any number of requests is served, and the memory that they take before is bounded."""
+def test_reading_pauses_while_many_unparsed_bytes_wait() -> None:
+    """Any number of pipelined requests is served in bounded memory."""
     number = MAX_AHEAD_BYTES // len(GET) + 100
 
     async def scene(app: App, state: ServerState) -> None:
@@ -226,8 +226,8 @@ def test_reading_pauses_while_much_waits_to_be_parsed() -> None:
         (POST + b"content-length: 5\r\n\r\nab", b"408"),
     ],
 )
-def test_a_refusal_comes_after_the_answers_to_the_requests_before(wrong: bytes, status: bytes) -> None:
-    """It would else be read as the answer to one of them."""
+def test_an_error_is_sent_after_the_responses_to_earlier_requests(wrong: bytes, status: bytes) -> None:
+    """The client would otherwise read the error as the response to an earlier request."""
 
     async def scene(app: App, state: ServerState) -> None:
         app.go.clear()
@@ -255,7 +255,7 @@ def test_a_refusal_comes_after_the_answers_to_the_requests_before(wrong: bytes, 
         (b"transfer-encoding: chunked\r\n", b"1\r\no\r\n" * 100_000 + b"0\r\n\r\n", b"200"),
     ],
 )
-def test_a_body_is_framed_in_one_way_and_at_bounded_cost(fields: bytes, body: bytes, status: bytes) -> None:
+def test_ambiguous_or_costly_body_framing_is_rejected(fields: bytes, body: bytes, status: bytes) -> None:
     async def scene(app: App, state: ServerState) -> None:
         protocol, wire = connect(app, state, limits=PATIENT)
         for start in range(0, len(sent := POST + fields + b"\r\n" + body), 50_000):
@@ -266,7 +266,7 @@ def test_a_body_is_framed_in_one_way_and_at_bounded_cost(fields: bytes, body: by
     run(scene)
 
 
-def test_fields_after_a_body_are_not_the_heads() -> None:
+def test_trailer_fields_are_not_header_fields() -> None:
     async def scene(app: App, state: ServerState) -> None:
         protocol, _ = connect(app, state, limits=PATIENT)
         chunked = b"transfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\nauthorization: Bearer x\r\n\r\n"
@@ -279,8 +279,8 @@ def test_fields_after_a_body_are_not_the_heads() -> None:
 
 @pytest.mark.parametrize("cut", [10, 60, 1000])
 @pytest.mark.parametrize("protocol_name", [b"h2c", b"websocket"])
-def test_an_offer_of_another_protocol_is_passed_over(protocol_name: bytes, cut: int) -> None:
-    """Java's client offers HTTP/2 with the first request, and sends its body all the same."""
+def test_an_upgrade_offer_is_ignored(protocol_name: bytes, cut: int) -> None:
+    """Java's client offers HTTP/2 with its first request and sends the body as HTTP/1.1."""
     offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: " + protocol_name + b"\r\ncontent-length: 2\r\n\r\nok"
 
     async def scene(app: App, state: ServerState) -> None:

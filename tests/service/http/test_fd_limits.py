@@ -3,7 +3,7 @@
 import pytest
 
 from service.config.settings import SettingsError
-from service.http.fd_limits import RESERVED, limit_connections
+from service.http.connection import RESERVED_FILES, limit_connections
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def test_connections_fit_the_limit_of_open_files(
 
 
 def test_a_limit_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda _: (RESERVED + 15, RESERVED + 15))
+    monkeypatch.setattr("resource.getrlimit", lambda _: (RESERVED_FILES + 15, RESERVED_FILES + 15))
     monkeypatch.setattr("resource.setrlimit", lambda *_: None)
     with pytest.raises(SettingsError, match=r"only 79 files .* raise the limit \(ulimit -n\) to 1064"):
         limit_connections(1000)

@@ -1,4 +1,4 @@
-"""Clients that close their sending side, or leave, over real sockets: the kernel alone tells the two apart."""
+"""Half-closed and closed connections over real sockets, which only the kernel can distinguish."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -64,10 +64,8 @@ def loop_factory(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 @pytest.mark.parametrize("is_slow", [False, True])
-def test_a_client_that_has_closed_its_sending_side_gets_its_answer(
-    version: bytes, is_slow: bool, loop_factory: Any
-) -> None:
-    """The bytes that are sent ahead are those of the answer: nothing is added to it."""
+def test_a_half_closed_client_gets_its_response(version: bytes, is_slow: bool, loop_factory: Any) -> None:
+    """The probe bytes are the beginning of the response."""
 
     async def scene(client: Client) -> None:
         if is_slow:
@@ -87,8 +85,8 @@ def test_a_client_that_has_closed_its_sending_side_gets_its_answer(
 
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-def test_a_client_that_leaves_ends_its_request(version: bytes, loop_factory: Any) -> None:
-    """Nothing was sent to it before, so that its host says no more than that it sends no more."""
+def test_a_closed_connection_ends_its_request(version: bytes, loop_factory: Any) -> None:
+    """The server has sent no byte before, so TCP reports only the FIN."""
 
     async def scene(client: Client) -> None:
         client.app.go.clear()
@@ -100,7 +98,7 @@ def test_a_client_that_leaves_ends_its_request(version: bytes, loop_factory: Any
     run(scene, loop_factory)
 
 
-def test_a_client_that_leaves_after_it_has_closed_its_sending_side_ends_its_request() -> None:
+def test_a_half_closed_connection_that_closes_ends_its_request() -> None:
     async def scene(client: Client) -> None:
         client.app.go.clear()
         await client.send(post(b"story"))
@@ -112,8 +110,8 @@ def test_a_client_that_leaves_after_it_has_closed_its_sending_side_ends_its_requ
     run(scene)
 
 
-def test_a_request_without_its_end_is_no_request(loop_factory: Any) -> None:
-    """Those before it are answered."""
+def test_an_incomplete_request_of_a_half_closed_client_is_dropped(loop_factory: Any) -> None:
+    """The complete requests before the incomplete request get responses."""
 
     async def scene(client: Client) -> None:
         client.app.go.clear()
@@ -129,8 +127,8 @@ def test_a_request_without_its_end_is_no_request(loop_factory: Any) -> None:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_any_number_of_requests_is_answered_in_turn(ends: bool, loop_factory: Any) -> None:
-    """More than are read ahead, from a client that reads its answers only when all is sent."""
+def test_any_number_of_pipelined_requests_is_answered_in_order(ends: bool, loop_factory: Any) -> None:
+    """The client sends more than the read-ahead limit before it reads a response."""
     number = 2 * MAX_AHEAD_BYTES // len(post(b"0000"))
 
     async def scene(client: Client) -> None:

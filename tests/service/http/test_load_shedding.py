@@ -1,4 +1,4 @@
-"""A full server refuses what it has not read, and only what has no chance."""
+"""Load shedding: a full server rejects requests by their headers."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from service.admission.queue_policy import QueuePolicy
 from service.api.app import Frontend
-from service.http.load_shedding import ROUTES, LoadShedding
+from service.http.middleware import SHED_ROUTES, LoadShedding
 from service.ipc.shared_state import Lifecycle, Phase
 from service.protocol.errors import Overloaded
 from tests.service.echo import EchoChannel
@@ -18,13 +18,15 @@ WAITS = {"prompt": "a", "max_tokens": 2}
 
 @pytest.fixture
 def full(frontend: Frontend) -> None:
-    """Nothing finds room but what belongs to others."""
+    """Fill the queue for the test client's tenant."""
     frontend._admission.admit([1, 1, 1, 1], QueuePolicy(tenant="address testclient"))
 
 
 @pytest.mark.usefixtures("full")
-@pytest.mark.parametrize("path", sorted(ROUTES))
-def test_what_has_no_chance_is_refused_unread(client: TestClient, frontend: Frontend, path: str) -> None:
+@pytest.mark.parametrize("path", sorted(SHED_ROUTES))
+def test_a_request_that_cannot_be_admitted_is_rejected_unread(
+    client: TestClient, frontend: Frontend, path: str
+) -> None:
     answer = client.post(path, content=b"this is not JSON", headers={"x-request-id": "mine"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
     assert int(answer.headers["retry-after"]) >= 1
@@ -44,12 +46,12 @@ def test_what_has_no_chance_is_refused_unread(client: TestClient, frontend: Fron
         (b"{", {"content-encoding": "gzip"}),
     ],
 )
-def test_what_may_have_a_chance_is_read(client: TestClient, body: bytes, headers: dict[str, str]) -> None:
+def test_a_request_that_headers_cannot_judge_is_read(client: TestClient, body: bytes, headers: dict[str, str]) -> None:
     answer = client.post("/v1/completions", content=body, headers=headers)
     assert answer.status_code in (400, 415)
 
 
-def test_a_body_that_comes_in_parts_goes_to_its_route_whole() -> None:
+def test_a_body_in_several_parts_reaches_its_route() -> None:
     messages: list[Message] = [
         {"type": "http.request", "body": part, "more_body": part != b"c"} for part in (b"a", b"b", b"c")
     ]
@@ -69,26 +71,24 @@ def test_a_body_that_comes_in_parts_goes_to_its_route_whole() -> None:
         raise AssertionError(message)
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-    asyncio.run(LoadShedding(app, refuse=refuse, count=lambda error: None)(scope, receive, send))
+    asyncio.run(LoadShedding(app, reject=refuse, count=lambda error: None)(scope, receive, send))
     assert [message["body"] for message in read] == [b"a", b"b", b"c"]
 
 
 @pytest.mark.usefixtures("full")
-def test_other_routes_and_methods_are_not_asked(client: TestClient) -> None:
+def test_other_routes_and_methods_are_not_shed(client: TestClient) -> None:
     assert client.get("/v1/models").status_code == 200
     assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200
     assert client.get("/v1/completions").status_code == 405
 
 
-def test_where_there_is_room_everything_is_served(client: TestClient, queue: EchoChannel) -> None:
+def test_no_request_is_shed_while_there_is_capacity(client: TestClient, queue: EchoChannel) -> None:
     assert client.post("/v1/completions", json=WAITS).status_code == 200
     assert client.post("/v1/completions", json={**WAITS, "stream": True}).status_code == 200
     assert len(queue.submits) == 2
 
 
-def test_a_timeout_that_is_none_and_a_server_that_drains_are_told_unread(
-    client: TestClient, lifecycle: Lifecycle
-) -> None:
+def test_an_invalid_timeout_and_a_draining_server_are_reported_unread(client: TestClient, lifecycle: Lifecycle) -> None:
     answer = client.post("/v1/completions", content=b"{", headers={"x-request-timeout": "soon"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-request-timeout")
     lifecycle.enter(Phase.DRAINING)

@@ -1,11 +1,12 @@
-"""What surrounds a request: ids, bounded bodies, errors in one shape."""
+"""Request ids, body limits, and the error format."""
 
 import pytest
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 from starlette.testclient import TestClient
 
-from service.http.request_io import RequestId, install_error_handlers, json_response, read_body
+from service.http.middleware import RequestId
+from service.http.request_io import install_error_handlers, json_response, read_body
 from service.protocol.errors import ApiError, InvalidRequest
 
 
@@ -39,7 +40,9 @@ def test_a_body_within_the_limit_is_read(client: TestClient) -> None:
     assert client.post("/size", content=b"x" * 1000).json() == {"size": 1000}
 
 
-def test_a_body_over_the_limit_is_refused_announced_or_not(client: TestClient, counted: list[ApiError]) -> None:
+def test_a_body_over_the_limit_is_rejected_with_or_without_content_length(
+    client: TestClient, counted: list[ApiError]
+) -> None:
     def chunks() -> object:
         yield from [b"x" * 400] * 3
 
@@ -70,13 +73,13 @@ def test_every_error_has_openais_shape(client: TestClient, method: str, path: st
         assert response.headers["allow"] == "POST"
 
 
-def test_a_request_id_is_echoed_or_made(client: TestClient) -> None:
+def test_a_request_id_is_echoed_or_generated(client: TestClient) -> None:
     assert client.get("/refuse", headers={"x-request-id": "abc-1.2:3"}).headers["x-request-id"] == "abc-1.2:3"
     made = {client.get("/nowhere").headers["x-request-id"] for _ in range(2)}
     assert len(made) == 2
 
 
 @pytest.mark.parametrize("bad", ["", "a b", "x" * 129, "ü", "<script>"])
-def test_an_id_that_is_not_fit_for_a_header_or_a_log_is_replaced(client: TestClient, bad: str) -> None:
+def test_an_unsafe_request_id_is_replaced(client: TestClient, bad: str) -> None:
     given = client.get("/refuse", headers={"x-request-id": bad.encode()}).headers["x-request-id"]
     assert given.startswith("req-")

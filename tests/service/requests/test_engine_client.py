@@ -1,4 +1,4 @@
-"""Who gets which event, and how a request ends."""
+"""Engine client: delivery of events, and the ends of requests."""
 
 import asyncio
 from typing import Any
@@ -46,7 +46,7 @@ def test_admission_sees_each_sequence_wait_run_and_end() -> None:
     assert desk.sent[-1] == Cancel(uid="b")
 
 
-def test_admission_goes_by_the_engines_limit_until_another_worker_says_hello(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_admission_uses_the_engines_running_limit_until_a_new_worker_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk()
     limits: list[int | None] = []
     monkeypatch.setattr(desk.admission, "limit_running", limits.append)
@@ -55,14 +55,14 @@ def test_admission_goes_by_the_engines_limit_until_another_worker_says_hello(mon
     assert limits == [1, None]
 
 
-def test_what_is_not_admitted_is_not_kept() -> None:
+def test_a_rejected_request_leaves_no_state() -> None:
     desk = Desk(waiting=0)
     with pytest.raises(Overloaded):
         desk.open(*(make_choice(uid, index=i) for i, uid in enumerate("abc")))
     assert (desk.engine_client.num_requests, desk.engine_client.num_choices, desk.sent) == (0, 0, [])
 
 
-def test_what_cannot_be_submitted_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_cannot_be_sent_leaves_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk()
 
     def send(commands: object) -> None:
@@ -75,7 +75,7 @@ def test_what_cannot_be_submitted_leaves_nothing_open(monkeypatch: pytest.Monkey
     assert (desk.admission.num_sequences, desk.admission.num_waiting_tokens) == (0, 0)
 
 
-def test_closing_cancels_only_what_is_unfinished() -> None:
+def test_closing_a_request_cancels_only_its_unfinished_choices() -> None:
     desk = Desk()
     request = desk.open(make_choice("a"))
     desk.engine_client.receive([make_delta("a", ids=(1,), finish=make_finish())])
@@ -86,7 +86,7 @@ def test_closing_cancels_only_what_is_unfinished() -> None:
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])
-def test_an_engine_that_gives_up_fails_the_request_after_what_came_before(reason: FinishReason) -> None:
+def test_a_failed_sequence_fails_the_request_after_its_earlier_deltas(reason: FinishReason) -> None:
     async def test() -> None:
         desk = Desk()
         request = desk.open(make_choice("a"))
@@ -100,7 +100,7 @@ def test_an_engine_that_gives_up_fails_the_request_after_what_came_before(reason
     run(test)
 
 
-def test_an_event_out_of_order_fails_the_request() -> None:
+def test_a_delta_out_of_order_fails_the_request() -> None:
     async def test() -> None:
         desk = Desk()
         request = desk.open(make_choice("a"))
@@ -111,7 +111,7 @@ def test_an_event_out_of_order_fails_the_request() -> None:
     run(test)
 
 
-def test_a_failure_after_tokens_that_nobody_was_told_is_told_as_what_it_is() -> None:
+def test_a_failure_after_unsent_tokens_is_reported_as_an_engine_failure() -> None:
     async def test() -> None:
         desk = Desk()
         request = desk.open(make_choice("a"))
@@ -132,7 +132,7 @@ def test_a_failure_after_tokens_that_nobody_was_told_is_told_as_what_it_is() -> 
         ({}, "structured_outputs.grammar"),
     ],
 )
-def test_a_request_that_left_no_token_to_draw_is_told_so_and_not_to_try_again(params: Any, param: str) -> None:
+def test_a_request_whose_rules_allow_no_token_gets_400_with_the_parameter(params: Any, param: str) -> None:
     async def test() -> None:
         desk = Desk()
         choice = make_choice("a", **params)
@@ -149,7 +149,7 @@ def test_a_request_that_left_no_token_to_draw_is_told_so_and_not_to_try_again(pa
     run(test)
 
 
-def test_a_client_that_has_gone_hears_no_more() -> None:
+def test_a_disconnected_client_gets_no_more_deltas() -> None:
     async def test() -> None:
         desk = Desk()
         request = desk.open(make_choice("a"))
@@ -161,7 +161,7 @@ def test_a_client_that_has_gone_hears_no_more() -> None:
     run(test)
 
 
-def test_only_silent_requests_are_poked() -> None:
+def test_only_silent_requests_are_woken() -> None:
     async def test() -> None:
         desk = Desk()
         silent, lively = desk.open(make_choice("a")), desk.open(make_choice("b"))
@@ -191,7 +191,7 @@ def test_fail_all_ends_every_request_with_the_first_error_it_had() -> None:
     run(test)
 
 
-def test_a_request_expires_in_the_queue_and_a_begun_one_only_where_the_worker_hangs() -> None:
+def test_a_waiting_request_expires_and_a_begun_request_expires_only_if_the_worker_hangs() -> None:
     async def test() -> None:
         desk = Desk()
         terms = QueuePolicy(timeout_seconds=5.0)
@@ -215,7 +215,7 @@ def test_a_request_expires_in_the_queue_and_a_begun_one_only_where_the_worker_ha
     run(test)
 
 
-def test_what_the_next_worker_has_not_begun_expires_again_in_the_queue() -> None:
+def test_a_replayed_request_expires_in_the_queue_of_the_new_worker() -> None:
     desk = Desk()
     request = make_request(make_choice("a"))
     request.terms = QueuePolicy(timeout_seconds=5.0)

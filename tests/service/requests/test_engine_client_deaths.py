@@ -1,4 +1,4 @@
-"""Requests whose worker dies: replay, and trials of those that may have killed it."""
+"""Replay after the death of a worker, and trials of possible poison requests."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ from tests.service.desk import Desk, run, texts
 from tests.service.sequences import make_choice, make_delta, make_finish, make_hello, make_request
 
 
-def test_a_hello_at_the_first_start_resubmits_nothing() -> None:
+def test_the_first_worker_gets_no_resubmission() -> None:
     desk = Desk()
     desk.open(make_choice("a"))
     desk.engine_client.receive([make_hello(0)])
@@ -21,7 +21,7 @@ def test_a_hello_at_the_first_start_resubmits_nothing() -> None:
     assert len(desk.hellos) == 1
 
 
-def test_a_new_worker_gets_everything_unfinished_with_the_tokens_so_far_in_order_of_arrival() -> None:
+def test_a_new_worker_gets_all_unfinished_work_in_arrival_order_with_the_tokens_so_far() -> None:
     async def test() -> None:
         desk = Desk()
         requests = [desk.open(make_choice(f"r{i}")) for i in range(5)]
@@ -45,8 +45,8 @@ def test_a_new_worker_gets_everything_unfinished_with_the_tokens_so_far_in_order
     run(test)
 
 
-def test_what_is_submitted_again_is_the_same_work() -> None:
-    """Its place in the queue, its cache and its rules; the tokens so far count as drawn."""
+def test_a_resubmission_differs_only_in_attempt_and_prior_tokens() -> None:
+    """Priority, cache salt, arrival time and parameters stay the same."""
     desk = Desk()
     choice = make_choice("a", frequency_penalty=1.0, bad_word_ids=((5, 6),), logprobs=0)
     choice.submit = msgspec.structs.replace(choice.submit, priority=-4, cache_salt="mine", arrival_seconds=3.0)
@@ -61,20 +61,20 @@ def test_what_is_submitted_again_is_the_same_work() -> None:
 
 
 def begin(desk: Desk, *uids: str) -> None:
-    """The worker begins with what it was given last."""
+    """Report that the worker has begun the last attempt of each uid."""
     attempts = {submit.uid: submit.attempt for submit in desk.submits()}
     desk.engine_client.receive([Started(uid=uid, attempt=attempts[uid]) for uid in uids])
 
 
 def sent_after(desk: Desk, epoch: int) -> list[str]:
-    """What a new worker is given at once."""
+    """Return the uids that a new worker gets at once."""
     before = len(desk.submits())
     desk.engine_client.receive([make_hello(epoch)])
     return [submit.uid for submit in desk.submits()[before:]]
 
 
 def sent_since(desk: Desk, before: int) -> list[str]:
-    """Commands in their order: a uid for a submission."""
+    """Return the commands sent since `before`: a submission as its uid."""
     return [name_of(command) for command in desk.sent[before:]]
 
 
@@ -87,7 +87,7 @@ def tell(desk: Desk, uid: str, index: int = 0) -> None:
     desk.engine_client.receive([make_delta(uid, index=index, ids=(1,), attempt=attempts[uid])])
 
 
-def test_deaths_are_nobodys_fault_whose_computation_had_not_begun() -> None:
+def test_a_request_that_had_not_begun_gets_no_strike() -> None:
     desk = Desk()
     request = desk.open(make_choice("a"))
     for epoch in range(1, 9):
@@ -95,7 +95,7 @@ def test_deaths_are_nobodys_fault_whose_computation_had_not_begun() -> None:
     assert not request.has_failed
 
 
-def test_deaths_after_a_token_are_nobodys_fault() -> None:
+def test_a_request_that_made_progress_gets_no_strike() -> None:
     desk = Desk()
     request = desk.open(make_choice("a"))
     for epoch in range(1, 9):
@@ -105,7 +105,7 @@ def test_deaths_after_a_token_are_nobodys_fault() -> None:
     assert not request.has_failed
 
 
-def test_a_request_that_kills_three_workers_fails_alone_and_is_not_to_be_repeated(
+def test_a_request_that_kills_three_workers_fails_alone_without_retry(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def test() -> None:
@@ -132,7 +132,7 @@ def test_a_request_that_kills_three_workers_fails_alone_and_is_not_to_be_repeate
     assert caplog.messages == ["a request (key mallory, p) ends with an error: it killed several workers"]
 
 
-def test_suspects_are_tried_one_by_one_and_leave_the_worker_when_cleared() -> None:
+def test_poison_candidates_run_alone_in_turn_and_leave_the_worker_after_progress() -> None:
     desk = Desk()
     for uid in "abc":
         desk.open(make_choice(uid))
@@ -152,7 +152,7 @@ def test_suspects_are_tried_one_by_one_and_leave_the_worker_when_cleared() -> No
     assert desk.submits()[-1].prior_token_ids == (1,), "a goes on after the token of its trial"
 
 
-def test_a_suspect_whose_client_leaves_makes_room_for_the_next() -> None:
+def test_the_next_poison_candidate_runs_after_a_client_disconnects() -> None:
     desk = Desk()
     first, _ = desk.open(make_choice("a")), desk.open(make_choice("b"))
     for epoch in (1, 2):
@@ -163,7 +163,7 @@ def test_a_suspect_whose_client_leaves_makes_room_for_the_next() -> None:
     assert sent_since(desk, before) == ["cancel a", "b"]
 
 
-def test_no_request_is_condemned_while_another_may_be_guilty() -> None:
+def test_no_request_fails_while_two_requests_explain_the_crash() -> None:
     desk = Desk()
     requests = [desk.open(make_choice(uid)) for uid in "ab"]
     for epoch in (1, 2):
@@ -176,7 +176,7 @@ def test_no_request_is_condemned_while_another_may_be_guilty() -> None:
     assert not any(request.has_failed for request in requests)
 
 
-def test_while_a_suspect_is_tried_nothing_else_runs_or_begins() -> None:
+def test_no_other_work_runs_during_a_trial() -> None:
     desk = Desk()
     poison, waiting, leaving = (desk.open(make_choice(uid)) for uid in ("p", "waiting", "leaving"))
     running = desk.open(make_choice("running"))
@@ -196,16 +196,16 @@ def test_while_a_suspect_is_tried_nothing_else_runs_or_begins() -> None:
 def submit_query(desk: Desk, uid: str) -> InflightQuery:
     look = AttentionQuery(uid=uid, token_ids=(1, 2), layer=0, heads=(0,))
     answer = asyncio.get_running_loop().create_future()
-    live = InflightQuery(look=look, arrival_seconds=0.0, terms=QueuePolicy(), answer=answer)
+    live = InflightQuery(submit=look, arrival_seconds=0.0, terms=QueuePolicy(), answer=answer)
     desk.engine_client.submit_query(live)
     return live
 
 
 def begin_look(desk: Desk, live: InflightQuery) -> None:
-    desk.engine_client.receive([Started(uid=live.look.uid, attempt=live.look.attempt)])
+    desk.engine_client.receive([Started(uid=live.submit.uid, attempt=live.submit.attempt)])
 
 
-def test_an_innocent_look_that_meets_two_deaths_is_tried_alone_and_answered() -> None:
+def test_an_attention_query_with_two_strikes_runs_alone_and_gets_its_result() -> None:
     async def test() -> None:
         desk = Desk()
         desk.open(make_choice("s"))
@@ -222,14 +222,14 @@ def test_an_innocent_look_that_meets_two_deaths_is_tried_alone_and_answered() ->
         begin_look(desk, look)
         desk.engine_client.receive([AttentionResult(uid="look", weights=b"", compute_seconds=0.0)])
         assert sent_since(desk, before) == ["s", "new"]
-        assert look.is_answered
-        desk.engine_client.cancel_query(look)
+        assert look.answer.done()
+        desk.engine_client.close(look)
         assert sent_since(desk, before) == ["s", "new"], "nothing is left to cancel"
 
     run(test)
 
 
-def test_a_look_that_kills_three_workers_the_last_one_alone_is_the_poison() -> None:
+def test_an_attention_query_that_crashes_its_trial_is_the_poison_request() -> None:
     async def test() -> None:
         desk = Desk()
         request, look = desk.open(make_choice("a")), submit_query(desk, "look")
@@ -253,7 +253,7 @@ def test_a_look_that_kills_three_workers_the_last_one_alone_is_the_poison() -> N
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-def test_who_waited_for_a_suspect_goes_on_when_it_is_cleared_or_gone(is_told: bool) -> None:
+def test_held_work_is_sent_after_the_trial_ends(is_told: bool) -> None:
     desk = Desk()
     suspect, _ = desk.open(make_choice("s")), desk.open(make_choice("a"))
     for epoch in (1, 2):
@@ -271,7 +271,7 @@ def test_who_waited_for_a_suspect_goes_on_when_it_is_cleared_or_gone(is_told: bo
     assert desk.submits()[-1].uid == "c"
 
 
-def test_what_an_old_worker_began_does_not_count_against_the_new_attempt() -> None:
+def test_a_start_reported_by_an_old_worker_is_ignored() -> None:
     desk = Desk()
     request = desk.open(make_choice("a"))
     for epoch in range(1, 6):
@@ -284,7 +284,7 @@ def _logprob(token_id: int) -> TokenLogprob:
     return TokenLogprob(token_id=token_id, logprob=-1.0, rank=1, top=())
 
 
-def test_prompt_logprobs_are_asked_for_again_only_if_they_were_incomplete() -> None:
+def test_incomplete_prompt_logprobs_are_requested_again() -> None:
     desk = Desk()
     whole, part = make_choice("w", prompt_logprobs=0), make_choice("p", prompt_logprobs=0)
     desk.open(whole)

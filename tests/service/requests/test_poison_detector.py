@@ -1,4 +1,4 @@
-"""Strikes, trials and verdicts, in exact sequences."""
+"""Strikes and trials of the poison request detector, in exact sequences."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def look(uid: str) -> AttentionQuery:
 
 
 class Bench:
-    """A detector, and the worker that computes what it is given."""
+    """A detector and a worker that computes the work it gets."""
 
     def __init__(self, *uids: str) -> None:
         self.detector = PoisonRequestDetector()
@@ -22,20 +22,17 @@ class Bench:
     def admit(self, *uids: str) -> list[str]:
         """Offer work; looks have names that begin with "look". Returns what the worker is given."""
         work = [look(uid) if uid.startswith("look") else make_submit(uid) for uid in uids]
-        return [each.uid for each in self.detector.admit(work)]
+        return [each.uid for each in self.detector.release(work)]
 
     def start(self, *uids: str) -> None:
         for uid in uids:
             self.detector.record_start(uid)
 
-    def release(self) -> list[str]:
-        return [each.uid for each in self.detector.release()]
-
     def crash(self) -> str | None:
         """Returns the poison. `given` is what the next worker gets at once."""
         poison = self.detector.record_crash()
         self.live.pop(poison or "", None)
-        self.given = self.admit(*self.live) + self.release()
+        self.given = self.admit(*self.live)
         return poison
 
 
@@ -48,7 +45,7 @@ def crashed_twice(*uids: str) -> Bench:
 
 
 @pytest.mark.parametrize("uid", ["completion", "look"])
-def test_the_third_strike_alone_convicts(uid: str) -> None:
+def test_a_crash_during_a_trial_identifies_the_poison_request(uid: str) -> None:
     bench = Bench(uid, "other")
     bench.start(uid)
     assert bench.crash() is None
@@ -63,7 +60,7 @@ def test_the_third_strike_alone_convicts(uid: str) -> None:
     assert bench.crash() is None
 
 
-def test_a_death_while_a_suspect_waits_is_not_its_fault() -> None:
+def test_a_crash_before_a_trial_starts_adds_no_strike() -> None:
     bench = crashed_twice("a")
     for _ in range(5):
         assert bench.crash() is None, "the worker had not begun it"
@@ -82,34 +79,33 @@ def test_progress_removes_strikes() -> None:
         assert bench.given == ["a", "b"]
 
 
-def test_each_suspect_is_tried_alone_before_any_other_work() -> None:
+def test_each_suspect_runs_alone_before_any_other_work() -> None:
     bench = crashed_twice("a", "look", "b")
     assert bench.given == ["a"]
     bench.start("a")
     assert bench.detector.record_progress("a"), "a must leave the worker"
-    assert bench.admit("a") == []
-    assert bench.release() == ["look"]
-    assert bench.release() == [], "one at a time"
+    assert bench.admit("a") == ["look"]
+    assert bench.admit() == [], "one at a time"
     bench.start("look")
     bench.detector.forget("look")  # answered
-    assert bench.release() == ["b"]
+    assert bench.admit() == ["b"]
     bench.start("b")
     assert not bench.detector.record_progress("b"), "the last suspect may go on"
-    assert bench.release() == ["a"]
+    assert bench.admit() == ["a"]
     assert bench.admit("c") == ["c"]
     assert bench.detector.is_empty
 
 
-def test_a_crash_that_has_two_explanations_convicts_no_request() -> None:
+def test_a_crash_with_two_running_requests_identifies_no_poison_request() -> None:
     bench = crashed_twice("a", "b")
     bench.start("a", "b")
     assert bench.crash() is None
 
 
-def test_a_suspect_that_ends_makes_room() -> None:
+def test_a_suspect_that_ends_needs_no_trial() -> None:
     bench = crashed_twice("a", "b")
     bench.detector.forget("b")
     bench.detector.forget("a")
-    assert bench.release() == []
+    assert bench.admit() == []
     assert bench.detector.is_empty
     assert bench.admit("c") == ["c"]

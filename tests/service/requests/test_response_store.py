@@ -1,4 +1,4 @@
-"""Answers that outlive a connection: resumed by event id, repeated by key."""
+"""Buffered responses: resumed by event id, repeated by idempotency key."""
 
 import asyncio
 from typing import Any
@@ -12,7 +12,7 @@ from service.protocol.responses import KEEP_ALIVE, encode_event
 from tests.service.recorded import Client, Events, Kept, gives, never, settle
 
 
-def test_a_lost_stream_goes_on_after_the_event_that_was_seen_last() -> None:
+def test_a_lost_stream_resumes_after_the_last_event_id() -> None:
     async def scenario() -> None:
         async with Kept() as kept:
             stream, first = Events(6), Client(accept="text/event-stream")
@@ -41,7 +41,7 @@ def test_a_lost_stream_goes_on_after_the_event_that_was_seen_last() -> None:
     asyncio.run(scenario())
 
 
-def test_a_retry_under_the_same_key_does_not_begin_anew_while_it_runs_or_after() -> None:
+def test_a_retry_under_the_same_key_is_not_generated_twice() -> None:
     async def scenario() -> None:
         async with Kept() as kept:
             stream = Events(3)
@@ -59,7 +59,7 @@ def test_a_retry_under_the_same_key_does_not_begin_anew_while_it_runs_or_after()
     asyncio.run(scenario())
 
 
-def test_a_body_is_repeated_byte_for_byte() -> None:
+def test_a_json_response_is_repeated_byte_for_byte() -> None:
     async def scenario() -> None:
         async with Kept() as kept:
             clients = [Client(idempotency_key="k"), Client(idempotency_key="k")]
@@ -72,7 +72,7 @@ def test_a_body_is_repeated_byte_for_byte() -> None:
     asyncio.run(scenario())
 
 
-def test_requests_that_ask_for_nothing_of_this_are_answered_as_ever() -> None:
+def test_a_request_without_key_or_event_stream_is_not_buffered() -> None:
     async def scenario() -> None:
         async with Kept() as kept, Kept(keep_seconds=0.0) as off:
             for client, among in (
@@ -110,7 +110,7 @@ def test_requests_that_ask_for_nothing_of_this_are_answered_as_ever() -> None:
         ({"last_event_id": "ID/0", "body": b"", "path": "/v1/chat/completions"}, InvalidRequest),
     ],
 )
-def test_what_does_not_fit_is_refused(client: dict[str, Any], error: type[ApiError]) -> None:
+def test_a_key_or_event_id_of_another_request_is_rejected(client: dict[str, Any], error: type[ApiError]) -> None:
     async def scenario() -> None:
         async with Kept() as kept:
             stream, first = Events(2), Client(idempotency_key="k")
@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_refused(client: dict[str, Any], error: type[ApiErr
     asyncio.run(scenario())
 
 
-def test_keys_are_their_owners() -> None:
+def test_idempotency_keys_are_separate_for_each_api_key() -> None:
     async def scenario() -> None:
         async with Kept() as kept:
             for name in ("ann", "bob"):
@@ -138,7 +138,7 @@ def test_keys_are_their_owners() -> None:
     asyncio.run(scenario())
 
 
-def test_signs_of_life_pass_and_are_not_kept() -> None:
+def test_keep_alive_comments_are_sent_and_not_buffered() -> None:
     class Slow(Events):
         async def _deliver(self, send: Send) -> None:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

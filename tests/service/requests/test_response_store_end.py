@@ -1,4 +1,4 @@
-"""What is not kept of an answer, and when it is let go of: errors, absence, too much of it."""
+"""Responses that are not buffered or are dropped: errors, expiry, memory limits."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -10,7 +10,7 @@ from starlette.types import Send
 
 from service.protocol.errors import EngineFailed, ResponseGone
 from service.protocol.responses import encode_event
-from service.requests import response_buffer, response_store
+from service.requests import response_store
 from tests.service.recorded import Client, Events, Kept, gives, never, settle
 
 
@@ -23,13 +23,13 @@ def fails_after(gate: asyncio.Event) -> Callable[[], Coroutine[Any, Any, Respons
 
 
 async def is_made_anew(kept: Kept, key: str = "k") -> None:
-    """A request under that key gets nothing that was made before."""
+    """Check that a request under the key gets a new response."""
     again = Client(idempotency_key=key)
     await again.ask(kept.all, gives(Response(b"anew")))
     assert again.received == b"anew"
 
 
-def test_an_error_is_told_to_everybody_who_waits_and_not_kept() -> None:
+def test_an_error_reaches_all_readers_and_is_not_kept() -> None:
     async def scenario() -> None:
         async with Kept() as kept:
             gate = asyncio.Event()
@@ -45,7 +45,7 @@ def test_an_error_is_told_to_everybody_who_waits_and_not_kept() -> None:
     asyncio.run(scenario())
 
 
-def test_an_error_that_nobody_was_there_to_hear_is_not_kept_either() -> None:
+def test_an_error_without_readers_is_not_kept() -> None:
     async def scenario() -> None:
         async with Kept() as kept:
             gate = asyncio.Event()
@@ -61,7 +61,7 @@ def test_an_error_that_nobody_was_there_to_hear_is_not_kept_either() -> None:
     asyncio.run(scenario())
 
 
-def test_a_stream_that_ended_with_an_error_is_not_repeated() -> None:
+def test_a_stream_that_ends_with_an_error_is_not_repeated() -> None:
     class Broken(Events):
         async def _deliver(self, send: Send) -> None:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -79,7 +79,7 @@ def test_a_stream_that_ended_with_an_error_is_not_repeated() -> None:
     asyncio.run(scenario())
 
 
-def test_who_does_not_come_back_in_time_is_given_up() -> None:
+def test_a_response_without_readers_expires() -> None:
     async def scenario() -> None:
         async with Kept(keep_seconds=0.01) as kept:
             stream, client = Events(2), Client(idempotency_key="k")
@@ -103,8 +103,8 @@ def test_who_does_not_come_back_in_time_is_given_up() -> None:
     asyncio.run(scenario())
 
 
-def test_memory_is_bounded_and_who_is_too_late_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_buffer, "MAX_RESPONSE_BYTES", 5_000)
+def test_buffers_are_bounded_and_a_late_reader_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_store, "MAX_RESPONSE_BYTES", 5_000)
     monkeypatch.setattr(response_store, "MAX_KEPT_BYTES", 20_000)
 
     async def scenario() -> None:
@@ -126,8 +126,8 @@ def test_memory_is_bounded_and_who_is_too_late_is_told(monkeypatch: pytest.Monke
     asyncio.run(scenario())
 
 
-def test_a_reader_that_is_left_behind_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_buffer, "MAX_RESPONSE_BYTES", 5_000)
+def test_a_reader_that_is_too_slow_gets_an_error_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_store, "MAX_RESPONSE_BYTES", 5_000)
 
     async def scenario() -> None:
         async with Kept() as kept:
@@ -152,8 +152,8 @@ def test_a_reader_that_is_left_behind_is_told(monkeypatch: pytest.MonkeyPatch) -
     asyncio.run(scenario())
 
 
-def test_what_nobody_came_for_is_waste() -> None:
-    """Three tokens an event: of a stream those behind the last event that was played to anybody."""
+def test_tokens_behind_the_last_read_event_count_as_wasted() -> None:
+    """Each event has three tokens."""
 
     async def scenario() -> None:
         async with Kept(keep_seconds=0.01) as kept:
@@ -179,7 +179,7 @@ def test_what_nobody_came_for_is_waste() -> None:
     asyncio.run(scenario())
 
 
-def test_what_came_for_nobody_before_the_end_is_waste_too() -> None:
+def test_unread_tokens_of_an_abandoned_stream_count_as_wasted() -> None:
     async def scenario() -> None:
         async with Kept(keep_seconds=0.01) as kept:
             stream, client = Events(4), Client(idempotency_key="k")

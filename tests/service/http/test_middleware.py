@@ -1,4 +1,4 @@
-"""Who may ask: keys, open routes, and pages from elsewhere."""
+"""API keys, open routes, and CORS."""
 
 import dataclasses
 import logging
@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from service.api.openapi import openapi_document
 from service.config.settings import ServeSettings
 from service.http.api_keys import read_api_keys
-from service.http.auth import middlewares
+from service.http.middleware import middlewares
 from service.http.request_io import install_error_handlers, json_response
 from service.protocol.errors import ApiError
 from tests.service.echo import EchoChannel
@@ -24,7 +24,7 @@ PAGE = "https://page.example"
 
 @dataclasses.dataclass
 class Guarded:
-    """A server with keys, and what it has counted."""
+    """A server with API keys, and its counted errors."""
 
     client: TestClient
     counted: list[ApiError]
@@ -49,7 +49,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-def test_a_key_lets_in_and_its_name_is_known() -> None:
+def test_a_known_key_is_accepted_and_its_name_stored() -> None:
     server = guarded()
     for header, name in (
         (f"Bearer {KEY}", "alice"),
@@ -77,7 +77,9 @@ def test_a_key_lets_in_and_its_name_is_known() -> None:
         [("api-key", KEY)],
     ],
 )
-def test_without_one_nobody_comes_in(headers: list[tuple[str, Any]], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_without_a_known_key_gets_401(
+    headers: list[tuple[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
     server = guarded()
     with caplog.at_level(logging.DEBUG):
         answers = [
@@ -97,7 +99,7 @@ def test_without_one_nobody_comes_in(headers: list[tuple[str, Any]], caplog: pyt
 
 
 def test_a_log_line_has_the_name_and_never_the_key(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, logger="service.http.auth"):
+    with caplog.at_level(logging.DEBUG, logger="service.http.middleware"):
         for path in ("/v1/models", "/v1/models/a%0aFORGED"):
             guarded().client.get(path, headers=bearer(KEY))
     assert "GET /v1/models: API key alice" in caplog.messages
@@ -118,7 +120,7 @@ def test_probes_and_metrics_are_open_or_closed_by_setting_and_the_page_is_open()
         assert {client.get(path, headers=bearer(KEY)).status_code for path in paths} == {200}
 
 
-def test_a_server_without_keys_asks_for_none() -> None:
+def test_a_server_without_keys_accepts_any_request() -> None:
     assert guarded(api_keys=None).client.get("/v1/models").json() == {"name": None}
 
 
@@ -134,14 +136,14 @@ def preflight(server: Guarded, origin: str) -> Any:
     return server.client.options("/v1/models", headers=headers)
 
 
-def test_no_page_from_elsewhere_may_ask_unless_it_is_named() -> None:
+def test_cors_is_off_without_allowed_origins() -> None:
     server = guarded()
     assert preflight(server, PAGE).status_code == 401
     answer = server.client.get("/v1/models", headers={**bearer(KEY), "origin": PAGE})
     assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
-def test_a_named_page_may_ask_and_read_what_it_needs() -> None:
+def test_an_allowed_origin_may_send_requests_and_read_exposed_headers() -> None:
     server = guarded(cors_origins=("https://Page.example/", "http://localhost:3000"))
     answer = preflight(server, PAGE)
     assert answer.status_code == 200
@@ -159,7 +161,7 @@ def test_a_named_page_may_ask_and_read_what_it_needs() -> None:
     assert "access-control-allow-origin" not in other.headers
 
 
-def test_every_page_may_ask_and_never_with_credentials() -> None:
+def test_any_origin_may_be_allowed_and_never_with_credentials() -> None:
     server = guarded(cors_origins=("*",))
     answer = server.client.get("/v1/models", headers={**bearer(KEY), "origin": PAGE, "cookie": "a=b"})
     assert answer.headers["access-control-allow-origin"] == "*"
@@ -175,7 +177,7 @@ def settings(tiny_checkpoint: Path) -> ServeSettings:
     return ServeSettings(checkpoint=tiny_checkpoint, api_keys=f"alice: {KEY}", model_alias=("gpt-x",), max_prompts=2)
 
 
-def test_every_route_that_documents_a_401_asks_for_a_key(client: TestClient, queue: EchoChannel) -> None:
+def test_every_route_that_documents_a_401_needs_a_key(client: TestClient, queue: EchoChannel) -> None:
     paths = openapi_document()["paths"]
     documented = {path for path, operations in paths.items() for o in operations.values() if "401" in o["responses"]}
     assert documented == {path for path, o in paths.items() for each in o.values() if "security" in each}

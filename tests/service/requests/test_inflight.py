@@ -1,4 +1,4 @@
-"""What is kept for a client that reads more slowly than its answer is made."""
+"""Backlog of a client that reads more slowly than its response is generated."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ import pytest
 
 from service.ipc.messages import Cancel, TokenLogprob
 from service.protocol.errors import ClientGone
-from service.requests.backlog import MAX_BACKLOG_BYTES, delta_bytes
+from service.requests.inflight import MAX_BACKLOG_BYTES, delta_bytes
 from tests.service.desk import Desk
 from tests.service.sequences import make_choice, make_delta
 
@@ -14,13 +14,13 @@ TOP = tuple((number, -1.0) for number in range(20))
 SCORES = (TokenLogprob(token_id=1, logprob=-1.0, rank=1, top=TOP),)
 
 
-def test_more_text_and_more_scores_are_more() -> None:
+def test_delta_bytes_grow_with_text_and_logprobs() -> None:
     plain, long = make_delta(ids=(1,), text="a"), make_delta(ids=(1,), text="a" * 1000)
     scored, scores = make_delta(ids=(1,), logprobs=SCORES), make_delta(ids=(1,), prompt_logprobs=SCORES * 100)
     assert 0 < delta_bytes(plain) < delta_bytes(scored) < delta_bytes(long) < delta_bytes(scores)
 
 
-def test_who_is_too_far_behind_is_given_up_and_costs_nothing_more() -> None:
+def test_a_client_over_the_backlog_limit_loses_its_request() -> None:
     async def test() -> None:
         desk = Desk()
         request, other = desk.open(make_choice("a"), make_choice("b", index=1)), desk.open(make_choice("c"))
@@ -40,7 +40,7 @@ def test_who_is_too_far_behind_is_given_up_and_costs_nothing_more() -> None:
     asyncio.run(test())
 
 
-def test_who_reads_along_may_have_any_length() -> None:
+def test_a_client_that_keeps_up_may_get_any_amount() -> None:
     async def test() -> None:
         desk = Desk()
         request = desk.open(make_choice("a"))
