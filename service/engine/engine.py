@@ -14,6 +14,7 @@ from model.nn.transformer import Transformer
 from model.sampling.params import SamplingParams
 from model.tokenizer.interface import Tokenizer
 from service.engine.detokenizer import Detokenizer
+from service.engine.execution.cuda_graphs import Capture
 from service.engine.execution.embedding_pooling import Pool
 from service.engine.execution.grammar_masks import Grammars
 from service.engine.execution.model_runner import ModelRunner, Runner, StepOutputs
@@ -52,6 +53,7 @@ class Engine:
         tokenizer: the model's tokenizer.
         config: sizes and budgets.
         runner: computes the steps; None for a `ModelRunner` of the model.
+        capture: captures the decode steps of a new `ModelRunner` as CUDA graphs; None for no graphs.
         looks_ahead: launch a step before the previous step's tokens are read, see
             `service.engine.scheduling.lookahead`; None: if the runner is asynchronous.
         clock: time in seconds for sequences and steps; tests replace `time.monotonic`.
@@ -64,6 +66,7 @@ class Engine:
         config: EngineConfig,
         *,
         runner: Runner | None = None,
+        capture: Capture | None = None,
         looks_ahead: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -82,6 +85,10 @@ class Engine:
                 vocab_size=tokenizer.vocab_size,
                 cache_dtype=torch.float16 if config.kv_cache_dtype == "float16" else None,
             )
+            if capture is not None:
+                runner.capture_decodes(
+                    capture, max_rows=config.max_num_running, max_context_length=self._max_context_length
+                )
         self._runner = runner
         if looks_ahead is None:
             looks_ahead = runner.is_asynchronous

@@ -47,7 +47,7 @@ def engine(looks_ahead: bool, *, records: bool = False, **config: Any) -> tuple[
         model, num_blocks=values["num_blocks"], block_size=values["block_size"], vocab_size=TOKENIZER.vocab_size
     )
     if records:
-        runner.record(call_again, max_rows=8, max_context_length=64)
+        runner.capture_decodes(call_again, max_rows=8, max_context_length=64)
     return Engine(model, TOKENIZER, EngineConfig(**values), runner=runner, looks_ahead=looks_ahead), runner
 
 

@@ -254,7 +254,7 @@ def test_steps_that_are_recorded_and_launched_ahead() -> None:
         model = poisoned("paged", "float32", math.nan)
         runner = ModelRunner(model, num_blocks=60, block_size=BLOCK, vocab_size=TOKENIZER.vocab_size)
         runner._model.token_embedding.weight[POISON], kept = 0.0, runner._model.token_embedding.weight[POISON].clone()
-        runner.record(call_again, max_rows=8, max_context_length=64)
+        runner.capture_decodes(call_again, max_rows=8, max_context_length=64)
         runner._model.token_embedding.weight[POISON] = kept
         ahead = Answers(model)
         ahead.engine = Engine(model, TOKENIZER, EngineConfig(**CONFIG), runner=runner, looks_ahead=True)

@@ -1,5 +1,6 @@
 """Model runner: forward passes and sampling, with the model and the KV-cache tensors."""
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -22,6 +23,8 @@ from service.engine.execution.embedding_pooling import PooledRows
 from service.engine.execution.model_inputs import ModelInputs
 from service.engine.scheduling.step_plan import MIN_ROWS
 from service.ipc.messages import TokenLogprob
+
+logger = logging.getLogger(__name__)
 
 
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -121,7 +124,7 @@ class ModelRunner:
         self._sampled_B: Tensor | None = None  # sampled by the step launched last, on its device
 
     @torch.inference_mode()
-    def record(self, capture: Capture, *, max_rows: int, max_context_length: int) -> tuple[Bucket, ...]:
+    def capture_decodes(self, capture: Capture, *, max_rows: int, max_context_length: int) -> tuple[Bucket, ...]:
         """Capture decode steps of up to `max_rows` rows as CUDA graphs and return the captured shapes.
 
         Must be called before the first step. The attention backend must read only positions, slots and block tables,
@@ -135,7 +138,11 @@ class ModelRunner:
             block_size=self._cache.block_size,
             device=self._device,
         )
-        return self._graphs.shapes
+        shapes = self._graphs.shapes
+        logger.info(
+            "CUDA graphs captured for decode steps of up to %d sequences (%d shapes)", shapes[0].rows, len(shapes)
+        )
+        return shapes
 
     def run(self, inputs: ModelInputs) -> StepOutputs:
         """Compute a step. All sampled ids are copied to the host at once."""
