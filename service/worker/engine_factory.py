@@ -21,6 +21,7 @@ from model.nn.transformer import Transformer
 from model.system.limits import available_memory_bytes, usable_cpus
 from model.tokenizer.files import load_tokenizer
 from service.config.settings import ModelSettings, SettingsError, context_length
+from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.execution.gpu_memory import LargestStep, cache_bytes
 from service.engine.execution.gpu_setup import (
@@ -30,7 +31,6 @@ from service.engine.execution.gpu_setup import (
     choose_quantization,
     fuse_for_gpu,
 )
-from service.engine.scheduling.config import EngineConfig
 from service.worker.memory_plan import LoadedModel, MemoryPlan, ServerNeeds, plan_memory
 
 _MIB = 2**20

@@ -1,6 +1,7 @@
 """Engine settings for a GPU, tested on a CPU: memory arithmetic, choices, and disabled features."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from service.engine.execution.cuda_graphs import call_again
 from service.engine.execution.gpu_memory import DeviceMemory, LargestStep, cache_bytes
 from service.engine.execution.gpu_setup import capture_for, choose_attention, choose_quantization
 from service.engine.execution.model_inputs import ModelInputs
-from service.engine.execution.model_runner import Launched, ModelRunner
+from service.engine.execution.model_runner import ModelRunner, StepOutputs
 from service.worker import engine_factory
 from service.worker.engine_factory import build_engine
 from tests.engine.fakes import make_submit
@@ -132,7 +133,7 @@ def test_the_service_launches_ahead_where_it_is_told_to(
     launched: list[tuple[int, ...]] = []
     launch = ModelRunner.launch
 
-    def noted(runner: ModelRunner, inputs: ModelInputs) -> Launched:
+    def noted(runner: ModelRunner, inputs: ModelInputs) -> Callable[[], StepOutputs]:
         launched.append(inputs.previous_rows)
         return launch(runner, inputs)
 

@@ -1,7 +1,7 @@
 """Completions are equal with and without asynchronous scheduling, for all kinds of requests."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -10,11 +10,11 @@ from llguidance import LLMatcher
 
 from model.attention.kernel_selection import gathered, one_by_one
 from model.attention.paged import PagedAttention
+from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.execution.cuda_graphs import call_again
 from service.engine.execution.model_inputs import ModelInputs
-from service.engine.execution.model_runner import Launched, ModelRunner
-from service.engine.scheduling.config import EngineConfig
+from service.engine.execution.model_runner import ModelRunner, StepOutputs
 from service.ipc.messages import Submit, TokenDelta
 from tests.engine.fakes import make_submit
 from tests.engine.test_parity import EOS, TOKENIZER
@@ -28,7 +28,7 @@ class Counting(ModelRunner):
 
     num_launched = num_ahead = num_run = 0
 
-    def launch(self, inputs: ModelInputs) -> Launched:
+    def launch(self, inputs: ModelInputs) -> Callable[[], StepOutputs]:
         self.num_launched += 1
         self.num_ahead += bool(inputs.previous_rows)
         return super().launch(inputs)

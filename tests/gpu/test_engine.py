@@ -1,6 +1,7 @@
 """The whole engine on a CUDA device: CUDA graphs, memory, and the tokens of the reference implementation."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,12 @@ from model.checkpoint.manifest import read_manifest
 from model.nn.reference_generate import generate
 from model.nn.transformer import Transformer
 from service.config.settings import ModelSettings
+from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.execution.cuda_graphs import CudaCapture
 from service.engine.execution.gpu_memory import LargestStep, measure
 from service.engine.execution.model_inputs import ModelInputs
-from service.engine.execution.model_runner import Launched, ModelRunner
-from service.engine.scheduling.config import EngineConfig
+from service.engine.execution.model_runner import ModelRunner, StepOutputs
 from service.ipc.messages import Submit
 from service.worker.engine_factory import build_engine
 from tests.engine.fakes import make_submit
@@ -82,7 +83,7 @@ def test_steps_launched_ahead_give_the_tokens_of_the_slow_twin(monkeypatch: pyte
     ahead: list[bool] = []
     launch = ModelRunner.launch
 
-    def noted(runner: ModelRunner, inputs: ModelInputs) -> Launched:
+    def noted(runner: ModelRunner, inputs: ModelInputs) -> Callable[[], StepOutputs]:
         ahead.append(bool(inputs.previous_rows))
         return launch(runner, inputs)
 

@@ -1,7 +1,7 @@
 """Model runner: forward passes and sampling, with the model and the KV-cache tensors."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -19,8 +19,7 @@ from model.sampling.params import SamplingParams
 from model.sampling.sampler import NO_TOKEN, most_likely, sample, sample_on_device, top_logprobs
 from model.structured_output.token_masks import mask_logits
 from service.engine.execution.cuda_graphs import Bucket, Capture, DecodeGraphs, buckets
-from service.engine.execution.embedding_pooling import PooledRows
-from service.engine.execution.model_inputs import ModelInputs
+from service.engine.execution.model_inputs import ModelInputs, PooledRows
 from service.engine.scheduling.step_plan import MIN_ROWS
 from service.ipc.messages import TokenLogprob
 
@@ -46,16 +45,8 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     non_finite: frozenset[int] = frozenset()
 
 
-class Launched(Protocol):
-    """Step launched on a device, possibly still being computed."""
-
-    def read(self) -> StepOutputs:
-        """Wait for the step and return its outputs: sampled tokens and non-finite rows only."""
-        ...
-
-
 class Runner(Protocol):
-    """Interface of the engine to the computation: `ModelRunner`, or a fake in tests."""
+    """Interface of the engine to the computation: `ModelRunner`, or `service.engine.testing.FakeRunner`."""
 
     @property
     def min_rows(self) -> int:
@@ -71,10 +62,11 @@ class Runner(Protocol):
         """Compute a step and wait for its outputs."""
         ...
 
-    def launch(self, inputs: ModelInputs) -> Launched:
-        """Launch a step after all steps launched before. The step must not need rules, masks or logprobs.
+    def launch(self, inputs: ModelInputs) -> Callable[[], StepOutputs]:
+        """Launch a step after all steps launched before. Return a function that waits for the step's outputs.
 
-        The caller may overwrite the inputs once this returns. `previous_rows` refers to the step launched last.
+        The step must not need rules, masks or logprobs. The caller may overwrite the inputs once this returns.
+        `previous_rows` refers to the step launched last.
         """
         ...
 
@@ -151,12 +143,25 @@ class ModelRunner:
         with torch.inference_mode():
             return self._run(inputs)
 
-    def launch(self, inputs: ModelInputs) -> Launched:
-        """Launch a step, see `Runner.launch`."""
-        with torch.inference_mode():
-            x_TE, logits_RV = self._compute(inputs)
-            self._sampled_B = sample_on_device(logits_RV[: len(inputs.params)], inputs.params, inputs.positions)
-            return _LaunchedStep(self._sampled_B, _sums(x_TE, logits_RV, inputs.metadata.logit_rows_R))
+    @torch.inference_mode()
+    def launch(self, inputs: ModelInputs) -> Callable[[], StepOutputs]:
+        """Launch a step, see `Runner.launch`. Its ids and sums are copied to the host asynchronously."""
+        x_TE, logits_RV = self._compute(inputs)
+        self._sampled_B = sample_on_device(logits_RV[: len(inputs.params)], inputs.params, inputs.positions)
+        ids_B, sums_T = self._sampled_B, _sums(x_TE, logits_RV, inputs.metadata.logit_rows_R)
+        copied: torch.cuda.Event | None = None
+        if ids_B.is_cuda:
+            ids_B, sums_T = _pinned(ids_B), _pinned(sums_T)
+            copied = torch.cuda.Event()
+            copied.record()
+
+        def read() -> StepOutputs:
+            if copied is not None:
+                copied.synchronize()
+            non_finite = frozenset(_non_finite(sums_T))
+            return StepOutputs(token_ids=ids_B.tolist(), logprobs=[], prompt_logprobs={}, non_finite=non_finite)
+
+        return read
 
     def _compute(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Return the hidden states TE of a step, and the requested logits RV."""
@@ -244,24 +249,6 @@ class ModelRunner:
         weights_HTT = weights_of_layer(self._model, token_ids, layer=layer, cache_dtype=cache_dtype)[list(heads)]
         rows, columns = torch.tril_indices(len(token_ids), len(token_ids))
         return weights_HTT[:, rows, columns].numpy().tobytes()
-
-
-class _LaunchedStep:
-    """Sampled ids and `_sums` that are copied to the host asynchronously until `read` waits for the copies."""
-
-    def __init__(self, sampled_B: Tensor, sums_T: Tensor) -> None:
-        self._ids_B, self._sums_T, self._copied = sampled_B, sums_T, None
-        if sampled_B.is_cuda:
-            self._ids_B, self._sums_T = _pinned(sampled_B), _pinned(sums_T)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-
-    def read(self) -> StepOutputs:
-        """Wait for the copies and return the outputs, see `Launched.read`."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        non_finite = frozenset(_non_finite(self._sums_T))
-        return StepOutputs(token_ids=self._ids_B.tolist(), logprobs=[], prompt_logprobs={}, non_finite=non_finite)
 
 
 def _pinned(x: Tensor) -> Tensor:
