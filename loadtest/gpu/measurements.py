@@ -29,11 +29,11 @@ from model.gpu.quantization import choose as select_quantization
 from model.nn.linear import replace_linears_by
 from model.nn.transformer import Transformer
 from model.sampling.params import SamplingParams
-from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.execution.gpu_setup import fuse_for_gpu
 from service.engine.execution.model_inputs import ModelInputs
 from service.engine.execution.model_runner import ModelRunner
+from service.engine.scheduling.config import EngineConfig
 from service.ipc.messages import Submit
 
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)

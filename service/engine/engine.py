@@ -13,12 +13,12 @@ from model.native.native_transformer import NativeTransformer
 from model.nn.transformer import Transformer
 from model.sampling.params import SamplingParams
 from model.tokenizer.interface import Tokenizer
-from service.engine.config import EngineConfig
 from service.engine.execution.cuda_graphs import Capture
 from service.engine.execution.grammar_masks import Grammars
 from service.engine.execution.model_runner import ModelRunner, Runner, StepOutputs
 from service.engine.execution.step_executor import StepExecutor
 from service.engine.output_processor import SequenceOutput, create_ending
+from service.engine.scheduling.config import EngineConfig
 from service.engine.scheduling.scheduler import Scheduler, SequenceUpdate
 from service.engine.scheduling.sequence import SequenceState
 from service.engine.scheduling.step_plan import StepPlan

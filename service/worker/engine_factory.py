@@ -21,7 +21,6 @@ from model.nn.transformer import Transformer
 from model.system.limits import available_memory_bytes, usable_cpus
 from model.tokenizer.files import load_tokenizer
 from service.config.settings import ModelSettings, SettingsError, context_length
-from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.execution.gpu_memory import LargestStep, cache_bytes
 from service.engine.execution.gpu_setup import (
@@ -31,6 +30,7 @@ from service.engine.execution.gpu_setup import (
     choose_quantization,
     fuse_for_gpu,
 )
+from service.engine.scheduling.config import EngineConfig
 from service.worker.memory_plan import LoadedModel, MemoryPlan, ServerNeeds, plan_memory
 
 _MIB = 2**20
@@ -143,15 +143,14 @@ def build_engine(
     model = to_native(loaded)
     kernel_level = model.kernel_level if isinstance(model, NativeTransformer) else None
     block_bytes = settings.block_size * manifest.config.kv_bytes_per_token(cache_dtype.itemsize)
-    largest = _largest_step(settings, max_context_length)
     capture = capture_for(torch.device(device)) if settings.cuda_graphs and attending.recordable else None
-    usable = cache_bytes(loaded, largest, settings.gpu_memory_share, capture)
+    usable = cache_bytes(loaded, _largest_step(settings, max_context_length), settings.gpu_memory_share, capture)
     free = max(0, free_bytes(device) - plan.reserved_bytes) if usable is None else usable
     known = server.num_blocks if server is not None and usable is None else 0
     num_blocks = known or _num_blocks(settings, max_context_length, block_bytes, free, is_shared=usable is None)
     config = _engine_config(settings, num_blocks, max_context_length)
-    looks_ahead = None if settings.lookahead else False
-    engine = Engine(model, load_tokenizer(manifest.directory), config, capture=capture, looks_ahead=looks_ahead)
+    tokenizer, looks_ahead = load_tokenizer(manifest.directory), None if settings.lookahead else False
+    engine = Engine(model, tokenizer, config, capture=capture, looks_ahead=looks_ahead)
     return engine, EngineFacts(
         device=device,
         attention="sdpa" if attending.name == "native" and kernel_level is None else attending.name,

@@ -7,8 +7,8 @@ from typing import Any
 
 from model.sampling.params import SamplingParams
 from model.training.data.bpe import train_bpe
-from service.engine.config import EngineConfig
 from service.engine.engine import Engine
+from service.engine.scheduling.config import EngineConfig
 from service.engine.testing import FakeRunner, next_token
 from service.ipc.messages import Submit
 

@@ -4,7 +4,7 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from service.engine.config import EngineConfig
+from service.engine.scheduling.config import EngineConfig
 from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.sequence import SequenceState
 from tests.engine.fakes import make_submit

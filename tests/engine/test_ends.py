@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.engine.config import EngineConfig
+from service.engine.scheduling.config import EngineConfig
 from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.sequence import SequenceState
 from service.ipc.messages import FinishReason

@@ -13,10 +13,10 @@ from llguidance import LLMatcher
 from model.nn.reference_generate import generate
 from model.structured_output.grammar import GrammarError, Vocabulary, compile_grammar, json_grammar
 from model.tokenizer.byte_level import ByteLevelTokenizer
-from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.execution import grammar_masks
 from service.engine.execution.grammar_masks import Grammars
+from service.engine.scheduling.config import EngineConfig
 from service.ipc.messages import FinishReason, StepStats, TokenDelta
 from tests.engine.grammar_runs import TOKENIZER, ask, drive, make_engine, model
 

@@ -13,11 +13,11 @@ from model.attention.kernel_selection import gathered, one_by_one
 from model.attention.metadata import AttentionMetadata
 from model.attention.paged import PagedAttention
 from model.nn.reference_generate import generate
-from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.execution.cuda_graphs import Bucket, DecodeGraphs, StaticInputs, buckets, call_again, smallest
 from service.engine.execution.model_inputs import ModelInputs
 from service.engine.execution.model_runner import ModelRunner
+from service.engine.scheduling.config import EngineConfig
 from service.ipc.messages import Submit
 from tests.engine.fakes import make_submit
 from tests.engine.test_parity import EOS, TOKENIZER, submissions

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from service.engine.config import EngineConfig
 from service.engine.engine import Engine
+from service.engine.scheduling.config import EngineConfig
 from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.sequence import SequenceState, SequenceStatus
 from service.engine.scheduling.step_plan import Chunk, step_plan

@@ -10,11 +10,11 @@ from llguidance import LLMatcher
 
 from model.attention.kernel_selection import gathered, one_by_one
 from model.attention.paged import PagedAttention
-from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.execution.cuda_graphs import call_again
 from service.engine.execution.model_inputs import ModelInputs
 from service.engine.execution.model_runner import ModelRunner, StepOutputs
+from service.engine.scheduling.config import EngineConfig
 from service.ipc.messages import Submit, TokenDelta
 from tests.engine.fakes import make_submit
 from tests.engine.test_parity import EOS, TOKENIZER

@@ -21,10 +21,10 @@ from model.kernels.kernel_library import Kernels
 from model.nn.linear import replace_linears
 from model.nn.transformer import Transformer
 from model.training.data.bpe import train_bpe
-from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.execution.cuda_graphs import call_again
 from service.engine.execution.model_runner import ModelRunner
+from service.engine.scheduling.config import EngineConfig
 from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.sequence import SequenceState
 from service.engine.scheduling.step_plan import step_plan

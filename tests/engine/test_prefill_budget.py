@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from service.engine.config import EngineConfig
+from service.engine.scheduling.config import EngineConfig
 from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.sequence import SequenceState
 from tests.engine.fakes import make_submit

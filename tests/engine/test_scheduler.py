@@ -2,8 +2,8 @@
 
 import pytest
 
-from service.engine.config import EngineConfig
 from service.engine.engine import Engine
+from service.engine.scheduling.config import EngineConfig
 from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.sequence import SequenceState
 from service.ipc.messages import FinishReason, Submit

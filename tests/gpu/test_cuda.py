@@ -14,8 +14,8 @@ from model.attention.metadata import AttentionMetadata
 from model.nn.reference_generate import generate
 from model.sampling.params import SamplingParams
 from model.training.data.bpe import train_bpe
-from service.engine.config import EngineConfig
 from service.engine.engine import Engine
+from service.engine.scheduling.config import EngineConfig
 from tests.engine.fakes import make_submit
 from tests.model.configs import VARIANTS, build
 from tests.model.paging import PagedRun

@@ -105,11 +105,7 @@ def build_inputs(
         sequence_of_T = np.repeat(np.arange(len(lengths)), lengths)
         positions_T = np.concatenate([np.arange(c - n, c) for n, c in zip(lengths, contexts, strict=True)])
     slots_T = tables_BN[sequence_of_T, positions_T // block_size] * block_size + positions_T % block_size
-    sampling = [chunk for chunk in chunks if chunk.samples]
-    positions = [chunk.num_known_tokens for chunk in sampling]
-    for chunk in tuple(sampling):  # tokens sampled after draft tokens follow all others
-        sampling += [chunk] * len(chunk.draft)
-        positions += [chunk.num_known_tokens + number for number in range(1, 1 + len(chunk.draft))]
+    sampling, positions = _sampled_positions(chunks)
     params = tuple([chunk.params for chunk in sampling])
     forbidden = tuple([chunk.forbidden for chunk in sampling])
     rules = tuple([chunk.rules for chunk in sampling])
@@ -164,6 +160,16 @@ def _block_tables(chunks: tuple[Chunk, ...], contexts: list[int], size: int, scr
         flat += row * (1 + len(chunk.draft))
     flat += padding * (len(contexts) - len(flat) // width)
     return np.array(flat, dtype=np.int64).reshape(-1, width)
+
+
+def _sampled_positions(chunks: tuple[Chunk, ...]) -> tuple[list[Chunk], list[int]]:
+    """Return the chunk and the position of each sampled token. Tokens after draft tokens follow all other tokens."""
+    sampling = [chunk for chunk in chunks if chunk.samples]
+    positions = [chunk.num_known_tokens for chunk in sampling]
+    for chunk in tuple(sampling):
+        sampling += [chunk] * len(chunk.draft)
+        positions += [chunk.num_known_tokens + number for number in range(1, 1 + len(chunk.draft))]
+    return sampling, positions
 
 
 def _logit_rows(chunks: tuple[Chunk, ...]) -> tuple[list[int], tuple[PromptRows, ...], tuple[PooledRows, ...]]:

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from service.engine.config import EngineConfig
 from service.engine.scheduling.block_pool import BlockPool
+from service.engine.scheduling.config import EngineConfig
 from service.engine.scheduling.fair_queue import FairQueue
 from service.engine.scheduling.latency_limits import PrefillBudget, RunningLimit
 from service.engine.scheduling.sequence import SequenceState, SequenceStatus, by_rank

@@ -16,8 +16,8 @@ from model.tokenizer.native import load_native
 from model.training.config import TrainConfig
 from model.training.state import read_log
 from model.training.train import RunSettings, train
-from service.engine.config import EngineConfig
 from service.engine.engine import Engine
+from service.engine.scheduling.config import EngineConfig
 from service.ipc.messages import TokenDelta
 from tests.engine.fakes import make_submit
 from tests.model.training.test_train import config as fables

@@ -15,8 +15,8 @@ from model.checkpoint.manifest import read_manifest
 from model.inspect.attention_weights import weights_of_layer
 from model.sampling.params import SamplingParams
 from model.tokenizer.files import load_tokenizer
-from service.engine.config import EngineConfig
 from service.engine.engine import Engine
+from service.engine.scheduling.config import EngineConfig
 from service.ipc.messages import AttentionQuery, AttentionResult, Cancel, Submit, TokenDelta
 from tests.service.sequences import make_submit
 from tests.service.worker.test_worker import Bench

@@ -11,7 +11,7 @@ from model.checkpoint.manifest import Manifest, read_manifest
 from model.gpu.quantization import FORMATS, PLAIN, Quantization, QuantizedLinear
 from model.kernels.kernel_library import Kernels
 from service.config.settings import ModelSettings, SettingsError
-from service.engine.config import EngineConfig
+from service.engine.scheduling.config import EngineConfig
 from service.worker import engine_factory, memory_plan
 from service.worker.engine_factory import EngineFacts, build_engine
 from service.worker.memory_plan import LoadedModel, ServerNeeds, plan_memory
