@@ -3,8 +3,8 @@
     python -m loadtest.gpu.bench_gpu PART --out FILE [--checkpoint DIR]
 
 Parts: card (the device, its limits, and the available attention kernels), attention (kernels), decode (steps of a
-random model of 1.5 billion parameters against memory bandwidth), engine (the default model as it is served),
-prefill (steps of one prompt) and quantized (decode steps with int8 and fp8 weights).
+random model of 1.5 billion parameters against memory bandwidth), engine (the default model as it is served), and
+quantized (decode steps with int8 and fp8 weights).
 
 Without a CUDA device a part is reported as absent. `loadtest.gpu.peers` is a further part, which needs
 transformers. `--tiny` runs the same code with small sizes on any device, for tests.
@@ -21,7 +21,6 @@ import torch
 
 from loadtest.gpu.bench_setting import Bench
 from loadtest.gpu.measurements import attention, card, decode, quantized, tokens_per_second
-from loadtest.gpu.prefill import prefill
 from loadtest.inprocess.engine import InProcess
 from loadtest.measurement.provenance import provenance, tell
 from model.config import ModelConfig
@@ -113,7 +112,6 @@ PARTS: Mapping[str, Callable[[Bench, Path], dict[str, Any]]] = {
     "attention": lambda bench, checkpoint: attention(bench),
     "decode": lambda bench, checkpoint: decode(bench),
     "engine": engine,
-    "prefill": lambda bench, checkpoint: prefill(bench),
     "quantized": lambda bench, checkpoint: quantized(bench),
 }
 

@@ -30,10 +30,9 @@ from model.nn.linear import replace_linears_by
 from model.nn.transformer import Transformer
 from model.sampling.params import SamplingParams
 from service.engine.engine import Engine
-from service.engine.execution.gpu_setup import fuse_for_gpu, pieces_for
+from service.engine.execution.gpu_setup import fuse_for_gpu
 from service.engine.execution.model_inputs import ModelInputs
 from service.engine.execution.model_runner import ModelRunner
-from service.engine.execution.prefill_graphs import capture_prompts, uncut
 from service.engine.scheduling.config import EngineConfig
 from service.ipc.messages import Submit
 
@@ -195,7 +194,7 @@ def quantized(bench: Bench) -> dict[str, Any]:
         model = random_model(bench.shape, bench, chosen)
         replace_linears_by(model, quantization.make)
         recorded, steps = timed_steps(bench, model, name, machine)
-        facts = {"matrices": str(quantization), "left_out": quantization.left_out}
+        facts = {"matrices": str(quantization)}
         figures[name] = facts | steps | {"kernels": [kernels(bench, recorded, bench.batches[0])]}
     return figures
 
@@ -212,7 +211,7 @@ def timed_steps(
         for _ in range(2)
     )
     began = time.perf_counter()
-    shapes = recorded.record(bench.capture(), max_rows=most, max_context_length=bench.context)
+    shapes = recorded.capture_decodes(bench.capture(), max_rows=most, max_context_length=bench.context)
     bench.wait()
     record_seconds = time.perf_counter() - began
     rows = []
@@ -267,12 +266,10 @@ def large_engine(bench: Bench) -> Engine:
         num_blocks=num_blocks,
         max_num_running=bench.streams,
         max_batched_tokens=max(bench.streams, 8 * bench.prompt),
+        max_context_length=bench.prompt + bench.output,
         enable_prefix_cache=False,
     )
-    runner = ModelRunner(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, vocab_size=tokenizer.vocab_size)
-    runner.record(bench.capture(), max_rows=bench.streams, max_context_length=bench.prompt + bench.output)
-    capture_prompts(model, pieces_for(bench.device) or uncut, config.max_batched_tokens)
-    return Engine(model, tokenizer, config, runner=runner)
+    return Engine(model, tokenizer, config, capture=bench.capture())
 
 
 def prompts(bench: Bench, count: int, seed: int) -> list[list[int]]:

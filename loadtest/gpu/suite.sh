@@ -64,9 +64,8 @@ part card 60 $bench card --out "$work/card.json"
 tests paged 150 tests/gpu/test_paged.py tests/gpu/test_fused.py tests/gpu/test_quantization.py
 part decode 120 $bench decode --out "$work/decode.json"
 part engine 90 $bench engine --checkpoint "$checkpoint" --out "$work/engine.json"
-part prefill 45 $bench prefill --out "$work/prefill.json"
 part quantized 75 $bench quantized --out "$work/quantized.json"
-tests engine_tests 100 tests/gpu/test_engine.py tests/gpu/test_prompt_graphs.py
+tests engine_tests 100 tests/gpu/test_engine.py
 part attention 60 $bench attention --out "$work/attention.json"
 part peers 100 "$python" -m loadtest.gpu.peers --out "$work/peers.json"
 tests mechanisms 100 tests/gpu/test_cuda.py

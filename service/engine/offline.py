@@ -1,14 +1,12 @@
 """Batch completion with a loaded model, by the engine and without a server."""
 
-import time
 from collections.abc import Sequence
 
 from model.nn.transformer import Transformer
 from model.sampling.params import SamplingParams
 from model.tokenizer.interface import Tokenizer
-from service.engine.engine import Engine
+from service.engine.engine import Engine, create_submit
 from service.engine.scheduling.config import EngineConfig
-from service.ipc.messages import Submit
 
 _MAX_NUM_RUNNING = 32
 _BLOCK_SIZE = 16
@@ -34,17 +32,7 @@ def complete_batch(
     )
     engine = Engine(model, tokenizer, config)
     for number, (ids, wanted) in enumerate(zip(prompts, params, strict=True)):
-        engine.submit(
-            Submit(
-                uid=str(number),
-                attempt=0,
-                prompt_token_ids=tuple(ids),
-                prior_token_ids=(),
-                params=wanted,
-                arrival_seconds=time.monotonic(),
-                deadline_seconds=None,
-            )
-        )
+        engine.submit(create_submit(str(number), ids, wanted))
     completions: list[list[int]] = [[] for _ in prompts]
     while engine.has_work:
         for event in engine.step().events:

@@ -178,7 +178,7 @@ class AttentionResult(msgspec.Struct, frozen=True, kw_only=True, tag=True, array
 
 
 class RunningLimitChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Event: the engine now runs at most this many sequences at once, see `service.engine.scheduling.running_limit`."""
+    """Event: the engine now runs at most this many sequences at once, see `RunningLimit`."""
 
     max_num_running: int
 

@@ -21,17 +21,14 @@ from model.nn.linear import can_pack, replace_linears, replace_linears_by
 from model.nn.transformer import Transformer
 from model.system.limits import available_memory_bytes, usable_cpus
 from model.tokenizer.files import load_tokenizer
-from model.tokenizer.interface import Tokenizer
 from service.config.settings import ModelSettings, SettingsError, context_length
 from service.engine.engine import Engine
-from service.engine.execution.gpu_memory import LargestStep
+from service.engine.execution.gpu_memory import LargestStep, cache_bytes
 from service.engine.execution.gpu_setup import (
     Attending,
-    cache_bytes,
     capture_for,
     choose_attention,
     choose_quantization,
-    create_graphed_runner,
     fuse_for_gpu,
 )
 from service.engine.scheduling.config import EngineConfig
@@ -150,13 +147,14 @@ def build_engine(
     model = to_native(loaded)
     kernel_level = model.kernel_level if isinstance(model, NativeTransformer) else None
     block_bytes = settings.block_size * manifest.config.kv_bytes_per_token(cache_dtype.itemsize)
-    largest, records = _largest_step(settings, max_context_length), settings.cuda_graphs and attending.recordable
-    usable = cache_bytes(loaded, largest, settings.gpu_memory_share, records=records)
+    capture = capture_for(torch.device(device)) if settings.cuda_graphs and attending.recordable else None
+    usable = cache_bytes(loaded, _largest_step(settings, max_context_length), settings.gpu_memory_share, capture)
     free = max(0, free_bytes(device) - plan.reserved_bytes) if usable is None else usable
     num_blocks = server.num_blocks if server is not None and usable is None else 0
     num_blocks = num_blocks or _num_blocks(settings, max_context_length, block_bytes, free, is_shared=usable is None)
     config = _engine_config(settings, num_blocks, max_context_length)
-    engine = _make_engine(model, load_tokenizer(manifest.directory), config, attending, settings)
+    tokenizer, looks_ahead = load_tokenizer(manifest.directory), None if settings.lookahead else False
+    engine = Engine(model, tokenizer, config, capture=capture, looks_ahead=looks_ahead)
     return engine, EngineFacts(
         device=device,
         attention=attending.name,
@@ -233,24 +231,6 @@ def _largest_step(settings: ModelSettings, max_context_length: int) -> LargestSt
         num_sampled=settings.max_num_running,
         max_context_length=max_context_length,
     )
-
-
-def _make_engine(
-    model: Transformer | NativeTransformer,
-    tokenizer: Tokenizer,
-    config: EngineConfig,
-    attending: Attending,
-    settings: ModelSettings,
-) -> Engine:
-    """Return the engine. On a GPU, decode steps are captured as CUDA graphs if the attention backend supports it."""
-    looks_ahead = None if settings.lookahead else False
-    capture = None
-    if settings.cuda_graphs and attending.recordable:
-        capture = capture_for(model.token_embedding.weight.device)
-    if capture is None or isinstance(model, NativeTransformer):
-        return Engine(model, tokenizer, config, looks_ahead=looks_ahead)
-    runner = create_graphed_runner(model, config, tokenizer.vocab_size, capture)
-    return Engine(model, tokenizer, config, runner=runner, looks_ahead=looks_ahead)
 
 
 def _load_kernels(settings: ModelSettings, device: str) -> KernelLibrary | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from service.engine.scheduling.config import EngineConfig
 from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.sequence import SequenceState
-from tests.engine.fakes import EOS, make_submit
+from tests.engine.fakes import make_submit
 
 MEAN_TOKENS = 60
 
@@ -65,7 +65,7 @@ class SimulatedSteps:
             enable_prefix_cache=False,
             target_itl_seconds=self.target_seconds,
         )
-        self.scheduler = Scheduler(config, max_context_length=4000, eos_token_ids=(EOS,), clock=lambda: self.now)
+        self.scheduler = Scheduler(config, max_context_length=4000, clock=lambda: self.now)
         self.draw = random.Random(1)
         self.answers: dict[str, Answer] = {}
         self.num_arrived = 0
@@ -83,17 +83,17 @@ class SimulatedSteps:
 
     def step(self) -> Step:
         plan = self.scheduler.schedule()
-        num_decodes = sum(chunk.draws and chunk.num_tokens == 1 for chunk in plan.chunks)
+        num_decodes = sum(chunk.samples and chunk.num_tokens == 1 for chunk in plan.chunks)
         num_prompt_tokens = plan.num_tokens - num_decodes
         seconds = self.fixed + self.per_sequence * num_decodes + self.per_prompt_token * num_prompt_tokens
         seconds *= self.slowdown * math.exp(self.draw.gauss(0.0, self.noise) - self.noise**2 / 2)
         self.now += seconds
-        served = [self.answers[chunk.sequence.uid] for chunk in plan.chunks if chunk.draws]
-        finished = self.scheduler.commit(plan, [7] * len(served))
+        served = [self.answers[chunk.uid] for chunk in plan.chunks if chunk.samples]
+        updates = self.scheduler.commit(plan, [7] * len(served))
         began = [answer for answer in served if math.isinf(answer.first_seconds)]
         for answer in began:
             answer.first_seconds = self.now
-        over = [self.answers.pop(sequence.uid) for sequence in finished]
+        over = [self.answers.pop(update.sequence.uid) for update in updates if update.sequence.finish_reason]
         for answer in over:
             answer.last_seconds = self.now
         self.ended += over

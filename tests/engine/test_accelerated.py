@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from model.attention.eager import EagerAttention
 from model.attention.kernel_selection import KernelContext
@@ -19,18 +18,10 @@ from model.gpu.quantization import FORMATS, PLAIN, Quantization
 from service.config.settings import ModelSettings
 from service.engine.execution import gpu_setup
 from service.engine.execution.cuda_graphs import call_again
-from service.engine.execution.gpu_memory import DeviceMemory, LargestStep
-from service.engine.execution.gpu_setup import (
-    cache_bytes,
-    capture_for,
-    choose_attention,
-    choose_quantization,
-    create_graphed_runner,
-    pieces_for,
-)
+from service.engine.execution.gpu_memory import DeviceMemory, LargestStep, cache_bytes
+from service.engine.execution.gpu_setup import capture_for, choose_attention, choose_quantization
 from service.engine.execution.model_inputs import ModelInputs
-from service.engine.execution.model_runner import Launched, ModelRunner
-from service.engine.scheduling.config import EngineConfig
+from service.engine.execution.model_runner import ModelRunner, StepOutputs
 from service.worker import engine_factory
 from service.worker.engine_factory import build_engine
 from tests.engine.fakes import make_submit
@@ -51,7 +42,7 @@ def test_the_cache_takes_what_the_largest_step_and_others_leave_of_the_share() -
     assert replace(memory, free=40 * GIB).for_cache(0.9) == 35 * GIB
     assert replace(memory, reserved=50 * GIB, free=40 * GIB).for_cache(0.9) == 55 * GIB
     assert memory.for_cache(0.3) == 0
-    assert replace(memory, recordings=2 * GIB).for_cache(0.9) == 53 * GIB
+    assert replace(memory, graphs=2 * GIB).for_cache(0.9) == 53 * GIB
 
 
 def test_the_largest_step_is_prompts_as_long_as_they_may_be() -> None:
@@ -63,9 +54,8 @@ def test_the_largest_step_is_prompts_as_long_as_they_may_be() -> None:
 
 def test_on_a_cpu_half_of_free_memory_is_the_rule_and_nothing_is_recorded() -> None:
     step = LargestStep(block_size=4, num_tokens=8, num_sampled=2, max_context_length=64)
-    assert cache_bytes(build(VARIANTS["rotary-gqa"]), step, 0.9, records=True) is None
+    assert cache_bytes(build(VARIANTS["rotary-gqa"]), step, 0.9, call_again) is None
     assert capture_for(torch.device("cpu")) is None
-    assert pieces_for(torch.device("cpu")) is None
 
 
 def test_auto_is_paged_where_a_gpu_and_the_model_allow_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,17 +86,13 @@ def test_what_is_left_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert "attention kernel disabled: varlen: needs a CUDA device" in caplog.text
 
 
-@pytest.mark.parametrize("left_out", [None, "triton is not installed"])
-def test_how_matrices_in_int8_are_multiplied_is_told(
-    left_out: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_quantization_for_a_gpu_is_chosen_only_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "service.engine.execution.gpu_setup")
-    chosen = Quantization(form=FORMATS["int8"], kernels=PLAIN, left_out=left_out)
+    chosen = Quantization(form=FORMATS["int8"], kernels=PLAIN)
     monkeypatch.setattr(gpu_setup, "select_quantization", lambda *given: chosen)
     assert choose_quantization("int8", CUDA.device, torch.bfloat16) is chosen
-    warned = [(r.levelname, r.getMessage()) for r in caplog.records if r.levelname == "WARNING"]
-    expected = [("WARNING", f"Triton kernels for quantized matrices disabled: {left_out}")]
-    assert warned == ([] if left_out is None else expected)
     assert "int8 matrices by torch._int_mm" in caplog.text
     for quantize, device in (("none", CUDA.device), ("int8", CPU.device)):
         assert choose_quantization(quantize, device, torch.bfloat16) is None
@@ -114,25 +100,12 @@ def test_how_matrices_in_int8_are_multiplied_is_told(
         choose_quantization("fp8", CPU.device, torch.bfloat16)
 
 
-def test_a_recording_that_fails_leaves_the_plain_runner(caplog: pytest.LogCaptureFixture) -> None:
-    def capture(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    model = build(VARIANTS["rotary-gqa"])
-    for layer in model.layers:
-        layer.attention.backend = choose_attention("paged", CPU, None).backend
-    config = EngineConfig(block_size=4, num_blocks=20, max_num_running=4, max_batched_tokens=16)
-    runner = create_graphed_runner(model, config, 257, capture)
-    assert runner._graphs is None
-    assert "CUDA graphs of decode steps disabled: operation not permitted when stream is capturing" in caplog.text
-
-
 @pytest.mark.parametrize("graphs", [True, False])
 def test_the_service_records_where_it_is_told_to(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, graphs: bool
 ) -> None:
     """Uses a CPU stand-in for CUDA graphs; the engine then gives the same completions."""
-    caplog.set_level(logging.INFO, "service.engine.execution.gpu_setup")
+    caplog.set_level(logging.INFO, "service.engine.execution.model_runner")
     monkeypatch.setattr(engine_factory, "capture_for", lambda device: call_again)
     answers = []
     threads = torch.get_num_threads()
@@ -163,7 +136,7 @@ def test_the_service_launches_ahead_where_it_is_told_to(
     launched: list[tuple[int, ...]] = []
     launch = ModelRunner.launch
 
-    def noted(runner: ModelRunner, inputs: ModelInputs) -> Launched:
+    def noted(runner: ModelRunner, inputs: ModelInputs) -> Callable[[], StepOutputs]:
         launched.append(inputs.previous_rows)
         return launch(runner, inputs)
 
@@ -188,9 +161,9 @@ def test_a_gpus_share_bounds_the_cache(tiny_checkpoint: Path, monkeypatch: pytes
     """The largest step is already counted, so no half is kept free. 256 bytes per token, contexts of 256."""
     shares: list[float] = []
 
-    def usable(model: object, largest: LargestStep, share: float, *, records: bool) -> int:
+    def usable(model: object, largest: LargestStep, share: float, capture: object) -> int:
         shares.append(share)
-        assert not records, "the CPU's attention is none that can be recorded"
+        assert capture is None, "a CPU has no CUDA graphs"
         assert (largest.num_tokens, largest.num_sampled, largest.max_context_length) == (512, 64, 256)
         return round(10 * share * 256 * 256)
 

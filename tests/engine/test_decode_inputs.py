@@ -9,25 +9,24 @@ from torch import Tensor
 
 from model.attention.metadata import AttentionMetadata
 from service.engine.execution import step_executor
-from service.engine.execution.decode_inputs import DecodeInputs
-from service.engine.execution.model_inputs import ModelInputs, build_inputs
+from service.engine.execution.model_inputs import InputBuilder, ModelInputs, build_inputs
 from service.engine.scheduling.step_plan import MIN_ROWS, StepPlan
 from tests.engine.fakes import make_engine, make_submit
 
 _TENSORS = ("positions_T", "logit_rows_R", "slot_mapping_T", "block_tables_BN")
 
 
-class Compared(DecodeInputs):
+class Compared(InputBuilder):
     """Builds each step's inputs both ways, and counts incremental updates."""
 
     num_moved = num_steps = 0
 
     def build(self, plan: StepPlan, *, min_rows: int, masks: Any = None) -> ModelInputs:
         sizes = {"block_size": self._block_size, "scratch_block": self._scratch_block, "min_rows": min_rows}
-        expected = build_inputs(plan, self._scheduler, **sizes, masks=masks)
-        kept = self._kept
+        expected = build_inputs(plan, **sizes, masks=masks)
+        previous = self._previous
         found = super().build(plan, min_rows=min_rows, masks=masks)
-        Compared.num_moved += kept is not None and self._kept is kept
+        Compared.num_moved += previous is not None and self._previous is previous
         Compared.num_steps += 1
         assert plain(found) == plain(expected)
         return found
@@ -46,7 +45,7 @@ def plain(inputs: ModelInputs) -> dict[str, Any]:
 def compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Compared, "num_moved", 0)
     monkeypatch.setattr(Compared, "num_steps", 0)
-    monkeypatch.setattr(step_executor, "DecodeInputs", Compared)
+    monkeypatch.setattr(step_executor, "InputBuilder", Compared)
 
 
 def random_submit(uid: str, rng: random.Random) -> Any:

@@ -16,15 +16,16 @@ def run(scheduler: Scheduler, sequence: SequenceState, drawn: list[int]) -> None
     """Commit the tokens one by one; the last token ends the sequence."""
     scheduler.add(sequence)
     for index, token_id in enumerate(drawn):
-        finished = scheduler.commit(scheduler.schedule(), [token_id])
-        assert finished == ([sequence] if index == len(drawn) - 1 else [])
+        (update,) = scheduler.commit(scheduler.schedule(), [token_id])
+        assert update.sequence is sequence
+        assert (sequence.finish_reason is not None) == (index == len(drawn) - 1)
     scheduler.check_integrity()
 
 
 def make(ends: tuple[int, ...], **params: object) -> tuple[Scheduler, SequenceState]:
     submit = make_submit("a", [1, 2], **{"max_tokens": 6, **params})
-    sequence = SequenceState.from_submit(submit, arrival_number=1, max_context_length=24)
-    return Scheduler(CONFIG, max_context_length=24, eos_token_ids=ends), sequence
+    sequence = SequenceState.from_submit(submit, arrival_number=1, max_context_length=24, eos_token_ids=ends)
+    return Scheduler(CONFIG, max_context_length=24), sequence
 
 
 @pytest.mark.parametrize("end", ENDS)
@@ -35,10 +36,10 @@ def test_any_of_them_ends_a_text_without_a_stop_reason(end: int) -> None:
 
 
 def test_all_of_them_are_forbidden_before_min_tokens() -> None:
-    scheduler, sequence = make(ENDS, min_tokens=2, stop_token_ids=(5,))
-    assert scheduler.forbidden_token_ids(sequence) == (5, *ENDS)
-    scheduler, sequence = make(ENDS, min_tokens=2, stop_token_ids=(5,), ignore_eos=True)
-    assert scheduler.forbidden_token_ids(sequence) == (5,)
+    _, sequence = make(ENDS, min_tokens=2, stop_token_ids=(5,))
+    assert sequence.forbidden_token_ids == (5, *ENDS)
+    _, sequence = make(ENDS, min_tokens=2, stop_token_ids=(5,), ignore_eos=True)
+    assert sequence.forbidden_token_ids == (5,)
 
 
 def test_none_ends_a_text_that_ignores_them_or_where_there_are_none() -> None:

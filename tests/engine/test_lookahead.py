@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from service.engine.engine import Engine
-from service.engine.scheduling.block_pool import BlockPool
-from service.engine.scheduling.lookahead import plan_ahead
+from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.sequence import SequenceState, SequenceStatus
 from service.engine.scheduling.step_plan import Chunk, step_plan
 from service.ipc.messages import FinishReason, Pooling, Submit, TokenDelta
@@ -159,7 +159,7 @@ def test_who_fails_is_told_once_and_what_was_launched_is_forgotten() -> None:
     engine, runner = ahead(fail_at=2)
     engine.submit(unending("a", [1, 2], max_tokens=9))
     engine.step()
-    with pytest.raises(RuntimeError, match="told to fail"):
+    with pytest.raises(RuntimeError, match="fails at this step"):
         engine.step()
     (event,) = engine.abort_all("it broke")
     assert event.finish is not None
@@ -216,26 +216,36 @@ def test_what_is_computed_ahead_counts_as_service() -> None:
 def test_nothing_is_planned_ahead_where_blocks_are_short_or_another_sits_the_step_out(
     num_blocks: int, num_running: int, is_planned: bool
 ) -> None:
-    """A sequence has a full block, in a pool of one or two blocks."""
-    pool = BlockPool(num_blocks)
-    submit = unending("a", [1, 2], max_tokens=8)
-    sequence = SequenceState.from_submit(submit, arrival_number=1, max_context_length=CONTEXT)
-    sequence.status, sequence.block_table = SequenceStatus.RUNNING, pool.allocate(1) or []
-    plan = plan_ahead(step_plan([Chunk(sequence, 0, 2, True)]), pool, 2, num_running=num_running)
-    assert (plan is not None) == is_planned
-    assert sequence.block_table == ([0, 1] if is_planned else [0])
-    pool.check_integrity([sequence.block_table])
+    """A sequence has a full block, in a pool of one or two blocks. Another sequence may run beside the plan."""
+    config = EngineConfig(block_size=2, num_blocks=num_blocks, max_num_running=2, max_batched_tokens=4)
+    scheduler = Scheduler(config, max_context_length=CONTEXT)
+    sequences = [
+        SequenceState.from_submit(
+            unending(uid, prompt, max_tokens=num_blocks * 2 - len(prompt)), arrival_number=1, max_context_length=CONTEXT
+        )
+        for uid, prompt in (("a", [1, 2]), ("b", [3]))
+    ]
+    for sequence in sequences[:num_running]:
+        sequence.status, sequence.block_table = SequenceStatus.RUNNING, scheduler._pool.allocate(1) or []
+        scheduler._sequences[sequence.uid] = sequence
+        scheduler._running.append(sequence)
+    first = sequences[0]
+    first.max_length = 8
+    plan = step_plan([Chunk("a", 0, 0, 2, True, [1, 2], first.block_table, first.params)])
+    assert (scheduler.schedule_ahead(plan) is not None) == is_planned
+    assert first.block_table == ([0, 1] if is_planned else [0])
+    scheduler._pool.check_integrity([sequence.block_table for sequence in sequences[:num_running]])
 
 
 def test_a_deadline_is_kept_while_steps_are_launched_ahead() -> None:
-    """The deadline passes in the fifth step. This is noticed when the sixth step has been launched."""
+    """The deadline passes in the fifth step, and the next call of `step` ends the sequence."""
     engine, runner = ahead(max_num_running=1, fakes_time=True)
     engine.submit(unending("a", [1], max_tokens=20))
     engine.submit(make_submit("late", [2], deadline=4.5))
     ends = []
     for number in range(8):
         ends += [(number, event.finish.reason) for event in engine.step().events if event.finish]
-    assert ends == [(6, FinishReason.ABORT)]
+    assert ends == [(5, FinishReason.ABORT)]
     assert runner.num_launched > 5
 
 

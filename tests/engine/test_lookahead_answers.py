@@ -1,7 +1,7 @@
 """Completions are equal with and without asynchronous scheduling, for all kinds of requests."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ from model.attention.paged import PagedAttention
 from service.engine.engine import Engine
 from service.engine.execution.cuda_graphs import call_again
 from service.engine.execution.model_inputs import ModelInputs
-from service.engine.execution.model_runner import Launched, ModelRunner
+from service.engine.execution.model_runner import ModelRunner, StepOutputs
 from service.engine.scheduling.config import EngineConfig
 from service.ipc.messages import Submit, TokenDelta
 from tests.engine.fakes import make_submit
@@ -28,7 +28,7 @@ class Counting(ModelRunner):
 
     num_launched = num_ahead = num_run = 0
 
-    def launch(self, inputs: ModelInputs) -> Launched:
+    def launch(self, inputs: ModelInputs) -> Callable[[], StepOutputs]:
         self.num_launched += 1
         self.num_ahead += bool(inputs.previous_rows)
         return super().launch(inputs)
@@ -47,7 +47,7 @@ def engine(looks_ahead: bool, *, records: bool = False, **config: Any) -> tuple[
         model, num_blocks=values["num_blocks"], block_size=values["block_size"], vocab_size=TOKENIZER.vocab_size
     )
     if records:
-        runner.record(call_again, max_rows=8, max_context_length=64)
+        runner.capture_decodes(call_again, max_rows=8, max_context_length=64)
     return Engine(model, TOKENIZER, EngineConfig(**values), runner=runner, looks_ahead=looks_ahead), runner
 
 

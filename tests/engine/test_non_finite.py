@@ -23,10 +23,10 @@ from model.training.data.bpe import train_bpe
 from service.engine.engine import Engine
 from service.engine.execution.cuda_graphs import call_again
 from service.engine.execution.model_runner import ModelRunner
-from service.engine.execution.step_executor import split_non_finite
 from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.sequence import SequenceState
-from service.engine.scheduling.step_plan import Chunk, StepPlan, step_plan
+from service.engine.scheduling.step_plan import step_plan
 from service.ipc.messages import NON_FINITE, FinishReason, Pooling, Submit, TokenDelta
 from tests.engine.fakes import make_submit
 from tests.model.configs import VARIANTS, build
@@ -251,7 +251,7 @@ def test_steps_that_are_recorded_and_launched_ahead() -> None:
         model = poisoned("paged", "float32", math.nan)
         runner = ModelRunner(model, num_blocks=60, block_size=BLOCK, vocab_size=TOKENIZER.vocab_size)
         runner._model.token_embedding.weight[POISON], kept = 0.0, runner._model.token_embedding.weight[POISON].clone()
-        runner.record(call_again, max_rows=8, max_context_length=64)
+        runner.capture_decodes(call_again, max_rows=8, max_context_length=64)
         runner._model.token_embedding.weight[POISON] = kept
         ahead = Answers(model)
         ahead.engine = Engine(model, TOKENIZER, EngineConfig(**CONFIG), runner=runner, looks_ahead=True)
@@ -263,23 +263,29 @@ def test_steps_that_are_recorded_and_launched_ahead() -> None:
     assert answers[0].num_non_finite == 1
 
 
-def test_a_draft_is_cut_before_what_is_not_finite() -> None:
-    """A drafted token is committed only when sampled: the next step computes it again and detects the failure."""
-    first, second = (
-        SequenceState.from_submit(make_submit(uid, [1, 2, 3, 4, 5]), arrival_number=1, max_context_length=64)
-        for uid in "ab"
-    )
-    plan = step_plan((Chunk(first, 4, 4, True, (7, 8, 9)), Chunk(second, 0, 5, False)))
-    assert sound(plan, frozenset({2})) == ({}, [(2, (7,)), (5, ())])
-    assert sound(plan, frozenset({1, 3})) == ({}, [(1, ()), (5, ())])
-    assert sound(plan, frozenset({0, 2})) == ({"a": 4}, [(2, (7,)), (5, ())])
-    assert sound(plan, frozenset({8})) == ({"b": 0}, [(4, (7, 8, 9)), (5, ())])
-    assert sound(plan, frozenset({9, 11})) == ({}, [(4, (7, 8, 9)), (5, ())])
-
-
-def sound(plan: StepPlan, rows: frozenset[int]) -> tuple[dict[str, int], list[tuple[int, tuple[int, ...]]]]:
-    starts, chunks = split_non_finite(plan, rows)
-    return starts, [(chunk.num_tokens, chunk.draft) for chunk in chunks]
+@pytest.mark.parametrize(
+    ("non_finite", "ended", "num_added"),
+    [({2}, [], 2), ({1, 3}, [], 1), ({0, 2}, ["a"], 0), ({8}, ["b"], 4), ({9, 11}, [], 4), (set(), [], 4)],
+)
+def test_a_draft_is_cut_before_its_first_non_finite_token(
+    non_finite: set[int], ended: list[str], num_added: int
+) -> None:
+    """A draft token is committed only when sampled: the next step computes it again and detects the failure."""
+    config = EngineConfig(block_size=4, num_blocks=40, max_num_running=4, max_batched_tokens=40)
+    scheduler = Scheduler(config, max_context_length=64)
+    prompts = {"a": [1, 2, 3, 4, 5], "b": [9, 9, 9, 9, 9]}
+    for number, (uid, prompt) in enumerate(prompts.items()):
+        submit = make_submit(uid, prompt, max_tokens=20)
+        scheduler.add(SequenceState.from_submit(submit, arrival_number=number, max_context_length=64))
+    first, second = scheduler.schedule().chunks
+    sequence = scheduler.get("a")
+    assert sequence is not None
+    sequence.num_computed_tokens = 4
+    drafted = msgspec.structs.replace(first, start=4, num_tokens=4, token_ids=[5], draft=(7, 8, 9))
+    plan = step_plan([drafted, msgspec.structs.replace(second, samples=False)])
+    assert [failed.uid for failed in scheduler.end_non_finite(plan, frozenset(non_finite))] == ended
+    scheduler.commit(plan, [7, 8, 9, 10], frozenset(non_finite))
+    assert len(sequence.token_ids) == 5 + num_added
 
 
 @pytest.mark.parametrize("level", BEST)

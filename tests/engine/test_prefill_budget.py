@@ -9,7 +9,7 @@ import pytest
 from service.engine.scheduling.config import EngineConfig
 from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.sequence import SequenceState
-from tests.engine.fakes import EOS, make_submit
+from tests.engine.fakes import make_submit
 
 # Step times of this machine, in seconds.
 FIXED, PER_ROW, PER_PROMPT_TOKEN = 0.016, 0.001, 0.0004
@@ -29,7 +29,7 @@ class Machine:
         config = EngineConfig(
             num_blocks=1000, max_num_running=8, max_batched_tokens=self.budget, prompt_slowdown=self.slowdown
         )
-        self.scheduler = Scheduler(config, max_context_length=4000, eos_token_ids=(EOS,), clock=lambda: self.now)
+        self.scheduler = Scheduler(config, max_context_length=4000, clock=lambda: self.now)
 
     def arrive(self, uid: str, num_tokens: int) -> None:
         self.num_arrived += 1
@@ -42,8 +42,8 @@ class Machine:
         rows = sum(chunk.num_tokens == 1 for chunk in plan.chunks)
         took = FIXED + PER_ROW * rows + PER_PROMPT_TOKEN * (plan.num_tokens - rows)
         self.now += took
-        self.scheduler.commit(plan, [7 for chunk in plan.chunks if chunk.draws])
-        self.steps.append({chunk.sequence.uid: chunk.num_tokens for chunk in plan.chunks})
+        self.scheduler.commit(plan, [7 for chunk in plan.chunks if chunk.samples])
+        self.steps.append({chunk.uid: chunk.num_tokens for chunk in plan.chunks})
         return took
 
     def decode(self, num_sequences: int) -> float:
@@ -114,7 +114,7 @@ def test_one_step_that_took_long_changes_little() -> None:
         if each is machine:
             plan = each.scheduler.schedule()
             each.now += 100.0  # the machine was busy
-            each.scheduler.commit(plan, [7 for chunk in plan.chunks if chunk.draws])
+            each.scheduler.commit(plan, [7 for chunk in plan.chunks if chunk.samples])
         each.step()
         assert usual / 2 <= each.steps[-1]["long"] <= usual
     assert machine.steps[-1]["long"] < other.steps[-1]["long"]

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from service.engine.scheduling.ngram_proposer import PromptLookup
+from service.engine.scheduling.speculation import PromptLookup
 from service.engine.scheduling.step_plan import MIN_ROWS
 from service.ipc.messages import FinishReason, Submit
 from tests.engine.fakes import CONTEXT, expected_tokens, make_engine, make_submit

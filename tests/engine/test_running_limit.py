@@ -5,10 +5,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.scheduling.running_limit import RunningLimit
-from service.engine.scheduling.sequence import SequenceState
-from service.engine.scheduling.step_plan import Chunk, step_plan
-from tests.engine.fakes import make_submit
+from service.engine.scheduling.latency_limits import RunningLimit
 from tests.engine.simulated_steps import SimulatedSteps
 
 TARGET = 0.05
@@ -137,10 +134,6 @@ def test_tokens_of_a_draft_count_each() -> None:
     limits = []
     for num_drafted, seconds in ((0, 0.03), (2, 0.09)):
         limit = RunningLimit(TARGET, 64)
-        sequence = SequenceState.from_submit(make_submit("a", [7] * 4), arrival_number=1, max_context_length=100)
-        sequence.token_ids += [7] * (1 + num_drafted)
-        chunk = Chunk(sequence, 4, 1 + num_drafted, True, (7,) * num_drafted)
-        sequence.token_ids += [7]
-        limit.observe(step_plan([chunk]), seconds)
+        limit.observe(seconds, num_sequences=1, num_decodes=1, num_tokens=1 + num_drafted)
         limits.append(limit.num_sequences)
     assert limits[0] == limits[1] < 64

@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from service.engine.scheduling.step_cost import StepCost
+from service.engine.scheduling.speculation import DraftPolicy
 
 
-def measured(*steps: tuple[int, float]) -> StepCost:
-    cost = StepCost()
+def measured(*steps: tuple[int, float]) -> DraftPolicy:
+    cost = DraftPolicy(512)
     for num_rows, seconds in steps:
         cost.observe(num_rows, seconds)
     return cost
@@ -20,13 +20,13 @@ def test_a_line_is_found(fixed: float, per_row: float) -> None:
     rows = [rng.randint(1, 64) for _ in range(300)]
     cost = measured(*((n, (fixed + per_row * n) * rng.uniform(0.9, 1.1)) for n in rows))
     for n in (1, 4, 16, 64):
-        found, wanted = cost.of_one_more(n), per_row * n / (fixed + per_row * n)
+        found, wanted = cost.cost_of_one_more(n), per_row * n / (fixed + per_row * n)
         assert found == pytest.approx(min(1.0, max(0.05, wanted)), abs=0.06)
 
 
 def test_more_rows_cost_more_before_anything_is_measured() -> None:
-    for cost in (StepCost(), measured((16, 1.0), (16, 1.0))):
-        shares = [cost.of_one_more(n) for n in (1, 4, 16, 64, 1000)]
+    for cost in (DraftPolicy(512), measured((16, 1.0), (16, 1.0))):
+        shares = [cost.cost_of_one_more(n) for n in (1, 4, 16, 64, 1000)]
         assert shares == sorted(shares)
         assert shares[2] == pytest.approx(0.5)
         assert shares[0] < 0.1
@@ -36,16 +36,16 @@ def test_more_rows_cost_more_before_anything_is_measured() -> None:
 def test_a_step_that_was_held_up_says_little() -> None:
     steps = [(n, 1.0 + n / 16) for n in range(1, 33)] * 4
     calm, held_up = measured(*steps), measured(*steps, (32, 1000.0))
-    assert held_up.of_one_more(16) == pytest.approx(calm.of_one_more(16), abs=0.05)
+    assert held_up.cost_of_one_more(16) == pytest.approx(calm.cost_of_one_more(16), abs=0.05)
 
 
 def test_what_has_changed_is_seen() -> None:
     rows = [1, 8, 16, 32] * 100
     cost = measured(*((n, 1.0 + n) for n in rows), *((n, 100.0) for n in rows * 10))
-    assert cost.of_one_more(16) < 0.15
+    assert cost.cost_of_one_more(16) < 0.15
 
 
 def test_steps_of_no_time_and_falling_lines_are_no_trouble() -> None:
-    assert measured((4, 0.0)).of_one_more(4) == pytest.approx(0.2)
+    assert measured((4, 0.0)).cost_of_one_more(4) == pytest.approx(0.2)
     falling = measured(*((n, 50.0 - n) for n in range(1, 40)))
-    assert [falling.of_one_more(n) for n in (1, 64)] == [0.05, 1.0]
+    assert [falling.cost_of_one_more(n) for n in (1, 64)] == [0.05, 1.0]

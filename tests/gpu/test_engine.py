@@ -1,6 +1,7 @@
-"""On a CUDA device the whole engine: recorded steps, memory, and the answers of the slow twin."""
+"""The whole engine on a CUDA device: CUDA graphs, memory, and the tokens of the reference implementation."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,8 @@ from service.config.settings import ModelSettings
 from service.engine.engine import Engine
 from service.engine.execution.cuda_graphs import CudaCapture
 from service.engine.execution.gpu_memory import LargestStep, measure
-from service.engine.execution.gpu_setup import create_graphed_runner
 from service.engine.execution.model_inputs import ModelInputs
-from service.engine.execution.model_runner import Launched, ModelRunner
+from service.engine.execution.model_runner import ModelRunner, StepOutputs
 from service.engine.scheduling.config import EngineConfig
 from service.ipc.messages import Submit
 from service.worker.engine_factory import build_engine
@@ -43,8 +43,16 @@ def accelerated(variant: str, dtype: torch.dtype) -> tuple[Engine, ModelRunner]:
     backend = choose(place).backend
     for layer in model.layers:
         layer.attention.backend = backend
-    runner = create_graphed_runner(model, CONFIG, TOKENIZER.vocab_size, CudaCapture())
+    runner = graphed(model)
     return Engine(model, TOKENIZER, CONFIG, runner=runner), runner
+
+
+def graphed(model: Transformer) -> ModelRunner:
+    """Return a runner with captured decode steps."""
+    sizes = {"num_blocks": CONFIG.num_blocks, "block_size": CONFIG.block_size, "vocab_size": TOKENIZER.vocab_size}
+    runner = ModelRunner(model, **sizes)
+    runner.capture_decodes(CudaCapture(), max_rows=CONFIG.max_num_running, max_context_length=64)
+    return runner
 
 
 def answers(engine: Engine, submits: list[Submit]) -> dict[str, list[int]]:
@@ -60,10 +68,9 @@ def answers(engine: Engine, submits: list[Submit]) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("variant", FITTING)
 def test_recorded_steps_give_the_tokens_of_the_slow_twin(variant: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "service.engine.execution.gpu_setup")
+    caplog.set_level(logging.INFO, "service.engine.execution.model_runner")
     engine, _ = accelerated(variant, torch.float32)
     assert "CUDA graphs captured for decode steps of up to 16 sequences (3 shapes)" in caplog.text
-    assert "CUDA graphs captured for prefill steps of up to 64 tokens (1 sizes)" in caplog.text
     submits = submissions(20, seed=4)
     found = answers(engine, submits)
     twin = build(VARIANTS[variant])
@@ -76,7 +83,7 @@ def test_steps_launched_ahead_give_the_tokens_of_the_slow_twin(monkeypatch: pyte
     ahead: list[bool] = []
     launch = ModelRunner.launch
 
-    def noted(runner: ModelRunner, inputs: ModelInputs) -> Launched:
+    def noted(runner: ModelRunner, inputs: ModelInputs) -> Callable[[], StepOutputs]:
         ahead.append(bool(inputs.previous_rows))
         return launch(runner, inputs)
 
@@ -123,7 +130,7 @@ def test_recordings_share_their_memory() -> None:
     torch.cuda.empty_cache()
     model = build(VARIANTS["rotary-gqa"]).to("cuda")
     before = torch.cuda.memory_reserved()
-    create_graphed_runner(model, CONFIG, TOKENIZER.vocab_size, CudaCapture())
+    graphed(model)
     assert torch.cuda.memory_reserved() - before < 256 * 2**20
 
 
@@ -138,11 +145,11 @@ def test_the_memory_of_the_largest_step_is_measured() -> None:
 
 
 def test_the_service_takes_it_all_on_a_gpu(tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "service.engine.execution.gpu_setup")
+    caplog.set_level(logging.INFO, "service.engine.execution.model_runner")
     settings = ModelSettings(checkpoint=tiny_checkpoint, max_num_running=4)
     engine, facts = build_engine(settings, read_manifest(tiny_checkpoint))
     assert (facts.device, facts.dtype) == ("cuda", "bfloat16")
     assert facts.attention == "paged (decode: triton, prompts: varlen)"
-    assert "are recorded" in caplog.text
+    assert "CUDA graphs captured for decode steps" in caplog.text
     engine.warm_up()
     assert not engine.has_work

@@ -1,16 +1,36 @@
-"""On a CUDA device fused kernels compute what PyTorch does, for any sizes, and models with them what they did."""
+"""Fused kernels on a CUDA device: equal to PyTorch for any sizes, alone and in whole models."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import silu
 
 from model.attention.metadata import AttentionMetadata
 from model.gpu import fused_modules
-from model.gpu.fused_modules import FusedRMSNorm, compare, fuse, silu_product
+from model.gpu.fused_modules import FusedRMSNorm, fuse
 from model.nn.layers import RMSNorm
 from model.nn.position_embeddings import RotaryPositions, rotate_each
 from tests.model.configs import VARIANTS, build
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])]
+
+# Allowed error by dtype, relative to the largest number: a sum in another order may round to the neighbouring value.
+TOLERANCES = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
+
+
+def silu_product(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu(gate) * up
+
+
+@torch.inference_mode()
+def compare(fused: Callable[[Tensor], Tensor], plain: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """Check that a fused kernel equals the plain computation up to rounding."""
+    found, expected = fused(x).float(), plain(x).float()
+    error = ((found - expected).abs().max() / expected.abs().max()).item()
+    assert error <= TOLERANCES[x.dtype]
 
 
 @pytest.mark.parametrize("size", [1, 48, 128, 384, 1536, 8192])
@@ -43,11 +63,11 @@ def test_products_of_gated_mlps(dtype: torch.dtype, size: int) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_nothing_is_left_out_and_models_compute_the_same(dtype: torch.dtype, variant: str) -> None:
+def test_a_fused_model_computes_the_same(dtype: torch.dtype, variant: str) -> None:
     model = build(VARIANTS[variant]).to("cuda", dtype)
     ids, metadata = torch.arange(40, device="cuda"), AttentionMetadata.uncached((40,), "cuda")
     expected = model(ids, metadata, None)
-    assert fuse(model) == ()
+    fuse(model)
     assert any(isinstance(module, FusedRMSNorm) for module in model.modules()) == (
         variant not in ("gpt2", "neox", "gpt2-no-bias")
     )

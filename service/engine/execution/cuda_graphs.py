@@ -12,7 +12,7 @@ Legend: T rows, one token of a sequence each; N blocks of a table; E hidden size
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -62,12 +62,8 @@ def smallest(candidates: Sequence[Bucket], rows: int, width: int) -> Bucket | No
     return min((b for b in candidates if b.rows >= rows and b.width >= width), default=None)
 
 
-class Capture(Protocol):
-    """Captures a computation without arguments as a replayable function."""
-
-    def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Return a function that replays the computation and returns the tensor with the result."""
-        ...
+# Captures a computation without arguments. Returns a function that replays it and returns the tensor with the result.
+Capture: TypeAlias = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
 def call_again(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -168,9 +164,6 @@ class DecodeGraphs:
         scratch_block: KV block that padding rows read and write.
         block_size: tokens per KV block.
         device: device of all tensors.
-
-    Raises:
-        RuntimeError: a replay differs from the captured step.
     """
 
     def __init__(
@@ -192,32 +185,31 @@ class DecodeGraphs:
     def _captured(
         self, hidden: Callable[[Tensor, AttentionMetadata], Tensor], capture: Capture, bucket: Bucket
     ) -> Callable[[], Tensor]:
-        """Capture a bucket, and compare a replay with a direct computation.
-
-        The rows of this trial are the first two tokens of one text in the scratch block. So no other block is written,
-        and all rows that write to the same slot write the same values.
-        """
+        """Capture a bucket. The captured rows write to the scratch block only."""
         ids_T, positions_T, slots_T, tables_TN = self._inputs.views(bucket)
-        positions_T.copy_(torch.arange(bucket.rows) % min(2, self._block_size))
         ids_T.zero_()
-        slots_T.copy_(positions_T + self._scratch_block * self._block_size)
+        positions_T.zero_()
+        slots_T.fill_(self._scratch_block * self._block_size)
         tables_TN.fill_(self._scratch_block)
-        compute = _step(hidden, self._inputs, bucket)
-        replay = capture(compute)
-        expected = compute().float()
-        if not torch.allclose(replay().float(), expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
-            raise RuntimeError(f"a replayed step of {bucket.rows} rows differs from the captured step")
-        return replay
+        # Context lengths are unknown at capture: the attention kernel derives them from the positions.
+        metadata = AttentionMetadata(
+            query_lengths=(1,) * bucket.rows,
+            context_lengths=(1,) * bucket.rows,
+            positions_T=positions_T,
+            slot_mapping_T=slots_T,
+            block_tables_BN=tables_TN,
+        )
+        return capture(lambda: hidden(ids_T, metadata))
 
     @property
     def shapes(self) -> tuple[Bucket, ...]:
         """Captured shapes."""
         return tuple(self._replays)
 
-    def hidden(self, inputs: ModelInputs, drawn_B: Tensor | None = None) -> Tensor | None:
+    def hidden(self, inputs: ModelInputs, sampled_B: Tensor | None = None) -> Tensor | None:
         """Return the hidden states TE of a step by replay, valid until the next call; None if no captured shape fits.
 
-        drawn_B: the first token ids, on the device, if the host does not know them yet.
+        sampled_B: the first token ids, on the device, if the host does not know them yet.
         """
         metadata = inputs.metadata
         if not metadata.is_decode or metadata.block_tables_BN is None:
@@ -226,22 +218,6 @@ class DecodeGraphs:
         if bucket is None:
             return None
         self._inputs.fill(bucket, inputs, self._scratch_block * self._block_size, self._scratch_block)
-        if drawn_B is not None:
-            self._inputs.views(bucket)[0][: len(drawn_B)].copy_(drawn_B)
+        if sampled_B is not None:
+            self._inputs.views(bucket)[0][: len(sampled_B)].copy_(sampled_B)
         return self._replays[bucket]()[: len(inputs.token_ids_T)]
-
-
-def _step(
-    hidden: Callable[[Tensor, AttentionMetadata], Tensor], inputs: StaticInputs, bucket: Bucket
-) -> Callable[[], Tensor]:
-    """Return the computation to capture for a bucket."""
-    ids_T, positions_T, slots_T, tables_TN = inputs.views(bucket)
-    # Context lengths are unknown at capture: the attention kernel derives them from the positions.
-    metadata = AttentionMetadata(
-        query_lengths=(1,) * bucket.rows,
-        context_lengths=(1,) * bucket.rows,
-        positions_T=positions_T,
-        slot_mapping_T=slots_T,
-        block_tables_BN=tables_TN,
-    )
-    return lambda: hidden(ids_T, metadata)

@@ -6,8 +6,7 @@ the prior tokens of its sequence, then each sampled token.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from collections.abc import Sequence as Ordered
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from model.structured_output.grammar import GrammarError, Vocabulary, compile_gr
 from model.tokenizer.interface import Tokenizer
 from service.engine.scheduling.sequence import SequenceState
 from service.engine.scheduling.step_plan import StepPlan
-from service.ipc.messages import FinishReason, Submit
+from service.ipc.messages import Submit
 
 # Maximum number of cached grammars, megabytes each. The least recently used grammar is evicted.
 _MAX_COMPILED = 64
@@ -118,7 +117,7 @@ class Grammars:
         for known in (self._held, self._futures, self._matchers):
             known.pop(uid, None)
 
-    def complaint(self, uid: str) -> str | None:
+    def error(self, uid: str) -> str | None:
         """Return the error of a sequence's matcher, such as an exceeded limit; None without an error."""
         matcher = self._matchers.get(uid)
         return str(GrammarError(matcher.get_error())) if matcher is not None and matcher.is_error() else None
@@ -127,34 +126,30 @@ class Grammars:
         """Start computing the masks of a step in a background thread; None if no row needs a mask."""
         if not self._matchers:
             return None
-        draws = (chunk.sequence for chunk in plan.chunks if chunk.draws)
-        asked = [(row, sequence) for row, sequence in enumerate(draws) if sequence.uid in self._matchers]
-        if not asked:
+        sampling = [chunk for chunk in plan.chunks if chunk.samples]
+        rows = [row for row, chunk in enumerate(sampling) if chunk.uid in self._matchers]
+        if not rows:
             return None
-        work = [(self._matchers[sequence.uid], sequence.params.ignore_eos) for _, sequence in asked]
-        return Masks(tuple(row for row, _ in asked), self._masks_thread.submit(self._allowed, work))
+        work = [(self._matchers[sampling[row].uid], sampling[row].params.ignore_eos) for row in rows]
+        return Masks(tuple(rows), self._masks_thread.submit(self._allowed, work))
 
-    def advance(self, plan: StepPlan, token_ids: Ordered[int | None]) -> Iterator[SequenceState]:
-        """Feed the sampled tokens of a step to the matchers. Yield the sequences whose grammar is now complete."""
-        sampled = iter(token_ids)
-        for chunk in plan.chunks if self._matchers else ():
-            token_id, sequence = next(sampled) if chunk.draws else None, chunk.sequence
-            matcher = self._matchers.get(sequence.uid)
-            if token_id is None or matcher is None or sequence.finish_reason is FinishReason.STOP:
-                continue
-            # If this token exceeds a matcher limit, the next mask is empty, and the sequence ends with the error.
-            if matcher.consume_token(token_id) and (matcher.is_stopped() or self._can_only_end(sequence, matcher)):
-                yield sequence
+    def advance(self, sequence: SequenceState, token_id: int) -> bool:
+        """Feed a sampled token to the matcher of its sequence, if any. Return True if the grammar is now complete."""
+        matcher = self._matchers.get(sequence.uid)
+        # If this token exceeds a matcher limit, the next mask is empty, and the sequence ends with the error.
+        if matcher is None or not matcher.consume_token(token_id):
+            return False
+        return matcher.is_stopped() or self._can_only_end(sequence, matcher)
 
     def _can_only_end(self, sequence: SequenceState, matcher: LLMatcher) -> bool:
         """Return True if only the end of text may follow, and the end of text cannot be sampled."""
         params = sequence.params
-        can_draw_end = self._eos_token_ids and not params.ignore_eos
-        if (can_draw_end and sequence.num_completion_tokens >= params.min_tokens) or not matcher.is_accepting():
+        can_sample_eos = self._eos_token_ids and not params.ignore_eos
+        if (can_sample_eos and sequence.num_completion_tokens >= params.min_tokens) or not matcher.is_accepting():
             return False
         return not self._allowed([(matcher, True)]).any()
 
-    def _allowed(self, work: Ordered[tuple[LLMatcher, bool]]) -> NDArray[np.bool_]:
+    def _allowed(self, work: Sequence[tuple[LLMatcher, bool]]) -> NDArray[np.bool_]:
         """Return the mask of each matcher: bool RV.
 
         work: matchers, each with True if end-of-sequence tokens must be excluded.

@@ -1,6 +1,7 @@
 """Model runner: forward passes and sampling, with the model and the KV-cache tensors."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -18,10 +19,11 @@ from model.sampling.params import SamplingParams
 from model.sampling.sampler import NO_TOKEN, most_likely, sample, sample_on_device, top_logprobs
 from model.structured_output.token_masks import mask_logits
 from service.engine.execution.cuda_graphs import Bucket, Capture, DecodeGraphs, buckets
-from service.engine.execution.embedding_pooling import PooledRows
-from service.engine.execution.model_inputs import ModelInputs
+from service.engine.execution.model_inputs import ModelInputs, PooledRows
 from service.engine.scheduling.step_plan import MIN_ROWS
 from service.ipc.messages import TokenLogprob
+
+logger = logging.getLogger(__name__)
 
 
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -43,16 +45,8 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     non_finite: frozenset[int] = frozenset()
 
 
-class Launched(Protocol):
-    """Step launched on a device, possibly still being computed."""
-
-    def read(self) -> StepOutputs:
-        """Wait for the step and return its outputs: sampled tokens and non-finite rows only."""
-        ...
-
-
 class Runner(Protocol):
-    """Interface of the engine to the computation: `ModelRunner`, or a fake in tests."""
+    """Interface of the engine to the computation: `ModelRunner`, or `service.engine.testing.FakeRunner`."""
 
     @property
     def min_rows(self) -> int:
@@ -68,10 +62,11 @@ class Runner(Protocol):
         """Compute a step and wait for its outputs."""
         ...
 
-    def launch(self, inputs: ModelInputs) -> Launched:
-        """Launch a step after all steps launched before. The step must not need rules, masks or logprobs.
+    def launch(self, inputs: ModelInputs) -> Callable[[], StepOutputs]:
+        """Launch a step after all steps launched before. Return a function that waits for the step's outputs.
 
-        The caller may overwrite the inputs once this returns. `previous_rows` refers to the step launched last.
+        The step must not need rules, masks or logprobs. The caller may overwrite the inputs once this returns.
+        `previous_rows` refers to the step launched last.
         """
         ...
 
@@ -121,7 +116,7 @@ class ModelRunner:
         self._sampled_B: Tensor | None = None  # sampled by the step launched last, on its device
 
     @torch.inference_mode()
-    def record(self, capture: Capture, *, max_rows: int, max_context_length: int) -> tuple[Bucket, ...]:
+    def capture_decodes(self, capture: Capture, *, max_rows: int, max_context_length: int) -> tuple[Bucket, ...]:
         """Capture decode steps of up to `max_rows` rows as CUDA graphs and return the captured shapes.
 
         Must be called before the first step. The attention backend must read only positions, slots and block tables,
@@ -135,7 +130,11 @@ class ModelRunner:
             block_size=self._cache.block_size,
             device=self._device,
         )
-        return self._graphs.shapes
+        shapes = self._graphs.shapes
+        logger.info(
+            "CUDA graphs captured for decode steps of up to %d sequences (%d shapes)", shapes[0].rows, len(shapes)
+        )
+        return shapes
 
     def run(self, inputs: ModelInputs) -> StepOutputs:
         """Compute a step. All sampled ids are copied to the host at once."""
@@ -144,12 +143,25 @@ class ModelRunner:
         with torch.inference_mode():
             return self._run(inputs)
 
-    def launch(self, inputs: ModelInputs) -> Launched:
-        """Launch a step, see `Runner.launch`."""
-        with torch.inference_mode():
-            x_TE, logits_RV = self._compute(inputs)
-            self._sampled_B = sample_on_device(logits_RV[: len(inputs.params)], inputs.params, inputs.positions)
-            return _LaunchedStep(self._sampled_B, _sums(x_TE, logits_RV, inputs.metadata.logit_rows_R))
+    @torch.inference_mode()
+    def launch(self, inputs: ModelInputs) -> Callable[[], StepOutputs]:
+        """Launch a step, see `Runner.launch`. Its ids and sums are copied to the host asynchronously."""
+        x_TE, logits_RV = self._compute(inputs)
+        self._sampled_B = sample_on_device(logits_RV[: len(inputs.params)], inputs.params, inputs.positions)
+        ids_B, sums_T = self._sampled_B, _sums(x_TE, logits_RV, inputs.metadata.logit_rows_R)
+        copied: torch.cuda.Event | None = None
+        if ids_B.is_cuda:
+            ids_B, sums_T = _pinned(ids_B), _pinned(sums_T)
+            copied = torch.cuda.Event()
+            copied.record()
+
+        def read() -> StepOutputs:
+            if copied is not None:
+                copied.synchronize()
+            non_finite = frozenset(_non_finite(sums_T))
+            return StepOutputs(token_ids=ids_B.tolist(), logprobs=[], prompt_logprobs={}, non_finite=non_finite)
+
+        return read
 
     def _compute(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Return the hidden states TE of a step, and the requested logits RV."""
@@ -237,24 +249,6 @@ class ModelRunner:
         weights_HTT = weights_of_layer(self._model, token_ids, layer=layer, cache_dtype=cache_dtype)[list(heads)]
         rows, columns = torch.tril_indices(len(token_ids), len(token_ids))
         return weights_HTT[:, rows, columns].numpy().tobytes()
-
-
-class _LaunchedStep:
-    """Sampled ids and `_sums` that are copied to the host asynchronously until `read` waits for the copies."""
-
-    def __init__(self, sampled_B: Tensor, sums_T: Tensor) -> None:
-        self._ids_B, self._sums_T, self._copied = sampled_B, sums_T, None
-        if sampled_B.is_cuda:
-            self._ids_B, self._sums_T = _pinned(sampled_B), _pinned(sums_T)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-
-    def read(self) -> StepOutputs:
-        """Wait for the copies and return the outputs, see `Launched.read`."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        non_finite = frozenset(_non_finite(self._sums_T))
-        return StepOutputs(token_ids=self._ids_B.tolist(), logprobs=[], prompt_logprobs={}, non_finite=non_finite)
 
 
 def _pinned(x: Tensor) -> Tensor:

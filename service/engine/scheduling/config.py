@@ -1,4 +1,4 @@
-"""Configuration of the engine: sizes and budgets of one step."""
+"""Configuration of the engine: sizes and budgets."""
 
 import math
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class EngineConfig:
     enable_prefix_cache: share the KV blocks of equal prefixes.
     kv_cache_dtype: dtype of keys and values in the pool; auto: the dtype of the model.
     max_context_length: maximum length of a sequence, prompt included; None: the number of the model's positions.
-    max_draft_tokens: maximum draft tokens of a sequence in one step, see `prompt_lookup`; 0: no speculative decoding.
-    prompt_slowdown: maximum slowdown of a decode step by one prompt, see `prefill_budget`; infinite: no limit.
-    target_itl_seconds: target inter-token latency, see `running_limit`; infinite: no target.
+    max_draft_tokens: maximum draft tokens of a sequence in one step, see `PromptLookup`; 0: no speculative decoding.
+    prompt_slowdown: maximum slowdown of a decode step by one prompt, see `PrefillBudget`; infinite: no limit.
+    target_itl_seconds: target inter-token latency, see `RunningLimit`; infinite: no target.
 
     Raises:
         ValueError: a size is not positive, or the budget cannot serve every running sequence.

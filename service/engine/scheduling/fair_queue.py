@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from service.engine.scheduling.sequence import SequenceState, by_rank
 
 # Maximum number of tenants with a counter. Beyond it, counters of tenants that do not wait are dropped.
-_MAX_OWNERS = 4096
+_MAX_TENANTS = 4096
 
 
 class FairQueue:
@@ -85,7 +85,7 @@ class FairQueue:
         """Add a tenant that had no waiting sequence."""
         if not self._queues:
             self._num_served.clear()
-        elif len(self._num_served) >= _MAX_OWNERS:
+        elif len(self._num_served) >= _MAX_TENANTS:
             self._num_served = {name: self._num_served[name] for name in self._queues}
         least = min((self._num_served[name] for name in self._queues), default=0)
         self._num_served[tenant] = max(least, self._num_served.get(tenant, 0))

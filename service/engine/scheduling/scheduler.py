@@ -2,7 +2,7 @@
 
 There are no separate prefill and decode phases. Each sequence has `num_computed_tokens`, which must catch up with its
 number of tokens. A step has one budget of `max_batched_tokens`. Sequences that lack one token (decodes) are served
-first. The rest of the budget goes to longer prefills in rank order, limited per sequence by `prefill_budget`. This rule
+first. The rest of the budget goes to longer prefills in rank order, limited per sequence by `PrefillBudget`. This rule
 covers continuous batching, chunked prefill, prefix-cache hits, and resumption after a preemption or a crash. (vLLM:
 Kwon et al. 2023, arXiv 2309.06180. Sarathi: Agrawal et al. 2023, arXiv 2308.16369.)
 
@@ -10,25 +10,30 @@ Running sequences do not starve. The sequence of lowest rank (`service.engine.sc
 may preempt sequences of higher rank, and every admitted sequence fits the pool alone. So the first sequence always
 makes progress and ends, and newer arrivals rank later. A waiting sequence never preempts a running one.
 `service.engine.scheduling.fair_queue` chooses the next sequence to admit: fair among tenants, by rank within a tenant.
-`service.engine.scheduling.running_limit` sets the number of running sequences.
 """
 
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Sequence
+
+import msgspec
 
 from service.engine.scheduling.block_pool import BlockPool
 from service.engine.scheduling.config import EngineConfig
-from service.engine.scheduling.draft_policy import DraftPolicy
 from service.engine.scheduling.fair_queue import FairQueue
-from service.engine.scheduling.lookahead import may_continue, plan_ahead
-from service.engine.scheduling.prefill_budget import PrefillBudget
-from service.engine.scheduling.prefix_cache import PrefixCache
-from service.engine.scheduling.running_limit import RunningLimit
+from service.engine.scheduling.latency_limits import PrefillBudget, RunningLimit
 from service.engine.scheduling.sequence import SequenceState, SequenceStatus, by_rank
+from service.engine.scheduling.speculation import DraftPolicy
 from service.engine.scheduling.step_plan import Chunk, StepPlan, step_plan
-from service.engine.scheduling.stop_conditions import StopConditions
-from service.ipc.messages import FinishReason
+from service.ipc.messages import FinishReason, Pooling
+
+
+class SequenceUpdate(msgspec.Struct, frozen=True, eq=False):
+    """Sequence of a committed step, the chunk that was computed, and the rows of its accepted sampled tokens."""
+
+    sequence: SequenceState
+    chunk: Chunk
+    rows: tuple[int, ...]
 
 
 class Scheduler:
@@ -37,7 +42,6 @@ class Scheduler:
     Args:
         config: sizes and budgets.
         max_context_length: maximum number of tokens of a sequence, prompt included.
-        eos_token_ids: end-of-sequence tokens of the model.
         clock: time in seconds; tests replace `time.monotonic`.
     """
 
@@ -46,16 +50,13 @@ class Scheduler:
         config: EngineConfig,
         *,
         max_context_length: int,
-        eos_token_ids: tuple[int, ...],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._max_context_length = max_context_length
-        self._stop_conditions = StopConditions(eos_token_ids)
         self._clock = clock
         self._pool = BlockPool(config.num_blocks)
-        self._prefix_cache = PrefixCache(self._pool, config)
-        self._draft_policy = DraftPolicy(config, self._pool)
+        self._draft_policy = DraftPolicy(config.max_batched_tokens)
         self._prefill_budget = PrefillBudget(config.prompt_slowdown)
         self._limit = RunningLimit(config.target_itl_seconds, config.max_num_running)
         self._scheduled_seconds = self._committed_seconds = 0.0
@@ -78,7 +79,7 @@ class Scheduler:
 
     @property
     def max_num_running(self) -> int:
-        """Limit on running sequences, see `service.engine.scheduling.running_limit`."""
+        """Limit on running sequences, see `RunningLimit`."""
         return self._limit.num_sequences
 
     @property
@@ -116,7 +117,7 @@ class Scheduler:
         self._sequences[sequence.uid] = sequence
         self._waiting.add(sequence)
         self._num_with_deadline += sequence.deadline_seconds is not None
-        if sequence.num_prior_tokens and self._stop_conditions.ends(sequence):
+        if sequence.num_prior_tokens and sequence.check_end():
             self._ended.append(sequence)  # the previous attempt had sampled all tokens, and only its ending was lost
 
     def cancel(self, uid: str) -> bool:
@@ -127,13 +128,23 @@ class Scheduler:
         self.finish(sequence, FinishReason.ABORT)
         return True
 
+    def take_ended(self) -> list[SequenceState]:
+        """Remove and return the sequences that end without computation: a passed deadline, or nothing to compute."""
+        if self._num_with_deadline:
+            for sequence in self._waiting.expired(self._clock()):
+                self.finish_uncomputed(sequence, FinishReason.ABORT)
+        ended, self._ended = self._ended, []
+        for sequence in ended:
+            self._retire(sequence)
+        return ended
+
     def schedule(self) -> StepPlan:
         """Plan the next step. A `commit` with the sampled tokens must follow."""
         self._num_preemptions = 0
         self._scheduled_seconds = self._clock()
-        ended = self._take_ended()
         budget, size = self._config.max_batched_tokens, self._config.block_size
-        self._draft_policy.begin(len(self._running))
+        if self._config.max_draft_tokens:
+            draft_budget, draft_cost = self._draft_policy.limits(len(self._running))
         chunks: list[Chunk] = []
         behind: list[SequenceState] = []
         # A copy, because reserving blocks may preempt sequences at the end of the list.
@@ -144,18 +155,21 @@ class Scheduler:
             if end - sequence.num_computed_tokens != 1:
                 behind.append(sequence)
             elif budget and (end <= len(sequence.block_table) * size or self._reserve(sequence, end)):
-                draft = self._draft_policy.draft(sequence) if sequence.lookup is not None else ()
+                draft: tuple[int, ...] = ()
+                if sequence.lookup is not None:
+                    draft = self._draft(sequence, draft_budget, draft_cost)
+                    draft_budget -= len(draft)
                 chunks.append(self._plan(sequence, 1, draft))
                 budget -= 1 + len(draft)
-        most = self._prefill_budget.max_allowed_tokens(len(chunks))
+        max_prefill = self._prefill_budget.max_allowed_tokens(len(chunks))
         for sequence in behind:
-            wanted = min(sequence.num_remaining_tokens, budget, most)
-            if wanted == 0:
+            num_tokens = min(sequence.num_remaining_tokens, budget, max_prefill)
+            if num_tokens == 0:
                 break
-            end = sequence.num_computed_tokens + wanted
+            end = sequence.num_computed_tokens + num_tokens
             if sequence.status is SequenceStatus.RUNNING and self._reserve(sequence, end):
-                chunks.append(self._plan(sequence, wanted))
-                budget -= wanted
+                chunks.append(self._plan(sequence, num_tokens))
+                budget -= num_tokens
         queries = hits = cached = 0
         while budget and self._waiting and len(self._running) < self._limit.num_sequences:
             if self._num_preemptions or (admitted := self._admit()) is None:
@@ -163,15 +177,14 @@ class Scheduler:
             sequence, num_queried = admitted
             queries += num_queried
             hits += sequence.num_computed_tokens
-            cached += sequence.num_cached_tokens if sequence.first_scheduled_seconds is None else 0
-            wanted = min(sequence.num_remaining_tokens, budget, most)
-            chunks.append(self._plan(sequence, wanted))
-            budget -= wanted
+            num_tokens = min(sequence.num_remaining_tokens, budget, max_prefill)
+            chunks.append(self._plan(sequence, num_tokens))
+            budget -= num_tokens
             if sequence.first_scheduled_seconds is None:
+                cached += sequence.num_cached_tokens
                 sequence.first_scheduled_seconds = self._clock()
         return step_plan(
             chunks,
-            ended=ended,
             num_cached_prompt_tokens=cached,
             num_prefix_queries=queries,
             num_prefix_hits=hits,
@@ -181,74 +194,129 @@ class Scheduler:
     def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
         """Plan the step after a step that is still being computed; None if it cannot be only the next decode.
 
-        A `commit` of both steps must follow. The second commit must omit sequences that end in the first step.
+        A GPU idles while the host reads a step's tokens, commits and reports them, and plans the next step. A step of
+        decodes needs only the sampled tokens of the previous step, which are already on the device. (Compare the
+        overlap schedulers of SGLang and vLLM, both 2024.)
+
+        The tokens may turn out to end a sequence. Its row in the step launched ahead is then wasted, and `commit`
+        ignores it. The row writes to a block after all positions that the prefix cache knows. The next owner of the
+        block overwrites it in a later step, and a device computes steps in order.
+
+        Every chunk of `plan` must sample a token and have no draft. A `commit` of both steps must follow.
         """
-        self._end_expired()
-        may_admit = self._waiting and sum(map(may_continue, plan.chunks)) < self._limit.num_sequences
-        if self._ended or may_admit:
+        running = [self._running_sequence(chunk) for chunk in plan.chunks]
+        if len(running) - running.count(None) < len(self._running):
+            return None  # another sequence is running, which this plan lacks
+        following = [
+            (row, chunk, sequence)
+            for row, (chunk, sequence) in enumerate(zip(plan.chunks, running, strict=True))
+            if sequence is not None and chunk.num_known_tokens + 1 < sequence.max_length
+        ]
+        if not following or (self._waiting and len(following) < self._limit.num_sequences):
             return None
-        ahead = plan_ahead(plan, self._pool, self._config.block_size, num_running=len(self._running))
-        for chunk in () if ahead is None else ahead.chunks:
-            self._waiting.charge(chunk.sequence.tenant, 1)
-        return ahead
+        size = self._config.block_size
+        lacking = [s for _, chunk, s in following if chunk.num_known_tokens >= len(s.block_table) * size]
+        blocks = self._pool.allocate(len(lacking))
+        if blocks is None:
+            return None
+        for sequence, block in zip(lacking, blocks, strict=True):
+            sequence.block_table.append(block)
+        chunks: list[Chunk] = []
+        for _, chunk, sequence in following:
+            self._waiting.charge(sequence.tenant, 1)
+            start, table, params = chunk.num_known_tokens, sequence.block_table, sequence.params
+            chunks.append(Chunk(sequence.uid, sequence.attempt, start, 1, True, (), table, params))
+        return step_plan(chunks, previous_rows=tuple([row for row, _, _ in following]))
 
-    def commit(self, plan: StepPlan, token_ids: Iterable[int | None]) -> list[SequenceState]:
-        """Append the sampled tokens of a step to their sequences and return the sequences that ended.
+    def has_running(self, plan: StepPlan) -> bool:
+        """Return True if some sequence of a plan is still running."""
+        return any(self._running_sequence(chunk) is not None for chunk in plan.chunks)
 
-        The blocks of ended sequences are free.
+    def commit(
+        self, plan: StepPlan, token_ids: Sequence[int | None], non_finite: frozenset[int] = frozenset()
+    ) -> list[SequenceUpdate]:
+        """Append the sampled tokens of a step to the sequences that are still running, and return these sequences.
+
+        The blocks of sequences that end are free. Their finish reason is set.
 
         Args:
+            plan: the computed step.
             token_ids: sampled tokens, assigned to chunks by `StepPlan.sampled_rows`; None if no token may follow.
+            non_finite: packed tokens with NaN or infinity. Drafts are cut before the first of these tokens. Sequences
+                with such known tokens must have ended, see `end_non_finite`.
         """
-        sampled = list(token_ids)
         now = self._clock()
-        self._draft_policy.observe(plan, now - self._scheduled_seconds)
+        if self._config.max_draft_tokens and plan.chunks and all(chunk.is_decode for chunk in plan.chunks):
+            self._draft_policy.observe(plan.num_rows, now - self._scheduled_seconds)
         self._prefill_budget.observe(plan, now - self._scheduled_seconds)
-        finished: list[SequenceState] = []
+        updates: list[SequenceUpdate] = []
+        num_decodes = num_decoded = row = 0
         for chunk, rows in zip(plan.chunks, plan.sampled_rows, strict=True):
-            sequence = chunk.sequence
+            row += chunk.num_tokens
+            if (sequence := self._running_sequence(chunk)) is None:
+                continue
+            if non_finite and chunk.draft:
+                first = row - len(chunk.draft)
+                rows = rows[: 1 + next((at for at in range(first, row) if at in non_finite), row) - first]
+            num_known = chunk.num_known_tokens
             if plan.previous_rows:  # the token ids, and so the block hashes, were unknown when the step was planned
-                self._prefix_cache.register(sequence, chunk.num_known_tokens)
+                self._register_blocks(sequence, num_known)
             sequence.num_computed_tokens += chunk.num_tokens - len(chunk.draft)
             if sequence.num_scored_tokens < sequence.num_prompt_tokens - 1:
                 scored = min(sequence.num_computed_tokens, sequence.num_prompt_tokens - 1)
                 sequence.num_scored_tokens = max(sequence.num_scored_tokens, scored)
             if rows:
-                ends = self._stop_conditions.append(chunk, [sampled[row] for row in rows], now)
+                ends = sequence.append(token_ids[rows[0]], now)
+                for guessed, previous, following in zip(chunk.draft, rows, rows[1:], strict=False):
+                    if ends or guessed != token_ids[previous]:
+                        break
+                    sequence.num_computed_tokens += 1
+                    ends = sequence.append(token_ids[following], now)
             else:
                 ends = not sequence.num_remaining_tokens
                 if ends:
                     sequence.finish_reason = FinishReason.LENGTH
                     sequence.first_token_seconds = now  # end of prefill: no token is sampled
+            if chunk.start >= sequence.num_prompt_tokens and chunk.is_decode:
+                num_decodes, num_decoded = num_decodes + 1, num_decoded + len(sequence.token_ids) - num_known
             if ends:
                 self._retire(sequence)
-                finished.append(sequence)
-        self._limit.observe(plan, now - self._committed_seconds)
+            updates.append(SequenceUpdate(sequence, chunk, rows))
+        self._limit.observe(
+            now - self._committed_seconds,
+            num_sequences=len(plan.chunks),
+            num_decodes=num_decodes,
+            num_tokens=num_decoded,
+        )
         self._committed_seconds = now
         self._scheduled_seconds = now  # a step launched ahead counts from here
-        return finished
+        return updates
 
-    def end_non_finite(self, plan: StepPlan, starts: Mapping[str, int]) -> list[SequenceState]:
-        """End the sequences whose numbers in a computed step are NaN or infinite. `commit` must follow without them.
+    def end_non_finite(self, plan: StepPlan, non_finite: frozenset[int]) -> list[SequenceState]:
+        """End the running sequences with NaN or infinity in a computed step, and return them. A `commit` must follow.
 
         The blocks that the step wrote for them leave the prefix cache. Another sequence that shares these blocks is
         preempted, because attention may have spread NaN to all positions of the prompt.
 
         Args:
-            starts: uid to the first position that the step computed.
+            plan: the computed step.
+            non_finite: packed tokens with NaN or infinity. Non-finite draft tokens end no sequence: a draft token
+                joins the sequence only when it is sampled.
         """
         ended: list[SequenceState] = []
+        row = 0
         for chunk in plan.chunks:
-            sequence = chunk.sequence
-            if sequence.uid not in starts or sequence.status is not SequenceStatus.RUNNING:
-                continue  # ended since the step was launched ahead, or preempted and computed again later
-            spoiled = set(sequence.block_table[starts[sequence.uid] // self._config.block_size :])
-            self._prefix_cache.discard(spoiled)
+            first, row = row, row + chunk.num_tokens
+            sequence = self._running_sequence(chunk)
+            if sequence is None or non_finite.isdisjoint(range(first, row - len(chunk.draft))):
+                continue
+            spoiled = set(sequence.block_table[chunk.start // self._config.block_size :])
+            self._pool.discard(spoiled)
             self.finish(sequence, FinishReason.ERROR)
             ended.append(sequence)
             for other in [running for running in self._running if not spoiled.isdisjoint(running.block_table)]:
-                first = next(index for index, block in enumerate(other.block_table) if block in spoiled)
-                self._prefix_cache.discard(other.block_table[first:])
+                shared = next(index for index, block in enumerate(other.block_table) if block in spoiled)
+                self._pool.discard(other.block_table[shared:])
                 self._preempt(other)
         return ended
 
@@ -263,8 +331,15 @@ class Scheduler:
             self._retire(sequence)
             self._ended = [ended for ended in self._ended if ended is not sequence]
 
-    def end(self, sequence: SequenceState, reason: FinishReason, stop_reason: str | int | None = None) -> None:
-        """Let the next step end a sequence without computing it.
+    def truncate(self, sequence: SequenceState, num_tokens: int, stop: str) -> None:
+        """End a sequence after its first `num_tokens` tokens, whose text completes the stop string `stop`."""
+        del sequence.token_ids[num_tokens:]
+        self.finish(sequence, FinishReason.STOP, stop)
+
+    def finish_uncomputed(
+        self, sequence: SequenceState, reason: FinishReason, stop_reason: str | int | None = None
+    ) -> None:
+        """Let the next `take_ended` end a waiting sequence without computing it.
 
         An earlier reason is kept, except that STOP replaces LENGTH.
         """
@@ -279,13 +354,9 @@ class Scheduler:
 
         Must follow a step that failed between `schedule` and `commit`.
         """
-        self._prefix_cache.forget()
-        self._prefill_budget.forget()
-        self._limit.forget()
-
-    def forbidden_token_ids(self, sequence: SequenceState) -> tuple[int, ...]:
-        """Return the tokens that must not be sampled next, see `StopConditions.forbidden`."""
-        return self._stop_conditions.forbidden(sequence)
+        self._pool.forget()
+        self._prefill_budget.reset()
+        self._limit.reset()
 
     def check_integrity(self) -> None:
         """Check that each sequence is in exactly one queue, and that block tables match the reference counts.
@@ -303,32 +374,60 @@ class Scheduler:
         assert sum(s.deadline_seconds is not None for s in placed) == self._num_with_deadline
         self._pool.check_integrity([sequence.block_table for sequence in self._running])
 
-    def _take_ended(self) -> tuple[SequenceState, ...]:
-        """Retire and return the sequences that end without computation."""
-        self._end_expired()
-        ended, self._ended = tuple(self._ended), []
-        for sequence in ended:
-            self._retire(sequence)
-        return ended
-
-    def _end_expired(self) -> None:
-        """End the waiting sequences that have never run and whose deadline has passed."""
-        if self._num_with_deadline:
-            for sequence in self._waiting.expired(self._clock()):
-                self.end(sequence, FinishReason.ABORT)
+    def _running_sequence(self, chunk: Chunk) -> SequenceState | None:
+        """Return the sequence of a chunk; None if it has ended or was preempted since the chunk was planned."""
+        sequence = self._sequences.get(chunk.uid)
+        if sequence is None or sequence.attempt != chunk.attempt or sequence.status is not SequenceStatus.RUNNING:
+            return None
+        return sequence
 
     def _plan(self, sequence: SequenceState, num_tokens: int, draft: tuple[int, ...] = ()) -> Chunk:
         """Plan the next `num_tokens` tokens of a sequence, then its draft.
 
-        The blocks become findable at once, so a planned sequence must not be preempted later in the same step.
+        The blocks become findable at once, so a planned sequence must not be preempted later in the same step. A
+        forward pass writes all keys before it reads any, so sequences admitted to the same step can share the blocks.
         """
-        start = sequence.num_computed_tokens
+        start, token_ids, params = sequence.num_computed_tokens, sequence.token_ids, sequence.params
         end = start + num_tokens
         if end // self._config.block_size > sequence.num_registered_blocks:
-            self._prefix_cache.register(sequence, end)
+            self._register_blocks(sequence, end)
         self._waiting.charge(sequence.tenant, num_tokens)
-        draws = end == len(sequence.token_ids) < sequence.max_length
-        return Chunk(sequence, start, num_tokens + len(draft), draws, draft)
+        scored_start, scored_ids = 0, list[int]()
+        if params.prompt_logprobs is not None:
+            # After a preemption, recomputed positions already have their logprobs.
+            scored_start = max(start, sequence.num_scored_tokens)
+            scored_ids = token_ids[scored_start + 1 : min(end + 1, sequence.num_prompt_tokens)]
+        num_pooled = 0
+        if sequence.pooling is not None:
+            is_last = sequence.pooling is Pooling.LAST
+            num_pooled = int(end == sequence.num_prompt_tokens) if is_last else num_tokens
+        return Chunk(
+            sequence.uid,
+            sequence.attempt,
+            start,
+            num_tokens + len(draft),
+            end == len(token_ids) < sequence.max_length,
+            token_ids[start:end],
+            sequence.block_table,
+            params,
+            draft,
+            sequence.forbidden_token_ids if params.min_tokens or sequence.rules is not None else (),
+            sequence.rules,
+            scored_start,
+            scored_ids,
+            num_pooled,
+        )
+
+    def _draft(self, sequence: SequenceState, budget: int, min_probability: float) -> tuple[int, ...]:
+        """Return the draft of a sequence. At most one KV block is added, and only if the pool has blocks to spare."""
+        if sequence.lookup is None or sequence.num_completion_tokens < sequence.params.min_tokens:
+            return ()
+        length, size = len(sequence.token_ids), self._config.block_size
+        limit = min(budget, sequence.max_length - length - 1)
+        draft = sequence.lookup.draft(sequence.token_ids, limit, min_probability)
+        if length + len(draft) > len(sequence.block_table) * size and self._pool.num_free > len(self._running):
+            sequence.block_table += self._pool.allocate(1) or []
+        return draft[: max(0, len(sequence.block_table) * size - length)]
 
     def _reserve(self, sequence: SequenceState, num_tokens: int) -> bool:
         """Allocate blocks for the first `num_tokens` tokens. Preempt sequences of higher rank if blocks are short.
@@ -366,7 +465,7 @@ class Scheduler:
         """
         sequence = self._waiting.first()
         size = self._config.block_size
-        known, num_queried = self._prefix_cache.find(sequence)
+        known, num_queried = self._find_cached_blocks(sequence)
         needed = -(-len(sequence.token_ids) // size) - len(known)
         # Keep one spare block per running sequence, so that the admitted sequence is not preempted soon after.
         if self._pool.num_free - self._pool.num_free_among(known) < needed + len(self._running):
@@ -383,6 +482,29 @@ class Scheduler:
         sequence.status = SequenceStatus.RUNNING
         insort(self._running, sequence, key=by_rank)
         return sequence, num_queried
+
+    def _find_cached_blocks(self, sequence: SequenceState) -> tuple[list[int], int]:
+        """Return the cached leading blocks of a sequence, not yet acquired, and the number of tokens looked up."""
+        if not self._config.enable_prefix_cache:
+            return [], 0
+        # The last token is always computed: the next token is sampled from its logits.
+        num_skippable = len(sequence.token_ids) - 1
+        if sequence.params.prompt_logprobs is not None and sequence.num_scored_tokens < sequence.num_prompt_tokens - 1:
+            num_skippable = sequence.num_scored_tokens  # prompt logprobs need the logits of the other tokens
+        if sequence.pooling is Pooling.MEAN:
+            num_skippable = 0  # mean pooling needs every hidden state
+        num_full = num_skippable // self._config.block_size
+        return self._pool.find(sequence.full_block_hashes(num_full, self._config.block_size)), len(sequence.token_ids)
+
+    def _register_blocks(self, sequence: SequenceState, num_tokens: int) -> None:
+        """Make the blocks findable that are full once the first `num_tokens` tokens are computed."""
+        num_full = num_tokens // self._config.block_size
+        if num_full <= sequence.num_registered_blocks or not self._config.enable_prefix_cache:
+            return
+        hashes = sequence.full_block_hashes(num_full, self._config.block_size)
+        for index in range(sequence.num_registered_blocks, num_full):
+            self._pool.register(sequence.block_table[index], hashes[index])
+        sequence.num_registered_blocks = num_full
 
     def _retire(self, sequence: SequenceState) -> None:
         """Remove a sequence from its queue and free its blocks."""

@@ -1,6 +1,6 @@
-"""State of one request inside the engine: token ids, progress, KV blocks and timestamps.
+"""State of one sequence inside the engine: token ids, progress, KV blocks, stop conditions and timestamps.
 
-A plain record. Only the scheduler and its helpers change a sequence.
+Only the scheduler changes a sequence.
 
 Sequences are served by rank, lowest first. A rank never changes. One priority level equals `AGEING_SECONDS` of waiting:
 a sequence of priority p ranks like a sequence of priority 0 that arrived p * AGEING_SECONDS later. So only requests
@@ -12,8 +12,8 @@ from enum import Enum, auto
 
 from model.sampling.params import SamplingParams
 from model.sampling.token_constraints import TokenRules
-from service.engine.scheduling.block_pool import root_hash
-from service.engine.scheduling.ngram_proposer import PromptLookup
+from service.engine.scheduling.block_pool import block_hash, root_hash
+from service.engine.scheduling.speculation import PromptLookup
 from service.ipc.messages import FinishReason, Pooling, Submit
 
 AGEING_SECONDS = 10.0
@@ -33,9 +33,10 @@ class SequenceState:
 
     Attributes:
         max_length: number of tokens at which the sequence ends, prompt included: by `max_tokens` or the context length.
+        eos_token_ids: end-of-sequence tokens that end the sequence; empty with `ignore_eos`.
         token_ids: prompt, prior tokens (sampled by an earlier attempt), then tokens sampled by this attempt.
         block_table: ids of KV blocks in order. Block i holds the positions from i * block_size on.
-        block_hashes: chained hashes of the leading full blocks, computed on demand.
+        block_hashes: chained hashes of the leading full blocks, see `full_block_hashes`.
         num_registered_blocks: number of leading blocks registered in the prefix cache.
         num_scored_tokens: number of leading prompt tokens whose successor has its logprob, for `prompt_logprobs`.
         rank: the lowest rank is served first and preempted last. Ranks are unique.
@@ -54,6 +55,7 @@ class SequenceState:
     num_prompt_tokens: int
     num_prior_tokens: int
     max_length: int
+    eos_token_ids: tuple[int, ...]
     rank: tuple[float, int]
     rules: TokenRules | None
     root_hash: bytes
@@ -86,9 +88,62 @@ class SequenceState:
         """Number of tokens to compute before the next token can be sampled."""
         return len(self.token_ids) - self.num_computed_tokens
 
+    def full_block_hashes(self, num_blocks: int, block_size: int) -> list[bytes]:
+        """Return the chained hashes of the first `num_blocks` full blocks. Hashes stay valid: tokens are only added."""
+        for index in range(len(self.block_hashes), num_blocks):
+            parent = self.block_hashes[-1] if self.block_hashes else self.root_hash
+            ids = self.token_ids[index * block_size : (index + 1) * block_size]
+            self.block_hashes.append(block_hash(parent, ids))
+        return self.block_hashes[:num_blocks]
+
+    @property
+    def forbidden_token_ids(self) -> tuple[int, ...]:
+        """Tokens that must not be sampled next: stop tokens before `min_tokens`, and the ends of bad words."""
+        words = () if self.rules is None else self.rules.forbidden
+        if self.num_completion_tokens >= self.params.min_tokens:
+            return words
+        return (*self.params.stop_token_ids, *self.eos_token_ids, *words)
+
+    def append(self, token_id: int | None, now: float) -> bool:
+        """Append a token sampled at time `now`. Return True, with the finish reason set, if the sequence ends.
+
+        A token of None ends the sequence because its request forbids every token.
+        """
+        if token_id is None:
+            self.finish_reason = FinishReason.REFUSED
+            return True
+        self.token_ids.append(token_id)
+        if self.rules is not None:
+            self.rules.append(token_id)
+        self.last_token_seconds = now
+        if self.first_token_seconds is None:
+            self.first_token_seconds = now
+        return self.check_end()
+
+    def check_end(self) -> bool:
+        """Return True, with the finish reason set, if the last token ends the sequence."""
+        token_id, length = self.token_ids[-1], len(self.token_ids)
+        if length - self.num_prompt_tokens > self.params.min_tokens:
+            if token_id in self.eos_token_ids:
+                self.finish_reason = FinishReason.STOP
+                return True
+            if token_id in self.params.stop_token_ids:
+                self.finish_reason, self.stop_reason = FinishReason.STOP, token_id
+                return True
+        if length >= self.max_length:
+            self.finish_reason = FinishReason.LENGTH
+            return True
+        return False
+
     @classmethod
     def from_submit(
-        cls, submit: Submit, *, arrival_number: int, max_context_length: int, max_draft_tokens: int = 0
+        cls,
+        submit: Submit,
+        *,
+        arrival_number: int,
+        max_context_length: int,
+        max_draft_tokens: int = 0,
+        eos_token_ids: tuple[int, ...] = (),
     ) -> "SequenceState":
         """Create a sequence from a submission, with the prior tokens of an earlier attempt.
 
@@ -99,6 +154,7 @@ class SequenceState:
             arrival_number: order of submission, which makes ranks unique.
             max_context_length: maximum number of tokens of the sequence, prompt included.
             max_draft_tokens: maximum length of a draft; 0 for no speculative decoding.
+            eos_token_ids: end-of-sequence tokens of the model.
         """
         rules = TokenRules.of(submit.params, submit.prompt_token_ids, submit.prior_token_ids)
         drafts = max_draft_tokens > 0 and rules is None and submit.grammar is None and submit.pooling is None
@@ -110,6 +166,7 @@ class SequenceState:
             num_prompt_tokens=len(submit.prompt_token_ids),
             num_prior_tokens=len(submit.prior_token_ids),
             max_length=min(len(submit.prompt_token_ids) + submit.params.max_tokens, max_context_length),
+            eos_token_ids=() if submit.params.ignore_eos else eos_token_ids,
             rank=(submit.arrival_seconds + submit.priority * AGEING_SECONDS, arrival_number),
             rules=rules,
             root_hash=root_hash(submit.cache_salt, submit.cache_namespace),

@@ -1,10 +1,11 @@
-"""Frozen plan of one step: the scheduler's output."""
+"""Plan of one step: the scheduler's output. It holds values only, so that execution needs no other engine state."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from service.engine.scheduling.sequence import SequenceState
+from model.sampling.params import SamplingParams
+from model.sampling.token_constraints import TokenRules
 
 # Matrix products of one to three rows use other CPU kernels, and round differently, than products of four or more rows
 # (measured with float32 and bfloat16, oneDNN and MKL). Padding to four rows makes the results batch-invariant.
@@ -17,20 +18,42 @@ class Chunk(msgspec.Struct, frozen=True, eq=False, gc=False):
     A msgspec struct, because a step creates one per sequence, and a dataclass takes five times as long to create.
 
     Attributes:
-        draws: sample the next token of the sequence.
+        uid, attempt: identity of the sequence.
+        samples: sample the next token of the sequence.
+        token_ids: tokens to compute, without drafts. Empty in a step launched ahead: the previous step samples them.
+        block_table: KV blocks of the sequence. The scheduler may append blocks after this step has been planned.
         draft: draft tokens, the last of the `num_tokens` tokens. A token is sampled after each draft token too.
+        forbidden: token ids that must not be sampled.
+        rules: penalties and biases of the request; None without rules.
+        scored_start: position of the first token whose successor needs a logprob, for `prompt_logprobs`.
+        scored_ids: prompt tokens after the scored positions, which need logprobs.
+        num_pooled: number of last tokens whose hidden states are summed for an embedding.
     """
 
-    sequence: SequenceState
+    uid: str
+    attempt: int
     start: int
     num_tokens: int
-    draws: bool
+    samples: bool
+    token_ids: Sequence[int]
+    block_table: list[int]
+    params: SamplingParams
     draft: tuple[int, ...] = ()
+    forbidden: tuple[int, ...] = ()
+    rules: TokenRules | None = None
+    scored_start: int = 0
+    scored_ids: Sequence[int] = ()
+    num_pooled: int = 0
 
     @property
     def num_known_tokens(self) -> int:
         """Number of tokens of the sequence before this step's tokens are sampled, drafts excluded."""
         return self.start + self.num_tokens - len(self.draft)
+
+    @property
+    def is_decode(self) -> bool:
+        """True if only one token, and its drafts, are computed, and a token is sampled."""
+        return self.samples and self.num_tokens == 1 + len(self.draft)
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -42,9 +65,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             samples none. Tokens sampled after known tokens come first, in the order of the chunks. Tokens sampled after
             draft tokens follow.
         is_decode: every chunk computes one token and samples the next token, without drafts.
-        ended: sequences that end without computation: an expired deadline, or nothing left to compute.
-        previous_rows: for each chunk of a step launched ahead (`service.engine.scheduling.lookahead`), the index of
-            its input token among the tokens that the previous step samples. Empty in other steps.
+        previous_rows: for each chunk of a step launched ahead (`Scheduler.schedule_ahead`), the index of its input
+            token among the tokens that the previous step samples. Empty in other steps.
         num_cached_prompt_tokens: prompt tokens found in the prefix cache by sequences admitted for the first time.
         num_prefix_queries: tokens looked up in the prefix cache, counted as in vLLM.
         num_prefix_hits: tokens found in the prefix cache.
@@ -54,12 +76,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     chunks: tuple[Chunk, ...]
     sampled_rows: list[tuple[int, ...]]
     is_decode: bool
-    ended: tuple[SequenceState, ...]
-    num_cached_prompt_tokens: int
-    num_prefix_queries: int
-    num_prefix_hits: int
-    num_preemptions: int
-    previous_rows: tuple[int, ...]
+    previous_rows: tuple[int, ...] = ()
+    num_cached_prompt_tokens: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+    num_preemptions: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -72,40 +93,21 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return max(MIN_ROWS, self.num_tokens)
 
 
-def step_plan(
-    chunks: Iterable[Chunk],
-    *,
-    ended: tuple[SequenceState, ...] = (),
-    num_cached_prompt_tokens: int = 0,
-    num_prefix_queries: int = 0,
-    num_prefix_hits: int = 0,
-    num_preemptions: int = 0,
-    previous_rows: tuple[int, ...] = (),
-) -> StepPlan:
+def step_plan(chunks: Iterable[Chunk], *, previous_rows: tuple[int, ...] = (), **statistics: int) -> StepPlan:
     """Create a plan, with `sampled_rows` and `is_decode` derived from its chunks."""
     chunks = tuple(chunks)
+    row, after = 0, sum([chunk.samples for chunk in chunks])
+    sampled_rows: list[tuple[int, ...]] = []
+    for chunk in chunks:
+        if not chunk.samples:
+            sampled_rows.append(())
+            continue
+        sampled_rows.append((row, *range(after, after + len(chunk.draft))) if chunk.draft else (row,))
+        row, after = row + 1, after + len(chunk.draft)
     return StepPlan(
         chunks=chunks,
-        sampled_rows=sampled_rows(chunks),
-        is_decode=all(chunk.num_tokens == 1 and chunk.draws for chunk in chunks),
-        ended=ended,
-        num_cached_prompt_tokens=num_cached_prompt_tokens,
-        num_prefix_queries=num_prefix_queries,
-        num_prefix_hits=num_prefix_hits,
-        num_preemptions=num_preemptions,
+        sampled_rows=sampled_rows,
+        is_decode=all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks),
         previous_rows=previous_rows,
+        **statistics,
     )
-
-
-def sampled_rows(chunks: Iterable[Chunk]) -> list[tuple[int, ...]]:
-    """Return the indices of each chunk's sampled tokens, see `StepPlan.sampled_rows`."""
-    after = sum([chunk.draws for chunk in chunks])
-    row = 0
-    found: list[tuple[int, ...]] = []
-    for chunk in chunks:
-        if not chunk.draws:
-            found.append(())
-            continue
-        found.append((row, *range(after, after + len(chunk.draft))) if chunk.draft else (row,))
-        row, after = row + 1, after + len(chunk.draft)
-    return found

@@ -1,4 +1,4 @@
-"""Prompt-lookup drafts (n-gram speculative decoding): the tokens after the previous occurrence of the last n-gram.
+"""Speculative decoding with prompt-lookup drafts: the tokens after the previous occurrence of the last n-gram.
 
 Summaries, edits and lists repeat their prompts and themselves, and a draft costs one dictionary lookup (Saxena 2023,
 github.com/apoorvumang/prompt-lookup-decoding). The model computes all draft tokens in one forward pass. At each
@@ -17,6 +17,18 @@ _RUN_LENGTHS = (4, 2)
 _WINDOW = 8192
 # Decay of the acceptance statistics at each prediction: about the last ten predictions count.
 _MEMORY = 0.9
+# Minimum ratio of a draft token's acceptance probability to its cost: drafts that would barely pay are skipped.
+_MARGIN = 1.5
+# Divisor: drafts get a quarter of the token budget that decodes leave, prefills the rest.
+_SHARE = 4
+# Prior of the fixed time of a step, as a number of rows that would take as long, and the prior's weight against the
+# observed spread of row counts, in steps times rows squared.
+_USUAL_ROWS, _DOUBT = 16, 64
+# Decay of the step times at each step: about the last 1,000 steps count.
+_STEP_MEMORY = 0.999
+# Cap on an observed duration, as a multiple of the mean: longer steps are stalls of the machine.
+_OUTLIER = 3.0
+_LEAST_COST, _MOST_COST = 0.05, 1.0
 
 
 class PromptLookup:
@@ -78,6 +90,49 @@ class PromptLookup:
                     self._num_right[kind] += token_ids[earlier] == token_ids[place]
                 after[run] = place
         self._num_known = len(token_ids)
+
+
+class DraftPolicy:
+    """Limits drafts to tokens that raise throughput, by the measured cost of one more row in a step.
+
+    Let n sequences sample one token each in t seconds, and let a draft token add b seconds and one token with
+    probability p. Throughput rises if (n + p) / (t + b) > n / t, that is, if p > n * b / t. The estimate of b is the
+    slope of a line through the durations of recent steps over their rows, by least squares. If all recent steps have
+    the same number of rows, the slope of the prior dominates.
+
+    Args:
+        max_batched_tokens: maximum number of tokens of a step.
+    """
+
+    def __init__(self, max_batched_tokens: int) -> None:
+        self._max_batched_tokens = max_batched_tokens
+        self._num_steps = 0.0  # sum of weights, with the same decay as the other sums
+        self._rows = self._seconds = self._rows_squared = self._rows_seconds = 0.0
+
+    def limits(self, num_running: int) -> tuple[int, float]:
+        """Return the maximum number of draft tokens, and the minimum acceptance probability, for a step."""
+        return (self._max_batched_tokens - num_running) // _SHARE, _MARGIN * self.cost_of_one_more(num_running)
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        """Record the duration of a step of `num_rows` rows without prefills, which would distort the cost of a row."""
+        if self._seconds:
+            seconds = min(seconds, _OUTLIER * self._seconds / self._num_steps)
+        self._num_steps = self._num_steps * _STEP_MEMORY + 1
+        self._rows = self._rows * _STEP_MEMORY + num_rows
+        self._seconds = self._seconds * _STEP_MEMORY + seconds
+        self._rows_squared = self._rows_squared * _STEP_MEMORY + num_rows**2
+        self._rows_seconds = self._rows_seconds * _STEP_MEMORY + num_rows * seconds
+
+    def cost_of_one_more(self, num_rows: int) -> float:
+        """Return the marginal cost of a row in a step of `num_rows` rows, relative to the average cost of its rows."""
+        if not self._seconds:
+            return num_rows / (num_rows + _USUAL_ROWS)
+        mean_rows, mean_seconds = self._rows / self._num_steps, self._seconds / self._num_steps
+        spread = self._rows_squared - self._rows * mean_rows
+        usual = mean_seconds / (mean_rows + _USUAL_ROWS)
+        slope = (self._rows_seconds - self._rows * mean_seconds + _DOUBT * usual) / (spread + _DOUBT)
+        whole = mean_seconds + slope * (num_rows - mean_rows)
+        return min(_MOST_COST, max(_LEAST_COST, slope * num_rows / whole)) if whole > 0 else _MOST_COST
 
 
 def _continued(token_ids: Sequence[int], place: int, length: int) -> tuple[int, ...]:
