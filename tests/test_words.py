@@ -21,8 +21,6 @@ PHRASES = re.compile(r"\b(of late|of our own|told|(?<!there )is none|so many|in 
 DATA = {
     "model/chat/chatml.py",
     "model/evaluation/prompts.py",
-    "model/training/data/encyclopedia_questions.py",
-    "model/training/data/story_requests.py",
 }
 
 

@@ -87,8 +87,16 @@ def test_what_is_not_understood_is_refused(
         ("runs/../runs/tiny/", "runs/tiny", "is the run directory; choose another directory\n"),
         ("link", "runs/tiny", "--out {d}/link is the run directory; choose another directory\n"),
         ("runs", "runs/tiny", "--out {d}/runs contains the run directory {d}/runs/tiny; choose another directory\n"),
-        ("runs/tiny/state", "runs/tiny", "is used by the run for its saved state; choose another directory\n"),
-        ("runs/tiny/state/out", "runs/tiny", "is used by the run for its saved state; choose another directory\n"),
+        (
+            "runs/tiny/state.safetensors",
+            "runs/tiny",
+            "is used by the run for its saved state; choose another directory\n",
+        ),
+        (
+            "runs/tiny/state.safetensors/out",
+            "runs/tiny",
+            "is used by the run for its saved state; choose another directory\n",
+        ),
     ],
 )
 def test_the_result_goes_elsewhere_than_the_run(
