@@ -247,17 +247,7 @@ def _prepare(wish: Wish, settings: RunSettings, text: OwnText, report: Callable[
         lambda: wish.seconds_left - _FINISHING_SECONDS,
         lambda size: _seconds_per_step(size, tokenizer.vocab_size, settings),
     )
-    file_names = [Path(name).name for name in text.digests]
-    source = SourceConfig(
-        name=", ".join(file_names) if len(file_names) < 4 else f"{len(file_names)} files",
-        path=directory / _HELD_OUT_FILE,
-        repeats=0,
-        held_out=1.0,
-        licence="as its owner says",
-    )
-    trained = dataclasses.replace(
-        source, name=f"{source.name}, to learn from", path=directory / _TRAIN_FILE, repeats=1, held_out=0.0
-    )
+    trained, source = _sources(text, directory)
     config = make_config(
         plan,
         num_tokens,
@@ -283,6 +273,22 @@ def _prepare(wish: Wish, settings: RunSettings, text: OwnText, report: Callable[
     (directory / _PLAN_FILE).write_text(json.dumps(dataclasses.asdict(plan_file)))
     write_recipe(directory / RECIPE_FILE, config, _comments(text))
     return plan_file
+
+
+def _sources(text: OwnText, directory: Path) -> tuple[SourceConfig, SourceConfig]:
+    """Return the sources of the training text and of the held-out text."""
+    file_names = [Path(name).name for name in text.digests]
+    source = SourceConfig(
+        name=", ".join(file_names) if len(file_names) < 4 else f"{len(file_names)} files",
+        path=directory / _HELD_OUT_FILE,
+        repeats=0,
+        held_out=1.0,
+        licence="as its owner says",
+    )
+    trained = dataclasses.replace(
+        source, name=f"{source.name}, to learn from", path=directory / _TRAIN_FILE, repeats=1, held_out=0.0
+    )
+    return trained, source
 
 
 def vocabulary_size(num_bytes: int) -> int:
