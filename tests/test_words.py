@@ -19,10 +19,9 @@ PHRASES = re.compile(r"\b(of late|of our own|told|(?<!there )is none|so many|in 
 
 # Texts about people: prompts, stories, questions, and the words of a trained model.
 DATA = {
+    "model/training/data/make_conversations.py",
     "model/chat/chatml.py",
     "model/evaluation/prompts.py",
-    "model/training/data/encyclopedia_questions.py",
-    "model/training/data/story_requests.py",
 }
 
 

@@ -1,22 +1,66 @@
-"""Complete configuration of a training run: read from TOML, immutable, unknown keys rejected."""
+"""Configuration of a training run: read from a TOML recipe, written as one, immutable, unknown keys rejected."""
 
 import dataclasses
+import json
+import math
+import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from model.config import ModelConfig
 from model.config_enums import SCORED_POSITIONS, AttentionKind
-from model.training.data.source_config import SourceConfig, check_texts, check_types
 
 _T = TypeVar("_T")
 _ADVICE = "give a recipe, such as model/training/configs/tales.toml; see docs/training.md"
-MAX_NAME_CHARACTERS = 200  # it is a directory name, and the manifest has this limit
+MAX_NAME_CHARACTERS = 200  # the name is a directory name, and the manifest has this limit
 MAX_VOCAB_SIZE = 2**16  # the token ids of a corpus are held in memory as uint16
 _OF_SOURCES = ("sources", "description", "sample_prompts")  # the last two describe the texts of the sources
+# Types of TOML values: accepted Python types, name in errors, largest value. Integers: the largest seed of a generator.
+# Other numbers: far above any useful value, and safe in float32.
+_KINDS: Mapping[object, tuple[tuple[type, ...], str, int]] = {
+    bool: ((bool,), "true or false", 1),
+    int: ((int,), "an integer", 2**63 - 1),
+    float: ((int, float), "a number", 10**9),
+    str: ((str,), "a string", 0),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceConfig:
+    """One corpus: a .txt file (documents separated by blank lines) or .jsonl file, optionally .xz.
+
+    path: the file; relative paths start at the directory of the recipe.
+    repeats: number of times each document occurs in an epoch of the mixture, possibly a fraction; 0 for never.
+    held_out: share of the documents kept for validation, chosen by hash; 1 keeps all.
+    held_out_ids: documents kept for validation by their "id", such as whole books.
+    licence, attribution: for the model card.
+    chat_repeats: as `repeats`, for the chat phase. Documents with "turns" are conversations there, others plain text.
+    """
+
+    name: str
+    path: Path
+    repeats: float
+    held_out: float
+    licence: str
+    held_out_ids: tuple[str, ...] = ()
+    attribution: str = ""
+    chat_repeats: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        if not 0.0 <= self.held_out <= 1.0 or not all(0 <= n <= 10_000 for n in (self.repeats, self.chat_repeats)):
+            raise ValueError(
+                f"source {self.name}: repeats and chat_repeats must be 0 to 10,000, held_out between 0 and 1"
+            )
+
+    @property
+    def is_trained_on(self) -> bool:
+        """True if the run trains on this source."""
+        return self.repeats > 0 or self.chat_repeats > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +73,8 @@ class TrainConfig:
         documents of a sequence.
     steps: optimizer steps. The learning rate rises linearly for warmup_steps, and falls linearly to zero in the last
         decay_steps.
-    chat_steps: the last steps, which train on conversations (`SourceConfig.chat`). With chat_steps > 0 the tokenizer
-        has ChatML's special tokens.
+    chat_steps: the last steps, which train on the sources' `chat_repeats`. With chat_steps > 0 the tokenizer has
+        ChatML's special tokens.
     dropout: dropout rate on the output of attention and MLP; useful for texts that are repeated often.
     matrix_lr, adam_lr: peak learning rates of Muon (hidden matrices) and AdamW (all other parameters).
     weight_decay: decoupled, on matrices and embeddings.
@@ -62,42 +106,39 @@ class TrainConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        integers = ("seed", "vocab_size", "sequence_length", "batch_size", "steps", "warmup_steps", "decay_steps")
-        numbers = ("matrix_lr", "adam_lr", "weight_decay", "grad_clip", "checkpoint_minutes", "dropout")
-        check_types(
-            self, integers=(*integers, "evaluate_every", "chat_steps"), numbers=numbers, texts=("name", "description")
-        )
-        if not re.fullmatch(r"[\w.-]+", self.name) or self.name.startswith("."):
-            raise ValueError(
-                f"name must consist of letters, digits, '-', '_' and '.', and not start with '.': {self.name!r}"
-            )
-        if len(self.name) > MAX_NAME_CHARACTERS:
-            raise ValueError(f"name must have at most {MAX_NAME_CHARACTERS} characters")
-        for name in ("matrix_lr", "adam_lr", "grad_clip", "checkpoint_minutes"):
+        _check_types(self)
+        positive = ("matrix_lr", "adam_lr", "grad_clip", "checkpoint_minutes")
+        counts = ("vocab_size", "sequence_length", "batch_size", "steps", "evaluate_every")
+        for name in (*positive, *counts):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
-        if self.weight_decay < 0 or self.seed < 0:
-            raise ValueError("weight_decay and seed must not be negative")
-        object.__setattr__(self, "sample_prompts", check_texts("sample_prompts", self.sample_prompts))
-        for name in ("vocab_size", "sequence_length", "batch_size", "steps", "evaluate_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
-        if self.vocab_size > MAX_VOCAB_SIZE:
-            raise ValueError(f"vocab_size must be at most {MAX_VOCAB_SIZE:,}, not {self.vocab_size:,}")
-        if min(self.warmup_steps, self.decay_steps) < 0 or self.warmup_steps + self.decay_steps > self.steps:
-            raise ValueError("warmup_steps and decay_steps must not be negative and must fit into steps")
-        if not 0 <= self.chat_steps < self.steps:
-            raise ValueError("chat_steps must be at least 0 and less than steps")
-        if not 0.0 <= self.dropout < 1.0 or not isinstance(self.mask_documents, bool):
-            raise ValueError("dropout must be at least 0 and less than 1, mask_documents true or false")
-        if self.mask_documents and (other := _beyond_masks(self.model)):
-            raise ValueError(f"mask_documents does not support {other}: set mask_documents = false")
-        if not any(source.repeats for source in self.sources):
-            raise ValueError("no source is trained on: set repeats > 0 for at least one source")
-        if self.chat_steps and not any(source.chat_repeats for source in self.sources):
-            raise ValueError("chat_steps needs a chat source: set chat_repeats > 0 for at least one source")
-        if self.sequence_length > self.model.max_context_length:
-            raise ValueError("sequence_length must be at most the model's max_context_length")
+        other = _beyond_masks(self.model)
+        requirements = {
+            f"name must consist of letters, digits, '-', '_' and '.', and not start with '.': {self.name!r}": (
+                re.fullmatch(r"[\w.-]+", self.name) and not self.name.startswith(".")
+            ),
+            f"name must have at most {MAX_NAME_CHARACTERS} characters": len(self.name) <= MAX_NAME_CHARACTERS,
+            "weight_decay and seed must not be negative": self.weight_decay >= 0 and self.seed >= 0,
+            f"vocab_size must be at most {MAX_VOCAB_SIZE:,}, not {self.vocab_size:,}": (
+                self.vocab_size <= MAX_VOCAB_SIZE
+            ),
+            "warmup_steps and decay_steps must not be negative and must fit into steps": (
+                min(self.warmup_steps, self.decay_steps) >= 0 and self.warmup_steps + self.decay_steps <= self.steps
+            ),
+            "chat_steps must be at least 0 and less than steps": 0 <= self.chat_steps < self.steps,
+            "dropout must be at least 0 and less than 1": 0.0 <= self.dropout < 1.0,
+            f"mask_documents does not support {other}: set mask_documents = false": not (self.mask_documents and other),
+            "no source is trained on: set repeats > 0 for at least one source": any(s.repeats for s in self.sources),
+            "chat_steps needs a chat source: set chat_repeats > 0 for at least one source": (
+                not self.chat_steps or any(source.chat_repeats for source in self.sources)
+            ),
+            "sequence_length must be at most the model's max_context_length": (
+                self.sequence_length <= self.model.max_context_length
+            ),
+        }
+        for requirement, is_met in requirements.items():
+            if not is_met:
+                raise ValueError(requirement)
 
     @property
     def tokens_per_step(self) -> int:
@@ -122,6 +163,25 @@ def _beyond_masks(model: ModelConfig) -> str:
     return f"position = {str(model.position)!r}" if model.position in SCORED_POSITIONS else ""
 
 
+def _check_types(config: SourceConfig | TrainConfig) -> None:
+    """Check the types of TOML values, reject non-finite and too large numbers, and make lists of strings tuples."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.type == tuple[str, ...]:
+            if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) and text for text in value):
+                raise ValueError(f"{field.name} must be a list of non-empty strings")
+            object.__setattr__(config, field.name, tuple(value))
+        if field.type not in _KINDS:
+            continue
+        types, what, largest = _KINDS[field.type]
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            raise ValueError(f"{field.name} must be {what}, not {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{field.name} must be finite, not {value!r}")
+        if isinstance(value, (int, float)) and abs(value) > largest:
+            raise ValueError(f"{field.name} must be at most {largest:,}")
+
+
 def load_train_config(path: Path) -> TrainConfig:
     """Read a TOML recipe. With `extends = "other.toml"`, its keys override those of the other recipe.
 
@@ -135,8 +195,7 @@ def load_train_config(path: Path) -> TrainConfig:
     try:
         model = ModelConfig.from_dict({**values.pop("model"), "vocab_size": values["vocab_size"]})
         sources = tuple(_build(SourceConfig, entry) for entry in values.pop("sources"))
-        values["sample_prompts"] = check_texts("sample_prompts", values.get("sample_prompts", []))
-        return _build(TrainConfig, {**values, "model": model, "sources": sources})
+        return _build(TrainConfig, {"sample_prompts": (), **values, "model": model, "sources": sources})
     except KeyError as error:
         raise ValueError(f"{path}: missing {error}") from error
     except (TypeError, ValueError) as error:
@@ -153,16 +212,13 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
         _check_shape(values)
         for entry in values.get("sources", ()):
             entry["path"] = path.parent / entry["path"]
-        extended = values.pop("extends", None)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; {advice}") from error
-    except KeyError as error:
-        raise ValueError(f"{path}: a source is missing {error}") from error
     except ValueError as error:  # includes invalid TOML and invalid UTF-8
         raise ValueError(f"{path}: {error}") from error
-    if extended is None:
+    if "extends" not in values:
         return values
-    inherited = _read(path.parent / extended, (*extended_by, path.resolve()))
+    inherited = _read(path.parent / values.pop("extends"), (*extended_by, path.resolve()))
     if "sources" in values:
         inherited = {key: value for key, value in inherited.items() if key not in _OF_SOURCES}
     return inherited | values | {"model": inherited.get("model", {}) | values.get("model", {})}
@@ -176,7 +232,7 @@ def _check_shape(values: Mapping[str, Any]) -> None:
         raise ValueError("model must be a table")
     sources = values.get("sources", [])
     if not isinstance(sources, list) or not all(
-        isinstance(entry, dict) and isinstance(entry.get("path", ""), str) for entry in sources
+        isinstance(entry, dict) and isinstance(entry.get("path"), str) for entry in sources
     ):
         raise ValueError("sources must be tables, each with a path")
 
@@ -185,7 +241,42 @@ def _build(kind: type[_T], values: Mapping[str, Any]) -> _T:
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     if unknown := sorted(set(values) - {field.name for field in fields}):
         raise ValueError(f"unknown keys: {', '.join(unknown)}")
-    needed = {field.name for field in fields if field.default is dataclasses.MISSING}
-    if missing := sorted(needed - set(values)):
+    if missing := sorted({field.name for field in fields if field.default is dataclasses.MISSING} - set(values)):
         raise ValueError(f"missing keys: {', '.join(missing)}")
     return kind(**values)
+
+
+def write_recipe(path: Path, config: TrainConfig, comments: Sequence[str] = ()) -> None:
+    """Write a recipe atomically. Paths of sources inside its directory are written relative to the directory."""
+    directory = path.parent.resolve()
+    run = {key: value for key, value in _chosen(config).items() if key not in ("model", "sources")}
+    model = {key: config.model.to_dict()[key] for key in _chosen(config.model) if key != "vocab_size"}
+    lines = [*(f"# {comment}" for comment in comments), *_table(run), "\n[model]", *_table(model)]
+    for source in config.sources:
+        file = source.path.resolve()
+        place = str(file.relative_to(directory) if directory in file.parents else file)
+        lines += ["\n[[sources]]", *_table(_chosen(source) | {"path": place})]
+    partial = path.with_suffix(".partial")
+    partial.write_text("\n".join(lines) + "\n")
+    with partial.open("rb") as file_to_sync:
+        os.fsync(file_to_sync.fileno())
+    partial.replace(path)
+
+
+def _chosen(config: TrainConfig | SourceConfig | ModelConfig) -> dict[str, Any]:
+    """Return the values that differ from the defaults."""
+    values = {field.name: (getattr(config, field.name), field.default) for field in dataclasses.fields(config)}
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
+def _table(values: Mapping[str, Any]) -> Iterator[str]:
+    return (f"{key} = {_toml(value)}" for key, value in values.items() if value is not None)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(_table(value))} }}"
+    # JSON strings are valid TOML basic strings, except that JSON does not escape DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

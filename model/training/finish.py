@@ -16,7 +16,8 @@ from torch import Tensor
 
 from model.attention.backends import ATTENTION_BACKENDS
 from model.checkpoint.loading import load_model, save_checkpoint
-from model.checkpoint.manifest import read_manifest
+from model.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from model.checkpoint.shards import remove_shards
 from model.evaluation.evaluation import evaluate_checkpoint
 from model.evaluation.samples import Complete, Sample, Sampler
 from model.nn.transformer import Transformer
@@ -24,10 +25,11 @@ from model.sampling.params import SamplingParams
 from model.tokenizer.stream import StreamDecoder
 from model.training.config import TrainConfig
 from model.training.corpus import Corpus
-from model.training.data.sources import Source
 from model.training.model_card import LOSS_CURVE_FILE, draw_loss_curve, write_model_card
-from model.training.state import read_log
+from model.training.state import LOG_FILE, read_log
 
+# Directory inside the checkpoint directory in which the files are written, so that a killed run leaves nothing else.
+PARTIAL_DIRECTORY = ".partial"
 _FINAL_STEPS = 100  # the final training loss is the mean over these steps
 _SHOWN_SAMPLES = 6  # printed; the card has all samples
 # Default sampling parameters of a chat model, for requests that set none.
@@ -53,17 +55,18 @@ def finish(run: FinishedRun, directory: Path, complete: Complete, report: Callab
     Raises:
         OSError: a file cannot be written.
     """
-    config, tokenizer = run.config, run.corpus.tokenizer
-    log = read_log(run.run_directory / "log.jsonl")
+    config, corpus = run.config, run.corpus
+    log = read_log(run.run_directory / LOG_FILE)
     training = _facts(run, log)
+    partial = directory / PARTIAL_DIRECTORY
     report(f"writing {directory}")
 
     def write() -> None:
         save_checkpoint(
-            directory,
+            partial,
             config=config.model,
             tensors=dict(run.tensors),
-            tokenizer=tokenizer,
+            tokenizer=corpus.tokenizer,
             name=config.name,
             training=training,
             dtype=torch.bfloat16,
@@ -72,12 +75,12 @@ def finish(run: FinishedRun, directory: Path, complete: Complete, report: Callab
 
     write()
     backend = ATTENTION_BACKENDS["sdpa"]
-    served = load_model(read_manifest(directory), device=run.device, dtype=torch.float32, attention=backend)
+    served = load_model(read_manifest(partial), device=run.device, dtype=torch.float32, attention=backend)
     evaluation = evaluate_checkpoint(
         served,
-        tokenizer,
-        splits={source.config.name: source.held_out for source in run.corpus.sources},
-        sampler=None if config.sample_prompts else Sampler(served, tokenizer, directory, complete),
+        corpus.tokenizer,
+        splits={source.config.name: source.held_out for source in corpus.sources},
+        sampler=None if config.sample_prompts else Sampler(served, corpus.tokenizer, partial, complete),
         report=report,
     )
     for name, measured in evaluation.held_out.items():
@@ -87,12 +90,17 @@ def finish(run: FinishedRun, directory: Path, complete: Complete, report: Callab
     training["held_out_nats_per_token"] = {name: m.nats_per_token for name, m in evaluation.held_out.items()}
     training["held_out_accuracy"] = {name: m.accuracy for name, m in evaluation.held_out.items()}
     write()
-    draw_loss_curve(directory / LOSS_CURVE_FILE, log, config.tokens_per_step)
+    draw_loss_curve(partial / LOSS_CURVE_FILE, log, config.tokens_per_step)
     if config.sample_prompts:
         evaluation = dataclasses.replace(evaluation, samples=_samples(run, served, complete))
     for sample in evaluation.samples[:_SHOWN_SAMPLES]:
         report(f"\n{sample.prompt}{sample.completion}")
-    write_model_card(directory / "MODEL_CARD.md", config, training, evaluation)
+    write_model_card(partial / "MODEL_CARD.md", config, training, evaluation)
+    remove_shards(directory)
+    # The manifest is last, since it marks a complete checkpoint.
+    for path in sorted(partial.iterdir(), key=lambda path: path.name == MANIFEST_FILE):
+        path.replace(directory / path.name)
+    partial.rmdir()
 
 
 def _samples(run: FinishedRun, model: Transformer, complete: Complete) -> list[Sample]:
@@ -116,7 +124,7 @@ def _facts(run: FinishedRun, log: list[dict[str, float]]) -> dict[str, Any]:
         "steps": config.steps,
         "chat_steps": config.chat_steps,
         "tokens": config.steps * config.tokens_per_step,
-        "epoch_tokens": run.corpus.pretraining.epoch_length,
+        "epoch_tokens": run.corpus.pretraining.mixture.epoch_length,
         "seconds": round(run.seconds, 1),
         "precision": run.precision,
         "hardware": _hardware(run.device),
@@ -124,22 +132,20 @@ def _facts(run: FinishedRun, log: list[dict[str, float]]) -> dict[str, Any]:
         "commit": _commit(),
         "final_loss": float(np.mean([line["loss"] for line in last])) if last else None,  # the log is missing
         "final_loss_steps": len(last),
-        "sources": [_source_facts(source) for source in run.corpus.sources],
-    }
-
-
-def _source_facts(source: Source) -> dict[str, Any]:
-    config = source.config
-    return {
-        "name": config.name,
-        "licence": config.licence,
-        "attribution": config.attribution,
-        "sha256": source.sha256,
-        "repeats": config.repeats,
-        "chat_repeats": config.chat_repeats,
-        "documents": len(source.train),
-        "held_out_documents": len(source.held_out),
-        "left_out_documents": source.left_out,
+        "sources": [
+            {
+                "name": source.config.name,
+                "licence": source.config.licence,
+                "attribution": source.config.attribution,
+                "sha256": source.sha256,
+                "repeats": source.config.repeats,
+                "chat_repeats": source.config.chat_repeats,
+                "documents": len(source.train),
+                "held_out_documents": len(source.held_out),
+                "left_out_documents": source.left_out,
+            }
+            for source in run.corpus.sources
+        ],
     }
 
 
@@ -154,15 +160,12 @@ def _hardware(device: str) -> str:
     return f"{threads} thread{'s' if threads > 1 else ''} of {os.cpu_count()} CPUs, {model}"
 
 
-def _git(*command: str) -> str:
-    whole = ["git", "-C", str(Path(__file__).parent), *command]
-    return subprocess.run(whole, capture_output=True, check=True, text=True).stdout.strip()
-
-
 def _commit() -> str:
     """Return the commit of this repository, or "unknown" outside of a repository."""
+    git = ("git", "-C", str(Path(__file__).parent))
     try:
         # An installed copy may lie inside a different repository (site-packages), which does not track this file.
-        return [_git(*command) for command in (("ls-files", "--error-unmatch", __file__), ("rev-parse", "HEAD"))][-1]
+        subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True, check=True)
+        return subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, check=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -5,8 +5,6 @@ batch and the learning rate are functions of the step number alone, and the save
 """
 
 import contextlib
-import dataclasses
-import functools
 import math
 import shutil
 import time
@@ -28,13 +26,22 @@ from model.nn.transformer import Block, Transformer
 from model.training.attention import DocumentAttention
 from model.training.config import TrainConfig
 from model.training.corpus import Corpus, read_corpus
-from model.training.data.packing import UNTRAINED, Batch, Batches, PackedDocuments
+from model.training.data.batches import UNTRAINED, Batch, PackedDocuments
 from model.training.data.sources import check_sources
-from model.training.finish import FinishedRun, finish
-from model.training.optimizer import Optimizers
+from model.training.finish import PARTIAL_DIRECTORY, FinishedRun, finish
+from model.training.optimizer import Optimizers, rate_factor
 from model.training.progress import Progress
-from model.training.run_length import Pace
-from model.training.state import RunLog, RunState, clone_tensors, deterministic, load_state, locked, save_state
+from model.training.run_length import Deadline, Pace
+from model.training.state import (
+    LOG_FILE,
+    STATE_FILE,
+    RunLog,
+    RunState,
+    deterministic,
+    load_state,
+    locked,
+    save_state,
+)
 
 _HELD_OUT_TEXTS = 64
 
@@ -47,7 +54,7 @@ class RunSettings:
     precision: "float32" or "bfloat16" (autocast: weights stay float32).
     stop_after: stop as if interrupted after this many steps; None for never.
     attention: the backend: "sdpa", or "eager" to measure the gain of the fused kernels.
-    pace: measures the speed, and may change the number of steps while the learning rate is on its plateau.
+    deadline: may change the number of steps while the learning rate is on its plateau; None keeps the config's.
     """
 
     run_directory: Path
@@ -57,7 +64,7 @@ class RunSettings:
     compile: bool
     stop_after: int | None
     attention: str = "sdpa"
-    pace: Pace = dataclasses.field(default_factory=Pace)
+    deadline: Deadline | None = None
 
 
 def default_precision(device: str) -> str:
@@ -91,34 +98,38 @@ def train(
         ValueError: the loss is not finite; the last save is still usable.
     """
     check_sources(config.sources)
-    check_writable(settings.checkpoint, may_replace=(settings.run_directory / "state").exists())
-    report(_beginning(config, settings))
     with locked(settings.run_directory):
-        return _train(config, settings, report, should_stop, complete)
+        check_output(settings)
+        how = f"{settings.device} in {settings.precision}{', compiled' if settings.compile else ''}"
+        report(
+            f"training {config.name} on {how}: saves to {settings.run_directory} every "
+            f"{config.checkpoint_minutes:g} min, then writes {settings.checkpoint}"
+        )
+        deterministic(config.seed)
+        trainer = Trainer(config, settings, read_corpus(config, settings.run_directory, report))
+        if not trainer.run(report, should_stop):
+            return False
+        run = FinishedRun(
+            config=trainer.config,
+            corpus=trainer.corpus,
+            tensors=trainer.model.state_dict(),
+            run_directory=settings.run_directory,
+            device=settings.device,
+            precision=settings.precision,
+            seconds=trainer.seconds,
+        )
+        finish(run, settings.checkpoint, complete, report)
+        return True
 
 
-def _beginning(config: TrainConfig, settings: RunSettings) -> str:
-    how = f"{settings.device} in {settings.precision}{', compiled' if settings.compile else ''}"
-    return (
-        f"training {config.name} on {how}: saves to {settings.run_directory} every "
-        f"{config.checkpoint_minutes:g} min, then writes {settings.checkpoint}"
-    )
+def check_output(settings: RunSettings) -> None:
+    """Check that the checkpoint directory can be written, and remove what a run left that was killed while finishing.
 
-
-def _train(
-    config: TrainConfig,
-    settings: RunSettings,
-    report: Callable[[str], None],
-    should_stop: Callable[[], bool],
-    complete: Complete,
-) -> bool:
-    deterministic(config.seed)
-    corpus = read_corpus(config, settings.run_directory, report)
-    trainer = Trainer(config, settings, corpus)
-    if not trainer.run(report, should_stop):
-        return False
-    finish(trainer.finished(), settings.checkpoint, complete, report)
-    return True
+    Raises:
+        CheckpointError: the checkpoint directory holds files that this run did not write.
+    """
+    shutil.rmtree(settings.checkpoint / PARTIAL_DIRECTORY, ignore_errors=True)
+    check_writable(settings.checkpoint, may_replace=(settings.run_directory / STATE_FILE).exists())
 
 
 class Trainer:
@@ -128,8 +139,6 @@ class Trainer:
         self.config = config
         self.settings = settings
         self.corpus = corpus
-        self.tokenizer = corpus.tokenizer
-        self.sources = corpus.sources
         backend = ATTENTION_BACKENDS[settings.attention]
         self.model = Transformer(config.model, DocumentAttention(backend) if config.mask_documents else backend)
         self.model.initialize(config.seed)
@@ -137,38 +146,36 @@ class Trainer:
         for module in self.model.modules():
             if isinstance(module, Block):
                 module.dropout = config.dropout
-        self.optimizers = Optimizers(self.model, config)
+        self.optimizers = Optimizers(
+            self.model, matrix_lr=config.matrix_lr, adam_lr=config.adam_lr, weight_decay=config.weight_decay
+        )
         self.step = 0
         self.seconds = 0.0
-        self._corpora = [source.sha256 for source in self.sources]
+        self._corpora = [source.sha256 for source in corpus.sources]
         state = load_state(settings.run_directory, config, self._corpora)
         if state is not None:
-            self.model.load_state_dict(state.model)
+            saved: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
+            for name, tensor in state.tensors.items():
+                kind, _, rest = name.partition("/")
+                saved[kind][rest] = tensor
+            self.model.load_state_dict(saved["model"])
             if state.step:  # the optimizers have no state before the first step
-                self.optimizers.load_state_tensors(state.optimizer)
+                self.optimizers.load_state_tensors(saved["optimizer"])
             self.step, self.seconds = state.step, state.seconds
         self._rows = AttentionMetadata.uncached((config.sequence_length,) * config.batch_size, settings.device)
         self._loss = torch.compile(self._loss_of) if settings.compile else self._loss_of
         self._held_out = {
             source.config.name: source.held_out[:: max(1, len(source.held_out) // _HELD_OUT_TEXTS)]
-            for source in self.sources
+            for source in corpus.sources
             if source.held_out
         }
-
-    @functools.cached_property
-    def _pretraining(self) -> Batches:
-        return self.corpus.batches(self.corpus.pretraining)
-
-    @functools.cached_property
-    def _chat(self) -> Batches:
-        return self.corpus.batches(self.corpus.chat)
 
     def _batch(self) -> Batch:
         """Return the batch of the current step."""
         start = self.config.chat_start
-        if self.config.chat_steps and self.step >= start:
-            return self._chat.batch(self.step - start)
-        return self._pretraining.batch(self.step)
+        if self.step >= start:
+            return self.corpus.chat.batch(self.step - start)
+        return self.corpus.pretraining.batch(self.step)
 
     def _metadata(self, batch: Batch) -> AttentionMetadata:
         if not self.config.mask_documents:
@@ -190,38 +197,35 @@ class Trainer:
 
     def run(self, report: Callable[[str], None], should_stop: Callable[[], bool]) -> bool:
         """Train until the last step or `stop_after`, with periodic saves. Returns whether the last step was reached."""
-        settings, pace = self.settings, self.settings.pace
+        settings, pace = self.settings, Pace()
         if not self.step:
             self.save()  # a later run with another config is then rejected
         else:
             report(f"resuming at step {self.step:,} of {self.config.steps:,}")
         saved_at = time.monotonic()
-        log = RunLog(settings.run_directory / "log.jsonl", self.step)
-        with log, Progress(self.config, self.step, pace, report) as progress:
-            while self.step < self._last_step and not should_stop():
+        log = RunLog(settings.run_directory / LOG_FILE, self.step)
+        losses = [line["held_out_loss"] for line in log.earlier if "held_out_loss" in line]
+        with log, Progress(self.config, self.step, report) as progress:
+            while self.step < min(self.config.steps, settings.stop_after or self.config.steps) and not should_stop():
                 config, began = self.config, time.monotonic()
                 loss = self.train_step()
-                elapsed = time.monotonic() - began
-                self.seconds += elapsed
+                self.seconds += time.monotonic() - began
                 line = {"step": self.step - 1, "loss": loss, "seconds": round(self.seconds, 3)}
                 if self._held_out and (self.step % config.evaluate_every == 0 or self.step == config.steps):
                     line |= self.held_out()
+                    losses.append(line["held_out_loss"])
                 log.write(**line)
-                self._follow(pace.after_step(self.step, self.config, line.get("held_out_loss")))
-                progress.update(self.config, self.step, loss, elapsed, line.get("held_out_loss"))
+                pace.record(self.step)
+                if settings.deadline is not None:
+                    self.config = settings.deadline.next_config(self.step, config, pace, losses)
+                progress.update(
+                    self.config, self.step, loss, line.get("held_out_loss"), self.seconds, pace.seconds_per_step
+                )
                 if time.monotonic() - saved_at > 60 * config.checkpoint_minutes:
                     self.save()
                     saved_at = time.monotonic()
         self.save()
         return self.step >= self.config.steps
-
-    @property
-    def _last_step(self) -> int:
-        return min(self.config.steps, self.settings.stop_after or self.config.steps)
-
-    def _follow(self, config: TrainConfig) -> None:
-        """Continue with a config that may have a different number of steps."""
-        self.config = self.optimizers.config = config
 
     def train_step(self) -> float:
         """Run one optimizer step. Returns its loss, in nats per token.
@@ -239,7 +243,7 @@ class Trainer:
             loss = self._loss(batch.inputs_T, batch.targets_T, self._metadata(batch))
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
-        self.optimizers.step(self.step)
+        self.optimizers.step(rate_factor(self.step, self.config))
         value = float(loss.detach())
         if not math.isfinite(value) or not math.isfinite(norm):  # the weights are unusable: do not save them
             raise ValueError(f"the loss became {value} at step {self.step}; lower matrix_lr and adam_lr")
@@ -249,29 +253,14 @@ class Trainer:
     def held_out(self) -> dict[str, Any]:
         """Measure the loss on a sample of the held-out texts: nats per token overall, bits per byte by source."""
         self.model.eval()
-        measured = {name: evaluate(self.model, self.tokenizer, texts) for name, texts in self._held_out.items()}
+        measured = {name: evaluate(self.model, self.corpus.tokenizer, texts) for name, texts in self._held_out.items()}
         self.model.train()
         nats = sum(part.nats for part in measured.values()) / sum(part.num_tokens for part in measured.values())
         return {"held_out_loss": nats, "held_out_bits": {name: m.bits_per_byte for name, m in measured.items()}}
 
-    def finished(self) -> FinishedRun:
-        """Return the finished run, for `finish`."""
-        return FinishedRun(
-            config=self.config,
-            corpus=self.corpus,
-            tensors=self.model.state_dict(),
-            run_directory=self.settings.run_directory,
-            device=self.settings.device,
-            precision=self.settings.precision,
-            seconds=self.seconds,
-        )
-
     def save(self) -> None:
         """Save the state from which the run can be resumed."""
-        state = RunState(
-            step=self.step,
-            seconds=self.seconds,
-            model=clone_tensors(dict(self.model.state_dict())),
-            optimizer=clone_tensors(self.optimizers.state_tensors()),
-        )
+        tensors = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
+        tensors |= {f"optimizer/{name}": tensor for name, tensor in self.optimizers.state_tensors().items()}
+        state = RunState(step=self.step, seconds=self.seconds, tensors=tensors)
         save_state(self.settings.run_directory, state, self.config, self._corpora)

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.training.data.bpe import END_OF_TEXT
-from model.training.data.contamination import leave_out_held_out
-from model.training.data.source_config import SourceConfig
-from model.training.data.sources import CorpusError, Document, Source
+from model.training.data.sources import CorpusError, word_runs
 
 LEAST_BYTES = 20_000
 MOST_BYTES = 2**30
@@ -25,35 +23,24 @@ _DOCUMENT_CHARACTERS = 1000  # shorter pieces on average, between blank lines, a
 _JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
 _TEXT_SUFFIXES = {".txt", ".text", ".md", *_JSON_SUFFIXES}
 _XZ = b"\xfd7zXZ\x00"
-_PLAIN = "give plain text in UTF-8"
 _KINDS = {
-    b"\x89PNG": f"a PNG picture; {_PLAIN}",
-    b"\xff\xd8\xff": f"a JPEG picture; {_PLAIN}",
-    b"GIF8": f"a GIF picture; {_PLAIN}",
-    b"%PDF": f"a PDF document; {_PLAIN}, as pdftotext writes it",
-    b"PK\x03\x04": f"a zip file or an office document; {_PLAIN}",
-    b"\x1f\x8b": "gzip-compressed; decompress it, or compress it with xz",
-    b"BZh": "bzip2-compressed; decompress it, or compress it with xz",
-    b"\x28\xb5\x2f\xfd": "zstd-compressed; decompress it, or compress it with xz",
-    b"\x7fELF": f"an executable; {_PLAIN}",
+    b"%PDF": "a PDF document; extract its text with pdftotext",
+    b"\x1f\x8b": "a gzip file; decompress it, or compress it with xz",
+    b"\xff\xfe": "UTF-16; convert it with: iconv -f UTF-16 -t UTF-8",
+    b"\xfe\xff": "UTF-16; convert it with: iconv -f UTF-16 -t UTF-8",
 }
-_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _BLANK_LINES = re.compile(r"\n[^\S\n]*\n\s*")
 # Allowed ends of a part, by preference: after a sentence, at a line's end, between words.
-_ENDS = tuple(map(re.compile, (r"[.!?…。！？][\"'”’»)]*(?=\s|$)|[。！？]", r"(?=\n)", r"(?=\s)")))
+_ENDS = tuple(map(re.compile, (r"[.!?…。！？][\"')”’»]*(?=\s|$)|[。！？]", r"(?=\n)", r"(?=\s)")))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnText:
-    """Documents without duplicates, and the SHA-256 of each file they come from.
-
-    form: a phrase that says how the text was cut. num_bytes: total size of the documents, as UTF-8.
-    """
+    """Documents without duplicates, and the SHA-256 of each file they come from. form: how the text was cut."""
 
     digests: dict[str, str]
     documents: list[str]
     form: str
-    num_bytes: int
 
 
 def read_own_text(paths: Sequence[Path], apart: Iterable[Path] = ()) -> OwnText:
@@ -70,22 +57,16 @@ def read_own_text(paths: Sequence[Path], apart: Iterable[Path] = ()) -> OwnText:
     total = 0
     for file in files:
         raw = _read(file)
-        digests[str(file)] = hashlib.sha256(raw).hexdigest()
-        text = _decoded(file, raw)
         total += len(raw)
         if total > MOST_BYTES:
             raise CorpusError(f"{named}: over {MOST_BYTES // 2**20:,} MB of text, the limit; give a part of the text")
-        texts += _texts(file, text)
-    if not any(text.strip() for text, _ in texts):
-        empty = all(not text for text, _ in texts)
-        raise CorpusError(f"{named}: {'empty' if empty else 'only white space'}; give a file with text")
-    size = num_bytes(text for text, _ in texts)
-    _check_size(named, size, "of text")
+        digests[str(file)] = hashlib.sha256(raw).hexdigest()
+        texts += _texts(file, _decoded(file, raw))
+    _check_size(named, num_bytes(text for text, _ in texts), "of text")
     documents, form = _documented(texts)
-    unique = list({_normalised(document): document for document in documents}.values())
-    unlike = num_bytes(unique)
-    _check_size(named, unlike, f"of text remain after removing duplicates from {size_in_words(size)}")
-    return OwnText(digests=digests, documents=unique, form=form, num_bytes=unlike)
+    unique = list({"".join(document.lower().split()): document for document in documents}.values())
+    _check_size(named, num_bytes(unique), f"of text remain after removing duplicates from {size_in_words(total)}")
+    return OwnText(digests=digests, documents=unique, form=form)
 
 
 def hold_out(documents: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -97,24 +78,25 @@ def hold_out(documents: Sequence[str]) -> tuple[list[str], list[str]]:
     """
     total = sum(map(len, documents))
     wanted = min(total * (0.1 if total < 200_000 else 0.05), 120_000)
-    held_out: set[int] = set()
+    chosen: set[int] = set()
     size = 0
     for index in sorted(range(len(documents)), key=lambda i: hashlib.blake2b(documents[i].encode()).digest()):
-        if size >= wanted and len(held_out) >= 2:
+        if size >= wanted and len(chosen) >= 2:
             break
-        held_out.add(index)
+        chosen.add(index)
         size += len(documents[index])
-    kept = [document for index, document in enumerate(documents) if index not in held_out]
-    held = [documents[index] for index in sorted(held_out)]
-    unlike = _without_quotations(kept, held)
-    return (unlike, held) if 2 * len(unlike) >= len(kept) else (list(documents), [])
+    held_out = [documents[index] for index in sorted(chosen)]
+    runs = {run for document in held_out for run in word_runs(document)}
+    unlike = [
+        document
+        for index, document in enumerate(documents)
+        if index not in chosen and runs.isdisjoint(word_runs(document))
+    ]
+    return (unlike, held_out) if 2 * len(unlike) >= len(documents) - len(chosen) else (list(documents), [])
 
 
-def _without_quotations(documents: Sequence[str], held_out: Sequence[str]) -> list[str]:
-    config = SourceConfig(name="text", path=Path(), repeats=1, held_out=0.0, licence="")
-    train = [Document(text=text, record={}) for text in documents]
-    (source,) = leave_out_held_out([Source(config=config, sha256="", train=train, held_out=list(held_out))])
-    return [document.text for document in source.train]
+def _suffix(path: Path) -> str:
+    return (path.with_suffix("") if path.suffix == ".xz" else path).suffix
 
 
 def _files(path: Path, without: Set[Path]) -> list[Path]:
@@ -125,7 +107,7 @@ def _files(path: Path, without: Set[Path]) -> list[Path]:
         for file in path.rglob("*")
         if file.is_file()
         and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        and (file.with_suffix("") if file.suffix == ".xz" else file).suffix in _TEXT_SUFFIXES
+        and _suffix(file) in _TEXT_SUFFIXES
         and without.isdisjoint(file.resolve().parents)
     )
     if not found:
@@ -136,42 +118,37 @@ def _files(path: Path, without: Set[Path]) -> list[Path]:
 def _read(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            raw = file.read(MOST_BYTES + 1)
-        if not raw.startswith(_XZ):
-            return raw
-        unpacker = lzma.LZMADecompressor()
-        unpacked = unpacker.decompress(raw, MOST_BYTES + 1)
+            if file.read(len(_XZ)) != _XZ:
+                file.seek(0)
+                return file.read(MOST_BYTES + 1)
+        with lzma.open(path) as unpacked:
+            return unpacked.read(MOST_BYTES + 1)
     except FileNotFoundError as error:
         raise CorpusError(f"{path}: no such file") from error
     except OSError as error:
         raise CorpusError(f"{path}: {error.strerror}") from error
-    except lzma.LZMAError as error:
-        raise CorpusError(f"{path}: damaged xz file: {error}") from error
-    if not unpacker.eof and len(unpacked) <= MOST_BYTES:
-        raise CorpusError(f"{path}: truncated xz file; download or compress it again")
-    return unpacked
+    except (lzma.LZMAError, EOFError) as error:
+        raise CorpusError(f"{path}: truncated or damaged xz file; download or compress it again") from error
 
 
 def _decoded(path: Path, raw: bytes) -> str:
-    if raw.startswith(_UTF16):
-        advice = f"convert it: iconv -f UTF-16 -t UTF-8 {path.name} > utf8-{path.name}"
-        raise CorpusError(f"{path}: encoded as UTF-16, but must be UTF-8; {advice}")
     for start, kind in _KINDS.items():
         if raw.startswith(start):
-            raise CorpusError(f"{path}: not text but {kind}" if "compress" not in kind else f"{path}: {kind}")
-    if (place := raw.find(b"\0")) >= 0:
-        raise CorpusError(f"{path}: not text: byte {place:,} is zero; {_PLAIN}")
+            raise CorpusError(f"{path}: not UTF-8 text but {kind}")
     try:
         text = raw.decode("utf-8-sig")
+        invalid = raw.find(b"\0")
     except UnicodeDecodeError as error:
-        advice = f"convert it, for example with: iconv -f WINDOWS-1252 -t UTF-8 {path.name} > utf8-{path.name}"
-        raise CorpusError(f"{path}: not UTF-8 text: byte {error.start:,} is invalid; {advice}") from error
+        invalid = error.start
+    if invalid >= 0:
+        advice = "give plain text, or convert the text, for example with: iconv -f WINDOWS-1252 -t UTF-8"
+        raise CorpusError(f"{path}: not UTF-8 text: byte {invalid:,} is invalid; {advice}")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _texts(path: Path, text: str) -> Iterator[tuple[str, bool]]:
     """Yield the texts of a file, each with whether it is one document."""
-    if (path.with_suffix("") if path.suffix == ".xz" else path).suffix in _JSON_SUFFIXES:
+    if _suffix(path) in _JSON_SUFFIXES:
         for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():
                 yield _json_text(path, number, line), True
@@ -187,20 +164,12 @@ def _texts(path: Path, text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _json_text(path: Path, number: int, line: str) -> str:
-    where = f"{path}, line {number:,}"
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise CorpusError(f'{where}: not JSON; each line must be an object with a "text"') from error
-    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        found = (
-            f"its keys are {', '.join(map(json.dumps, list(record)[:5]))}"
-            if isinstance(record, dict)
-            else "it is not an object"
-        )
-        raise CorpusError(f'{where}: no "text", {found}; each line must be an object with a "text"')
-    # JSON can hold lone surrogates, which UTF-8 cannot encode.
-    return str(record["text"]).encode("utf-8", "replace").decode().replace("\r\n", "\n")
+        text = json.loads(line)["text"]
+        # JSON can hold lone surrogates, which UTF-8 cannot encode.
+        return str(text.encode("utf-8", "replace").decode().replace("\r\n", "\n"))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CorpusError(f'{path}, line {number:,}: each line must be a JSON object with a "text"') from error
 
 
 def _documented(texts: Sequence[tuple[str, bool]]) -> tuple[list[str], str]:
@@ -208,12 +177,12 @@ def _documented(texts: Sequence[tuple[str, bool]]) -> tuple[list[str], str]:
     total = sum(len(text) for text, _ in texts)
     size = max(400, min(PART_CHARACTERS, total // _FEWEST_PARTS))
     documents: list[str] = []
-    parted = 0
+    is_cut = False
     for text, is_document in texts:
         parts = [text] if is_document and len(text) <= 3 * size else list(_parts(text, size))
-        documents += [part for part in (part.strip("\n") for part in parts) if part.strip()]
-        parted += len(parts) > 1
-    if not parted:
+        documents += [part.strip("\n") for part in parts if part.strip()]
+        is_cut = is_cut or len(parts) > 1
+    if not is_cut:
         return documents, f"{len(documents):,} documents"
     what = "running text" if len(texts) == 1 else f"{len(texts):,} texts"
     return documents, f"{what}, cut at sentences into {len(documents):,} documents of about {size:,} characters"
@@ -232,10 +201,7 @@ def _parts(text: str, size: int) -> Iterator[str]:
 
 def _check_size(named: str, size: int, what: str) -> None:
     if size < LEAST_BYTES:
-        needed = (
-            f"at least {size_in_words(LEAST_BYTES)} are needed, about ten pages, to learn anything about a language"
-        )
-        raise CorpusError(f"{named}: {size_in_words(size)} {what}; {needed}")
+        raise CorpusError(f"{named}: {size_in_words(size)} {what}; at least {size_in_words(LEAST_BYTES)} are needed")
 
 
 def size_in_words(size: int) -> str:
@@ -249,7 +215,3 @@ def size_in_words(size: int) -> str:
 def num_bytes(texts: Iterable[str]) -> int:
     """Return the total size of texts in bytes of UTF-8."""
     return sum(len(text.encode()) for text in texts)
-
-
-def _normalised(text: str) -> str:
-    return "".join(text.lower().split())

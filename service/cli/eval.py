@@ -25,8 +25,7 @@ from model.io.one_line_error import error_line
 from model.nn.transformer import Transformer
 from model.system.limits import usable_cpus
 from model.tokenizer.interface import Tokenizer
-from model.training.config import load_train_config
-from model.training.data.source_config import SourceConfig
+from model.training.config import SourceConfig, load_train_config
 from model.training.data.sources import check_sources, read_source
 from service.config.settings import EvalSettings, SettingsError
 from service.engine.offline import complete_batch

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import sys
 import time
@@ -19,10 +18,10 @@ from safetensors import SafetensorError
 
 from model.io.one_line_error import error_line
 from model.system.limits import usable_cpus
+from model.training.autopilot import RECIPE_FILE, Wish, train_own_text
 from model.training.config import MAX_NAME_CHARACTERS, TrainConfig, load_train_config
 from model.training.state import RUN_FILES
 from model.training.train import RunSettings, can_compile, default_precision, train
-from model.training.user_run import RECIPE_FILE, Wish, train_own_text
 from service.cli.main import program
 from service.config.settings import SettingsError, TrainSettings
 from service.engine.offline import complete_batch
@@ -142,7 +141,7 @@ def _is_disk_full(error: Exception) -> bool:
 
 
 def _disk_full(run_directory: Path) -> str:
-    shutil.rmtree(run_directory / "state.partial", ignore_errors=True)  # an incomplete save is useless and takes space
+    (run_directory / "state.partial").unlink(missing_ok=True)  # an incomplete save is useless and takes space
     return (
         f"{run_directory}: the disk is full; the last save is intact; free some space, then run the same "
         "command to continue"

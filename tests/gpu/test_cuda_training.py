@@ -11,6 +11,7 @@ from model.training.attention import attend_documents
 from model.training.config import TrainConfig, load_train_config
 from model.training.state import read_log
 from model.training.train import RunSettings, train
+from tests.model.training.test_train import dialogues
 
 pytestmark = pytest.mark.gpu
 
@@ -39,11 +40,11 @@ def test_documents_are_attended_as_on_the_cpu(
         torch.testing.assert_close(actual.float().cpu(), expected, rtol=tolerance, atol=tolerance * 2)
 
 
-def config() -> TrainConfig:
+def config(directory: Path) -> TrainConfig:
     recipe = load_train_config(RECIPE)
     return dataclasses.replace(
         recipe,
-        sources=(dataclasses.replace(recipe.sources[0], path=FABLES, chat="story", chat_repeats=1.0),),
+        sources=(dataclasses.replace(recipe.sources[0], path=FABLES), dialogues(directory)),
         mask_documents=True,
         dropout=0.1,
         steps=80,
@@ -65,8 +66,8 @@ def test_a_run_of_packed_documents_learns_and_resumes(tmp_path: Path, compiled: 
             stop_after=stop_after,
         )
 
-    assert not train(config(), settings(30), lambda text: None)
-    assert train(config(), settings(None), lambda text: None)
+    assert not train(config(tmp_path), settings(30), lambda text: None)
+    assert train(config(tmp_path), settings(None), lambda text: None)
     losses = [line["loss"] for line in read_log(tmp_path / "run" / "log.jsonl")]
     assert len(losses) == 80
     assert sum(losses[50:60]) < sum(losses[:10]) - 10

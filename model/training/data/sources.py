@@ -1,20 +1,26 @@
-"""Text sources: corpora read, cut into documents, and split into training and held-out documents."""
+"""Text sources: corpora read, cut into documents, split into training and held-out documents, and decontaminated."""
 
+import dataclasses
 import hashlib
 import json
 import lzma
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from model.checkpoint.manifest import file_digest
-from model.training.data.source_config import SourceConfig
+from model.training.config import SourceConfig
+from model.training.data.conversations import Turn, conversation, transcript
 
 # A whole book is cut into parts of about this many characters, which count as separate documents.
 MAX_DOCUMENT_CHARACTERS = 8000
 _BOOK_CHARACTERS = 100_000
-_SPEAKERS = {"U": "User", "S": "Assistant"}
+# Shared words in a row that indicate a quotation. Runs of 13 words are common in the literature (Brown et al. 2020,
+# arXiv 2005.14165, appendix C), but an encyclopedia repeats longer phrases in its articles on villages.
+RUN_WORDS = 20
+_WORD = re.compile(r"[^\W_]+")
 # The directory of the corpora of this repository's recipes.
 _CORPORA = Path(__file__).resolve().parents[3] / "data"
 
@@ -25,17 +31,17 @@ class CorpusError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """One text, and its corpus record. For a part of a book, the record holds the text of this part."""
+    """One text. turns: the conversation of a record with "turns"; empty if it has no answer; None for plain text."""
 
     text: str
-    record: Mapping[str, Any]
+    turns: tuple[Turn, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
     """One corpus, split into training and held-out documents, both in file order.
 
-    left_out: number of removed training documents that quote held-out texts, see `model.training.data.contamination`.
+    left_out: number of training documents that `leave_out_held_out` removed.
     """
 
     config: SourceConfig
@@ -56,7 +62,7 @@ def check_sources(sources: Iterable[SourceConfig]) -> None:
         try:
             path.open("rb").close()
         except FileNotFoundError as error:
-            is_repository_corpus = _CORPORA in path.parents or _CORPORA.resolve() in path.parents
+            is_repository_corpus = not {_CORPORA, _CORPORA.resolve()}.isdisjoint(path.parents)
             advice = (
                 "the corpora are not part of this repository, docs/training.md lists them"
                 if is_repository_corpus
@@ -78,20 +84,17 @@ def read_source(config: SourceConfig) -> Source:
     held_out: list[str] = []
     missing = set(config.held_out_ids)
     try:
-        for record in _records(config.path):
+        for record_id, document in _documents(config.path):
+            missing.discard(record_id)
             # A dialogue stays whole, since its turns cannot be assigned to parts.
-            parts = [record["text"]] if "turns" in record else _parts(record["text"])
-            if str(record.get("id")) in config.held_out_ids:
-                missing.discard(str(record["id"]))
-                held_out.extend(part for part in parts if part.strip())
-                continue
-            for part in parts:
+            for part in [document.text] if document.turns is not None else _parts(document.text):
+                hashed = document.text if len(document.text) <= _BOOK_CHARACTERS else part
                 if not part.strip():
                     continue
-                if _share(record["text"] if len(record["text"]) <= _BOOK_CHARACTERS else part) < config.held_out:
+                if record_id in config.held_out_ids or _share(hashed) < config.held_out:
                     held_out.append(part)
                 elif config.is_trained_on:
-                    train.append(Document(text=part, record={**record, "text": part}))
+                    train.append(Document(text=part, turns=document.turns))
         digest = file_digest(config.path)
     except OSError as error:
         raise CorpusError(f"{config.path}: {error.strerror or error}") from error
@@ -104,34 +107,53 @@ def read_source(config: SourceConfig) -> Source:
     return Source(config=config, sha256=digest, train=train, held_out=held_out)
 
 
+def leave_out_held_out(sources: Iterable[Source]) -> list[Source]:
+    """Remove training documents that share RUN_WORDS consecutive words with a held-out text of any source.
+
+    Words are compared without case, punctuation and spaces. Texts with fewer words are compared as a whole.
+    """
+    sources = list(sources)
+    held_out = {run for source in sources for text in source.held_out for run in word_runs(text)}
+    return [_without(source, held_out) for source in sources]
+
+
+def _without(source: Source, held_out: Set[int]) -> Source:
+    if not held_out:
+        return source
+    kept = [document for document in source.train if held_out.isdisjoint(word_runs(document.text))]
+    return dataclasses.replace(source, train=kept, left_out=len(source.train) - len(kept))
+
+
+def word_runs(text: str) -> Iterator[int]:
+    """Yield the hash of each run of RUN_WORDS words, or one hash of a text with fewer words."""
+    words = _WORD.findall(text.lower()) or [text.strip()]  # a text of emoji only counts as one word
+    for start in range(max(1, len(words) - RUN_WORDS + 1)):
+        yield hash(tuple(words[start : start + RUN_WORDS]))
+
+
 def _share(text: str) -> float:
     """Hash a text to a number from 0 to 1."""
     return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big") / 2**64
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file, each with a "text". The text of a dialogue is its transcript."""
+def _documents(path: Path) -> Iterator[tuple[str, Document]]:
+    """Yield the id of each record of a file, and its document. The text of a dialogue is its transcript."""
     opener = lzma.open if path.suffix == ".xz" else open
     with opener(path, "rt", encoding="utf-8") as file:
         if ".jsonl" not in path.suffixes:
             for text in file.read().split("\n\n"):
-                yield {"text": text}
+                yield "", Document(text=text)
             return
         for number, line in enumerate(file, start=1):
             try:
-                record = json.loads(line)
-                text = transcript(record["turns"]) if "turns" in record else record["text"]
+                record: dict[str, Any] = json.loads(line)
+                turns = conversation(record["turns"]) if "turns" in record else None
+                text = record["text"] if turns is None else transcript(record["turns"])
                 if not isinstance(text, str):
                     raise TypeError("not a string")
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 raise CorpusError(f'{path}, line {number}: expected a JSON object with a "text" or "turns"') from error
-            yield {**record, "text": text}
-
-
-def transcript(turns: Iterable[tuple[str, str | list[str]]]) -> str:
-    """Return a dialogue as text: a line per turn, after the speaker's name. Of several wordings the first is used."""
-    worded = ((speaker, text if isinstance(text, str) else text[0]) for speaker, text in turns)
-    return "\n".join(f"{_SPEAKERS[speaker]}: {text.strip()}" for speaker, text in worded)
+            yield str(record.get("id")), Document(text=text, turns=turns)
 
 
 def _parts(text: str) -> Iterator[str]:

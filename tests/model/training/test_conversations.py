@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from model.chat.chatml import END, ROLES, START, TEMPLATE
 from model.chat.template import ChatTemplate
-from model.training.data import conversations
+from model.training.data import make_conversations
 from model.training.data.bpe import END_OF_TEXT
-from model.training.data.conversations import ConversationKind, Turn, conversation, encode_conversation
+from model.training.data.conversations import Turn, conversation, encode_conversation
 from tests.chatml_model import chatml_tokenizer
 
 TOKENIZER = chatml_tokenizer()
-GREETINGS = Path(conversations.__file__).with_name("greetings.jsonl")
+GREETINGS = Path(make_conversations.__file__).with_name("greetings.jsonl")
 STORIES = Path(__file__).parents[2] / "data" / "tinystories_valid.jsonl.xz"
 TEXTS = st.text() | st.text(st.sampled_from(" \n\r\ta.<|im_end|>😀é"))
 TURNS = st.lists(st.builds(Turn, st.sampled_from(ROLES), TEXTS), min_size=1, max_size=4)
@@ -76,67 +76,76 @@ def test_a_conversation_needs_its_marks_and_known_roles() -> None:
         encode_conversation(TOKENIZER, [Turn("tool", "x")])
 
 
-DIALOGUE = {"turns": [["S", "Welcome."], ["U", "I am "], ["U", "hungry."], ["S", " "], ["S", "Eat."], ["U", "Thanks."]]}
+TURNS_OF_A_RECORD = [["S", "Welcome."], ["U", "I am "], ["U", "hungry."], ["S", " "], ["S", "Eat."], ["U", "Thanks."]]
 
 
-def talk(record: dict[str, Any], kind: str, seed: int = 0) -> list[tuple[str, str]]:
-    """Make a conversation without a system message, which some conversations have."""
-    turns = conversation(record, kind, seed)
-    assert turns is not None
-    return [(turn.role, turn.text) for turn in turns if turn.role != "system"]
+@pytest.mark.parametrize("system", [[], [["system", "Be kind."]]])
+def test_conversation_begins_with_the_user_and_alternates(system: list[list[str]]) -> None:
+    turns = conversation([*system, *TURNS_OF_A_RECORD])
+    assert turns[len(system) :] == (Turn("user", "I am hungry."), Turn("assistant", "Eat."))
+    assert [turn.role for turn in turns[: len(system)]] == ["system"] * len(system)
 
 
-def test_a_dialogue_begins_with_the_user_and_alternates() -> None:
-    assert talk(DIALOGUE, "dialogue") == [("user", "I am hungry."), ("assistant", "Eat.")]
+def test_record_without_an_answer_yields_no_conversation() -> None:
+    assert conversation([["U", "Hello?"]]) == conversation([["S", "Hello."]]) == ()
 
 
-def test_a_dialogue_without_an_answer_is_none() -> None:
-    assert conversation({"turns": [["U", "Hello?"]]}, "dialogue", 0) is None
-    assert conversation({"turns": [["S", "Hello."]]}, "dialogue", 0) is None
-
-
-def test_some_conversations_have_a_system_message_and_it_comes_first() -> None:
-    made = [conversation(DIALOGUE, "dialogue", seed) for seed in range(200)]
-    roles = [[turn.role for turn in turns] for turns in made if turns is not None]
-    with_system = [row for row in roles if "system" in row]
-    assert 5 < len(with_system) < 60
-    assert all(row[0] == "system" and row.count("system") == 1 for row in with_system)
-
-
-def test_the_same_seed_makes_the_same_conversation_and_others_make_others() -> None:
-    record = {"text": lzma.decompress(STORIES.read_bytes()).decode().splitlines()[0]}
-    record = json.loads(record["text"])
-    assert conversation(record, "story", 5) == conversation(dict(record), "story", 5)
-    assert len({conversation(record, "story", seed) for seed in range(50)}) > 25
-
-
-def test_the_small_talk_of_the_repository_can_be_learned() -> None:
-    """Every line makes a well-formed conversation, and all wordings of a line differ."""
-    records = [json.loads(line) for line in GREETINGS.read_text().splitlines()]
-    assert len(records) > 500
-    for record in records:
-        turns = conversation(record, ConversationKind.GREETINGS, 1)
-        assert turns is not None
-        spoken = [turn for turn in turns if turn.role != "system"]
-        assert [turn.role for turn in spoken] == ["user", "assistant"] * (len(spoken) // 2)
-        assert len(spoken) == len(record["turns"])
-        assert all(turn.text == turn.text.strip() != "" for turn in turns)
-    asked = {talk(record, "greetings", seed)[0][1] for record in records[:100] for seed in range(20)}
-    assert {"Who are you?", "What can you do?", "who are you"} <= asked
+def stories() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in lzma.decompress(STORIES.read_bytes()).decode().splitlines()]
 
 
 def test_stories_become_requests_and_answers() -> None:
-    records = [json.loads(line) for line in lzma.decompress(STORIES.read_bytes()).decode().splitlines()]
-    made = [conversation(record, "story", 3) for record in records]
-    asked = {turn.text for turns in made if turns is not None for turn in turns if turn.role == "user"}
-    assert sum(turns is not None for turns in made) > 0.9 * len(records)
-    assert len(asked) > 0.7 * len(records)
-    for record, turns in zip(records, made, strict=True):
-        if turns is not None:
-            answers = [turn.text for turn in turns if turn.role == "assistant"]
-            assert any(answer in record["text"] for answer in answers)
+    made = [make_conversations.make("story", record, 3) for record in stories()]
+    asked = {turns[-2][1] for turns in made if turns}
+    assert sum(map(bool, made)) > 0.9 * len(made)
+    assert len(asked) > 0.5 * len(made)
+    for record, turns in zip(stories(), made, strict=True):
+        assert not turns or "".join(turns[-1][1].split()) == "".join(record["text"].split())
+    with_system = sum(turns[:1] == [["system", turns[0][1]]] for turns in made if turns)
+    assert 0.02 < with_system / len(made) < 0.3
 
 
-def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="'poem' is not a valid ConversationKind"):
-        conversation({"text": "Roses are red."}, "poem", 0)
+def test_equal_seeds_make_equal_conversations_and_other_seeds_other_wordings() -> None:
+    record = stories()[0]
+    assert make_conversations.make("story", record, 5) == make_conversations.make("story", dict(record), 5)
+    assert len({str(make_conversations.make("story", record, seed)) for seed in range(50)}) > 15
+
+
+ARTICLES = {
+    ("Stapler", "A stapler is a machine that joins sheets. Dr. A. Smith sold a stapler."): "what is a stapler",
+    ("Paul Erdős", "Paul Erdős (26 March 1913 – 20 September 1996) was a mathematician."): "who was paul erdős",
+}
+
+
+@pytest.mark.parametrize("article", ARTICLES, ids=lambda article: article[0])
+def test_articles_become_questions_and_their_first_sentences(article: tuple[str, str]) -> None:
+    title, text = article
+    made = [make_conversations.make("encyclopedia", {"title": title, "text": text}, seed) for seed in range(60)]
+    assert ARTICLES[article] in {turns[-2][1].lower().rstrip("?") for turns in made}
+    assert all(text.startswith(turns[-1][1]) for turns in made)
+
+
+@pytest.mark.parametrize(
+    ("kind", "record"),
+    [
+        ("story", {"text": "Too short."}),
+        ("story", {"text": "The naked dog ran home. " * 20}),
+        ("encyclopedia", {"title": "Gap", "text": "Gap is a town in , France."}),
+        ("encyclopedia", {"title": "Other", "text": "A cat is an animal."}),
+    ],
+)
+def test_unsuitable_records_are_left_out(kind: str, record: dict[str, Any]) -> None:
+    assert make_conversations.make(kind, record, 1) == []
+
+
+def test_greetings_are_well_formed_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "chat" / "greetings.jsonl"
+    monkeypatch.setattr("sys.argv", ["make_conversations", "dialogue", str(GREETINGS), str(out), "--count", "12"])
+    make_conversations.main()
+    made = [conversation(json.loads(line)["turns"]) for line in out.read_text().splitlines()]
+    assert len(made) > 6000
+    for turns in made:
+        roles = [turn.role for turn in turns if turn.role != "system"]
+        assert roles == ["user", "assistant"] * (len(roles) // 2) != []
+    asked = {turn.text for turns in made for turn in turns if turn.role == "user"}
+    assert {"Who are you?", "What can you do?", "who are you"} <= asked

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.training.data.contamination import RUN_WORDS, leave_out_held_out
-from model.training.data.source_config import SourceConfig
-from model.training.data.sources import CorpusError, Document, Source, read_source
+from model.training.config import SourceConfig
+from model.training.data.conversations import Turn
+from model.training.data.sources import RUN_WORDS, CorpusError, Document, Source, leave_out_held_out, read_source
 
 WORDS = [f"w{number}" for number in range(4)]
 
@@ -81,7 +81,7 @@ def test_a_run_of_words_in_common_is_found_wherever_it_stands(data: st.DataObjec
         length = data.draw(st.integers(RUN_WORDS - 2, RUN_WORDS + 2))
         train.append("before " + ", ".join(held[place : place + length]).upper() + " after")
     config = source_config(Path("a"))
-    documents = [Document(text=text, record={}) for text in train]
+    documents = [Document(text=text) for text in train]
     (source,) = leave_out_held_out([Source(config=config, sha256="", train=documents, held_out=held_out)])
     plain = {text: text.replace(",", "").lower() for text in train}
     assert texts_of(source) == [text for text in train if not shares_a_run(plain[text], held_out)]
@@ -111,7 +111,7 @@ def test_a_dialogue_is_read_as_a_transcript(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text(json.dumps({"id": "1", "turns": [["U", "Hi. "], ["S", "Hello!"]]}))
     (document,) = read_source(source_config(tmp_path / "d.jsonl")).train
     assert document.text == "User: Hi.\nAssistant: Hello!"
-    assert document.record["turns"] == [["U", "Hi. "], ["S", "Hello!"]]
+    assert document.turns == (Turn("user", "Hi."), Turn("assistant", "Hello!"))
 
 
 def test_whole_books_are_cut_at_line_ends(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from model.attention.metadata import AttentionMetadata
 from model.config import ModelConfig
 from model.nn.transformer import Transformer
 from model.training.attention import DocumentAttention, attend_documents
-from model.training.data.packing import Batch, PackedDocuments
+from model.training.data.batches import Batch, PackedDocuments
 from tests.model.configs import ROTARY
 
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.training.data.mixture import Mixture, Piece, TokenizedSource
-from model.training.data.packing import ROUND_BATCHES, UNTRAINED, Batch, Batches
+from model.training.data.batches import ROUND_BATCHES, UNTRAINED, Batch, Batches, Mixture, Piece, TokenizedSource
 from model.training.data.sources import CorpusError
 
 
@@ -20,7 +19,7 @@ def tokenized(lengths: list[int], *, first: int = 0, repeats: float = 1.0, train
     return TokenizedSource(
         token_ids=flat,
         starts=np.cumsum([0, *map(len, ids)]),
-        trained=None if trained else np.arange(len(flat)) % 2 == 0,
+        trained=(np.arange(len(flat)) % 2 == 0) | trained,
         repeats=repeats,
     )
 
@@ -100,7 +99,7 @@ def test_batches_are_full_and_the_same_in_any_order(documents: bool) -> None:
     wanted = [forward.batch(number) for number in range(3 * ROUND_BATCHES)]
     for number in reversed(range(len(wanted))):
         got = backward.batch(number)
-        assert all(getattr(got, name).equal(getattr(wanted[number], name)) for name in Batch.__slots__)
+        assert all(getattr(got, name).equal(getattr(wanted[number], name)) for name in Batch._fields)
         assert got.inputs_T.shape == got.targets_T.shape == got.positions_T.shape == (16,)
         assert got.starts_N[0] == 0
         assert got.starts_N[-1] == 16
@@ -132,7 +131,6 @@ def test_rows_are_windows_over_a_stream() -> None:
 def test_what_is_not_learned_is_marked_in_the_targets(documents: bool) -> None:
     source = tokenized([4, 6], trained=False)
     follows = {int(a): int(b) for a, b in itertools.pairwise(source.token_ids) if int(a) != 9999}
-    assert source.trained is not None
     learned = {int(b) for b, is_trained in zip(source.token_ids, source.trained, strict=True) if is_trained}
     batch = batches(source, documents=documents).batch(0)
     checked = 0

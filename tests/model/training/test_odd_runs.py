@@ -14,16 +14,13 @@ import pytest
 import torch
 
 from model.training import finish
-from model.training.config import TrainConfig
+from model.training.config import SourceConfig, TrainConfig
 from model.training.corpus import read_corpus
-from model.training.data.contamination import leave_out_held_out
-from model.training.data.mixture import TokenizedSource
-from model.training.data.packing import ROUND_BATCHES
-from model.training.data.source_config import SourceConfig
-from model.training.data.sources import CorpusError, read_source
+from model.training.data.batches import ROUND_BATCHES, TokenizedSource
+from model.training.data.sources import CorpusError, leave_out_held_out, read_source
 from model.training.state import read_log
 from model.training.train import train
-from tests.model.training.test_train import config, losses, settings
+from tests.model.training.test_train import config, losses, saved_step, settings
 
 
 def source(path: Path, records: Iterable[dict[str, object]], **changes: object) -> SourceConfig:
@@ -36,7 +33,7 @@ def source(path: Path, records: Iterable[dict[str, object]], **changes: object) 
 def with_dialogues(path: Path, question: str, **changes: object) -> TrainConfig:
     """Return a run with a chat phase on dialogues."""
     turns = [["U", question], ["S", "Yes."]]
-    told = source(path, ({"turns": turns} for _ in range(8)), repeats=0, chat="dialogue", chat_repeats=1.0)
+    told = source(path, ({"turns": turns} for _ in range(8)), repeats=0, chat_repeats=1.0)
     return config(sources=(*config().sources, told), **changes)
 
 
@@ -67,7 +64,7 @@ def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path, monkeypatch: 
     run = settings(tmp_path)
     with pytest.raises(ValueError, match="at step 0; lower matrix_lr"):
         train(config(checkpoint_minutes=1e-9), run, lambda said: None)
-    assert json.loads((run.run_directory / "state" / "run.json").read_text())["step"] == 0
+    assert saved_step(run.run_directory) == 0
 
 
 def test_a_log_that_a_power_cut_damaged_does_not_stop_a_run(tmp_path: Path) -> None:
@@ -137,10 +134,12 @@ def test_of_a_document_longer_than_a_round_every_part_comes(tmp_path: Path) -> N
     recipe = config()
     length = 3 * ROUND_BATCHES * recipe.tokens_per_step
     whole = TokenizedSource(
-        token_ids=np.arange(length, dtype=np.uint16), starts=np.array([0, length]), trained=None, repeats=1.0
+        token_ids=np.arange(length, dtype=np.uint16),
+        starts=np.array([0, length]),
+        trained=np.ones(length, dtype=np.bool_),
+        repeats=1.0,
     )
-    corpus = dataclasses.replace(read_corpus(recipe, tmp_path, lambda said: None), texts=[whole])
-    batches = corpus.batches(corpus.pretraining)
+    batches = read_corpus(recipe, tmp_path, lambda said: None).batches([whole])
     seen = {int(token) for number in range(8 * ROUND_BATCHES) for token in batches.batch(number).inputs_T}
     assert len(seen) > 0.9 * length
 

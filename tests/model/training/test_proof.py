@@ -53,7 +53,7 @@ def test_training_is_exact_and_goes_as_recorded(tmp_path: Path) -> None:
     names = ("first", "interrupted")
     losses = [[line["loss"] for line in read_log(tmp_path / name / "log.jsonl")] for name in names]
     assert losses[0] == losses[1]
-    weights = [load_file(tmp_path / name / "state" / "model.safetensors") for name in names]
+    weights = [load_file(tmp_path / name / "state.safetensors") for name in names]
     for key, tensor in weights[0].items():
         assert torch.equal(tensor, weights[1][key]), key
 

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from model.training.config import TrainConfig, load_train_config
-from model.training.data.source_config import SourceConfig
-from model.training.recipe import write_recipe
+from model.training.config import SourceConfig, TrainConfig, load_train_config, write_recipe
 
 RECIPES = sorted((Path(__file__).parents[3] / "model" / "training" / "configs").rglob("*.toml"))
 

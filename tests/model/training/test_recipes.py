@@ -53,7 +53,7 @@ def test_a_list_of_sources_replaces_the_other(tmp_path: Path) -> None:
         ("extends = 3", "child.toml: extends must be the path of a recipe"),
         ('extends = "parent.toml"\nmodel = 3', "child.toml: model must be a table"),
         ('extends = "parent.toml"\n[model]\ncolour = 3', "child.toml: unknown model config keys: colour"),
-        ('extends = "parent.toml"\n[[sources]]\nname = "x"', "child.toml: a source is missing 'path'"),
+        ('extends = "parent.toml"\n[[sources]]\nname = "x"', "child.toml: sources must be tables, each with a path"),
         ('extends = "parent.toml"\nsources = [3]', "child.toml: sources must be tables"),
         ('extends = "parent.toml"\ncolour = 3', "child.toml: unknown keys: colour"),
     ],

@@ -1,4 +1,4 @@
-"""Length of a run with a deadline: simulated runs whose steps advance the clock."""
+"""Number of steps of a run with a deadline: simulated runs whose steps advance the clock."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint.manifest import read_manifest
 from model.training import run_length as module
 from model.training.config import TrainConfig, load_train_config
 from model.training.optimizer import rate_factor
-from model.training.run_length import Clock, Deadline, Pace
-from model.training.state import read_log
-from model.training.train import RunSettings, train
+from model.training.run_length import Deadline, Pace
+from model.training.train import train
+from tests.model.training.test_train import config as fables
+from tests.model.training.test_train import losses, no_completions, settings
 
 RECIPE = Path(__file__).parents[3] / "model" / "training" / "configs" / "tales.toml"
 
@@ -40,26 +40,29 @@ def planned(steps: int) -> TrainConfig:
 
 def simulate(
     time: Time,
-    pace: Pace,
+    deadline: Deadline,
     config: TrainConfig,
     seconds_of: Callable[[int], float],
     loss_of: Callable[[int], float] = lambda step: 10.0 / (step + 1),
 ) -> list[TrainConfig]:
     """Return the config at each step of a run, with a held-out evaluation every 20 steps."""
     configs: list[TrainConfig] = []
+    held_out: list[float] = []
+    pace = Pace()
     while len(configs) < config.steps:
         configs.append(config)
         time.now += seconds_of(len(configs))
-        measured = loss_of(len(configs)) if len(configs) % 20 == 0 else None
-        config = pace.after_step(len(configs), config, measured)
+        if len(configs) % 20 == 0:
+            held_out.append(loss_of(len(configs)))
+        pace.record(len(configs))
+        config = deadline.next_config(len(configs), config, pace, held_out)
     return configs
 
 
-def deadline(time: Time, directory: Path, *, seconds: float, most_steps: int = 10**6) -> Deadline:
-    clock = Clock(directory / "clock.json", time.now)
-    return Deadline(
-        clock, seconds=seconds, after_seconds=10.0, most_steps=most_steps, losses={}, changed=lambda config: None
-    )
+def in_seconds(
+    time: Time, seconds: float, *, most_steps: int = 10**6, changed: Callable[[TrainConfig], None] = lambda config: None
+) -> Deadline:
+    return Deadline(at=time.now + seconds, after_seconds=10.0, most_steps=most_steps, changed=changed)
 
 
 SPEEDS: dict[str, Callable[[int], float]] = {
@@ -73,140 +76,70 @@ SPEEDS: dict[str, Callable[[int], float]] = {
 
 
 @pytest.mark.parametrize("speed", SPEEDS)
-def test_a_run_ends_in_time_whatever_the_speed(time: Time, tmp_path: Path, speed: str) -> None:
-    pace = deadline(time, tmp_path, seconds=600.0)
-    configs = simulate(time, pace, planned(1000), SPEEDS[speed])
-    assert 0.95 * 600 <= pace.spent + 10 <= 1.05 * 600
+def test_run_ends_in_time_at_any_speed_with_the_rates_of_its_last_recipe(time: Time, speed: str) -> None:
+    written: list[TrainConfig] = []
+    configs = simulate(time, in_seconds(time, 600.0, changed=written.append), planned(1000), SPEEDS[speed])
+    assert 0.95 * 600 <= time.now - 1000 + 10 <= 1.05 * 600
     last = configs[-1]
     assert 0.15 * last.steps <= last.decay_steps <= 0.25 * last.steps
-
-
-@pytest.mark.parametrize("speed", SPEEDS)
-def test_the_rates_are_those_of_the_recipe_that_is_left_in_the_end(time: Time, tmp_path: Path, speed: str) -> None:
-    configs = simulate(time, deadline(time, tmp_path, seconds=600.0), planned(1000), SPEEDS[speed])
-    met = [rate_factor(step, config) for step, config in enumerate(configs)]
-    assert met == [rate_factor(step, configs[-1]) for step in range(configs[-1].steps)]
-
-
-def test_once_the_rate_decays_the_length_stands(time: Time, tmp_path: Path) -> None:
-    configs = simulate(time, deadline(time, tmp_path, seconds=600.0), planned(1000), lambda step: 0.5)
+    assert [rate_factor(step, config) for step, config in enumerate(configs)] == [
+        rate_factor(step, last) for step in range(last.steps)
+    ]
     decaying = {config.steps for step, config in enumerate(configs) if step > config.steps - config.decay_steps}
-    assert len(decaying) == 1
+    assert decaying == {last.steps}
+    assert written[-1] == last
+    assert len(written) < 30
 
 
-def test_a_text_bears_only_so_many_steps(time: Time, tmp_path: Path) -> None:
-    pace = deadline(time, tmp_path, seconds=600.0, most_steps=400)
-    configs = simulate(time, pace, planned(400), lambda step: 0.1)
+def test_text_size_limits_the_steps(time: Time) -> None:
+    configs = simulate(time, in_seconds(time, 600.0, most_steps=400), planned(400), lambda step: 0.1)
     assert configs[-1].steps == 400
-    assert pace.spent < 60
+    assert time.now < 1060
 
 
-def test_a_held_out_loss_that_rises_ends_the_plateau(time: Time, tmp_path: Path) -> None:
-    pace = deadline(time, tmp_path, seconds=6000.0)
-    configs = simulate(time, pace, planned(10_000), lambda step: 0.1, lambda step: 3.0 + abs(step - 200) / 1000)
-    assert pace.learns_by_heart
+def test_rising_held_out_loss_ends_the_plateau(time: Time) -> None:
+    deadline = in_seconds(time, 6000.0)
+    configs = simulate(time, deadline, planned(10_000), lambda step: 0.1, lambda step: 3.0 + abs(step - 200) / 1000)
+    assert deadline.is_overfitting
     assert 240 < configs[-1].steps < 350
 
 
-def test_what_a_killed_attempt_measured_beyond_its_save_does_not_count(time: Time, tmp_path: Path) -> None:
-    seen = {20: 4.0, 40: 3.0, 60: 2.0}
-    clock = Clock(tmp_path / "clock.json", time.now)
-    pace = Deadline(clock, seconds=600.0, after_seconds=1.0, most_steps=10**6, losses=seen, changed=lambda config: None)
-    config = planned(1000)
-    for step, loss in ((31, None), (40, 3.1), (60, 2.9)):
-        time.now += 1
-        config = pace.after_step(step, config, loss)
-    assert not pace.learns_by_heart
-    for step, loss in ((80, 3.0), (100, 3.0)):
-        time.now += 1
-        config = pace.after_step(step, config, loss)
-    assert pace.learns_by_heart
+def test_one_higher_held_out_loss_does_not_end_the_plateau(time: Time) -> None:
+    deadline = in_seconds(time, 100.0)
+    simulate(time, deadline, planned(500), lambda step: 0.1, lambda step: 10.0 / step + (0.5 if step == 200 else 0.0))
+    assert not deadline.is_overfitting
 
 
-def test_one_worse_measurement_is_noise(time: Time, tmp_path: Path) -> None:
-    pace = deadline(time, tmp_path, seconds=100.0)
-    simulate(time, pace, planned(500), lambda step: 0.1, lambda step: 10.0 / step + (0.5 if step == 200 else 0.0))
-    assert not pace.learns_by_heart
-
-
-def test_changes_are_told(time: Time, tmp_path: Path) -> None:
-    told: list[TrainConfig] = []
-    clock = Clock(tmp_path / "clock.json", time.now)
-    pace = Deadline(
-        clock,
-        seconds=600.0,
-        after_seconds=10.0,
-        most_steps=10**6,
-        losses={},
-        changed=lambda config: told.append(config),
-    )
-    configs = simulate(time, pace, planned(500), lambda step: 0.5)
-    assert told[-1] == configs[-1]
-    assert 1 <= len(told) < 10
-
-
-def test_the_clock_counts_earlier_attempts(time: Time, tmp_path: Path) -> None:
-    first = Clock(tmp_path / "clock.json", time.now)
-    time.now += 30
-    first.save()
-    time.now += 100  # killed, and resumed later
-    second = Clock(tmp_path / "clock.json", time.now)
-    time.now += 5
-    assert second.spent == pytest.approx(35)
-    (tmp_path / "clock.json").write_text("half a")
-    assert Clock(tmp_path / "clock.json", time.now).spent == 0
-
-
-def test_a_run_that_comes_back_after_its_deadline_decays_at_once(time: Time, tmp_path: Path) -> None:
-    (tmp_path / "clock.json").write_text("700")
-    pace = deadline(time, tmp_path, seconds=600.0)
-    config = planned(1000)
+def test_run_resumed_after_its_deadline_decays_at_once(time: Time) -> None:
+    deadline, pace, config = in_seconds(time, -100.0), Pace(), planned(1000)
     for step in (301, 302, 303):
         time.now += 0.5
-        config = pace.after_step(step, config, None)
+        pace.record(step)
+        config = deadline.next_config(step, config, pace, [])
     assert config.steps < 310
 
 
-class Shorter(Pace):
-    """Shortens a run while it is in progress."""
-
-    def after_step(self, step: int, config: TrainConfig, held_out_loss: float | None) -> TrainConfig:
-        super().after_step(step, config, held_out_loss)
-        return dataclasses.replace(config, steps=16, decay_steps=4) if step == 10 else config
-
-
-@pytest.mark.slow
-def test_a_run_that_is_shortened_is_the_shorter_run(tmp_path: Path) -> None:
-    planned_run = dataclasses.replace(planned(20), sample_prompts=("The king",), vocab_size=300, batch_size=2)
-    planned_run = dataclasses.replace(planned_run, model=dataclasses.replace(planned_run.model, vocab_size=300))
-    shorter = dataclasses.replace(planned_run, steps=16, decay_steps=4)
-    for name, config, pace in (("shortened", planned_run, Shorter()), ("short", shorter, Pace())):
-        settings = RunSettings(
-            run_directory=tmp_path / name,
-            checkpoint=tmp_path / f"{name}-model",
-            device="cpu",
-            precision="float32",
-            compile=False,
-            stop_after=None,
-            pace=pace,
-        )
-        assert train(config, settings, lambda text: None)
-    shortened, short = ([line["loss"] for line in read_log(tmp_path / n / "log.jsonl")] for n in ("shortened", "short"))
-    assert len(short) == 16
-    assert shortened == short
-    assert read_manifest(tmp_path / "shortened-model").training["steps"] == 16
-
-
-def test_without_a_deadline_the_config_stands(time: Time) -> None:
+def test_pace_is_the_recent_speed(time: Time) -> None:
     pace = Pace()
-    config = planned(100)
-    assert pace.seconds_left(0, config) is None
-    assert set(map(id, simulate(time, pace, config, lambda step: 2.0))) == {id(config)}
-    assert pace.seconds_a_step == pytest.approx(2.0)
-    assert pace.seconds_left(60, config) == pytest.approx(80.0)
+    assert pace.seconds_per_step is None
+    for step in range(1, 201):
+        time.now += 1.0 if step < 100 else 3.0
+        pace.record(step)
+    assert pace.seconds_per_step == pytest.approx(3.0)
 
 
-def test_what_is_left_goes_by_the_speed_of_late(time: Time) -> None:
-    pace = Pace()
-    simulate(time, pace, planned(200), lambda step: 1.0 if step < 100 else 3.0)
-    assert pace.seconds_a_step == pytest.approx(3.0)
+class Shorter(Deadline):
+    """Deadline that shortens a run while it is in progress."""
+
+    def next_config(self, step: int, config: TrainConfig, *_: object) -> TrainConfig:
+        return dataclasses.replace(config, steps=12, decay_steps=4) if step == 6 else config
+
+
+def test_shortened_run_has_the_losses_of_the_shorter_run(tmp_path: Path) -> None:
+    deadline = Shorter(at=0.0, after_seconds=0.0, most_steps=1, changed=lambda config: None)
+    shortened = dataclasses.replace(settings(tmp_path, "shortened"), deadline=deadline)
+    assert train(fables(steps=16, decay_steps=4), shortened, lambda text: None, complete=no_completions)
+    short = fables(steps=12, decay_steps=4)
+    assert train(short, settings(tmp_path, "short"), lambda text: None, complete=no_completions)
+    assert len(losses(tmp_path, "short")) == 12
+    assert losses(tmp_path, "shortened") == losses(tmp_path, "short")

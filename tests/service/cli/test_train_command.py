@@ -87,8 +87,16 @@ def test_invalid_flags_are_rejected(
         ("runs/../runs/tiny/", "runs/tiny", "is the run directory; choose another directory\n"),
         ("link", "runs/tiny", "--out {d}/link is the run directory; choose another directory\n"),
         ("runs", "runs/tiny", "--out {d}/runs contains the run directory {d}/runs/tiny; choose another directory\n"),
-        ("runs/tiny/state", "runs/tiny", "is used by the run for its saved state; choose another directory\n"),
-        ("runs/tiny/state/out", "runs/tiny", "is used by the run for its saved state; choose another directory\n"),
+        (
+            "runs/tiny/state.safetensors",
+            "runs/tiny",
+            "is used by the run for its saved state; choose another directory\n",
+        ),
+        (
+            "runs/tiny/state.safetensors/out",
+            "runs/tiny",
+            "is used by the run for its saved state; choose another directory\n",
+        ),
     ],
 )
 def test_the_output_directory_may_not_overlap_the_run_directory(

@@ -1,0 +1,426 @@
+"""`kvasir train --corpus`: train on the user's text within a time limit, with a recipe chosen from a table of sizes.
+
+The first attempt reads the text, trains a tokenizer, times the sizes on this machine, and writes a recipe and the cut
+text into the run directory. Later attempts follow this recipe; only the number of steps still adapts to the time left.
+
+The sizes follow Hoffmann et al. 2022 (arXiv 2203.15556): each compute budget has an optimal model size, with a fixed
+number of training tokens per parameter. A text that is too small for this is repeated, with dropout, as long as
+repetition helps. docs/training.md has the measurements behind the constants.
+"""
+
+import dataclasses
+import json
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from model.attention.backends import ATTENTION_BACKENDS
+from model.attention.metadata import AttentionMetadata
+from model.checkpoint.manifest import MANIFEST_FILE
+from model.config import ModelConfig
+from model.evaluation.samples import Complete, complete_one_by_one
+from model.nn.transformer import Transformer
+from model.tokenizer.byte_level import ByteLevelTokenizer
+from model.tokenizer.native import save_native
+from model.training.config import SourceConfig, TrainConfig, load_train_config, write_recipe
+from model.training.data.bpe import train_bpe
+from model.training.optimizer import Optimizers
+from model.training.progress import duration
+from model.training.run_length import DECAY_SHARE, Deadline
+from model.training.state import LOG_FILE, STATE_FILE, StateError, locked, read_log
+from model.training.train import RunSettings, check_output, train
+from model.training.user_text import OwnText, hold_out, num_bytes, read_own_text, size_in_words
+
+RECIPE_FILE = "recipe.toml"
+_PLAN_FILE, _TRAIN_FILE, _HELD_OUT_FILE = "plan.json", "text.jsonl", "held-out.jsonl"
+# A model must see this many tokens per parameter, or this many passes over a small text. With less of both, a smaller
+# model reaches a lower loss in the same time.
+TOKENS_PER_PARAMETER, ENOUGH_PASSES = 4, 12
+PARAMETERS_PER_TOKEN = 16  # upper limit; a larger model overfits the text at once
+MOST_PASSES = 24  # over the text; further passes only overfit
+FEWEST_STEPS = 40
+# Dropout starts above the first number of passes. It doubles above the second, for over _LARGE parameters per token.
+_FEW_PASSES, _MANY_PASSES, _LARGE = 8, 16, 8
+_COMPILE_FROM_SECONDS = 480.0  # compiling takes about 30 s and makes steps 1.25 times as fast
+_FINISHING_SECONDS = 5.0  # checkpoint files, loss curve and samples, without the evaluation
+_TIMED_STEPS = 3
+_SAMPLED_BYTES = 400_000  # sample that estimates the bytes per token
+_SPARE = 1.5  # keep this factor more text than the plan needs, as the machine may turn out faster
+_PROMPTS, _PROMPT_CHARACTERS = 2, 40
+
+
+class PlanError(ValueError):
+    """The time limit is too short to train any model. The message says how much time is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Width and depth of a model, and its batch shape: sequence_length tokens, batch_size sequences per step."""
+
+    width: int
+    layers: int
+    sequence_length: int
+    batch_size: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens predicted in one optimizer step."""
+        return self.sequence_length * self.batch_size
+
+    def model(self, vocab_size: int) -> ModelConfig:
+        """Return the model config of this size. The architecture is that of the shipped model."""
+        heads = self.width // 32
+        return ModelConfig.from_dict(
+            {
+                "vocab_size": vocab_size,
+                "max_context_length": self.sequence_length,
+                "num_layers": self.layers,
+                "hidden_size": self.width,
+                "num_heads": heads,
+                "num_kv_heads": heads // 2 if heads % 2 == 0 else heads,
+                "head_dim": 32,
+                "mlp_size": -(-8 * self.width // 3 // 32) * 32,
+                "position": "rotary",
+                "rope_theta": 10000.0,
+                "norm": "rms_norm",
+                "norm_eps": 1e-5,
+                "mlp": "swiglu",
+                "attention_bias": False,
+                "mlp_bias": False,
+                "qk_norm": True,
+                "tie_embeddings": True,
+            }
+        )
+
+
+SIZES = (
+    Size(64, 2, 256, 8),
+    Size(96, 3, 256, 8),
+    Size(128, 4, 256, 8),
+    Size(192, 4, 256, 8),
+    Size(256, 6, 512, 8),
+    Size(384, 8, 512, 16),
+    Size(512, 10, 1024, 16),
+    Size(768, 12, 1024, 32),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
+    """Request of the user. minutes: time limit for everything. began: start of the command, by `time.monotonic`."""
+
+    name: str
+    corpora: tuple[Path, ...]
+    minutes: float
+    seed: int
+    began: float
+
+    @property
+    def seconds_left(self) -> float:
+        """Remaining seconds of this command."""
+        return self.began + 60 * self.minutes - time.monotonic()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Chosen size and number of steps. most_steps: limit set by the text. why: reason for the size."""
+
+    size: Size
+    steps: int
+    most_steps: int
+    seconds_per_step: float
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PlanFile:
+    """Content of plan.json, for later attempts. planning_seconds: time before the first step of the first attempt."""
+
+    digests: dict[str, str]
+    compile: bool
+    most_steps: int
+    after_seconds: float
+    planning_seconds: float
+
+
+def train_own_text(
+    wish: Wish,
+    settings: RunSettings,
+    report: Callable[[str], None],
+    should_stop: Callable[[], bool],
+    complete: Complete = complete_one_by_one,
+) -> bool:
+    """Plan and train, or resume. Returns whether the checkpoint is finished. Other arguments: see `train`.
+
+    Raises:
+        CorpusError: a file is not text, or there is too little text.
+        PlanError: the time limit is too short.
+        StateError: the text differs from that of the first attempt, or as in `train`.
+        CheckpointError, OSError: as in `train`.
+    """
+    directory, recipe = settings.run_directory, settings.run_directory / RECIPE_FILE
+    # The run and checkpoint directories may lie inside the text directory: skip their files.
+    text = read_own_text(wish.corpora, apart=(directory, settings.checkpoint))
+    spent = 0.0
+    with locked(directory):
+        check_output(settings)
+        if recipe.exists():
+            plan = _read_plan(directory, text)
+            if (settings.checkpoint / MANIFEST_FILE).is_file():
+                start_over = f"to start over, choose another --out, or delete {directory}"
+                report(f"{settings.checkpoint} is already finished; {start_over}")
+                return True
+            spent = plan.planning_seconds + sum(line["seconds"] for line in read_log(directory / LOG_FILE)[-1:])
+            report(f"resuming the run in {directory}, {duration(spent)} of {duration(60 * wish.minutes)} used")
+        elif (directory / STATE_FILE).exists():
+            raise StateError(f"{directory}: holds a run with its own recipe; choose another --out or --run-directory")
+        else:
+            plan = _prepare(wish, settings, text, report)
+    deadline = Deadline(
+        at=wish.began + 60 * wish.minutes - spent,
+        after_seconds=plan.after_seconds,
+        most_steps=plan.most_steps,
+        changed=lambda config: write_recipe(recipe, config, _comments(text)),
+    )
+    settings = dataclasses.replace(settings, compile=plan.compile, deadline=deadline)
+    done = train(load_train_config(recipe), settings, report, should_stop, complete)
+    if done:
+        early = ": stopped early because the held-out loss rose; more steps would only overfit"
+        spent += time.monotonic() - wish.began
+        report(f"\ndone in {duration(spent)} of {duration(60 * wish.minutes)}{early * deadline.is_overfitting}")
+    return done
+
+
+def _read_plan(directory: Path, text: OwnText) -> _PlanFile:
+    """Return the plan of an existing run.
+
+    Raises:
+        StateError: the run began with a different text, or its plan is damaged.
+    """
+    path = directory / _PLAN_FILE
+    try:
+        plan = _PlanFile(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise StateError(f"{path}: damaged; delete {directory} to start over") from error
+    if sorted(plan.digests.values()) != sorted(text.digests.values()):
+        changed = ", ".join(sorted(name for name, digest in text.digests.items() if plan.digests.get(name) != digest))
+        raise StateError(
+            f"{directory}: this run began with a different text than {changed or 'the given one'}; give "
+            f"the first text, or start over: choose another --out, or delete {directory}"
+        )
+    return plan
+
+
+def _prepare(wish: Wish, settings: RunSettings, text: OwnText, report: Callable[[str], None]) -> _PlanFile:
+    """Train the tokenizer, plan the run, and write its files: the recipe last, since its presence marks them complete.
+
+    Raises:
+        PlanError: the time limit is too short.
+    """
+    directory, size_of_text = settings.run_directory, num_bytes(text.documents)
+    train_texts, held_out = hold_out(text.documents)
+    held = f"{len(held_out)} of them are held out for evaluation"
+    report(
+        f"text: {size_in_words(size_of_text)} of {text.form}; "
+        f"{held if held_out else 'too similar to each other to hold any out'}"
+    )
+    learned_from = _sampled(train_texts, int(1_000_000 + 400_000 * min(wish.minutes, 15.0)))
+    tokenizer = train_bpe(learned_from, vocabulary_size(size_of_text))
+    save_native(tokenizer, directory)
+    bytes_per_token = _bytes_per_token(tokenizer, train_texts)
+    num_tokens = int(num_bytes(train_texts) / bytes_per_token)
+    report(
+        f"vocabulary: {tokenizer.vocab_size:,} tokens, chosen by the size of the text; "
+        f"{bytes_per_token:.1f} bytes per token on average"
+    )
+    plan = make_plan(
+        tokenizer.vocab_size,
+        num_tokens,
+        lambda: wish.seconds_left - _FINISHING_SECONDS,
+        lambda size: _seconds_per_step(size, tokenizer.vocab_size, settings),
+    )
+    trained, source = _sources(text, directory)
+    config = make_config(
+        plan,
+        num_tokens,
+        name=wish.name,
+        description=f"It continues texts in the style of {source.name}, its only training text.",
+        seed=wish.seed,
+        vocab_size=tokenizer.vocab_size,
+        sources=(trained, source) if held_out else (trained,),
+        sample_prompts=tuple(_prompt(document) for document in (held_out or train_texts)[:_PROMPTS]),
+    )
+    _report_plan(plan, config, num_tokens, report)
+    most_bytes = int(_SPARE * plan.steps * plan.size.tokens_per_step * bytes_per_token)
+    for path, texts in ((trained.path, _sampled(train_texts, most_bytes)), (source.path, held_out)):
+        path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
+    evaluation_steps = num_bytes(held_out) / bytes_per_token / plan.size.tokens_per_step
+    plan_file = _PlanFile(
+        digests=text.digests,
+        compile=settings.compile and plan.steps * plan.seconds_per_step >= _COMPILE_FROM_SECONDS,
+        most_steps=plan.most_steps,
+        after_seconds=_FINISHING_SECONDS + evaluation_steps * plan.seconds_per_step,
+        planning_seconds=60 * wish.minutes - wish.seconds_left,
+    )
+    (directory / _PLAN_FILE).write_text(json.dumps(dataclasses.asdict(plan_file)))
+    write_recipe(directory / RECIPE_FILE, config, _comments(text))
+    return plan_file
+
+
+def _sources(text: OwnText, directory: Path) -> tuple[SourceConfig, SourceConfig]:
+    """Return the sources of the training text and of the held-out text."""
+    file_names = [Path(name).name for name in text.digests]
+    source = SourceConfig(
+        name=", ".join(file_names) if len(file_names) < 4 else f"{len(file_names)} files",
+        path=directory / _HELD_OUT_FILE,
+        repeats=0,
+        held_out=1.0,
+        licence="as its owner says",
+    )
+    trained = dataclasses.replace(
+        source, name=f"{source.name}, to learn from", path=directory / _TRAIN_FILE, repeats=1, held_out=0.0
+    )
+    return trained, source
+
+
+def vocabulary_size(num_bytes: int) -> int:
+    """Return a power of two proportional to the square root of the text size: 512 for 50 KB, 8,192 from 12 MB on."""
+    return int(min(max(1 << round(math.log2(2.3 * math.sqrt(num_bytes))), 512), 8192))
+
+
+def make_plan(
+    vocab_size: int, num_tokens: int, seconds_left: Callable[[], float], seconds_per_step: Callable[[Size], float]
+) -> Plan:
+    """Time models of increasing size, and return the largest that fits the time and the text of `num_tokens` tokens.
+
+    A size does not fit the time if the run would see fewer than TOKENS_PER_PARAMETER tokens per parameter, and would
+    also make fewer than ENOUGH_PASSES passes over the text.
+
+    Raises:
+        PlanError: the time is too short for the smallest model.
+    """
+    chosen, seconds, why = SIZES[0], seconds_per_step(SIZES[0]), "the largest available size"
+    for size in SIZES[1:]:
+        parameters = size.model(vocab_size).num_parameters
+        if parameters > PARAMETERS_PER_TOKEN * num_tokens:
+            why = "the largest that this amount of text supports"
+            break
+        timed = seconds_per_step(size)
+        tokens = int(seconds_left() / timed) * size.tokens_per_step
+        if tokens < min(TOKENS_PER_PARAMETER * parameters, ENOUGH_PASSES * num_tokens):
+            why = "the largest that sees enough text within the time limit"
+            break
+        chosen, seconds = size, timed
+    left = seconds_left()
+    if left < FEWEST_STEPS * seconds:
+        needed = FEWEST_STEPS * seconds - left
+        raise PlanError(f"too few --minutes: the smallest model needs {needed:.0f} s more on this machine")
+    most = max(FEWEST_STEPS, MOST_PASSES * num_tokens // chosen.tokens_per_step)
+    return Plan(size=chosen, steps=min(int(left / seconds), most), most_steps=most, seconds_per_step=seconds, why=why)
+
+
+def make_config(
+    plan: Plan,
+    num_tokens: int,
+    *,
+    name: str,
+    description: str,
+    seed: int,
+    vocab_size: int,
+    sources: tuple[SourceConfig, ...],
+    sample_prompts: tuple[str, ...],
+) -> TrainConfig:
+    """Return the recipe of a plan for a text of `num_tokens` tokens."""
+    size, steps, model = plan.size, plan.steps, plan.size.model(vocab_size)
+    passes = steps * size.tokens_per_step / num_tokens
+    is_large = model.num_parameters > _LARGE * num_tokens
+    rate = 1e-2 * min(1.0, 256 / size.width)
+    return TrainConfig(
+        name=name,
+        description=description,
+        seed=seed,
+        vocab_size=vocab_size,
+        model=model,
+        sources=sources,
+        sequence_length=size.sequence_length,
+        batch_size=size.batch_size,
+        steps=steps,
+        warmup_steps=min(steps // 4, 10 + steps // 30),
+        decay_steps=int(DECAY_SHARE * steps),
+        dropout=0.0 if passes <= _FEW_PASSES else 0.2 if passes > _MANY_PASSES and is_large else 0.1,
+        matrix_lr=rate,
+        adam_lr=0.6 * rate,
+        weight_decay=0.1,
+        grad_clip=1.0,
+        checkpoint_minutes=0.4,
+        evaluate_every=max(1, steps // 12),
+        sample_prompts=sample_prompts,
+    )
+
+
+def _report_plan(plan: Plan, config: TrainConfig, num_tokens: int, report: Callable[[str], None]) -> None:
+    model, tokens = config.model, config.tokens_per_step
+    passes = plan.steps * tokens / num_tokens
+    extent = f"{passes:.0f} passes over the text" if passes >= 1.5 else f"{passes:.0%} of the text"
+    dropout = f", with dropout {config.dropout} against overfitting" if config.dropout else ""
+    report(
+        f"model: {model.num_parameters / 1e6:.2g} million parameters, {model.num_layers} layers of width "
+        f"{model.hidden_size}, {plan.why}"
+    )
+    report(f"training: {plan.steps:,} steps of {tokens:,} tokens, {extent}{dropout}")
+    if plan.steps == plan.most_steps:
+        report(f"the run ends before the time limit: over {MOST_PASSES} passes would only overfit the text")
+
+
+def _seconds_per_step(size: Size, vocab_size: int, settings: RunSettings) -> float:
+    """Return the median duration of training steps on random tokens, without torch.compile, after a warm-up step."""
+    device, model = settings.device, Transformer(size.model(vocab_size), ATTENTION_BACKENDS[settings.attention])
+    model.initialize(0)
+    model.to(device)
+    optimizer = Optimizers(model, matrix_lr=1e-3, adam_lr=1e-3, weight_decay=0.0)
+    rows = AttentionMetadata.uncached((size.sequence_length,) * size.batch_size, device)
+    tokens = torch.randint(vocab_size, (size.tokens_per_step + 1,)).to(device)
+    durations: list[float] = []
+    for _ in range(_TIMED_STEPS + 1):
+        began = time.monotonic()
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=settings.precision == "bfloat16"):
+            loss = functional.cross_entropy(model(tokens[:-1], rows, None), tokens[1:])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step(1.0)
+        float(loss.detach())  # waits for the device
+        durations.append(time.monotonic() - began)
+    return statistics.median(durations[1:])
+
+
+def _comments(text: OwnText) -> list[str]:
+    files = [f"  {name}: SHA-256 {digest}" for name, digest in text.digests.items()]
+    return ["Made by kvasir train --corpus from", *files]
+
+
+def _sampled(documents: Sequence[str], most_bytes: int) -> list[str]:
+    """Return evenly spaced documents of about `most_bytes` bytes in total, or all documents."""
+    share = min(1.0, most_bytes / num_bytes(documents))
+    return [text for index, text in enumerate(documents) if int((index + 1) * share) > int(index * share)]
+
+
+def _bytes_per_token(tokenizer: ByteLevelTokenizer, documents: Sequence[str]) -> float:
+    """Estimate the bytes per token, counting the end-of-text token of each document."""
+    sample = _sampled(documents, _SAMPLED_BYTES)
+    return num_bytes(sample) / sum(len(tokenizer.encode(document)) + 1 for document in sample)
+
+
+def _prompt(document: str) -> str:
+    """Return the first words of a document, if possible without characters that a shell would interpret."""
+    start = " ".join(document.split())[:_PROMPT_CHARACTERS]
+    words = start.rsplit(" ", 1)[0] if " " in start else start[: _PROMPT_CHARACTERS // 2]
+    plain = re.split(r"[\"'!`$\\]", words.lstrip("\"'“‘ "))[0].rstrip(" ,;:-")
+    return plain if " " in plain else words

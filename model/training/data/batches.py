@@ -1,0 +1,209 @@
+"""Batches of a run, by number: a pure function of texts, weights and seed.
+
+Training proceeds in rounds of ROUND_BATCHES batches. Each source contributes its share of the tokens to a round,
+starting where the previous round stopped. A source is shuffled again for each of its epochs, so every document occurs
+once before any occurs twice. The pieces within a round are shuffled too. Round r does not depend on the length of the
+run or on earlier calls. An interrupted run can therefore resume exactly, and a run on its plateau can be lengthened.
+
+Legend: T tokens of a batch, N + 1 boundaries of its N sequences (each start, and the end of the last).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model.attention.metadata import AttentionMetadata
+from model.training.data.sources import CorpusError
+
+UNTRAINED = -100  # ignored by `cross_entropy`
+ROUND_BATCHES = 64
+
+Ids = NDArray[np.uint16]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizedSource:
+    """Concatenated tokens of a source.
+
+    token_ids: the tokens of all documents; a document starts and ends with `bos_token_id`.
+    starts: offset of each document, and the end of the last document.
+    trained: loss mask per token.
+    repeats: number of times a document occurs in an epoch of the mixture.
+    """
+
+    token_ids: Ids
+    starts: NDArray[np.int64]
+    trained: NDArray[np.bool_]
+    repeats: float
+
+    @property
+    def num_predicted(self) -> int:
+        """Number of predicted tokens: all but the first of each document."""
+        return len(self.token_ids) - (len(self.starts) - 1)
+
+
+class Piece(NamedTuple):
+    """Part of a document: inputs, and the next token of each input, or UNTRAINED outside the loss mask (int64)."""
+
+    inputs: Ids
+    targets: NDArray[np.int64]
+
+
+class Mixture:
+    """Weighted mixture of sources, as rounds of pieces of documents.
+
+    Args:
+        piece_length: a longer document is cut into pieces of this many predicted tokens.
+        round_length: predicted tokens per round.
+        seed: seed of the shuffles.
+        tag: number of the phase, which is mixed into the seed.
+
+    Raises:
+        CorpusError: there are no tokens.
+    """
+
+    def __init__(
+        self, sources: Sequence[TokenizedSource], *, piece_length: int, round_length: int, seed: int, tag: int
+    ) -> None:
+        self._sources = [source for source in sources if source.repeats > 0 and source.num_predicted > 0]
+        if not self._sources:
+            raise CorpusError("there is no text to learn from; give more, or hold out less")
+        self._round_length = round_length
+        self._seed = (seed, tag)
+        weights = np.array([source.repeats * source.num_predicted for source in self._sources])
+        self.shares = weights / weights.sum()  # of the tokens, in source order, without unused sources
+        self.epoch_length = int(weights.sum())
+        self._pieces = [_cut(source, piece_length) for source in self._sources]
+        # The share of a source may end in the middle of a piece: each round takes this many extra tokens.
+        self._slack = sum(int(lengths.max()) for _, lengths in self._pieces)
+
+    def round(self, number: int) -> list[Piece]:
+        """Return the shuffled pieces of round `number`, with at least `round_length` predicted tokens in total."""
+        chosen: list[tuple[int, int]] = []
+        wanted = self._round_length + self._slack
+        for index, share in enumerate(self.shares):
+            first, last = (int(share * wanted * turn) for turn in (number, number + 1))
+            chosen += [(index, piece) for piece in self._between(index, first, last)]
+        order = self._generator(number).permutation(len(chosen))
+        return [self._piece(*chosen[place]) for place in order]
+
+    def _between(self, index: int, first: int, last: int) -> list[int]:
+        """Return the pieces of a source that start at token `first` to `last` - 1, counted across its epochs."""
+        _, lengths = self._pieces[index]
+        total = int(lengths.sum())
+        pieces: list[int] = []
+        for epoch in range(first // total, (last - 1) // total + 1 if last > first else 0):
+            order = self._generator(epoch, index).permutation(len(lengths))
+            begins = np.cumsum(lengths[order]) - lengths[order] + epoch * total
+            pieces += order[(begins >= first) & (begins < last)].tolist()
+        return pieces
+
+    def _piece(self, index: int, piece: int) -> Piece:
+        source, (starts, lengths) = self._sources[index], self._pieces[index]
+        start, end = starts[piece], starts[piece] + lengths[piece]
+        targets = source.token_ids[start + 1 : end + 1].astype(np.int64)
+        targets[~source.trained[start + 1 : end + 1]] = UNTRAINED
+        return Piece(source.token_ids[start:end], targets)
+
+    def _generator(self, *path: int) -> np.random.Generator:
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence([*self._seed, len(path), *path])))
+
+
+def _cut(source: TokenizedSource, piece_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the start of each piece and its number of predicted tokens."""
+    documents, ends = source.starts[:-1], source.starts[1:] - 1  # the last token is only predicted
+    counts = -(-(ends - documents) // piece_length)
+    nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = np.repeat(documents, counts) + nth * piece_length
+    return starts, np.minimum(piece_length, np.repeat(ends, counts) - starts)
+
+
+class Batch(NamedTuple):
+    """Packed token ids of one training step.
+
+    inputs_T, targets_T: int64 token ids; a target outside the loss mask is UNTRAINED. positions_T: int64, the position
+    of each token in its sequence. starts_N: int32, see `PackedDocuments`.
+    """
+
+    inputs_T: Tensor
+    targets_T: Tensor
+    positions_T: Tensor
+    starts_N: Tensor
+
+    def to(self, device: str) -> Self:
+        """Copy the batch to a device."""
+        return type(self)(*(tensor.to(device, non_blocking=True) for tensor in self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedDocuments(AttentionMetadata):
+    """Attention metadata of packed documents: a query attends only within its document.
+
+    starts_N: int32, the start of each document, and the end of the last. max_length: upper bound of their lengths.
+    """
+
+    starts_N: Tensor
+    max_length: int
+
+    @classmethod
+    def of(cls, batch: Batch, max_length: int) -> Self:
+        """Return the attention metadata of a batch."""
+        length = (len(batch.inputs_T),)
+        return cls(
+            query_lengths=length,
+            context_lengths=length,
+            positions_T=batch.positions_T,
+            starts_N=batch.starts_N,
+            max_length=max_length,
+        )
+
+
+class Batches:
+    """Batches of a mixture, by number. Only the current round is kept in memory.
+
+    If `documents` is true, each piece is a separate sequence, cut where a batch ends. Otherwise the pieces of a round
+    form one stream, which is cut into rows of `sequence_length` and shuffled.
+    """
+
+    def __init__(self, mixture: Mixture, *, sequence_length: int, batch_size: int, documents: bool) -> None:
+        self.mixture = mixture
+        self._sequence_length = sequence_length
+        self._batch_tokens = sequence_length * batch_size
+        self._documents = documents
+        self._round_number = -1
+
+    def batch(self, number: int) -> Batch:
+        """Return batch `number`, of `sequence_length * batch_size` tokens."""
+        turn, place = divmod(number, ROUND_BATCHES)
+        if turn != self._round_number:
+            self._start_round(turn)
+        first, last = place * self._batch_tokens, (place + 1) * self._batch_tokens
+        inside = self._starts[(self._starts > first) & (self._starts < last)]
+        starts = np.concatenate([[0], inside - first, [self._batch_tokens]])
+        positions = np.arange(self._batch_tokens) - np.repeat(starts[:-1], np.diff(starts))
+        return Batch(
+            inputs_T=torch.from_numpy(self._inputs[first:last].astype(np.int64)),
+            targets_T=torch.from_numpy(self._targets[first:last]),
+            positions_T=torch.from_numpy(positions),
+            starts_N=torch.from_numpy(starts.astype(np.int32)),
+        )
+
+    def _start_round(self, number: int) -> None:
+        """Concatenate the pieces of a round."""
+        pieces = self.mixture.round(number)
+        inputs = np.concatenate([piece.inputs for piece in pieces])
+        targets = np.concatenate([piece.targets for piece in pieces])
+        starts = np.cumsum([0, *(len(piece.inputs) for piece in pieces)])[:-1]
+        if not self._documents:
+            length, wanted = self._sequence_length, ROUND_BATCHES * self._batch_tokens
+            rows = wanted // length
+            order = np.random.Generator(np.random.Philox(key=[number, rows])).permutation(rows)
+            inputs, targets = (x[:wanted].reshape(rows, length)[order].reshape(-1) for x in (inputs, targets))
+            starts = np.arange(rows) * length
+        self._inputs, self._targets, self._starts = inputs, targets, starts
+        self._round_number = number
