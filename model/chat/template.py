@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from model.chat.template_sandbox import compile_template, render
+from model.chat.template_sandbox import MAX_CHARACTERS, compile_template, render
 from model.io import json_file
 from model.io.json_file import FileError
 
@@ -27,7 +27,6 @@ OLD_TEMPLATE_FILE = "chat_template.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 DEFAULT_NAME = "default"
-MAX_CHARACTERS = 2**23
 
 # For base models, which have no roles: messages become paragraphs, and the completion continues the last message.
 PLAIN_SOURCE = "{{ bos_token }}{{ messages | map(attribute='content') | join('\\n\\n') }}"

@@ -96,12 +96,12 @@ def test_who_was_not_begun_in_time_is_told_so_and_when_to_come_back(
     assert int(response.headers["retry-after-ms"]) >= 1
     assert response.headers["x-should-retry"] == "true"
     assert 'status="408"} 1.0' in client.get("/metrics").text
-    assert frontend._engine_client.num_choices == 0
+    assert frontend.context.engine_client.num_choices == 0
 
 
 def test_what_has_begun_has_no_deadline_when_a_worker_has_died(frontend: Frontend, queue: EchoChannel) -> None:
     queue.answers = False
-    engine_client = frontend._engine_client
+    engine_client = frontend.context.engine_client
     for uid in ("begun", "waits"):
         request = make_request(make_choice(uid))
         request.terms = QueuePolicy(timeout_seconds=5.0)
@@ -116,7 +116,7 @@ def test_who_would_wait_too_long_is_refused_before_it_costs_anything(client: Tes
     """The server of two places begins four requests a second or fewer: it answers at once, so that a slow one is made
     by a rate that was observed before."""
     frontend: Frontend = queue.frontend
-    admission = frontend._engine_client._admission
+    admission = frontend.context.engine_client._admission
     admission.admit([1, 1], QueuePolicy(tenant="address testclient"))
     for _ in range(200):
         admission._started.add(1, 10.0)

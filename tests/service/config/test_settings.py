@@ -18,7 +18,7 @@ from service.config.settings import (
     effective_values,
     read_settings,
 )
-from service.protocol.completions import MAX_PROMPTS
+from service.protocol.request_model import MAX_PROMPTS
 
 
 @pytest.fixture(autouse=True)

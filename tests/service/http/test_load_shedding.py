@@ -19,7 +19,7 @@ WAITS = {"prompt": "a", "max_tokens": 2}
 @pytest.fixture
 def full(frontend: Frontend) -> None:
     """Nothing finds room but what belongs to others."""
-    frontend._admission.admit([1, 1, 1, 1], QueuePolicy(tenant="address testclient"))
+    frontend.context.admission.admit([1, 1, 1, 1], QueuePolicy(tenant="address testclient"))
 
 
 @pytest.mark.usefixtures("full")
@@ -30,7 +30,7 @@ def test_what_has_no_chance_is_refused_unread(client: TestClient, frontend: Fron
     assert int(answer.headers["retry-after"]) >= 1
     assert (answer.headers["x-should-retry"], answer.headers["x-request-id"]) == ("true", "mine")
     assert 'reason="queue_full"} 1.0' in client.get("/metrics").text
-    assert frontend._admission.num_sequences == 4
+    assert frontend.context.admission.num_sequences == 4
 
 
 @pytest.mark.usefixtures("full")
