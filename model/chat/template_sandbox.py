@@ -86,21 +86,21 @@ def compile_template(source: str) -> Template:
     except TemplateSyntaxError as error:
         raise TemplateFailure(f"line {error.lineno}: {error.message}") from None
     except (RecursionError, MemoryError, SyntaxError, ValueError, OverflowError) as error:
-        raise TemplateFailure(f"it cannot be compiled: {type(error).__name__}") from None
+        raise TemplateFailure(f"the template cannot be compiled: {type(error).__name__}") from None
 
 
 def render(template: Template, variables: Mapping[str, Any], *, max_characters: int) -> str:
     """Render a template to text.
 
     Raises:
-        TemplateFailure: the template rejected the conversation, failed, or its text is longer than `max_characters`.
+        TemplateFailure: the template rejected the conversation, failed, or wrote more than `max_characters`.
     """
     pieces, length = [], 0
     try:
         for piece in template.generate(variables):
             length += len(piece)
             if length > max_characters:
-                raise TemplateFailure(f"its text is over {max_characters} characters")
+                raise TemplateFailure(f"the rendered text is over {max_characters} characters")
             pieces.append(piece)
         return "".join(pieces)
     except TemplateFailure:

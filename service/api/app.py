@@ -145,7 +145,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         return json_response(responses.Version(version=importlib.metadata.version("kvasir")))
 
     async def metrics(self) -> Response:
-        """`GET /metrics`. Renders in a thread, because this takes milliseconds."""
+        """`GET /metrics`. Renders in a thread, because rendering takes milliseconds."""
         lifecycle = self.context.lifecycle
         if lifecycle.ready_epoch.value != lifecycle.epoch.value:
             self._metrics.forget_engine()
@@ -171,7 +171,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
     async def tend(self) -> None:
         """Do the periodic work: heartbeat, keep-alives, queue timeouts, metrics; exit if main is gone."""
         context = self.context
-        gc.freeze()  # startup objects live forever; scanning them for garbage would stall every stream
+        gc.freeze()  # scanning the startup objects for garbage would stall every stream
         while True:
             context.lifecycle.record_api_heartbeat()
             await asyncio.sleep(_TICK_SECONDS)
@@ -206,7 +206,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             self._metrics.count_failure(error.status, error.type)
 
     def reject_from_headers(self, scope: Scope) -> None:
-        """Reject a request from its headers if it would be rejected whatever its body contains (except a `timeout`).
+        """Reject a request by its headers, if no request body (except a `timeout`) could change the rejection.
 
         Raises:
             Draining, Overloaded: the request is rejected.

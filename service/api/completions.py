@@ -1,4 +1,4 @@
-"""Routes `/v1/completions` and `/v1/chat/completions`: parse a request, submit its sequences, return its response."""
+"""Handlers of `/v1/completions` and `/v1/chat/completions`: from a request body to the engine and the response."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ from service.structured_output.compiler import GrammarChecker
 
 
 class Completions:
-    """Handlers of the two routes."""
+    """Handlers of the completion routes."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
@@ -61,7 +61,7 @@ class Completions:
     async def _submit(
         self, asked: GenerationRequest, choices: list[Choice], builder: type[ResponseBuilder], request: Request
     ) -> Response:
-        """Submit the choices to the engine and return the response that will deliver them."""
+        """Submit the choices to the engine and return the response that delivers their tokens."""
         context = self._context
         await self._grammar_checker.attach(asked.output_constraint, choices)
         live = InflightRequest(

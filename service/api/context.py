@@ -30,7 +30,7 @@ from service.requests.response_store import ResponseStore
 # The alert fires within 60 s of a hang: this time, plus a scrape (5 s), plus an evaluation of the rules (15 s).
 STALL_SECONDS = 20.0
 
-# Makes the response to a request from its body and its arrival time in seconds.
+# Function from a request, the request body and the arrival time in seconds to the response.
 Respond: TypeAlias = Callable[[Request, bytes, float], Awaitable[Response]]
 
 
@@ -106,7 +106,7 @@ class ApiContext:
         self.count_active()
 
     def close(self, live: InflightRequest) -> None:
-        """Remove a request and cancel its unfinished choices."""
+        """Remove a request from the engine client, and cancel the unfinished choices."""
         self.engine_client.close(live)
         self.count_active()
 

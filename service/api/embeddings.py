@@ -34,7 +34,7 @@ _MANY_NUMBERS = 20_000
 
 
 class Embeddings:
-    """Handler of the route."""
+    """Handler of the embeddings route."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
@@ -54,12 +54,7 @@ class Embeddings:
         return EmbeddingBody(groups, asked, self._context)
 
     def _plan(self, asked: EmbeddingRequest, terms: QueuePolicy, arrival_seconds: float) -> list[InflightRequest]:
-        """Return the texts as sequences, in groups. Only the first group has the request's timeout.
-
-        Raises:
-            ModelNotFound: the request names another model.
-            InvalidRequest: a text, a token id or a field is invalid.
-        """
+        """Return the request's texts as groups of sequences. Only the first group has the request's timeout."""
         processor, settings = self._context.processor, self._context.settings
         processor.check_model(asked.model)
         inputs = asked.inputs
@@ -134,7 +129,7 @@ class EmbeddingBody(Delivery):
                     assert delta.embedding is not None
                     self._vectors[choice.index] = delta.embedding
                     num_missing -= 1
-                    # The vector is the whole response, so it counts as the first token in the latency objective.
+                    # The vector is the whole response, so the latency objective counts the vector as the first token.
                     choice.first_token_seconds = time.monotonic()
                     self._observe_finish(choice, delta.finish)
         is_long = len(self._vectors) * len(self._vectors[0]) > 4 * _MANY_NUMBERS

@@ -1,4 +1,4 @@
-"""Routes of the API process. One table registers the handlers and documents them in `/openapi.json`.
+"""Routes of the API process. One table registers the handlers and documents the routes in `/openapi.json`.
 
 The schemas come from the pydantic models that validate requests and from the structs that are encoded as responses.
 """

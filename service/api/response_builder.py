@@ -31,8 +31,10 @@ from service.requests.inflight import Choice, Deltas
 
 Event: TypeAlias = Completion | ChatCompletionChunk
 Body: TypeAlias = Completion | ChatCompletion
-# Placeholder for the text in the event that serves as a template.
-_ANY_TEXT = "\0text\0"
+# Delta of the event that serves as a template for events that differ only in their text.
+_ANY_DELTA = TokenDelta(
+    uid="", attempt=0, index=0, token_ids=(), text="\0text\0", logprobs=None, prompt_logprobs=None, finish=None
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,8 +118,8 @@ class ResponseBuilder(ABC):
     def plain_event(self, choice: Choice, text: str) -> bytes:
         """Return the encoded event of a delta that is only text, from a cached template, since most deltas are."""
         if (frame := self._frames.get(choice.index)) is None:
-            event = encode_event(self.event(choice, make_whole(choice, text=_ANY_TEXT), is_first=False))
-            before, _, after = event.rpartition(encode_text(_ANY_TEXT))
+            event = encode_event(self.event(choice, _ANY_DELTA, is_first=False))
+            before, _, after = event.rpartition(encode_text(_ANY_DELTA.text))
             frame = self._frames[choice.index] = before, after
         before, after = frame
         return before + encode_text(text) + after
@@ -249,21 +251,6 @@ class ChatBuilder(ResponseBuilder):
 
     def _logprobs(self, delta: TokenDelta) -> ChatLogprobs | None:
         return None if self._options.logprobs is None else chat_logprobs(delta.logprobs or (), self._logprob_format)
-
-
-def make_whole(choice: Choice, *, text: str, deltas: list[TokenDelta] | None = None) -> TokenDelta:
-    """Return one delta with this text, and with the tokens, logprobs and finish of a choice's deltas."""
-    parts = deltas or []
-    return TokenDelta(
-        uid=choice.submit.uid,
-        attempt=choice.submit.attempt,
-        index=0,
-        token_ids=tuple(token_id for delta in parts for token_id in delta.token_ids),
-        text=text,
-        logprobs=tuple(entry for delta in parts for entry in delta.logprobs or ()),
-        prompt_logprobs=None,
-        finish=parts[-1].finish if parts else None,
-    )
 
 
 def _finish_reason(finish: Finish | None) -> Literal["stop", "length"] | None:

@@ -9,11 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from service.api.response_builder import ResponseBuilder, make_whole
+from service.api.response_builder import ResponseBuilder
 from service.http.direct_body import OpenBody, open_body
 from service.ipc.messages import Finish, FinishReason, TokenDelta
 from service.metrics.recorder import Metrics
@@ -26,14 +27,10 @@ MAX_INLINE_LOGPROBS = 500
 
 
 class Delivery(Response, ABC):
-    """Response of one live request. The request is closed when the response ends, for whatever reason.
-
-    Args:
-        close: removes the request and cancels its unfinished sequences.
-    """
+    """Response of one live request. `close` removes the request when the response ends, for whatever reason."""
 
     def __init__(self, request: InflightRequest, *, metrics: Metrics, close: Callable[[InflightRequest], None]) -> None:
-        # Response.__init__ is not called: it would set Content-Length, and the body is unknown yet.
+        # Response.__init__ would set Content-Length, but the body is unknown yet.
         self.status_code = 200
         self.background = None
         self.init_headers()
@@ -43,7 +40,7 @@ class Delivery(Response, ABC):
         self._has_client = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response. A client that disconnects ends the request at once, streaming or not.
+        """Send the response. A disconnect of the client ends the request at once.
 
         Raises:
             ApiError: the request failed before anything was sent.
@@ -113,12 +110,7 @@ class Delivery(Response, ABC):
 
 
 class CompletionDelivery(Delivery):
-    """Response of a completion or a chat completion.
-
-    Args:
-        builder: builds the events or the body.
-        close: see `Delivery`.
-    """
+    """Response of a completion or a chat completion, whose events or body a builder builds."""
 
     def __init__(
         self,
@@ -130,7 +122,11 @@ class CompletionDelivery(Delivery):
     ) -> None:
         super().__init__(request, metrics=metrics, close=close)
         self._builder = builder
-        self._options = builder.info.response_options
+        self._options = options = builder.info.response_options
+        self._shows_tokens = options.token_ids or options.logprobs is not None
+        # Between the first and the last event of a choice, only text has to be sent.
+        self._is_plain = not (self._shows_tokens or options.running_usage)
+        self._unbegun = {choice.index for choice in request.choices}
         self._num_unfinished = len(request.choices)
         self._first_samples = {choice.prompt_index: choice for choice in reversed(request.choices)}.values()
         self._num_prompt_tokens = sum(choice.num_prompt_tokens for choice in self._first_samples)
@@ -155,23 +151,9 @@ class CompletionDelivery(Delivery):
 
 
 class CompletionStream(CompletionDelivery):
-    """Server-sent events. The HTTP status is sent with the first event, or with the first keep-alive comment."""
+    """Stream of server-sent events. The HTTP status is sent with the first event or keep-alive comment."""
 
     media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        request: InflightRequest,
-        builder: ResponseBuilder,
-        *,
-        metrics: Metrics,
-        close: Callable[[InflightRequest], None],
-    ) -> None:
-        super().__init__(request, builder, metrics=metrics, close=close)
-        self._shows_tokens = self._options.token_ids or self._options.logprobs is not None
-        # Between the first and the last event of a choice, only text has to be sent.
-        self._is_plain = not (self._shows_tokens or self._options.running_usage)
-        self._unbegun = {choice.index for choice in request.choices}
 
     def init_headers(self, headers: object = None) -> None:
         # X-Accel-Buffering: nginx would otherwise buffer events.
@@ -184,7 +166,8 @@ class CompletionStream(CompletionDelivery):
         try:
             while self._num_unfinished:
                 arrived = await self._request.next_deltas(at_once)
-                events = await self._encode_events(arrived) if arrived else KEEP_ALIVE
+                num_logprobs = self._num_prompt_logprobs(arrived) if self._unbegun else 0
+                events = await _run(partial(self._events, arrived), num_logprobs) if arrived else KEEP_ALIVE
                 if events and not is_started:
                     is_started = True
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -202,13 +185,10 @@ class CompletionStream(CompletionDelivery):
             await send({"type": "http.response.body", "body": encode_event(error.body()), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _encode_events(self, arrived: Deltas) -> bytes:
-        """Return the result of `_events`. A choice's first event carries all logprobs of the prompt."""
-        num_logprobs = 0
-        if self._unbegun:
-            begun = self._unbegun.intersection([choice.index for choice, _ in arrived])
-            num_logprobs = sum(len(self._request.choices[index].prompt_logprobs) for index in begun)
-        return await _run(partial(self._events, arrived), num_logprobs)
+    def _num_prompt_logprobs(self, arrived: Deltas) -> int:
+        """Return the number of prompt logprobs that these events bring, in the first event of each choice."""
+        begun = self._unbegun.intersection([choice.index for choice, _ in arrived])
+        return sum(len(self._request.choices[index].prompt_logprobs) for index in begun)
 
     def _write_at_once(self, body: OpenBody, arrived: Deltas) -> Callable[[], None] | None:
         """Return a callback that writes a step's events within the event-loop turn in which the events came.
@@ -240,7 +220,9 @@ class CompletionStream(CompletionDelivery):
                 continue
             before = self._usage() if self._options.running_usage else UNSET
             self._num_completion_tokens += len(delta.token_ids)
-            if not (delta.text or delta.finish or self._has_visible_tokens(choice, delta, is_first=is_first)):
+            # A delta without tokens carries logprobs of the prompt, which `choice` has already collected.
+            has_visible_tokens = delta.token_ids and (self._shows_tokens or (is_first and choice.prompt_text))
+            if not (delta.text or delta.finish or has_visible_tokens):
                 continue  # such as an incomplete character
             self._num_unfinished -= delta.finish is not None
             if is_first:
@@ -262,16 +244,12 @@ class CompletionStream(CompletionDelivery):
             events.append(DONE)
         return b"".join(events)
 
-    def _has_visible_tokens(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> bool:
-        # A delta without tokens carries logprobs of the prompt, which `choice` has already collected.
-        return bool(delta.token_ids) and (self._shows_tokens or (is_first and bool(choice.prompt_text)))
-
     def _num_undelivered(self) -> int:
         return super()._num_undelivered() - self._num_completion_tokens
 
 
 class CompletionBody(CompletionDelivery):
-    """One JSON body, sent when every choice is finished."""
+    """JSON body, sent when every choice of the request is finished."""
 
     media_type = "application/json"
 
@@ -285,15 +263,22 @@ class CompletionBody(CompletionDelivery):
                 self._num_completion_tokens += len(delta.token_ids)
                 self._num_unfinished -= delta.finish is not None
             self._observe(arrived, time.monotonic())
-        wholes = [
-            (choice, make_whole(choice, text="".join(delta.text for delta in deltas), deltas=deltas))
-            for choice, deltas in zip(self._request.choices, parts, strict=True)
-        ]
+        wholes = [(choice, join_deltas(parts[choice.index])) for choice in self._request.choices]
         if self._options.num_best is not None:
             wholes = best(wholes, self._options.num_best)
         num_logprobs = sum(len(choice.prompt_logprobs) + len(whole.logprobs or ()) for choice, whole in wholes)
         usage, times = self._usage(), timings(self._request)
         await self._send_body(send, await _run(lambda: encode(self._builder.body(wholes, usage, times)), num_logprobs))
+
+
+def join_deltas(deltas: list[TokenDelta]) -> TokenDelta:
+    """Return all deltas of a choice as one delta."""
+    return msgspec.structs.replace(
+        deltas[-1],
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        text="".join(delta.text for delta in deltas),
+        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs or ()),
+    )
 
 
 async def _run(write: Callable[[], bytes], num_logprobs: int) -> bytes:

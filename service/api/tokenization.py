@@ -28,7 +28,7 @@ class TokenizerRoutes:
         processor.check_model(asked.model)
         match asked.subject():
             case str() as text if asked.add_special_tokens is False and text in self._tokenizer.special_tokens:
-                # lm-evaluation-harness asks this way for the id of a special token that it got from /tokenizer_info.
+                # lm-evaluation-harness asks this way for the id of a special token from /tokenizer_info.
                 token_ids = [self._tokenizer.special_tokens[text]]
             case str() as text:
                 begin = asked.add_special_tokens is not False

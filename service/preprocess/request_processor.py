@@ -46,11 +46,7 @@ class RequestProcessor:
     max_prompts: int = MAX_PROMPTS
 
     def check_model(self, name: str | None) -> None:
-        """Reject a request that names a model other than the served one. None means the served model.
-
-        Raises:
-            ModelNotFound: the name is neither the model's name nor an alias.
-        """
+        """Raise ModelNotFound for a name that is neither the model's name nor an alias. None: the served model."""
         if name is not None and name != self.model_name and name not in self.aliases:
             raise ModelNotFound(
                 f"the model {name[:100]!r} does not exist; this server has {self.model_name!r}", param="model"
@@ -119,7 +115,7 @@ class RequestProcessor:
         return choices
 
     def check(self, request: GenerationRequest, *, num_prompts: int = 1) -> None:
-        """Reject a request by the fields that can be checked without its prompt.
+        """Reject a request by the fields that can be checked without a prompt.
 
         Raises:
             ModelNotFound: see `check_model`.
@@ -139,11 +135,7 @@ class RequestProcessor:
         self.check_ids(list(logit_bias(request)), "logit_bias")
 
     def check_num_prompts(self, num_prompts: int, param: str) -> None:
-        """Reject a request with more than `max_prompts` prompts.
-
-        Raises:
-            InvalidRequest: there are more.
-        """
+        """Raise InvalidRequest for a request with more than `max_prompts` prompts."""
         if num_prompts > self.max_prompts:
             raise InvalidRequest(
                 f"{param} holds {num_prompts} prompts, this server takes {self.max_prompts} in one request; "
@@ -152,11 +144,7 @@ class RequestProcessor:
             )
 
     def check_ids(self, token_ids: Sequence[int], param: str) -> None:
-        """Reject token ids outside the vocabulary.
-
-        Raises:
-            InvalidRequest: the message has the first such id.
-        """
+        """Raise InvalidRequest with the first token id outside the vocabulary."""
         size = self.tokenizer.vocab_size
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < size)
@@ -165,14 +153,10 @@ class RequestProcessor:
             )
 
     def encode(self, text: str, *, begin: bool = True, param: str = "prompt") -> list[int]:
-        """Return the token ids of a text.
-
-        Args:
-            begin: prepend the begin-of-text token, if the tokenizer has one.
-            param: field that an error names.
+        """Return the token ids of a text. With `begin`, they begin with the begin-of-text token, if there is one.
 
         Raises:
-            InvalidRequest: the tokenizer cannot encode the text.
+            InvalidRequest: the tokenizer cannot encode the text of the field `param`.
         """
         try:
             token_ids = self.tokenizer.encode(text)
@@ -230,7 +214,6 @@ class RequestProcessor:
         return room if self.defaults.max_new_tokens is None else min(room, self.defaults.max_new_tokens)
 
     def _sampling_params(self, request: GenerationRequest, max_tokens: int, rules: dict[str, Any]) -> SamplingParams:
-        """Return the sampling parameters shared by the samples of a prompt. `rules`: see `token_rules`."""
         defaults = self.defaults.sampling
         try:
             params = SamplingParams(
@@ -262,10 +245,9 @@ class RequestProcessor:
         first: int,
         arrival: float,
     ) -> list[Choice]:
-        """Return the samples of one prompt. Only the first sample computes the prompt's logprobs, for all samples.
+        """Return the samples of one prompt, with choice indices from `first`.
 
-        Args:
-            first: index of the first sample among the request's choices.
+        Only the first sample computes the prompt's logprobs, for all samples.
         """
         text = ""
         if request.echoes:
@@ -333,8 +315,8 @@ def truncate(
 def sample_seed(seed: int | None, sample: int) -> int:
     """Return the 64-bit seed of sample number `sample` of a request.
 
-    Sample 0 gets the request's seed, so its completion does not depend on `n`. Later samples get a hash of the seed and
-    the sample number. Without a seed, every sample gets a random seed.
+    Sample 0 gets the request's seed, so the first completion does not depend on `n`. Later samples get a hash of the
+    seed and the sample number. Without a seed, every sample gets a random seed.
     """
     if seed is None:
         return secrets.randbits(64)

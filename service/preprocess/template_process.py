@@ -47,7 +47,7 @@ class TemplateProcess:
             reply = self._process.ask({"variables": variables})
         except ProcessEnded:
             raise TemplateFailure(
-                f"it took over {self._limits.cpu_seconds:g} s of processor time or "
+                f"rendering took over {self._limits.cpu_seconds:g} s of processor time or "
                 f"{self._limits.memory_bytes // 2**20} MiB of memory"
             ) from None
         if "error" in reply:

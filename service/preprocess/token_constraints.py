@@ -51,7 +51,7 @@ def logit_bias(request: GenerationRequest) -> dict[int, float]:
 
 
 def check_possible(params: SamplingParams, eos_token_ids: Iterable[int]) -> None:
-    """Reject a request if its rules forbid every first token. A completion ends early where no token is permitted.
+    """Reject a request if the token rules forbid every first token. A later dead end only ends the completion.
 
     Raises:
         InvalidRequest: every allowed token is forbidden by another rule.

@@ -37,7 +37,7 @@ class Message(RequestModel):
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as a chat template expects it. Text parts are joined by line ends."""
+        """Return the message in the form that chat templates expect. Text parts are joined by line ends."""
         content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": content, "name": self.name}
@@ -102,7 +102,7 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 class TokenizeRequest(RequestModel):
-    """`POST /tokenize`: a text, or a conversation as the model would receive it.
+    """`POST /tokenize`: a text, or a conversation in the form that the model receives.
 
     `add_special_tokens` adds the begin-of-text token. The default is true for a text, and false for a conversation,
     whose template writes its own special tokens.

@@ -1,4 +1,4 @@
-"""Request bodies of `/v1/completions`, and the fields that it shares with `/v1/chat/completions`."""
+"""Request bodies of `/v1/completions` and `/detokenize`, and the fields common to all completion requests."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

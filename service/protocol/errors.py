@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 
 class ApiError(Exception):
-    """Base class of error responses. The client sees the message, so it contains no path and no traceback."""
+    """Base class of error responses. The client sees the message, so a message contains no path and no traceback."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"

@@ -19,7 +19,7 @@ ConstraintKind: TypeAlias = Literal["json", "regex", "choice", "grammar"]
 
 @dataclass(frozen=True, slots=True)
 class OutputConstraint:
-    """Constraint that a completion must follow, and the request field (`param`) that set it.
+    """Constraint that a completion must follow, and the request field (`param`) that sets the constraint.
 
     If `lenient`, schema keywords that cannot be enforced are ignored.
     """
@@ -47,7 +47,7 @@ class ResponseFormat(RequestModel):
 
 
 class StructuredOutputs(RequestModel):
-    """Field `structured_outputs`: exactly one of its subfields. `grammar` is in Lark syntax or GBNF."""
+    """Field `structured_outputs`: exactly one constraint. `grammar` is in Lark syntax or GBNF."""
 
     json_: Annotated[
         Schema | str | None, Field(alias="json", description="a JSON Schema, as an object or as a string of JSON")
@@ -116,7 +116,7 @@ def _checked_schema(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:
     if isinstance(schema, dict):
         return schema
     try:
-        parsed = from_json(text)  # unlike json.loads, it limits the nesting depth, as the parser of the body does
+        parsed = from_json(text)  # unlike json.loads, from_json limits the nesting depth
     except ValueError as error:
         raise InvalidRequest(f"{param} is not valid JSON: {error}", param=param) from None
     if not isinstance(parsed, dict):

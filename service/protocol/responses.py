@@ -36,7 +36,7 @@ PromptLogprobs: TypeAlias = list[dict[int, PromptLogprob] | None]
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """Completion, or one chunk of it in a stream. `stop_reason` is the stop string or token id that matched.
+    """Completion, or one chunk of a completion in a stream. `stop_reason` is the stop string or token id that matched.
 
     `token_ids` and `prompt_token_ids` are sent with `return_token_ids`. In a stream, fields of the prompt are sent in
     the first chunk.
@@ -81,7 +81,7 @@ class Timings(msgspec.Struct, kw_only=True):
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """Completion body, or one event of its stream. `timings` are in the body and in the last two events of a stream."""
+    """Body of completions, or one event of a stream. `timings` are in the body and in the last two events."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"

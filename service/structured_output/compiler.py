@@ -35,13 +35,11 @@ class CompilerLimits:
 class GrammarChecker:
     """Compiler of requested output formats to grammars, one at a time, in a child process.
 
-    A thread waits for the child process, so that the event loop is not blocked.
-
     Args:
         max_waiting: maximum number of requests that wait for the child process.
         wait_seconds: maximum time that a request waits.
-        observe: called for each request with the kind of format, "accepted" or "refused", and the seconds that it
-            took to compile. The seconds are None if the result was cached.
+        observe: called for each request with the kind of format, "accepted" or "refused", and the seconds of the
+            compilation; None if the result was cached.
     """
 
     def __init__(
@@ -118,7 +116,6 @@ class GrammarChecker:
             reply = self._process.ask(order)
         except ProcessEnded:
             cpu_seconds, mib = self._limits.cpu_seconds, self._limits.memory_bytes // 2**20
-            reply = {
-                "error": f"compiling it takes over {cpu_seconds:g} s of CPU time or {mib} MiB of memory; simplify it"
-            }
+            limits = f"{cpu_seconds:g} s of CPU time or {mib} MiB of memory"
+            reply = {"error": f"compilation takes over {limits}; simplify the grammar"}
         return reply, time.monotonic() - start

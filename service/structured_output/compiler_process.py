@@ -58,7 +58,7 @@ def _try_out(vocabulary: LLTokenizer, grammar: str) -> str:
     Returns the grammar.
 
     Raises:
-        GrammarError: the grammar does not compile, or one of its masks exceeds a limit.
+        GrammarError: the grammar does not compile, or a token mask exceeds a limit.
     """
     rng, matcher, token_ids = random.Random(0), compile_grammar(vocabulary, grammar), list[int]()
     for _ in range(_NUM_TRIALS):
@@ -108,7 +108,7 @@ def _find_fault(vocabulary: LLTokenizer, schema: Mapping[str, Any], message: str
 
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the direct subschemas of a schema, each with its path."""
+    """Yield the paths and direct subschemas of a schema."""
     for key, value in schema.items():
         if key in _ONE and isinstance(value, dict):
             yield key, value

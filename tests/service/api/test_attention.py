@@ -163,7 +163,7 @@ def _with(**fields: Any) -> bytes:
         (b"", 400, "the body is empty"),
         (b"[]", 400, "must be a JSON object"),
         (b'{"prompt": "a"}', 400, "layer is required"),
-        (b'{"layer": 0}', 400, "prompt must be a non-empty string or list of token ids"),
+        (b'{"layer": 0}', 400, "prompt is required"),
         (_with(layer=2), 400, "layer 2 does not exist; this model has layers 0 to 1"),
         (_with(layer=-1), 400, "layer must be greater than or equal to 0"),
         (_with(layer=1.5), 400, "layer must be a whole number"),
