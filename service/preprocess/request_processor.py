@@ -6,6 +6,7 @@ import secrets
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from model.sampling.params import SamplingParams
@@ -84,18 +85,13 @@ class RequestProcessor:
             max_tokens = asked = request.max_allowed_tokens
         # A completion without a length gets the rest of the context, so at least 1 token must fit.
         num_reserved = 1 if max_tokens is None else max_tokens
-
-        def over_context(num_prompt_tokens: int, prefix: str = "") -> ContextLengthExceeded:
-            is_length_at_fault = max_tokens is not None and num_prompt_tokens < self.max_context_length
-            clause = ", which leaves no room for a completion"
-            if max_tokens is not None:
-                clause = f" and max_tokens is {max_tokens}{', its default' if asked is None else ''}"
-            return ContextLengthExceeded(
-                f"this model's maximum context length is {self.max_context_length} tokens, "
-                f"but the prompt has {prefix}{num_prompt_tokens}{clause}",
-                param=length_param if is_length_at_fault else prompt_param,
-            )
-
+        too_long = partial(
+            self._over_context,
+            max_tokens=max_tokens,
+            is_default=asked is None,
+            prompt_param=prompt_param,
+            length_param=length_param,
+        )
         choices: list[Choice] = []
         rules = token_rules(request, self.tokenizer, self.defaults.sampling)
         for prompt in prompts:
@@ -105,7 +101,7 @@ class RequestProcessor:
                 max_tokens=self.max_context_length - num_reserved,
                 num_kept=request.truncate_prompt_tokens,
                 keeps_end=request.truncation_side != "right",
-                too_long=over_context,
+                too_long=too_long,
             )
             params = self._sampling_params(request, self._length(token_ids, max_tokens), rules)
             choices += self._samples(request, prompt, token_ids, params, first=len(choices), arrival=arrival_seconds)
@@ -205,6 +201,26 @@ class RequestProcessor:
         if len(token_ids) > max_tokens:
             raise too_long(len(token_ids), "")
         return token_ids
+
+    def _over_context(
+        self,
+        num_prompt_tokens: int,
+        prefix: str,
+        *,
+        max_tokens: int | None,
+        is_default: bool,
+        prompt_param: str,
+        length_param: str,
+    ) -> ContextLengthExceeded:
+        clause, param = ", which leaves no room for a completion", prompt_param
+        if max_tokens is not None:
+            clause = f" and max_tokens is {max_tokens}{', its default' if is_default else ''}"
+            param = length_param if num_prompt_tokens < self.max_context_length else prompt_param
+        return ContextLengthExceeded(
+            f"this model's maximum context length is {self.max_context_length} tokens, "
+            f"but the prompt has {prefix}{num_prompt_tokens}{clause}",
+            param=param,
+        )
 
     def _length(self, token_ids: list[int], max_tokens: int | None) -> int:
         """Return the completion's maximum length: by default the checkpoint's, capped by the rest of the context."""
