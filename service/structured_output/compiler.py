@@ -1,4 +1,4 @@
-"""Check of the requested output format by a child process (`check`), with a cache of the results.
+"""Client of the grammar compiler process, with a cache of the compiled output formats.
 
 A typical grammar costs about 1 ms of CPU time. A hostile grammar can cost as much as `CompilerLimits` allows. Requests
 that wait too long behind other grammars are rejected with a Retry-After.
