@@ -1,12 +1,11 @@
-"""Special tokens in a rendered conversation: the template's take effect, a client's are encoded as plain text.
+"""Escaping of special tokens in a client's messages, which are encoded as plain text.
 
 A special token has a text, such as `<|im_end|>`, that the tokenizer maps to one id. Rendering joins template and
-messages into one string, in which both kinds of text look alike. A message that contains special tokens could then
-end itself and continue as the system.
+messages into one string. Without escaping, a message with special tokens could end itself and continue as the system.
 
 So before rendering, a breaker character is inserted into every special token in the client's texts. The breaker is a
 character that the client did not send. After rendering, unbroken special tokens become ids, and the rest is encoded
-as text with the breaker removed. transformers does the same if asked for with `sanitize_control_tokens=True`.
+as text without the breaker. transformers does the same with `sanitize_control_tokens=True`.
 
 Limit: a special token that begins with the template's own characters and ends with the client's is not detected. No
 template ends a literal text with part of a special token.
@@ -27,7 +26,7 @@ class ForbiddenText(ValueError):
 
 
 class SpecialTokenEscaper:
-    """Special tokens of one tokenizer, and the means to keep clients from sending them."""
+    """Escaper of one tokenizer's special tokens in the messages of clients."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -35,7 +34,7 @@ class SpecialTokenEscaper:
         marks = tuple(self._ids)
         self._single = tuple(mark for mark in marks if len(mark) == 1)
         self._whole = re.compile(f"({_one_of(marks)})")
-        # Matches the first character of every special token, also of those that overlap.
+        # Matches the first character of every special token, overlapping ones included.
         self._starts = re.compile(f"(?=(?:{_one_of(marks)}))(.)", re.DOTALL)
         # A special token may begin in one text and end in the next; templates may strip the whitespace between.
         beginnings = {mark[:end] for mark in marks for end in range(1, len(mark))}
@@ -57,11 +56,11 @@ class SpecialTokenEscaper:
         if shielded == list(messages):
             return shielded, None
         if free is None:
-            raise ForbiddenText("the messages contain all noncharacters from U+FDD0 to U+FDEF; remove one of them")
+            raise ForbiddenText("the messages contain all noncharacters from U+FDD0 to U+FDEF; remove one noncharacter")
         return shielded, free
 
     def encode(self, text: str, breaker: str | None) -> list[int]:
-        """Return the token ids of a rendered conversation; `breaker` is the one that `shield` returned.
+        """Return the token ids of a rendered conversation. `shield` has returned the breaker.
 
         With a breaker, the text between special tokens is encoded piece by piece. A tokenizer whose result depends on
         text before a special token may then split pieces differently than the whole.

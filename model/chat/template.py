@@ -7,9 +7,8 @@ Places of a template, by precedence:
     tokenizer_config.json                `chat_template`: a string, or a list of {"name", "template"}
     chat_template.json                   {"chat_template": …}, written by older processors
 
-Of several templates the one named `default` is used. The special tokens that a template may write (`bos_token` and
-the like) are read from tokenizer_config.json and special_tokens_map.json, as strings or as {"content": …}.
-`model.chat.special_token_escaping` keeps special tokens in messages from taking effect.
+Of several templates the template named `default` is used. Special tokens for templates (`bos_token` and similar) are
+read from tokenizer_config.json and special_tokens_map.json, as strings or as {"content": …}.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from model.chat.template_sandbox import compile_template, render
+from model.chat.template_sandbox import MAX_CHARACTERS, compile_template, render
 from model.io import json_file
 from model.io.json_file import FileError
 
@@ -27,7 +26,6 @@ OLD_TEMPLATE_FILE = "chat_template.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 DEFAULT_NAME = "default"
-MAX_CHARACTERS = 2**23
 
 # For base models, which have no roles: messages become paragraphs, and the completion continues the last message.
 PLAIN_SOURCE = "{{ bos_token }}{{ messages | map(attribute='content') | join('\\n\\n') }}"
@@ -39,7 +37,7 @@ class ChatTemplateError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatTemplate:
-    """Chat template and its variables.
+    """Chat template with the special tokens that are template variables.
 
     source: Jinja.
     origin: the template's file, for messages.
@@ -77,7 +75,7 @@ class ChatTemplate:
 
 
 def load_chat_template(directory: Path) -> ChatTemplate | None:
-    """Read the chat template of a checkpoint directory; None if it has no template.
+    """Read the chat template of a checkpoint directory; None if the directory has no template.
 
     Raises:
         ChatTemplateError: a file cannot be read, is malformed, or none of several templates is the default.
@@ -107,8 +105,7 @@ def load_chat_template(directory: Path) -> ChatTemplate | None:
 
 
 def read_special_tokens(directory: Path) -> dict[str, Any]:
-    """Return `bos_token`, `eos_token`, … of a checkpoint directory: the text of each special token by its template
-    variable.
+    """Return the text of each special token of a checkpoint directory, by template variable (`bos_token`, …).
 
     Raises:
         ChatTemplateError: a file cannot be read or is not a JSON object.
@@ -123,7 +120,6 @@ def read_special_tokens(directory: Path) -> dict[str, Any]:
 
 
 def _from_files(directory: Path) -> dict[str, str]:
-    """Read the templates that are files, by name."""
     paths = {path.stem: path for path in sorted((directory / TEMPLATE_DIRECTORY).glob("*.jinja"))}
     if json_file.is_named(directory / TEMPLATE_FILE):
         paths[DEFAULT_NAME] = directory / TEMPLATE_FILE
@@ -149,11 +145,7 @@ def _from_value(path: Path, value: object) -> dict[str, str]:
 
 
 def read_text(path: Path) -> str:
-    """Read a UTF-8 file.
-
-    Raises:
-        ChatTemplateError: the file cannot be read.
-    """
+    """Read a UTF-8 file. Raises ChatTemplateError if the file cannot be read."""
     try:
         return json_file.read_text(path)
     except FileError as error:

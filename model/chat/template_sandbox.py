@@ -1,19 +1,14 @@
-"""Jinja sandbox for chat templates, and a child process that renders in it. Imports almost nothing of this project.
+"""Jinja sandbox for chat templates.
 
-A checkpoint's template is untrusted code. Jinja's immutable sandbox keeps a template from attributes that lead out of
-it and from changing its variables. It does not bound `'a' * 10**10`, `9**9**9` or nested loops, and a thread cannot be
-stopped. So the service renders in a child process (`main`) with limits of the operating system. RLIMIT_AS bounds
-memory. A timer bounds processor time: its signal ends the process even inside one long instruction. Rendering also
-ends when the text exceeds its maximum length.
+A checkpoint's template is untrusted code. Jinja's immutable sandbox denies a template unsafe attributes and changes of
+variables. The sandbox does not bound `'a' * 10**10`, `9**9**9` or nested loops, and a thread cannot be stopped. So the
+service renders in a child process with limits of the operating system, see `service.preprocess.template_process`.
 
 The environment is that of transformers' `apply_chat_template` (trimmed blocks, loop controls, `tojson` without HTML
 escapes, `raise_exception`, `strftime_now`, `{% generation %}`), so that templates behave the same.
 """
 
 import json
-import resource
-import signal
-import sys
 from collections.abc import Mapping
 from datetime import datetime
 from types import GenericAlias
@@ -26,9 +21,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from model.system.parent_death import end_with_parent
-
 _LONGEST_MESSAGE = 300
+MAX_CHARACTERS = 2**23  # of a rendered text
 
 
 class TemplateFailure(ValueError):
@@ -92,21 +86,21 @@ def compile_template(source: str) -> Template:
     except TemplateSyntaxError as error:
         raise TemplateFailure(f"line {error.lineno}: {error.message}") from None
     except (RecursionError, MemoryError, SyntaxError, ValueError, OverflowError) as error:
-        raise TemplateFailure(f"it cannot be compiled: {type(error).__name__}") from None
+        raise TemplateFailure(f"the template cannot be compiled: {type(error).__name__}") from None
 
 
 def render(template: Template, variables: Mapping[str, Any], *, max_characters: int) -> str:
     """Render a template to text.
 
     Raises:
-        TemplateFailure: the template rejected the conversation, failed, or its text is longer than `max_characters`.
+        TemplateFailure: the template rejected the conversation, failed, or wrote more than `max_characters`.
     """
     pieces, length = [], 0
     try:
         for piece in template.generate(variables):
             length += len(piece)
             if length > max_characters:
-                raise TemplateFailure(f"its text is over {max_characters} characters")
+                raise TemplateFailure(f"the rendered text is over {max_characters} characters")
             pieces.append(piece)
         return "".join(pieces)
     except TemplateFailure:
@@ -117,37 +111,6 @@ def render(template: Template, variables: Mapping[str, Any], *, max_characters: 
         raise TemplateFailure(f"the sandbox forbids an operation: {error}") from None
     except Exception as error:  # untrusted code may raise any type
         raise TemplateFailure(f"{type(error).__name__}: {error}") from None
-
-
-def main() -> None:
-    """Render for the parent process, JSON lines in and out, until the parent closes the pipe or a limit is hit.
-
-    The first line is `{"source", "max_characters", "memory_bytes", "cpu_seconds"}`, with a reply once the template is
-    compiled. Each further line is the variables of one rendering. A reply is `{"text"}`, or `{"error", "by_template"}`.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the parent, which then closes the pipe
-        signal.signal(number, signal.SIG_IGN)
-    end_with_parent()
-    order = json.loads(sys.stdin.readline())
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (order["memory_bytes"],) * 2)
-    template: Template | None = None
-    line = ""
-    while True:
-        signal.setitimer(signal.ITIMER_PROF, order["cpu_seconds"])
-        try:
-            if template is None:
-                template, text = compile_template(order["source"]), ""
-            else:
-                text = render(template, json.loads(line), max_characters=order["max_characters"])
-            answer: dict[str, Any] = {"text": text}
-        except TemplateFailure as failure:
-            answer = {"error": str(failure), "by_template": failure.by_template}
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-        if template is None or not (line := sys.stdin.readline()):
-            return
 
 
 def _to_json(

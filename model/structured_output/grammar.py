@@ -1,12 +1,11 @@
 """Grammar-constrained decoding: llguidance's token masks over any tokenizer's vocabulary. Torch-free.
 
-A grammar is what llguidance accepts: Lark notation, or JSON around a schema (`{"grammars": [{"json_schema": …}]}`).
-Grammars describe bytes, and llguidance needs only the bytes that each token adds to a text. So any tokenizer works.
-Special tokens have no bytes and are never allowed, except end-of-text tokens where the grammar is complete.
+llguidance accepts a grammar in Lark notation, or JSON around a schema (`{"grammars": [{"json_schema": …}]}`).
+Grammars describe bytes, so llguidance needs only the bytes that each token adds to a text. Special tokens have no bytes
+and are never allowed, except end-of-text tokens where the grammar is complete.
 
-`LIMITS` bounds a grammar's and each mask's work. It does not bound everything: a `multipleOf` of a million compiles
-for over 10 s. So an untrusted grammar is first compiled in a process that can be killed, see
-`service.structured_output`.
+`LIMITS` does not bound all work: a `multipleOf` of a million compiles for over 10 s. So `service.structured_output`
+first compiles an untrusted grammar in a child process with a CPU time limit.
 """
 
 import re
@@ -19,7 +18,7 @@ from model.tokenizer.interface import Tokenizer, TokenizerError
 _LONGEST_REASON = 300
 _INDENTATION = 4  # columns before a regular expression in llguidance's messages
 
-# In llguidance's units of work. By its documentation about 20 ms for a grammar's lexer, 15 ms per mask, and 100 MB of
+# In llguidance's units of work. llguidance documents about 20 ms for a grammar's lexer, 15 ms per mask, and 100 MB of
 # states per grammar.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
@@ -39,11 +38,7 @@ class GrammarError(ValueError):
 
 
 def _one_line(message: str) -> str:
-    """Shorten llguidance's error to one line.
-
-    llguidance points to the position with an arrow below the line; for regular expressions that is the only position
-    given.
-    """
+    """Shorten llguidance's error to one line."""
     if message.startswith("panic"):
         return "llguidance cannot compile it, probably because it is too large; simplify it"
     if "coerce_one_of" in message:
@@ -54,6 +49,7 @@ def _one_line(message: str) -> str:
     reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
     if reason is None:
         return re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: ", lines[0].strip())
+    # llguidance points to the position in a regular expression with an arrow below the expression.
     arrow = next((line for line in lines if set(line.strip()) == {"^"}), None)
     place = "" if arrow is None else f" at character {len(arrow) - len(arrow.lstrip()) - _INDENTATION}"
     return f"not a regular expression: {reason}{place}"
@@ -106,7 +102,7 @@ class Vocabulary:
                 ids = self._tokenizer.encode(text.decode())
             except (UnicodeDecodeError, TokenizerError):
                 return self._longest_first(text)
-            # Some tokenizers prepend a space to a text, or normalize it.
+            # Some tokenizers prepend a space, or normalize the text.
             if b"".join(map(self._tokenizer.token_bytes, ids)) == text:
                 return ids
         return self._longest_first(text)

@@ -1,98 +1,197 @@
-"""OpenAPI document (`/openapi.json`): all routes with their requests, responses and status codes.
+"""Routes of the API process. One table registers the handlers and documents the routes in `/openapi.json`.
 
 The schemas come from the pydantic models that validate requests and from the structs that are encoded as responses.
-Each error is documented by one example.
 """
 
 import functools
 import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from service.api import attention, openapi_examples
+from service.api import attention
 from service.http.middleware import ALWAYS_OPEN
-from service.protocol import chat, chat_responses, completions, embeddings, errors, responses
+from service.protocol import chat, completions, embeddings, errors, responses
 
-_REF = "#/components/schemas/{name}"
-_SCHEME = "apiKey"
-_REFUSALS = (
+Errors = tuple[type[errors.ApiError], ...]
+_REF = "#/components/schemas/"
+_ALWAYS: Errors = (errors.ApiError, errors.HeadTooLarge)
+_BODY: Errors = (
     errors.InvalidRequest,
     errors.ModelNotFound,
     errors.BodyTooLarge,
     errors.RequestTimeout,
     errors.UnsupportedEncoding,
 )
-_FAILURES = (errors.Overloaded, errors.EngineFailed, errors.Draining)
-_COMPUTATION = (*_REFUSALS, errors.ContextLengthExceeded, *_FAILURES)
-_GENERATION = (*_COMPUTATION, errors.WaitTooLong, errors.QueueTimeout)
-_KEPT = (*_GENERATION, errors.ResponseGone, errors.IdempotencyKeyReused)
-_RESUME_HEADERS: list[dict[str, Any]] = [
-    {
-        "name": "Idempotency-Key",
-        "in": "header",
-        "description": "A retry with the same key gets the response of the first attempt.",
-        "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
-    },
-    {
-        "name": "Last-Event-ID",
-        "in": "header",
-        "description": "Resumes a stream after the event with this id. Empty: the same as no header.",
-        "schema": {"type": "string", "pattern": "^([0-9a-f]{32}/[0-9]{1,9})?$"},
-    },
+_ENGINE: Errors = (
+    *_BODY,
+    errors.ContextLengthExceeded,
+    errors.Overloaded,
+    errors.QueueTimeout,
+    errors.EngineFailed,
+    errors.Draining,
+)
+_RESUMABLE: Errors = (*_ENGINE, errors.WaitTooLong, errors.ResponseGone, errors.IdempotencyKeyReused)
+
+_PROMPT = "Once upon a time"
+_MESSAGES = [{"role": "user", "content": "Tell me a story."}]
+_GREEDY = {"max_tokens": 8, "temperature": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class RouteEntry:
+    """One operation of the API.
+
+    handler: path of the handler's attributes from `Frontend`; empty for FastAPI's own route.
+    request: model of the request body; None without a body.
+    content: struct of the JSON response, or the media type of another response.
+    event: struct of the data of an event stream.
+    errors: errors besides those of every route.
+    examples: request bodies by name.
+    """
+
+    method: str
+    path: str
+    handler: str
+    summary: str
+    content: type[msgspec.Struct] | str
+    request: type[BaseModel] | None = None
+    event: type[msgspec.Struct] | None = None
+    errors: Errors = ()
+    examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def methods(self) -> list[str]:
+        """Return the HTTP methods. Metric collectors and probes send HEAD to test a route."""
+        return ["GET", "HEAD"] if self.method == "GET" else [self.method]
+
+
+ROUTES = (
+    RouteEntry(
+        *("POST", "/v1/completions", "completions.complete_prompt", "Complete a prompt"),
+        *(responses.Completion, completions.CompletionRequest, responses.Completion, _RESUMABLE),
+        examples={
+            "greedy": {"prompt": _PROMPT, **_GREEDY},
+            "sampled": {"prompt": [_PROMPT, "The dog"], "n": 2, "seed": 1, "top_p": 0.9, "stop": ["\n\n"]},
+            "streamed": {"prompt": _PROMPT, **_GREEDY, "stream": True, "stream_options": {"include_usage": True}},
+            "scored": {"prompt": _PROMPT, "max_tokens": 0, "echo": True, "logprobs": 1},
+        },
+    ),
+    RouteEntry(
+        *("POST", "/v1/chat/completions", "completions.complete_chat", "Complete a conversation"),
+        *(responses.ChatCompletion, chat.ChatCompletionRequest, responses.ChatCompletionChunk, _RESUMABLE),
+        examples={
+            "greedy": {"messages": _MESSAGES, **_GREEDY},
+            "streamed": {"messages": _MESSAGES, **_GREEDY, "stream": True},
+        },
+    ),
+    RouteEntry(
+        *("POST", "/v1/embeddings", "embeddings.embed", "Compute embeddings of texts"),
+        *(embeddings.EmbeddingList, embeddings.EmbeddingRequest, None, _RESUMABLE),
+        examples={
+            "texts": {"input": [_PROMPT, "The dog"]},
+            "short": {"input": _PROMPT, "dimensions": 16, "encoding_format": "base64"},
+        },
+    ),
+    RouteEntry("GET", "/v1/models", "models", "List the models", responses.ModelList),
+    RouteEntry(
+        *("GET", "/v1/models/{model_id:path}", "model", "Describe a model", responses.ModelCard),
+        errors=(errors.ModelNotFound,),
+    ),
+    RouteEntry(
+        *("POST", "/tokenize", "tokenizer_routes.tokenize", "Convert a text or a conversation to token ids"),
+        *(responses.Tokenized, chat.TokenizeRequest),
+        errors=(*_BODY, errors.EngineFailed),
+        examples={"text": {"prompt": _PROMPT, "return_token_strs": True}, "conversation": {"messages": _MESSAGES}},
+    ),
+    RouteEntry(
+        *("POST", "/detokenize", "tokenizer_routes.detokenize", "Convert token ids to text"),
+        *(responses.Detokenized, completions.DetokenizeRequest),
+        errors=_BODY,
+        examples={"text": {"tokens": [104, 105]}},
+    ),
+    RouteEntry(
+        *("GET", "/tokenizer_info", "tokenizer_routes.info", "Get the special tokens and the chat template"),
+        responses.TokenizerInfo,
+    ),
+    RouteEntry(
+        *("GET", "/inspect/attention", "inspection.limits", "Get the limits of attention inspection"),
+        attention.AttentionLimits,
+        errors=(attention.RouteDisabled,),
+    ),
+    RouteEntry(
+        *("POST", "/inspect/attention", "inspection.attention", "Compute a layer's attention weights of a prompt"),
+        *(attention.AttentionWeights, attention.AttentionRequest),
+        errors=(*_ENGINE, attention.RouteDisabled),
+        examples={"a head": {"prompt": "The dog", "layer": 0, "head": 0}},
+    ),
+    RouteEntry("GET", "/health", "health", "Check that the process is alive", responses.Health),
+    RouteEntry("GET", "/ready", "ready", "Check that a request would be served now", responses.Readiness),
+    RouteEntry("GET", "/version", "version", "Get the version", responses.Version),
+    RouteEntry("GET", "/metrics", "metrics", "Get metrics for Prometheus", "text/plain"),
+    RouteEntry("GET", "/openapi.json", "", "Get this document", "application/json"),
+    RouteEntry("GET", "/playground", "playground", "Get a page to try the model", "text/html"),
+    RouteEntry("GET", "/", "playground", "Get the playground", "text/html"),
+)
+
+
+def _parameter(name: str, description: str, *, place: str = "header", **schema: Any) -> dict[str, Any]:
+    return {"name": name, "in": place, "required": place == "path", "description": description, "schema": schema}
+
+
+_RESUME_HEADERS = [
+    _parameter(
+        *("Idempotency-Key", "A retry with the same key gets the response of the first attempt."),
+        type="string",
+        pattern="^[!-~]{1,255}$",
+    ),
+    _parameter(
+        *("Last-Event-ID", "Resumes a stream after the event with this id. Empty: the same as no header."),
+        type="string",
+        pattern="^([0-9a-f]{32}/[0-9]{1,9})?$",
+    ),
 ]
-_TIMEOUT_HEADERS: list[dict[str, Any]] = [
-    {
-        "name": "x-request-timeout",
-        "in": "header",
-        "description": "Limit of the queue time in seconds, as timeout in the body. The shorter limit counts.",
-        "schema": {"type": "number", "exclusiveMinimum": 0},
-    },
-]
-_REQUEST_ID = {
-    "description": "The request id: the client's, if valid, else one from the server",
-    "schema": {"type": "string"},
-}
+_TIMEOUT_HEADER = _parameter(
+    *("x-request-timeout", "Limit of the queue time in seconds, as timeout in the body. The shorter limit counts."),
+    type="number",
+    exclusiveMinimum=0,
+)
+
+
+def _header(name: str, description: str, **schema: Any) -> dict[str, Any]:
+    return {name: {"description": description, "schema": schema or {"type": "string"}}}
+
+
+_REQUEST_ID = _header("x-request-id", "The request id: the client's, if valid, else one from the server")
+_RETRY_AFTER = _header("retry-after", "Time after which to retry, in whole seconds")
+_RETRY_AFTER_MS = _header("retry-after-ms", "Time after which to retry, in milliseconds")
+_SHOULD_RETRY = _header("x-should-retry", "true if a retry can succeed, else false", enum=["true", "false"])
 _ERROR_HEADERS = {
-    "retry-after": {"description": "Time after which to retry, in whole seconds", "schema": {"type": "string"}},
-    "retry-after-ms": {"description": "Time after which to retry, in milliseconds", "schema": {"type": "string"}},
-    "x-should-retry": {"description": "true if a retry can succeed, else false", "schema": {"enum": ["true", "false"]}},
-    "www-authenticate": {"description": "Authentication scheme that the server expects", "schema": {"type": "string"}},
+    errors.RetryLater: {**_RETRY_AFTER, **_RETRY_AFTER_MS, **_SHOULD_RETRY},
+    errors.EngineFailed: _SHOULD_RETRY,
+    errors.Unauthorized: _header("www-authenticate", "Authentication scheme that the server expects"),
 }
-_REQUESTS: tuple[type[BaseModel], ...] = (
-    completions.CompletionRequest,
-    chat.ChatCompletionRequest,
-    chat.TokenizeRequest,
-    completions.DetokenizeRequest,
-    attention.AttentionRequest,
-    embeddings.EmbeddingRequest,
-)
-_ANSWERS = (
-    responses.Completion,
-    chat_responses.ChatCompletion,
-    chat_responses.ChatCompletionChunk,
-    responses.TokenizerInfo,
-    responses.ModelCard,
-    responses.ModelList,
-    responses.Tokenized,
-    responses.Detokenized,
-    responses.Readiness,
-    responses.Health,
-    responses.Version,
-    responses.ErrorBody,
-    attention.Attention,
-    attention.AttentionLimits,
-    embeddings.EmbeddingList,
-)
 
 
 @functools.cache
 def openapi_document() -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of all routes."""
-    _, requests = models_json_schema([(model, "validation") for model in _REQUESTS], ref_template=_REF_PYDANTIC)
-    _, answers = msgspec.json.schema_components(_ANSWERS, ref_template=_REF)
+    requests = [(route.request, "validation") for route in ROUTES if route.request is not None]
+    _, request_schemas = models_json_schema(requests, ref_template=_REF + "{model}")  # type: ignore[arg-type]
+    structs = [struct for route in ROUTES for struct in (route.content, route.event) if isinstance(struct, type)]
+    _, response_schemas = msgspec.json.schema_components([*structs, responses.ErrorBody], ref_template=_REF + "{name}")
+    paths: dict[str, Any] = {}
+    for route in ROUTES:
+        operation = _operation(route)
+        operations = paths.setdefault(route.path.replace(":path}", "}"), {})
+        operations[route.method.lower()] = operation
+        if route.method == "GET":
+            answers = {status: {**answer, "content": {}} for status, answer in operation["responses"].items()}
+            operations["head"] = {**operation, "responses": answers}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -100,11 +199,11 @@ def openapi_document() -> dict[str, Any]:
             "version": importlib.metadata.version("kvasir"),
             "description": "Completions and chat completions by a language model, in OpenAI's protocol.",
         },
-        "paths": _with_common_responses(_paths()),
+        "paths": paths,
         "components": {
-            "schemas": {**requests["$defs"], **answers},
+            "schemas": {**request_schemas["$defs"], **response_schemas},
             "securitySchemes": {
-                _SCHEME: {
+                "apiKey": {
                     "type": "http",
                     "scheme": "bearer",
                     "description": "An API key, if the server requires one.",
@@ -114,162 +213,58 @@ def openapi_document() -> dict[str, Any]:
     }
 
 
-_REF_PYDANTIC = _REF.replace("{name}", "{model}")
-
-
-def _paths() -> dict[str, Any]:
-    completion = _json(responses.Completion)
-    stream = _stream(responses.Completion)
-    conversation = _json(chat_responses.ChatCompletion) | _stream(chat_responses.ChatCompletionChunk)
-    text = {"text/plain": {"schema": {"type": "string"}}}
-    page = {"text/html": {"schema": {"type": "string"}}}
-    model_id = {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}
-    return {
-        "/v1/completions": _post("Complete a prompt", completions.CompletionRequest, completion | stream, _KEPT),
-        "/v1/chat/completions": _post("Complete a conversation", chat.ChatCompletionRequest, conversation, _KEPT),
-        "/v1/embeddings": _post(
-            "Compute embeddings of texts",
-            embeddings.EmbeddingRequest,
-            _json(embeddings.EmbeddingList),
-            _KEPT,
-        ),
-        "/v1/models": _get("List the models", _json(responses.ModelList)),
-        "/v1/models/{model_id}": _get(
-            "Describe a model", _json(responses.ModelCard), (errors.ModelNotFound,), parameters=[model_id]
-        ),
-        "/tokenize": _post(
-            "Convert a text or a conversation to token ids",
-            chat.TokenizeRequest,
-            _json(responses.Tokenized),
-            (*_REFUSALS, errors.EngineFailed),
-        ),
-        "/tokenizer_info": _get("Get the special tokens and the chat template", _json(responses.TokenizerInfo)),
-        "/detokenize": _post(
-            "Convert token ids to text", completions.DetokenizeRequest, _json(responses.Detokenized), _REFUSALS
-        ),
-        "/inspect/attention": {
-            **_get(
-                "Get the limits of attention inspection", _json(attention.AttentionLimits), (attention.RouteDisabled,)
-            ),
-            **_post(
-                "Compute the attention weights of a prompt in one layer",
-                attention.AttentionRequest,
-                _json(attention.Attention),
-                (*_COMPUTATION, attention.RouteDisabled, errors.QueueTimeout),
-            ),
-        },
-        "/health": _get("Check that the process is alive", _json(responses.Health)),
-        "/ready": _get("Check that a request would be served now", _json(responses.Readiness), not_ready=True),
-        "/version": _get("Get the version", _json(responses.Version)),
-        "/metrics": _get("Get metrics for Prometheus", text),
-        "/openapi.json": _get("Get this document", {"application/json": {"schema": {"type": "object"}}}),
-        "/playground": _get("Get a page to try the model", page),
-        "/": _get("Get the playground", page),
+def _operation(route: RouteEntry) -> dict[str, Any]:
+    is_guarded = route.path not in ALWAYS_OPEN
+    answers: dict[str, Any] = {"200": {"description": "OK", "headers": _REQUEST_ID, "content": _content(route)}}
+    if route.content is responses.Readiness:
+        headers = {**_REQUEST_ID, **_RETRY_AFTER}
+        answers["503"] = {"description": "Not ready", "headers": headers, "content": _content(route)}
+    kinds: Errors = (*_ALWAYS, *route.errors, *([errors.Unauthorized] if is_guarded else []))
+    for error in kinds:
+        answer = answers.setdefault(
+            str(error.status),
+            {"description": "", "headers": {**_REQUEST_ID}, "content": _json(responses.ErrorBody)},
+        )
+        answer["description"] += f"{' or ' if answer['description'] else ''}`{error.code}`"
+        for kind, headers in _ERROR_HEADERS.items():
+            if issubclass(error, kind):
+                answer["headers"] |= headers
+    parameters = [_parameter("model_id", "Name of a model", place="path", type="string")] if "{" in route.path else []
+    operation: dict[str, Any] = {
+        "summary": route.summary,
+        "parameters": [
+            *parameters,
+            *(_RESUME_HEADERS if errors.ResponseGone in route.errors else ()),
+            *([_TIMEOUT_HEADER] if errors.QueueTimeout in route.errors else ()),
+        ],
+        "responses": answers,
     }
+    if route.request is not None:
+        content = _json(route.request)
+        content["application/json"]["examples"] = {name: {"value": body} for name, body in route.examples.items()}
+        operation["requestBody"] = {"required": True, "content": content}
+    if is_guarded:  # the empty requirement: a server without keys
+        operation["security"] = [{"apiKey": []}, {}]
+    return operation
 
 
-def _with_common_responses(paths: dict[str, Any]) -> dict[str, Any]:
-    """Add to each route the errors common to all: server error, oversized head, and missing key on guarded routes.
-
-    Also adds the request id header to each response, and a HEAD operation to each GET.
-    """
-    for path, operations in paths.items():
-        is_guarded = path not in ALWAYS_OPEN
-        around = (errors.ApiError, errors.HeadTooLarge, *([errors.Unauthorized] if is_guarded else []))
-        for operation in operations.values():
-            answers = _errors((*operation.pop("refusals"), *around)) | operation["responses"]
-            operation["responses"] = dict(sorted(answers.items()))
-            for answer in operation["responses"].values():
-                answer["headers"] = {"x-request-id": _REQUEST_ID, **answer.get("headers", {})}
-            if is_guarded:  # the empty requirement: a server without keys
-                operation["security"] = [{_SCHEME: []}, {}]
-        if "get" in operations:
-            operations["head"] = _head_operation(operations["get"])
-    return paths
-
-
-def _head_operation(operation: dict[str, Any]) -> dict[str, Any]:
-    """Return a GET operation as HEAD: the same responses without content."""
-    answers = operation["responses"].items()
-    return operation | {"responses": {status: {**answer, "content": {}} for status, answer in answers}}
-
-
-def _get(
-    summary: str,
-    content: dict[str, Any],
-    refusals: tuple[type[errors.ApiError], ...] = (),
-    *,
-    parameters: list[dict[str, Any]] | None = None,
-    not_ready: bool = False,
-) -> dict[str, Any]:
-    answers: dict[str, Any] = {"200": {"description": "OK", "content": content}}
-    if not_ready:
-        headers = {"retry-after": _ERROR_HEADERS["retry-after"]}
-        answers["503"] = {"description": "Not ready", "headers": headers, "content": content}
-    return {"get": {"summary": summary, "parameters": parameters or [], "refusals": refusals, "responses": answers}}
-
-
-def _post(
-    summary: str, body: type[BaseModel], content: dict[str, Any], refusals: tuple[type[errors.ApiError], ...]
-) -> dict[str, Any]:
-    schema = {"$ref": _REF.format(name=body.__name__)}
-    taken = {"application/json": {"schema": schema, "examples": openapi_examples.of_request(body)}}
-    return {
-        "post": {
-            "summary": summary,
-            "parameters": [
-                *(_RESUME_HEADERS if refusals is _KEPT else ()),
-                *(_TIMEOUT_HEADERS if errors.QueueTimeout in refusals else ()),
-            ],
-            "requestBody": {"required": True, "content": taken},
-            "refusals": refusals,
-            "responses": {"200": {"description": "OK", "content": content}},
+def _content(route: RouteEntry) -> dict[str, Any]:
+    if isinstance(route.content, str):
+        return {route.content: {"schema": {"type": "object" if route.content == "application/json" else "string"}}}
+    content = _json(route.content)
+    if route.event is not None:
+        # The schema describes one event, because OpenAPI before 3.2 has no streams.
+        data = [{"$ref": _REF + kind.__name__} for kind in (route.event, responses.ErrorBody)]
+        event = {"contentMediaType": "application/json", "contentSchema": {"anyOf": data}}
+        schema = {
+            "description": "one event of the stream; the last one is [DONE]",
+            "type": "object",
+            "required": ["data"],
+            "properties": {"data": {"type": "string", "anyOf": [{"const": "[DONE]"}, event]}},
         }
-    }
+        content["text/event-stream"] = {"schema": schema}
+    return content
 
 
-def _errors(kinds: tuple[type[errors.ApiError], ...]) -> dict[str, Any]:
-    """Return the error responses by status. Errors with the same status share one response."""
-    by_status: dict[str, list[errors.ApiError]] = {}
-    for kind in kinds:
-        by_status.setdefault(str(kind.status), []).append(openapi_examples.ERRORS[kind])
-    return {
-        status: {
-            "description": " or ".join(f"`{error.code}`" for error in alike),
-            "headers": {
-                name: _ERROR_HEADERS[name] for error in alike for name in error.headers() if name in _ERROR_HEADERS
-            },
-            "content": {
-                "application/json": {
-                    "schema": {"$ref": _REF.format(name=responses.ErrorBody.__name__)},
-                    "examples": {str(error.code): {"value": error.body()} for error in alike},
-                }
-            },
-        }
-        for status, alike in by_status.items()
-    }
-
-
-def _stream(event: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the content of an event stream. The schema describes one event: OpenAPI before 3.2 has no streams."""
-    data = [{"$ref": _REF.format(name=name)} for name in (event.__name__, responses.ErrorBody.__name__)]
-    schema = {
-        "description": "one event of the stream; the last one is [DONE]",
-        "type": "object",
-        "required": ["data"],
-        "properties": {
-            "data": {
-                "type": "string",
-                "anyOf": [
-                    {"const": "[DONE]"},
-                    {"contentMediaType": "application/json", "contentSchema": {"anyOf": data}},
-                ],
-            }
-        },
-    }
-    return {"text/event-stream": {"schema": schema, "examples": openapi_examples.of_stream(event)}}
-
-
-def _json(answer: type[msgspec.Struct]) -> dict[str, Any]:
-    schema = {"$ref": _REF.format(name=answer.__name__)}
-    return {"application/json": {"schema": schema, "examples": openapi_examples.of_answer(answer)}}
+def _json(kind: type[object]) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": _REF + kind.__name__}}}

@@ -1,17 +1,17 @@
-"""Response builders: turn pieces of completions into the events and bodies of a route.
+"""Response builders: turn token deltas into the events and bodies of a route.
 
-`service.api.streaming` makes pieces from the engine's deltas. `CompletionBuilder` writes the responses of
-`/v1/completions`, `ChatBuilder` the responses of `/v1/chat/completions`.
+`CompletionBuilder` writes the responses of `/v1/completions`, `ChatBuilder` the responses of `/v1/chat/completions`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
 from model.tokenizer.interface import Tokenizer
-from service.ipc.messages import Finish, FinishReason, TokenLogprob
-from service.protocol.chat_responses import (
+from service.ipc.messages import Finish, FinishReason, TokenDelta
+from service.protocol.completions import GenerationRequest
+from service.protocol.logprobs import LogprobFormat, LogprobWriter, chat_logprobs, prompt_logprobs
+from service.protocol.responses import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
@@ -19,29 +19,22 @@ from service.protocol.chat_responses import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
-)
-from service.protocol.completions import GenerationRequest
-from service.protocol.logprobs import LogprobWriter, Wording, chat_logprobs, prompt_logprobs
-from service.protocol.responses import (
     Completion,
     CompletionChoice,
-    Logprobs,
     PromptLogprobs,
     Timings,
     Usage,
     encode_event,
     encode_text,
 )
-from service.requests.inflight import Choice
+from service.requests.inflight import Choice, Deltas
 
 Event: TypeAlias = Completion | ChatCompletionChunk
 Body: TypeAlias = Completion | ChatCompletion
-_FINISH_REASONS: dict[FinishReason, Literal["stop", "length"]] = {
-    FinishReason.STOP: "stop",
-    FinishReason.LENGTH: "length",
-}
-# Placeholder for the text in the event that serves as a template.
-_ANY_TEXT = "\0text\0"
+# Delta of the event that serves as a template for events that differ only in their text.
+_ANY_DELTA = TokenDelta(
+    uid="", attempt=0, index=0, token_ids=(), text="\0text\0", logprobs=None, prompt_logprobs=None, finish=None
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +61,7 @@ class ResponseOptions:
 
     @classmethod
     def of(cls, request: GenerationRequest) -> "ResponseOptions":
-        """Return what a request asks for."""
+        """Return the options of a request."""
         options = request.stream_options
         return cls(
             echo=request.echoes,
@@ -78,13 +71,13 @@ class ResponseOptions:
             names_are_ids=bool(request.return_tokens_as_token_ids),
             usage=options is not None and bool(options.include_usage),
             running_usage=options is not None and bool(options.continuous_usage_stats),
-            num_best=request.value("n") if request.chooses else None,
+            num_best=request.value("n") if request.is_ranked else None,
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseInfo:
-    """Fields shared by all events and bodies of a response, and what the client wants in the response."""
+    """Fields shared by all events and bodies of a response, and the options of the response."""
 
     id: str
     created: int
@@ -92,71 +85,47 @@ class ResponseInfo:
     response_options: ResponseOptions
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenPiece:
-    """New part of one choice.
-
-    is_first: nothing of the choice has been sent, so the prompt's part of the response belongs to this piece.
-    text: new text without an incomplete character or a possible stop string at its end.
-    token_ids: new tokens.
-    """
-
-    choice: Choice
-    is_first: bool
-    text: str
-    token_ids: Sequence[int]
-    logprobs: Sequence[TokenLogprob]
-    finish: Finish | None
-
-    @property
-    def finish_reason(self) -> Literal["stop", "length"] | None:
-        """Finish reason of the choice; None while the choice is unfinished."""
-        return None if self.finish is None else _FINISH_REASONS[self.finish.reason]
-
-    @property
-    def stop_reason(self) -> str | int | None:
-        """Stop string or token id that ended the choice, if any."""
-        return None if self.finish is None else self.finish.stop_reason
-
-
 class ResponseBuilder(ABC):
     """Response builder of one route for one request. It keeps state between the events of a stream."""
 
     id_prefix: ClassVar[str]
 
-    def __init__(self, answer: ResponseInfo, tokenizer: Tokenizer) -> None:
-        self.answer = answer
-        self._response_options = response_options = answer.response_options
-        self._wording = Wording(
-            tokenizer=tokenizer, num_top=response_options.logprobs or 0, names_are_ids=response_options.names_are_ids
+    def __init__(self, info: ResponseInfo, tokenizer: Tokenizer) -> None:
+        self.info = info
+        self._options = options = info.response_options
+        self._logprob_format = LogprobFormat(
+            tokenizer=tokenizer, num_top=options.logprobs or 0, names_are_ids=options.names_are_ids
         )
-        self._prompt_wording = Wording(tokenizer=tokenizer, num_top=response_options.prompt_logprobs or 0)
+        self._prompt_format = LogprobFormat(tokenizer=tokenizer, num_top=options.prompt_logprobs or 0)
         self._frames: dict[int, tuple[bytes, bytes]] = {}
 
     @abstractmethod
-    def body(self, pieces: Sequence[TokenPiece], usage: Usage, timings: Timings) -> Body:
-        """Return the whole response from one piece per choice."""
+    def body(self, wholes: Deltas, usage: Usage, timings: Timings) -> Body:
+        """Return the whole response from one delta per choice."""
 
     @abstractmethod
-    def opening(self, piece: TokenPiece) -> Event | None:
-        """Return the event that must precede this piece in a stream, if any."""
+    def opening(self, choice: Choice) -> Event | None:
+        """Return the event that must precede a choice's first event in a stream, if any."""
 
     @abstractmethod
-    def event(self, piece: TokenPiece) -> Event:
-        """Return the event of this piece."""
+    def event(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> Event:
+        """Return the event of a delta. The prompt's part of the response belongs to a choice's first event."""
 
     @abstractmethod
     def summary(self) -> Event:
         """Return an event without choices."""
 
     def plain_event(self, choice: Choice, text: str) -> bytes:
-        """Return the encoded event of a piece that is only text, from a cached template, since most pieces are."""
+        """Return the encoded event of a delta that is only text, from a cached template, since most deltas are."""
         if (frame := self._frames.get(choice.index)) is None:
-            piece = TokenPiece(choice=choice, is_first=False, text=_ANY_TEXT, token_ids=(), logprobs=(), finish=None)
-            before, _, after = encode_event(self.event(piece)).rpartition(encode_text(_ANY_TEXT))
+            event = encode_event(self.event(choice, _ANY_DELTA, is_first=False))
+            before, _, after = event.rpartition(encode_text(_ANY_DELTA.text))
             frame = self._frames[choice.index] = before, after
         before, after = frame
         return before + encode_text(text) + after
+
+    def _prompt_logprobs(self, choice: Choice) -> PromptLogprobs:
+        return prompt_logprobs(choice.prompt_logprobs, self._prompt_format)
 
 
 class CompletionBuilder(ResponseBuilder):
@@ -164,59 +133,56 @@ class CompletionBuilder(ResponseBuilder):
 
     id_prefix: ClassVar[str] = "cmpl-"
 
-    def __init__(self, answer: ResponseInfo, tokenizer: Tokenizer) -> None:
-        super().__init__(answer, tokenizer)
+    def __init__(self, info: ResponseInfo, tokenizer: Tokenizer) -> None:
+        super().__init__(info, tokenizer)
         self._writers: dict[int, LogprobWriter] = {}
 
-    def body(self, pieces: Sequence[TokenPiece], usage: Usage, timings: Timings) -> Completion:
+    def body(self, wholes: Deltas, usage: Usage, timings: Timings) -> Completion:
         """See `ResponseBuilder`. Choices are numbered anew, since `best_of` returns some of the completions only."""
-        completion = self._completion([self._choice(piece) for piece in pieces])
+        completion = self._completion(*(self._choice(choice, delta, is_first=True) for choice, delta in wholes))
         for index, choice in enumerate(completion.choices):
             choice.index = index
         completion.usage, completion.timings = usage, timings
         return completion
 
-    def opening(self, piece: TokenPiece) -> None:
+    def opening(self, choice: Choice) -> None:
         """See `ResponseBuilder`."""
 
-    def event(self, piece: TokenPiece) -> Completion:
+    def event(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> Completion:
         """See `ResponseBuilder`."""
-        return self._completion([self._choice(piece)])
+        return self._completion(self._choice(choice, delta, is_first=is_first))
 
     def summary(self) -> Completion:
         """See `ResponseBuilder`."""
-        return self._completion([])
+        return self._completion()
 
-    def _completion(self, choices: list[CompletionChoice]) -> Completion:
-        answer = self.answer
-        return Completion(id=answer.id, created=answer.created, model=answer.model, choices=choices)
+    def _completion(self, *choices: CompletionChoice) -> Completion:
+        return Completion(id=self.info.id, created=self.info.created, model=self.info.model, choices=list(choices))
 
-    def _choice(self, piece: TokenPiece) -> CompletionChoice:
-        response_options, choice = self._response_options, piece.choice
+    def _choice(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> CompletionChoice:
+        options = self._options
         built = CompletionChoice(
             index=choice.index,
-            text=piece.text,
-            logprobs=None if response_options.logprobs is None else self._logprobs(piece),
-            finish_reason=piece.finish_reason,
-            stop_reason=piece.stop_reason,
+            text=delta.text,
+            logprobs=None,
+            finish_reason=_finish_reason(delta.finish),
+            stop_reason=None if delta.finish is None else delta.finish.stop_reason,
         )
-        if response_options.token_ids:
-            built.token_ids = piece.token_ids
-        if piece.is_first:
-            if response_options.echo:
-                built.text = choice.prompt_text + piece.text
-            if response_options.token_ids:
+        if options.logprobs is not None:
+            if choice.index not in self._writers:
+                self._writers[choice.index] = LogprobWriter(self._logprob_format)
+            prompt = choice.prompt_logprobs if options.echo and is_first else ()
+            built.logprobs = self._writers[choice.index].write(delta.logprobs or (), prompt=prompt)
+        if options.token_ids:
+            built.token_ids = delta.token_ids
+        if is_first:
+            if options.echo:
+                built.text = choice.prompt_text + delta.text
+            if options.token_ids:
                 built.prompt_token_ids = choice.submit.prompt_token_ids
-            if response_options.prompt_logprobs is not None:
-                built.prompt_logprobs = prompt_logprobs(choice.prompt_logprobs, self._prompt_wording)
+            if options.prompt_logprobs is not None:
+                built.prompt_logprobs = self._prompt_logprobs(choice)
         return built
-
-    def _logprobs(self, piece: TokenPiece) -> Logprobs:
-        index = piece.choice.index
-        if index not in self._writers:
-            self._writers[index] = LogprobWriter(self._wording)
-        prompt = piece.choice.prompt_logprobs if self._response_options.echo and piece.is_first else ()
-        return self._writers[index].write(piece.logprobs, prompt=prompt)
 
 
 class ChatBuilder(ResponseBuilder):
@@ -224,51 +190,55 @@ class ChatBuilder(ResponseBuilder):
 
     id_prefix: ClassVar[str] = "chatcmpl-"
 
-    def __init__(self, answer: ResponseInfo, tokenizer: Tokenizer) -> None:
-        super().__init__(answer, tokenizer)
+    def __init__(self, info: ResponseInfo, tokenizer: Tokenizer) -> None:
+        super().__init__(info, tokenizer)
         self._has_opened = False
 
-    def body(self, pieces: Sequence[TokenPiece], usage: Usage, timings: Timings) -> ChatCompletion:
+    def body(self, wholes: Deltas, usage: Usage, timings: Timings) -> ChatCompletion:
         """See `ResponseBuilder`."""
-        answer, first = self.answer, pieces[0].choice
+        info, (first, _) = self.info, wholes[0]
+        choices = [
+            ChatChoice(
+                index=choice.index,
+                message=ChatMessage(content=delta.text),
+                logprobs=self._logprobs(delta),
+                finish_reason=_finish_reason(delta.finish),
+                stop_reason=None if delta.finish is None else delta.finish.stop_reason,
+            )
+            for choice, delta in wholes
+        ]
         completion = ChatCompletion(
-            id=answer.id,
-            created=answer.created,
-            model=answer.model,
-            choices=[self._choice(piece) for piece in pieces],
-            usage=usage,
-            timings=timings,
+            id=info.id, created=info.created, model=info.model, choices=choices, usage=usage, timings=timings
         )
-        if self._response_options.token_ids:
+        if self._options.token_ids:
             completion.prompt_token_ids = first.submit.prompt_token_ids
-        if self._response_options.prompt_logprobs is not None:
+            for built, (_, delta) in zip(choices, wholes, strict=True):
+                built.token_ids = delta.token_ids
+        if self._options.prompt_logprobs is not None:
             completion.prompt_logprobs = self._prompt_logprobs(first)
         return completion
 
-    def opening(self, piece: TokenPiece) -> ChatCompletionChunk | None:
+    def opening(self, choice: Choice) -> ChatCompletionChunk:
         """See `ResponseBuilder`. The first event of a choice has the role and no text, as OpenAI's has."""
-        if not piece.is_first:
-            return None
-        choice = piece.choice
         chunk = self._chunk(ChatChunkChoice(index=choice.index, delta=ChatDelta(role="assistant", content="")))
-        if self._response_options.token_ids and not self._has_opened:
+        if self._options.token_ids and not self._has_opened:
             chunk.prompt_token_ids = choice.submit.prompt_token_ids
-        if self._response_options.prompt_logprobs is not None and choice.index == 0:
+        if self._options.prompt_logprobs is not None and choice.index == 0:
             chunk.prompt_logprobs = self._prompt_logprobs(choice)
         self._has_opened = True
         return chunk
 
-    def event(self, piece: TokenPiece) -> ChatCompletionChunk:
+    def event(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> ChatCompletionChunk:
         """See `ResponseBuilder`."""
         built = ChatChunkChoice(
-            index=piece.choice.index,
-            delta=ChatDelta(content=piece.text) if piece.text else ChatDelta(),
-            logprobs=self._logprobs(piece) if piece.logprobs else None,
-            finish_reason=piece.finish_reason,
-            stop_reason=piece.stop_reason,
+            index=choice.index,
+            delta=ChatDelta(content=delta.text) if delta.text else ChatDelta(),
+            logprobs=self._logprobs(delta) if delta.logprobs else None,
+            finish_reason=_finish_reason(delta.finish),
+            stop_reason=None if delta.finish is None else delta.finish.stop_reason,
         )
-        if self._response_options.token_ids:
-            built.token_ids = piece.token_ids
+        if self._options.token_ids:
+            built.token_ids = delta.token_ids
         return self._chunk(built)
 
     def summary(self) -> ChatCompletionChunk:
@@ -276,23 +246,14 @@ class ChatBuilder(ResponseBuilder):
         return self._chunk()
 
     def _chunk(self, *choices: ChatChunkChoice) -> ChatCompletionChunk:
-        answer = self.answer
-        return ChatCompletionChunk(id=answer.id, created=answer.created, model=answer.model, choices=list(choices))
+        info = self.info
+        return ChatCompletionChunk(id=info.id, created=info.created, model=info.model, choices=list(choices))
 
-    def _choice(self, piece: TokenPiece) -> ChatChoice:
-        built = ChatChoice(
-            index=piece.choice.index,
-            message=ChatMessage(content=piece.text),
-            logprobs=self._logprobs(piece),
-            finish_reason=piece.finish_reason,
-            stop_reason=piece.stop_reason,
-        )
-        if self._response_options.token_ids:
-            built.token_ids = piece.token_ids
-        return built
+    def _logprobs(self, delta: TokenDelta) -> ChatLogprobs | None:
+        return None if self._options.logprobs is None else chat_logprobs(delta.logprobs or (), self._logprob_format)
 
-    def _logprobs(self, piece: TokenPiece) -> ChatLogprobs | None:
-        return None if self._response_options.logprobs is None else chat_logprobs(piece.logprobs, self._wording)
 
-    def _prompt_logprobs(self, choice: Choice) -> PromptLogprobs:
-        return prompt_logprobs(choice.prompt_logprobs, self._prompt_wording)
+def _finish_reason(finish: Finish | None) -> Literal["stop", "length"] | None:
+    if finish is None:
+        return None
+    return "stop" if finish.reason is FinishReason.STOP else "length"

@@ -1,4 +1,4 @@
-"""Responses of completions: a stream of server-sent events, or one JSON body, made from the same deltas.
+"""Responses of the engine's routes: a stream of server-sent events, or one JSON body, made from the same deltas.
 
 Plain ASGI without further layers, since every wrapper around `send` costs time for every token.
 """
@@ -9,12 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from service.api.best_of import best
-from service.api.response_builder import ResponseBuilder, TokenPiece
+from service.api.response_builder import ResponseBuilder
 from service.http.connection import ChunkedBody, chunked_body
 from service.ipc.messages import Finish, FinishReason, TokenDelta
 from service.metrics.recorder import Metrics
@@ -27,49 +27,25 @@ MAX_INLINE_LOGPROBS = 500
 
 
 class Delivery(Response, ABC):
-    """Response of one live request. The request is closed when the response ends, for whatever reason.
+    """Response of one live request. `close` removes the request when the response ends, for whatever reason."""
 
-    Args:
-        builder: builds the events or the body.
-        close: removes the request and cancels its unfinished sequences.
-    """
-
-    def __init__(
-        self,
-        request: InflightRequest,
-        builder: ResponseBuilder,
-        *,
-        metrics: Metrics,
-        close: Callable[[InflightRequest], None],
-    ) -> None:
-        # Response.__init__ is not called: it would set Content-Length, and the body is unknown yet.
+    def __init__(self, request: InflightRequest, *, metrics: Metrics, close: Callable[[InflightRequest], None]) -> None:
+        # Response.__init__ would set Content-Length, but the body is unknown yet.
         self.status_code = 200
         self.background = None
         self.init_headers()
         self._request = request
-        self._builder = builder
-        self._response_options = response_options = builder.answer.response_options
-        # best_of ranks completions by the logprobs of all their tokens, even if no logprobs are returned.
-        self._shows_tokens = (
-            response_options.token_ids or response_options.logprobs is not None or response_options.num_best is not None
-        )
-        # Between the first and the last event of a choice, only text has to be sent.
-        self._is_plain = not (self._shows_tokens or response_options.running_usage)
         self._metrics = metrics
         self._close = close
-        self._unbegun = {choice.index for choice in request.choices}
-        self._num_unfinished = len(request.choices)
-        self._first_samples = {choice.prompt_index: choice for choice in reversed(request.choices)}.values()
-        self._num_prompt_tokens = sum(choice.num_prompt_tokens for choice in self._first_samples)
-        self._num_completion_tokens = 0
+        self._has_client = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response. A client that disconnects ends the request at once, streaming or not.
+        """Send the response. A disconnect of the client ends the request at once.
 
         Raises:
             ApiError: the request failed before anything was sent.
         """
-        watcher = asyncio.create_task(_watch(receive, self._request))
+        watcher = asyncio.create_task(self._watch(receive))
         try:
             await self._deliver(send, chunked_body(scope))
         except ClientGone:
@@ -77,7 +53,7 @@ class Delivery(Response, ABC):
             self._metrics.count_cancellation("running" if has_started else "waiting")
             self._metrics.count_wasted_tokens("cancelled", self._num_undelivered())
         except ApiError:
-            self._fail()
+            self._record_failure()
             raise
         finally:
             watcher.cancel()
@@ -86,44 +62,20 @@ class Delivery(Response, ABC):
     @abstractmethod
     async def _deliver(self, send: Send, body: ChunkedBody | None) -> None: ...
 
-    @abstractmethod
-    def _num_undelivered(self) -> int: ...
+    def _num_undelivered(self) -> int:
+        """Return the number of completion tokens that arrived and were not sent."""
+        return sum(len(choice.token_ids) for choice in self._request.choices)
 
-    @property
-    def num_sent_tokens(self) -> int:
-        """Number of completion tokens in the events sent so far and in the event that is sent next."""
-        return self._num_completion_tokens
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._has_client = False
+        self._request.fail(ClientGone("the client closed the connection"))
 
-    def _piece(self, choice: Choice, delta: TokenDelta) -> TokenPiece | None:
-        """Return the piece of a delta; None if there is nothing to show, as with an incomplete character."""
-        self._num_completion_tokens += len(delta.token_ids)
-        is_first = choice.index in self._unbegun
-        # A delta without tokens carries logprobs of the prompt, which `choice` has already collected.
-        are_tokens_shown = delta.token_ids and (self._shows_tokens or (is_first and choice.prompt_text))
-        if not (delta.text or delta.finish or are_tokens_shown):
-            return None
-        self._unbegun.discard(choice.index)
-        self._num_unfinished -= delta.finish is not None
-        return TokenPiece(
-            choice=choice,
-            is_first=is_first,
-            text=delta.text,
-            token_ids=delta.token_ids,
-            logprobs=delta.logprobs or (),
-            finish=delta.finish,
-        )
-
-    def _usage(self) -> Usage:
-        """Return the token counts so far. The cached prompt tokens are known once all choices are finished."""
-        usage = Usage(
-            prompt_tokens=self._num_prompt_tokens,
-            completion_tokens=self._num_completion_tokens,
-            total_tokens=self._num_prompt_tokens + self._num_completion_tokens,
-        )
-        if not self._num_unfinished:
-            cached = sum(choice.finish.num_cached_tokens for choice in self._first_samples if choice.finish)
-            usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=cached)
-        return usage
+    async def _send_body(self, send: Send, body: bytes) -> None:
+        headers = [*self.raw_headers, (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _observe(self, arrived: Deltas, now: float) -> None:
         """Record the latency metrics of deltas that are being sent."""
@@ -149,10 +101,7 @@ class Delivery(Response, ABC):
             max_tokens=choice.submit.params.max_tokens,
         )
 
-    def _num_received(self) -> int:
-        return sum(len(choice.token_ids) for choice in self._request.choices)
-
-    def _fail(self) -> None:
+    def _record_failure(self) -> None:
         """Record the metrics of a failed request."""
         self._metrics.count_wasted_tokens("failed", self._num_undelivered())
         for choice in self._request.choices:
@@ -160,8 +109,49 @@ class Delivery(Response, ABC):
                 self._observe_finish(choice, choice.finish)
 
 
-class CompletionStream(Delivery):
-    """Server-sent events. The HTTP status is sent with the first event, or with the first keep-alive comment."""
+class CompletionDelivery(Delivery):
+    """Response of a completion or a chat completion, whose events or body a builder builds."""
+
+    def __init__(
+        self,
+        request: InflightRequest,
+        builder: ResponseBuilder,
+        *,
+        metrics: Metrics,
+        close: Callable[[InflightRequest], None],
+    ) -> None:
+        super().__init__(request, metrics=metrics, close=close)
+        self._builder = builder
+        self._options = options = builder.info.response_options
+        self._shows_tokens = options.token_ids or options.logprobs is not None
+        # Between the first and the last event of a choice, only text has to be sent.
+        self._is_plain = not (self._shows_tokens or options.running_usage)
+        self._unbegun = {choice.index for choice in request.choices}
+        self._num_unfinished = len(request.choices)
+        self._first_samples = {choice.prompt_index: choice for choice in reversed(request.choices)}.values()
+        self._num_prompt_tokens = sum(choice.num_prompt_tokens for choice in self._first_samples)
+        self._num_completion_tokens = 0
+
+    @property
+    def num_sent_tokens(self) -> int:
+        """Number of completion tokens in the events sent so far and in the event that is sent next."""
+        return self._num_completion_tokens
+
+    def _usage(self) -> Usage:
+        """Return the token counts so far. The cached prompt tokens are known once all choices are finished."""
+        usage = Usage(
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=self._num_completion_tokens,
+            total_tokens=self._num_prompt_tokens + self._num_completion_tokens,
+        )
+        if not self._num_unfinished:
+            cached = sum(choice.finish.num_cached_tokens for choice in self._first_samples if choice.finish)
+            usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=cached)
+        return usage
+
+
+class CompletionStream(CompletionDelivery):
+    """Stream of server-sent events. The HTTP status is sent with the first event or keep-alive comment."""
 
     media_type = "text/event-stream"
 
@@ -176,8 +166,8 @@ class CompletionStream(Delivery):
         try:
             while self._num_unfinished:
                 arrived = await self._request.next_deltas(at_once)
-                num_scores = self._num_prompt_scores(arrived) if self._unbegun else 0
-                events = await _written(partial(self._events, arrived), num_scores) if arrived else KEEP_ALIVE
+                num_logprobs = self._num_prompt_logprobs(arrived) if self._unbegun else 0
+                events = await _run(partial(self._events, arrived), num_logprobs) if arrived else KEEP_ALIVE
                 if events and not is_started:
                     is_started = True
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -190,10 +180,15 @@ class CompletionStream(Delivery):
         except ApiError as error:
             if not is_started:
                 raise
-            self._fail()
+            self._record_failure()
             self._metrics.count_failure(error.status, error.type)
             await send({"type": "http.response.body", "body": encode_event(error.body()), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _num_prompt_logprobs(self, arrived: Deltas) -> int:
+        """Return the number of prompt logprobs that these events bring, in the first event of each choice."""
+        begun = self._unbegun.intersection([choice.index for choice, _ in arrived])
+        return sum(len(self._request.choices[index].prompt_logprobs) for index in begun)
 
     def _write_at_once(self, body: ChunkedBody, arrived: Deltas) -> Callable[[], None] | None:
         """Return a callback that writes a step's events within the event-loop turn in which the events came.
@@ -209,38 +204,40 @@ class CompletionStream(Delivery):
         events, now = self._events(arrived), time.monotonic()
         self._observe(arrived, now)
         if not events:
-            return _nothing
+            return _write_nothing
         self._request.last_sent_seconds = now
         return partial(body.write, events)
-
-    def _num_prompt_scores(self, arrived: Deltas) -> int:
-        """Return the number of prompt logprobs in these events. A choice's first event carries all of them."""
-        begin = self._unbegun.intersection([choice.index for choice, _ in arrived])
-        return sum(len(self._request.choices[index].prompt_logprobs) for index in begin)
 
     def _events(self, arrived: Deltas) -> bytes:
         """Return the encoded events of these deltas, and the end of the stream once all choices are finished."""
         events: list[bytes] = []
         times: Timings | UnsetType = UNSET
         for choice, delta in arrived:
-            if self._is_plain and delta.text and delta.finish is None and choice.index not in self._unbegun:
+            is_first = choice.index in self._unbegun
+            if self._is_plain and delta.text and delta.finish is None and not is_first:
                 self._num_completion_tokens += len(delta.token_ids)
                 events.append(self._builder.plain_event(choice, delta.text))
                 continue
-            before = self._usage() if self._response_options.running_usage else UNSET
-            if (piece := self._piece(choice, delta)) is None:
-                continue
-            if (opening := self._builder.opening(piece)) is not None:
-                opening.usage = before
-                events.append(encode_event(opening))
-            event = self._builder.event(piece)
-            if self._response_options.running_usage:
+            before = self._usage() if self._options.running_usage else UNSET
+            self._num_completion_tokens += len(delta.token_ids)
+            # A delta without tokens carries logprobs of the prompt, which `choice` has already collected.
+            has_visible_tokens = delta.token_ids and (self._shows_tokens or (is_first and choice.prompt_text))
+            if not (delta.text or delta.finish or has_visible_tokens):
+                continue  # such as an incomplete character
+            self._num_unfinished -= delta.finish is not None
+            if is_first:
+                self._unbegun.discard(choice.index)
+                if (opening := self._builder.opening(choice)) is not None:
+                    opening.usage = before
+                    events.append(encode_event(opening))
+            event = self._builder.event(choice, delta, is_first=is_first)
+            if self._options.running_usage:
                 event.usage = self._usage()
             if not self._num_unfinished:
                 times = event.timings = timings(self._request)
             events.append(encode_event(event))
         if not self._num_unfinished:
-            if self._response_options.usage:
+            if self._options.usage:
                 summary = self._builder.summary()
                 summary.usage, summary.timings = self._usage(), times
                 events.append(encode_event(summary))
@@ -248,50 +245,69 @@ class CompletionStream(Delivery):
         return b"".join(events)
 
     def _num_undelivered(self) -> int:
-        return self._num_received() - self._num_completion_tokens
+        return super()._num_undelivered() - self._num_completion_tokens
 
 
-class CompletionBody(Delivery):
-    """One JSON body, sent when every choice is finished."""
+class CompletionBody(CompletionDelivery):
+    """JSON body, sent when every choice of the request is finished."""
 
     media_type = "application/json"
 
     async def _deliver(self, send: Send, body: ChunkedBody | None) -> None:
         self._request.last_sent_seconds = float("inf")  # no keep-alive can be sent before the body
-        pieces: list[list[TokenPiece]] = [[] for _ in self._request.choices]
+        parts: list[list[TokenDelta]] = [[] for _ in self._request.choices]
         while self._num_unfinished:
             arrived = await self._request.next_deltas()
             for choice, delta in arrived:
-                if (piece := self._piece(choice, delta)) is not None:
-                    pieces[choice.index].append(piece)
+                parts[choice.index].append(delta)
+                self._num_completion_tokens += len(delta.token_ids)
+                self._num_unfinished -= delta.finish is not None
             self._observe(arrived, time.monotonic())
-        wholes = [_whole(parts) for parts in pieces]
-        if self._response_options.num_best is not None:
-            wholes = best(wholes, self._response_options.num_best)
-        num_scores = sum(len(piece.choice.prompt_logprobs) + len(piece.logprobs) for piece in wholes)
+        wholes = [(choice, join_deltas(parts[choice.index])) for choice in self._request.choices]
+        if self._options.num_best is not None:
+            wholes = best(wholes, self._options.num_best)
+        num_logprobs = sum(len(choice.prompt_logprobs) + len(whole.logprobs or ()) for choice, whole in wholes)
         usage, times = self._usage(), timings(self._request)
-        whole = await _written(lambda: encode(self._builder.body(wholes, usage, times)), num_scores)
-        headers = [*self.raw_headers, (b"content-length", b"%d" % len(whole))]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": whole, "more_body": False})
-
-    def _num_undelivered(self) -> int:
-        return self._num_received()
+        await self._send_body(send, await _run(lambda: encode(self._builder.body(wholes, usage, times)), num_logprobs))
 
 
-async def _written(write: Callable[[], bytes], num_scores: int) -> bytes:
-    """Return the result of `write`. With many logprobs a thread runs it, so that other streams do not wait."""
-    return await asyncio.to_thread(write) if num_scores > MAX_INLINE_LOGPROBS else write()
+def join_deltas(deltas: list[TokenDelta]) -> TokenDelta:
+    """Return all deltas of a choice as one delta."""
+    return msgspec.structs.replace(
+        deltas[-1],
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        text="".join(delta.text for delta in deltas),
+        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs or ()),
+    )
 
 
-def _nothing() -> None:
-    """Send nothing: the step brought no complete character."""
+async def _run(write: Callable[[], bytes], num_logprobs: int) -> bytes:
+    """Return the result of `write`. With many logprobs a thread runs `write`, so that other streams do not wait."""
+    return await asyncio.to_thread(write) if num_logprobs > MAX_INLINE_LOGPROBS else write()
 
 
-async def _watch(receive: Receive, request: InflightRequest) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    request.fail(ClientGone("the client closed the connection"))
+def _write_nothing() -> None:
+    """Write nothing: the step brought no complete character."""
+
+
+def best(wholes: Deltas, num_returned: int) -> Deltas:
+    """Return the `num_returned` most likely completions of each prompt, most likely first, prompt by prompt.
+
+    Completions are ranked by mean logprob per token, as OpenAI documents `best_of`. Ties go to the earlier sample.
+    """
+    by_prompt: dict[int, Deltas] = {}
+    for choice, whole in wholes:
+        by_prompt.setdefault(choice.prompt_index, []).append((choice, whole))
+    ranked = (
+        sorted(samples, key=lambda sample: _mean_logprob(sample[1]), reverse=True) for samples in by_prompt.values()
+    )
+    return [sample for samples in ranked for sample in samples[:num_returned]]
+
+
+def _mean_logprob(whole: TokenDelta) -> float:
+    """Return the mean logprob of a completion's tokens; 0 for a completion without tokens."""
+    entries = whole.logprobs or ()
+    return sum(entry.logprob or 0.0 for entry in entries) / len(entries) if entries else 0.0
 
 
 def timings(request: InflightRequest) -> Timings:
@@ -299,8 +315,7 @@ def timings(request: InflightRequest) -> Timings:
     finishes = [choice.finish for choice in request.choices if choice.finish]
     earliest = min(finishes, key=lambda finish: finish.queue_seconds + finish.prefill_seconds)
     firsts = [c.first_token_seconds for c in request.choices if c.first_token_seconds is not None]
-    now = time.monotonic()
-    first = min(firsts, default=now if any(c.token_ids for c in request.choices) else None)
+    first = min(firsts, default=time.monotonic() if any(c.token_ids for c in request.choices) else None)
     decode_seconds = max(finish.decode_seconds for finish in finishes)
     num_later_tokens = sum(max(0, len(choice.token_ids) - 1) for choice in request.choices)
     return Timings(
@@ -314,15 +329,3 @@ def timings(request: InflightRequest) -> Timings:
 
 def _ms(seconds: float) -> float:
     return round(seconds * 1000, 3)
-
-
-def _whole(pieces: list[TokenPiece]) -> TokenPiece:
-    """Join the pieces of a choice. The last piece has the finish."""
-    return TokenPiece(
-        choice=pieces[0].choice,
-        is_first=True,
-        text="".join(piece.text for piece in pieces),
-        token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
-        logprobs=[entry for piece in pieces for entry in piece.logprobs],
-        finish=pieces[-1].finish,
-    )

@@ -5,59 +5,54 @@ import asyncio
 from fastapi import Request
 from fastapi.responses import Response
 
-from service.http.request_io import json_response, read_body
-from service.preprocess.chat_renderer import ChatPrompts
-from service.preprocess.request_processor import MAX_INLINE_CHARACTERS, RequestProcessor
-from service.preprocess.served_model import ServedModel
+from service.api.context import ApiContext
+from service.http.request_io import json_response
+from service.preprocess.request_processor import MAX_INLINE_CHARACTERS
 from service.protocol.chat import TokenizeRequest
-from service.protocol.completions import DetokenizeRequest, parse_body
+from service.protocol.completions import DetokenizeRequest
 from service.protocol.logprobs import format_token_name
 from service.protocol.responses import Detokenized, Tokenized, TokenizerInfo
 
 
 class TokenizerRoutes:
-    """Handlers of the tokenizer routes, which need no engine.
+    """Handlers of the tokenizer routes, which need no engine."""
 
-    Args:
-        chat: renders and tokenizes conversations.
-    """
-
-    def __init__(
-        self, served: ServedModel, *, processor: RequestProcessor, chat: ChatPrompts, max_body_bytes: int
-    ) -> None:
-        self._served = served
-        self._tokenizer = served.tokenizer
-        self._processor = processor
-        self._chat = chat
-        self._max_body_bytes = max_body_bytes
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+        self._tokenizer = context.served.tokenizer
 
     async def tokenize(self, request: Request) -> Response:
         """Handle `POST /tokenize`."""
-        asked = parse_body(TokenizeRequest, await read_body(request, max_bytes=self._max_body_bytes))
-        self._processor.check_model(asked.model)
+        asked = TokenizeRequest.parse(await self._context.read_body(request))
+        processor = self._context.processor
+        processor.check_model(asked.model)
         match asked.subject():
             case str() as text if asked.add_special_tokens is False and text in self._tokenizer.special_tokens:
-                # lm-evaluation-harness asks this way for the id of a special token that it got from /tokenizer_info.
+                # lm-evaluation-harness asks this way for the id of a special token from /tokenizer_info.
                 token_ids = [self._tokenizer.special_tokens[text]]
             case str() as text:
-                token_ids = await self._encode(text, begin=asked.add_special_tokens is not False)
+                begin = asked.add_special_tokens is not False
+                if len(text) > MAX_INLINE_CHARACTERS:
+                    token_ids = await asyncio.to_thread(processor.encode, text, begin=begin)
+                else:
+                    token_ids = processor.encode(text, begin=begin)
             case messages:
-                token_ids = await self._chat.encode(
+                token_ids = await self._context.chat.encode(
                     messages,
                     add_generation_prompt=asked.add_generation_prompt is not False,
                     more=asked.chat_template_kwargs,
                     add_special_tokens=asked.add_special_tokens is True,
                 )
-        answer = Tokenized(count=len(token_ids), max_model_len=self._served.max_context_length, tokens=token_ids)
+        answer = Tokenized(count=len(token_ids), max_model_len=processor.max_context_length, tokens=token_ids)
         if asked.return_token_strs:
             answer.token_strs = [format_token_name(self._tokenizer, token_id) for token_id in token_ids]
         return json_response(answer)
 
     async def detokenize(self, request: Request) -> Response:
         """Handle `POST /detokenize`."""
-        asked = parse_body(DetokenizeRequest, await read_body(request, max_bytes=self._max_body_bytes))
-        self._processor.check_model(asked.model)
-        self._processor.check_ids(asked.tokens, "tokens")
+        asked = DetokenizeRequest.parse(await self._context.read_body(request))
+        self._context.processor.check_model(asked.model)
+        self._context.processor.check_ids(asked.tokens, "tokens")
         decode = self._tokenizer.decode
         is_long = len(asked.tokens) > MAX_INLINE_CHARACTERS
         text = await asyncio.to_thread(decode, asked.tokens) if is_long else decode(asked.tokens)
@@ -65,7 +60,7 @@ class TokenizerRoutes:
 
     async def info(self) -> Response:
         """Handle `GET /tokenizer_info`: special tokens and chat template, for clients that render prompts."""
-        marks, template = self._served.marks, self._served.template
+        marks, template = self._context.served.marks, self._context.served.template
         return json_response(
             TokenizerInfo(
                 eos_token=marks.get("eos_token"),
@@ -74,8 +69,3 @@ class TokenizerRoutes:
                 chat_template=None if template is None else template.source,
             )
         )
-
-    async def _encode(self, text: str, *, begin: bool) -> list[int]:
-        if len(text) > MAX_INLINE_CHARACTERS:
-            return await asyncio.to_thread(self._processor.encode, text, begin=begin)
-        return self._processor.encode(text, begin=begin)

@@ -14,7 +14,7 @@ from service.protocol.errors import EngineFailed, InvalidRequest
 from service.sandbox.serial_executor import SerialExecutor
 
 # Longest wait of a conversation for the template process. Rendering takes milliseconds. A template that hangs takes up
-# to the CPU time limit (`template_process.Limits`), and requests that wait longer behind it are rejected.
+# to the CPU time limit (`TemplateLimits`), and requests that wait longer behind it are rejected.
 WAIT_SECONDS = 5.0
 
 
@@ -35,11 +35,10 @@ class ChatPrompts:
         max_waiting: int = 256,
         wait_seconds: float = WAIT_SECONDS,
     ) -> None:
-        self.template = template
+        self._template = template
         self._tokenizer = tokenizer
-        self._marks = SpecialTokenEscaper(tokenizer)
-        self._process = None if template is None else TemplateProcess(template.source)
-        # The template process renders one conversation at a time, and a slow template must not block all threads.
+        self._escaper = SpecialTokenEscaper(tokenizer)
+        self._process = TemplateProcess("" if template is None else template.source)
         self._executor = SerialExecutor(
             "conversations", "the chat template", max_waiting=max_waiting, wait_seconds=wait_seconds
         )
@@ -65,36 +64,32 @@ class ChatPrompts:
             EngineFailed: the template failed without additional variables.
             Overloaded: too many conversations wait to be encoded, or this one has waited for too long.
         """
-        if self.template is None:
+        if self._template is None:
             raise InvalidRequest(
                 "this server has no chat template (--chat-template none); use /v1/completions", param="messages"
             )
-        variables = self.template.variables(
+        variables = self._template.variables(
             [message.for_template() for message in messages], add_generation_prompt=add_generation_prompt
         )
-        more = {} if more is None else more
+        more = more or {}
         if taken := [name for name in more if name in variables]:
             raise InvalidRequest(
                 f"chat_template_kwargs: {taken[0]} is set by the server; leave it out", param="chat_template_kwargs"
             )
         ids = await self._executor.run(partial(self._encode, variables, more))
         begin = self._tokenizer.bos_token_id
-        if add_special_tokens and begin is not None and ids[:1] != [begin]:
-            ids.insert(0, begin)
-        return ids
+        return [begin, *ids] if add_special_tokens and begin is not None and ids[:1] != [begin] else ids
 
     def close(self) -> None:
         """End the thread and the template process."""
         self._executor.close()
-        if self._process is not None:
-            self._process.close()
+        self._process.close()
 
     def _encode(self, variables: Mapping[str, Any], more: Mapping[str, Any]) -> list[int]:
-        assert self._process is not None
         try:
-            (*messages, extra), breaker = self._marks.shield([*variables["messages"], more])
+            (*messages, extra), breaker = self._escaper.shield([*variables["messages"], more])
             text = self._process.render({**variables, "messages": messages, **extra})
-            return self._marks.encode(text, breaker)
+            return self._escaper.encode(text, breaker)
         except TemplateFailure as failure:
             if failure.by_template:
                 raise InvalidRequest(f"the chat template rejects the messages: {failure}", param="messages") from None

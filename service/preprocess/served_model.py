@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,19 +73,13 @@ class ServedModel:
             "model_name": self.model_name,
             "max_context_length": self.max_context_length,
             "chat_template": "none" if self.template is None else self.template.origin,
-            "generation_config": self._defaults_in_words() if settings.generation_config else "off",
+            "generation_config": str(self.defaults) if settings.generation_config else "off",
             "begin_of_text": "none" if begin is None else f"{self.tokenizer.format_token_name(begin)} ({begin})",
             "end_of_text": ", ".join(
                 f"{name} ({i})" for name, i in zip(ends, self.tokenizer.eos_token_ids, strict=True)
             )
             or "none",
         }
-
-    def _defaults_in_words(self) -> str:
-        """Return the defaults as text. Mention a file that is there but sets no defaults."""
-        if self.defaults == RequestDefaults() and (self.manifest.directory / GENERATION_CONFIG_FILE).exists():
-            return f"none in {GENERATION_CONFIG_FILE}"
-        return str(self.defaults)
 
     def warnings(self) -> list[str]:
         """Return warnings about contents of the checkpoint that are not used."""
@@ -105,7 +100,9 @@ def read_served_model(settings: ServeSettings, manifest: Manifest, tokenizer: To
         SettingsError: --max-context-length is over the model's positions.
         ChatTemplateError, GenerationConfigError: a file cannot be used. The message is one line.
     """
-    marks = _special_token_texts(tokenizer, read_special_tokens(manifest.directory))
+    ids = {"bos_token": tokenizer.bos_token_id, "eos_token": next(iter(tokenizer.eos_token_ids), None)}
+    marks = {name: tokenizer.format_token_name(token_id) for name, token_id in ids.items() if token_id is not None}
+    marks |= read_special_tokens(manifest.directory)  # the files take precedence over the tokenizer
     return ServedModel(
         manifest=manifest,
         tokenizer=tokenizer,
@@ -134,38 +131,28 @@ def read_defaults(settings: ModelSettings, directory: Path) -> RequestDefaults:
     return RequestDefaults(sampling=sampling, max_new_tokens=config.max_new_tokens, ignored=config.ignored)
 
 
-def _special_token_texts(tokenizer: Tokenizer, from_files: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of the special tokens. The checkpoint's files take precedence over its tokenizer."""
-    ids = {"bos_token": tokenizer.bos_token_id, "eos_token": next(iter(tokenizer.eos_token_ids), None)}
-    own = {name: tokenizer.format_token_name(token_id) for name, token_id in ids.items() if token_id is not None}
-    return {**own, **from_files}
-
-
 def _template(settings: ServeSettings, marks: Mapping[str, str]) -> ChatTemplate | None:
     """Return the chat template that --chat-template selects, or None for "none".
 
     Raises:
         ChatTemplateError: the file cannot be read, or is not a valid template.
     """
-    template: ChatTemplate | None
+    origin = settings.chat_template
     match settings.chat_template:
         case "none":
             return None
         case "auto":
-            template = load_chat_template(settings.checkpoint)
+            template, origin = load_chat_template(settings.checkpoint), "plain: the checkpoint has none"
         case "plain":
             template = None
         case path:
             if not Path(path).is_file():
                 raise ChatTemplateError(f"--chat-template {path}: no such file; give auto, plain, none or a Jinja file")
             template = ChatTemplate(source=read_text(Path(path)), origin=path)
-    if template is None:
-        origin = "plain" if settings.chat_template == "plain" else "plain: the checkpoint has none"
-        template = ChatTemplate(source=PLAIN_SOURCE, origin=origin)
-    template = dataclasses.replace(template, special_tokens=marks)
+    template = dataclasses.replace(template or ChatTemplate(source=PLAIN_SOURCE, origin=origin), special_tokens=marks)
     try:
-        with TemplateProcess(template.source) as process:
-            process.check()
+        with closing(TemplateProcess(template.source)) as process:
+            process.render(None)
     except TemplateFailure as failure:
         raise ChatTemplateError(
             f"{template.origin}: {failure}; correct it, or choose another with --chat-template plain, none or FILE"

@@ -38,11 +38,20 @@ def logit_bias(request: GenerationRequest) -> dict[int, float]:
     Raises:
         InvalidRequest: a key is not a token id as a string.
     """
-    return {_id(key): bias for key, bias in (request.logit_bias or {}).items()}
+    biases: dict[int, float] = {}
+    for key, bias in (request.logit_bias or {}).items():
+        # Only the canonical decimal form is accepted, lest two keys name the same token.
+        if not (key.isascii() and key.isdigit() and len(key) <= _LONGEST_ID and str(int(key)) == key):
+            raise InvalidRequest(
+                f'logit_bias: {key[:50]!r} is not a token id; write {{"id": bias}}, as in {{"42": -100}}',
+                param="logit_bias",
+            )
+        biases[int(key)] = bias
+    return biases
 
 
 def check_possible(params: SamplingParams, eos_token_ids: Iterable[int]) -> None:
-    """Reject a request if its rules forbid every first token. A completion ends early where no token is permitted.
+    """Reject a request if the token rules forbid every first token. A later dead end only ends the completion.
 
     Raises:
         InvalidRequest: every allowed token is forbidden by another rule.
@@ -58,15 +67,6 @@ def check_possible(params: SamplingParams, eos_token_ids: Iterable[int]) -> None
             "min_tokens; allow another token",
             param="allowed_token_ids",
         )
-
-
-def _id(key: str) -> int:
-    # Accept only the canonical decimal form, lest two keys name the same token.
-    if key.isascii() and key.isdigit() and len(key) <= _LONGEST_ID and str(int(key)) == key:
-        return int(key)
-    raise InvalidRequest(
-        f'logit_bias: {key[:50]!r} is not a token id; write {{"id": bias}}, as in {{"42": -100}}', param="logit_bias"
-    )
 
 
 def _bad_word_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

@@ -1,15 +1,19 @@
-"""Request schemas with conversations: `/v1/chat/completions` and `/tokenize`."""
+"""Request bodies with conversations: `/v1/chat/completions` and `/tokenize`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from service.protocol.completions import MAX_MESSAGES, MAX_PARTS, Count, GenerationRequest, NumLogprobs, RequestModel
+from service.protocol.completions import Count, GenerationRequest, NumLogprobs
 from service.protocol.errors import InvalidRequest
+from service.protocol.request_model import MAX_MESSAGES, RequestModel, Unsupported
 
-# Joins the text parts of one message, since templates expect one string.
-_BETWEEN_PARTS = "\n"
+MAX_PARTS = 256  # of one message
+_MESSAGE_ERRORS = {
+    "content": f'must be a string, or up to {MAX_PARTS} {{"type": "text", "text": …}}; this server reads text only',
+    "chat_template_kwargs": "must be true, false, a number, a string or null",
+}
 
 
 class TextPart(RequestModel):
@@ -33,116 +37,78 @@ class Message(RequestModel):
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as a chat template expects it."""
-        parts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content]
+        """Return the message in the form that chat templates expect. Text parts are joined by line ends."""
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": _BETWEEN_PARTS.join(parts), "name": self.name}
+        return {"role": role, "content": content, "name": self.name}
 
 
 # Additional template variables, such as Qwen3's `enable_thinking`.
 TemplateVariables = Annotated[dict[str, bool | int | float | str | None], Field(max_length=16)]
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-
-
-def message_parts(messages: Sequence[Message]) -> Iterator[tuple[str, RequestModel]]:
-    """Yield every message and every message part, each with the path that prefixes its field names in errors."""
-    for number, message in enumerate(messages):
-        yield f"messages[{number}].", message
-        if not isinstance(message.content, str):
-            for part_number, part in enumerate(message.content):
-                yield f"messages[{number}].content[{part_number}].", part
 
 
 class ChatCompletionRequest(GenerationRequest):
     """`POST /v1/chat/completions`. `max_tokens` is the older name of `max_completion_tokens`."""
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **GenerationRequest.NEUTRAL,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "reasoning_effort": (),
-        "verbosity": (),
-        "web_search_options": (),
-        "service_tier": ("auto", "default"),
-        "store": (False,),
-        "metadata": ({},),
-        "echo": (False,),
-        "continue_final_message": (False,),
-        "chat_template": (),
-    }
+    UNION_ERRORS: ClassVar[Mapping[str, str]] = {**GenerationRequest.UNION_ERRORS, **_MESSAGE_ERRORS}
 
-    messages: Messages
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Count | None = None
     add_generation_prompt: bool | None = True
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     logprobs: bool | None = False
     top_logprobs: NumLogprobs | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-    functions: list[Any] | None = None
-    function_call: Any = None
-    modalities: list[Any] | None = None
-    audio: Any = None
-    prediction: Any = None
-    reasoning_effort: str | None = None
-    verbosity: str | None = None
-    web_search_options: Any = None
-    service_tier: str | None = None
-    store: bool | None = None
-    metadata: dict[str, Any] | None = None
-    echo: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template: str | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    tools: Annotated[Any, Unsupported([])] = None
+    tool_choice: Annotated[Any, Unsupported("none", "auto")] = None
+    parallel_tool_calls: Annotated[Any, Unsupported(True, False)] = None
+    functions: Annotated[Any, Unsupported([])] = None
+    function_call: Annotated[Any, Unsupported("none", "auto")] = None
+    modalities: Annotated[Any, Unsupported(["text"])] = None
+    audio: Annotated[Any, Unsupported()] = None
+    prediction: Annotated[Any, Unsupported()] = None
+    reasoning_effort: Annotated[Any, Unsupported()] = None
+    verbosity: Annotated[Any, Unsupported()] = None
+    web_search_options: Annotated[Any, Unsupported()] = None
+    service_tier: Annotated[Any, Unsupported("auto", "default")] = None
+    store: Annotated[Any, Unsupported(False)] = None
+    metadata: Annotated[Any, Unsupported({})] = None
+    echo: Annotated[Any, Unsupported(False)] = None
+    continue_final_message: Annotated[Any, Unsupported(False)] = None
+    chat_template: Annotated[Any, Unsupported()] = None
 
-    def parts(self) -> Iterator[tuple[str, RequestModel]]:
-        """See `RequestModel`."""
-        yield from super().parts()
-        yield from message_parts(self.messages)
-
-    def check_together(self) -> None:
-        """See `GenerationRequest`. `top_logprobs` above 0 without `logprobs` is an error."""
-        super().check_together()
+    def check_fields(self) -> None:
+        """See `RequestModel`. `top_logprobs` above 0 without `logprobs` is an error."""
+        super().check_fields()
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """See `GenerationRequest`."""
-        if not self.logprobs:
-            return None
-        return 0 if self.top_logprobs is None else self.top_logprobs
-
-    @property
-    def max_allowed_tokens(self) -> int | None:
-        """Limit on completion tokens; None if the request sets no limit.
-
-        Raises:
-            InvalidRequest: `max_completion_tokens` and `max_tokens` differ.
-        """
         new, old = self.max_completion_tokens, self.max_tokens
         if new is not None and old is not None and new != old:
             raise InvalidRequest(
                 f"max_completion_tokens={new} and max_tokens={old} differ; give one of them",
                 param="max_completion_tokens",
             )
-        return old if new is None else new
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See `GenerationRequest`."""
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def max_allowed_tokens(self) -> int | None:
+        """Limit on completion tokens; None if the request sets no limit."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class TokenizeRequest(RequestModel):
-    """`POST /tokenize`: a text, or a conversation as the model would receive it.
+    """`POST /tokenize`: a text, or a conversation in the form that the model receives.
 
     `add_special_tokens` adds the begin-of-text token. The default is true for a text, and false for a conversation,
     whose template writes its own special tokens.
     """
+
+    UNION_ERRORS: ClassVar[Mapping[str, str]] = _MESSAGE_ERRORS
 
     prompt: str | None = None
     messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
@@ -155,11 +121,6 @@ class TokenizeRequest(RequestModel):
     continue_final_message: Literal[False] | None = None
     chat_template: None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
-
-    def parts(self) -> Iterator[tuple[str, RequestModel]]:
-        """See `RequestModel`."""
-        yield "", self
-        yield from message_parts([] if self.messages is None else self.messages)
 
     def subject(self) -> str | list[Message]:
         """Return the text or the messages to tokenize.

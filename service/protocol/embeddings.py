@@ -1,34 +1,29 @@
-"""Request and response schemas of `/v1/embeddings`, and the encoding of vectors.
+"""Request and response bodies of `/v1/embeddings`, and the encoding of vectors.
 
 Legend: N texts, E hidden size, D dimensions of the response.
 """
 
 import base64
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 import numpy as np
 from pydantic import Field
 
-from service.protocol.completions import MAX_PROMPTS, NumKept, RequestModel, Texts, Timeout, TokenIds, parse_body
-from service.protocol.errors import InvalidRequest
+from service.protocol.completions import NumKept, Timeout
+from service.protocol.request_model import NUM_KEPT_ERROR, PROMPTS_ERROR, Prompts, RequestModel, split_prompts
 
 # Decimals of a number in JSON: float32 has no more between 0.01 and 1.
 _DECIMALS = 9
-_WANTED = {
-    "input": f"must be a string, a list of strings, token ids, or a list of token-id lists, up to {MAX_PROMPTS}",
-    "truncate_prompt_tokens": "must be a whole number from 1, or -1 for as many tokens as the context allows",
-}
 
 
 class EmbeddingRequest(RequestModel):
     """`POST /v1/embeddings`."""
 
-    input: Annotated[
-        str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)],
-        Field(description=f"a string, token ids, or a list of up to {MAX_PROMPTS} of either"),
-    ]
+    UNION_ERRORS: ClassVar[Mapping[str, str]] = {"input": PROMPTS_ERROR, "truncate_prompt_tokens": NUM_KEPT_ERROR}
+
+    input: Prompts
     model: str | None = None
     encoding_format: Annotated[
         Literal["float", "base64"] | None, Field(description="base64: of little-endian float32")
@@ -40,36 +35,10 @@ class EmbeddingRequest(RequestModel):
     timeout: Timeout | None = None
     user: str | None = None
 
-    @classmethod
-    def parse(cls, body: bytes) -> Self:
-        """Validate a JSON body.
-
-        Raises:
-            InvalidRequest: malformed JSON, wrong type, value out of range, unknown field.
-        """
-        try:
-            return parse_body(cls, body)
-        except InvalidRequest as error:
-            if error.param not in _WANTED or error.message.endswith("is required"):
-                raise
-            # Pydantic's message names only one branch of the union.
-            raise InvalidRequest(f"{error.param} {_WANTED[error.param]}", param=error.param) from None
-
     @property
-    def inputs(self) -> Sequence[str | list[int]]:
-        """Texts of the request, in order.
-
-        Raises:
-            InvalidRequest: there is no text, or a text is empty.
-        """
-        inputs: Sequence[str | list[int]]
-        if isinstance(self.input, str) or (self.input and isinstance(self.input[0], int)):
-            inputs = [self.input]
-        else:
-            inputs = self.input  # type: ignore[assignment]
-        if not inputs or not all(inputs):
-            raise InvalidRequest("input must not be empty", param="input")
-        return inputs
+    def inputs(self) -> list[str | list[int]]:
+        """Texts of the request, in order. Raises InvalidRequest: see `split_prompts`."""
+        return split_prompts(self.input, "input")
 
 
 class Embedding(msgspec.Struct, kw_only=True):
@@ -81,7 +50,7 @@ class Embedding(msgspec.Struct, kw_only=True):
 
 
 class EmbeddingUsage(msgspec.Struct, kw_only=True):
-    """Tokens of all texts. Both counts are equal, since nothing is generated."""
+    """Tokens of all texts. Both counts are equal, since no token is generated."""
 
     prompt_tokens: int
     total_tokens: int

@@ -4,23 +4,24 @@ ApiError                        500  server_error
 ├── InvalidRequest              400  invalid_request_error
 │   ├── ContextLengthExceeded   400  context_length_exceeded
 │   ├── HeadTooLarge            431  head_too_large
-│   ├── IdempotencyKeyReused               400  idempotency_key_reused; see service.requests.response_store
+│   ├── IdempotencyKeyReused    400  idempotency_key_reused; see service.requests.response_store
 │   ├── RequestTimeout          408  request_timeout
 │   └── UnsupportedEncoding     415  unsupported_encoding
 ├── Unauthorized                401  invalid_api_key, with WWW-Authenticate
 ├── ModelNotFound               404  model_not_found
 ├── RouteNotFound               404  route_not_found
-├── ResponseGone                  404  answer_gone; see service.requests.response_store
+├── ResponseGone                404  answer_gone; see service.requests.response_store
 ├── MethodNotAllowed            405  method_not_allowed
 ├── BodyTooLarge                413  body_too_large
 ├── ClientGone                  499  (never sent: the client disconnected)
-├── RouteDisabled                 403  switched_off; see service.api.attention
-├── Overloaded                  429  queue_full, with Retry-After
-│   ├── WaitTooLong             429  queue_time, with Retry-After
-│   └── TooManyConnections      503  too_many_connections, with Retry-After
-├── QueueTimeout                408  queue_timeout, with Retry-After
+├── RouteDisabled               403  switched_off; see service.api.attention
 ├── EngineFailed                500  engine_failed
-└── Draining                    503  draining, with Retry-After
+└── RetryLater                  500  (base class of the errors with Retry-After)
+    ├── Overloaded              429  queue_full
+    │   ├── WaitTooLong         429  queue_time
+    │   └── TooManyConnections  503  too_many_connections
+    ├── QueueTimeout            408  queue_timeout
+    └── Draining                503  draining
 """
 
 import math
@@ -28,7 +29,7 @@ from typing import Any, ClassVar
 
 
 class ApiError(Exception):
-    """Base class of error responses. The client sees the message, so it contains no path and no traceback."""
+    """Base class of error responses. The client sees the message, so a message contains no path and no traceback."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -116,7 +117,7 @@ class EngineFailed(ApiError):
         return {"x-should-retry": "true" if self.retry else "false"}
 
 
-class _RetryLater(ApiError):
+class RetryLater(ApiError):
     """Error that a later retry can avoid. Sends all three retry headers that OpenAI's SDKs read."""
 
     def __init__(self, message: str, *, retry_after_seconds: float) -> None:
@@ -131,7 +132,7 @@ class _RetryLater(ApiError):
         }
 
 
-class Overloaded(_RetryLater):
+class Overloaded(RetryLater):
     status, type, code = 429, "rate_limit_error", "queue_full"
 
 
@@ -143,11 +144,11 @@ class TooManyConnections(Overloaded):
     status, type, code = 503, "server_error", "too_many_connections"
 
 
-class QueueTimeout(_RetryLater):
+class QueueTimeout(RetryLater):
     status, type, code = 408, "timeout_error", "queue_timeout"
 
 
-class Draining(_RetryLater):
+class Draining(RetryLater):
     status, type, code = 503, "server_error", "draining"
 
     def headers(self) -> dict[str, str]:

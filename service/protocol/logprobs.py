@@ -6,19 +6,25 @@ from dataclasses import dataclass
 from model.tokenizer.interface import Tokenizer
 from model.tokenizer.stream import StreamDecoder
 from service.ipc.messages import TokenLogprob
-from service.protocol.chat_responses import ChatLogprobs, ChatTokenLogprob, ChatTopLogprob
-from service.protocol.responses import Logprobs, PromptLogprob, PromptLogprobs
+from service.protocol.responses import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    ChatTopLogprob,
+    Logprobs,
+    PromptLogprob,
+    PromptLogprobs,
+)
 
 # JSON has no minus infinity. This is the value that OpenAI's API uses instead.
 _IMPOSSIBLE = -9999.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wording:
+class LogprobFormat:
     """Format options of logprobs.
 
     num_top: number of alternatives per token. The engine may have returned more.
-    names_are_ids: name each token "token_id:N" instead of by its text.
+    names_are_ids: name each token "token_id:N" instead of by the token's text.
     """
 
     tokenizer: Tokenizer
@@ -37,9 +43,9 @@ class Wording:
 class LogprobWriter:
     """Incremental writer of one completion's logprobs. Counts the characters before each token (`text_offset`)."""
 
-    def __init__(self, wording: Wording) -> None:
-        self._wording = wording
-        self._decoder = StreamDecoder(wording.tokenizer)
+    def __init__(self, format: LogprobFormat) -> None:
+        self._format = format
+        self._decoder = StreamDecoder(format.tokenizer)
         self._num_characters = 0
 
     def write(self, entries: Sequence[TokenLogprob], *, prompt: Sequence[TokenLogprob] = ()) -> Logprobs:
@@ -53,46 +59,44 @@ class LogprobWriter:
         if prompt:
             self._append(written, prompt)
             self._num_characters += len(self._decoder.flush())
-            self._decoder = StreamDecoder(self._wording.tokenizer)
+            self._decoder = StreamDecoder(self._format.tokenizer)
         self._append(written, entries)
         return written
 
     def _append(self, written: Logprobs, entries: Sequence[TokenLogprob]) -> None:
         for entry in entries:
-            name = self._wording.name(entry.token_id)
-            logprob = None if entry.logprob is None else max(entry.logprob, _IMPOSSIBLE)
+            name, logprob, top = self._format.name(entry.token_id), None, None
+            if entry.logprob is not None:
+                logprob = max(entry.logprob, _IMPOSSIBLE)
+                top = {self._format.name(token_id): value for token_id, value in self._format.top(entry)}
+                top[name] = logprob  # a token of a shared name reports its own logprob
             written.tokens.append(name)
             written.token_logprobs.append(logprob)
-            written.top_logprobs.append(None if logprob is None else self._top(entry, name, logprob))
+            written.top_logprobs.append(top)
             written.text_offset.append(self._advance(entry.token_id))
 
     def _advance(self, token_id: int) -> int:
-        """Count a token's characters; return the character offset of its beginning.
+        """Count a token's characters; return the character offset of the token's beginning.
 
         A token of whole characters also flushes an incomplete character before it. That character belongs to the
         earlier tokens.
         """
         before = self._num_characters
         self._num_characters += len(self._decoder.push([token_id]))
-        text = _whole_text(self._wording.tokenizer, token_id)
+        text = _whole_text(self._format.tokenizer, token_id)
         return before if text is None else self._num_characters - len(text)
 
-    def _top(self, entry: TokenLogprob, name: str, logprob: float) -> dict[str, float]:
-        """Return the most likely tokens, and the token itself with exactly its reported logprob."""
-        top = {self._wording.name(token_id): value for token_id, value in self._wording.top(entry)}
-        return top | {name: logprob}
 
-
-def chat_logprobs(entries: Sequence[TokenLogprob], wording: Wording) -> ChatLogprobs:
-    """Return the logprobs of a chat completion, or of one chunk of it."""
+def chat_logprobs(entries: Sequence[TokenLogprob], format: LogprobFormat) -> ChatLogprobs:
+    """Return the logprobs of a chat completion, or of one chunk of a chat completion."""
     content = [
         ChatTokenLogprob(
-            token=wording.name(entry.token_id),
+            token=format.name(entry.token_id),
             logprob=_IMPOSSIBLE if entry.logprob is None else max(entry.logprob, _IMPOSSIBLE),
-            bytes=_bytes(wording.tokenizer, entry.token_id),
+            bytes=_bytes(format.tokenizer, entry.token_id),
             top_logprobs=[
-                ChatTopLogprob(token=wording.name(i), logprob=value, bytes=_bytes(wording.tokenizer, i))
-                for i, value in wording.top(entry)
+                ChatTopLogprob(token=format.name(i), logprob=value, bytes=_bytes(format.tokenizer, i))
+                for i, value in format.top(entry)
             ],
         )
         for entry in entries
@@ -100,26 +104,27 @@ def chat_logprobs(entries: Sequence[TokenLogprob], wording: Wording) -> ChatLogp
     return ChatLogprobs(content=content)
 
 
-def prompt_logprobs(entries: Sequence[TokenLogprob], wording: Wording) -> PromptLogprobs:
-    """Return the logprobs of a prompt's tokens, each with the most likely tokens at its position."""
+def prompt_logprobs(entries: Sequence[TokenLogprob], format: LogprobFormat) -> PromptLogprobs:
+    """Return the logprobs of a prompt's tokens, each with the most likely tokens at the same position."""
     written: PromptLogprobs = []
     for entry in entries:
         if entry.logprob is None or entry.rank is None:
             written.append(None)
             continue
-        own = PromptLogprob(
-            logprob=max(entry.logprob, _IMPOSSIBLE), rank=entry.rank, decoded_token=wording.name(entry.token_id)
-        )
-        others = {
-            token_id: PromptLogprob(logprob=value, rank=rank, decoded_token=wording.name(token_id))
-            for token_id, value, rank in _ranked(wording.top(entry))
-        }
-        written.append({entry.token_id: own, **others})
+        logprob = max(entry.logprob, _IMPOSSIBLE)
+        own = PromptLogprob(logprob=logprob, rank=entry.rank, decoded_token=format.name(entry.token_id))
+        at_position = {entry.token_id: own}
+        rank, previous = 0, float("nan")
+        for number, (token_id, value) in enumerate(format.top(entry), 1):
+            if value != previous:  # equally likely tokens share a rank
+                rank, previous = number, value
+            at_position[token_id] = PromptLogprob(logprob=value, rank=rank, decoded_token=format.name(token_id))
+        written.append(at_position)
     return written
 
 
 def format_token_name(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return a token's text, a special token's name, or `bytes:\\xNN` if its bytes are not whole characters."""
+    """Return a token's text, a special token's name, or `bytes:\\xNN` if the token's bytes are not whole characters."""
     text = _whole_text(tokenizer, token_id)
     if text is None:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in tokenizer.token_bytes(token_id))
@@ -132,21 +137,12 @@ def prompt_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     return decoder.push(token_ids) + decoder.flush()
 
 
-def _ranked(top: Iterator[tuple[int, float]]) -> Iterator[tuple[int, float, int]]:
-    """Yield (token id, logprob, rank). A rank is one more than the number of more likely tokens."""
-    rank, previous = 0, float("nan")
-    for number, (token_id, value) in enumerate(top, 1):
-        if value != previous:
-            rank, previous = number, value
-        yield token_id, value, rank
-
-
 def _bytes(tokenizer: Tokenizer, token_id: int) -> list[int] | None:
     return list(tokenizer.token_bytes(token_id)) or None
 
 
 def _whole_text(tokenizer: Tokenizer, token_id: int) -> str | None:
-    """Return a token's text, empty for a special token; None if its bytes are not whole characters."""
+    """Return a token's text, empty for a special token; None if the token's bytes are not whole characters."""
     try:
         return tokenizer.token_bytes(token_id).decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Response bodies of the OpenAI API. The same structs are encoded and documented in `/openapi.json`."""
+"""Response bodies of all routes except embeddings and attention. `/openapi.json` documents these structs."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
@@ -36,7 +36,7 @@ PromptLogprobs: TypeAlias = list[dict[int, PromptLogprob] | None]
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """Completion, or one chunk of it in a stream. `stop_reason` is the stop string or token id that matched.
+    """Completion, or one chunk of a completion in a stream. `stop_reason` is the stop string or token id that matched.
 
     `token_ids` and `prompt_token_ids` are sent with `return_token_ids`. In a stream, fields of the prompt are sent in
     the first chunk.
@@ -81,7 +81,7 @@ class Timings(msgspec.Struct, kw_only=True):
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """Completion body, or one event of its stream. `timings` are in the body and in the last two events of a stream."""
+    """Body of completions, or one event of a stream. `timings` are in the body and in the last two events."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -90,6 +90,95 @@ class Completion(msgspec.Struct, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
+
+
+class ChatTopLogprob(msgspec.Struct, kw_only=True):
+    """Alternative token of a chat completion. `bytes`: the token's bytes of the text; null for a special token."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(ChatTopLogprob, kw_only=True):
+    """Token of a chat completion, with the most likely alternatives. The joined bytes of all tokens are the text."""
+
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, kw_only=True):
+    """Logprobs of a chat completion, one entry per token. Tokens of a stop string have entries, but no text."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """Message of the assistant."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    """One completion of a conversation. `stop_reason`: the stop string or token id that matched."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: str | int | None
+    token_ids: Sequence[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    """Body of a chat completion without streaming."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    timings: Timings
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct, kw_only=True):
+    """New part of a message in a stream: the role first, then text. The last delta may be empty."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    """New part of one chat completion in a stream."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: str | int | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
+
+
+class ChatCompletionChunk(msgspec.Struct, kw_only=True):
+    """Event of a chat stream. The last choice's final event and the usage event after it have `timings`.
+
+    Fields of the prompt are in the event that begins the first choice.
+    """
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ModelCard(msgspec.Struct, kw_only=True):

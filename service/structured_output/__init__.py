@@ -1,1 +1,1 @@
-"""Structured output in the API process: read the requested format, and check that it can be enforced."""
+"""Structured output in the API process: check that a requested output format can be enforced."""

@@ -1,15 +1,14 @@
-"""Check of the requested output format by a child process (`check`), with a cache of the results.
+"""Client of the grammar compiler process, with a cache of the compiled output formats.
 
-A typical grammar costs about 1 ms of CPU time. A hostile grammar can cost as much as `Limits` allows. Requests that
-wait too long behind other grammars are rejected with a Retry-After.
+A typical grammar costs about 1 ms of CPU time. A hostile grammar can cost as much as `CompilerLimits` allows. Requests
+that wait too long behind other grammars are rejected with a Retry-After.
 """
 
 import hashlib
 import json
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import msgspec
@@ -26,7 +25,7 @@ _MAX_REMEMBERED = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class CompilerLimits:
     """Resource limits: CPU seconds per grammar, and bytes of address space of the child process."""
 
     cpu_seconds: float = 2.0
@@ -36,32 +35,30 @@ class Limits:
 class GrammarChecker:
     """Compiler of requested output formats to grammars, one at a time, in a child process.
 
-    A thread waits for the child process, so that the event loop is not blocked.
-
     Args:
         max_waiting: maximum number of requests that wait for the child process.
         wait_seconds: maximum time that a request waits.
-        observe: called for each request with the kind of format, "accepted" or "refused", and the seconds that it
-            took to compile. The seconds are None if the result was cached.
+        observe: called for each request with the kind of format, "accepted" or "refused", and the seconds of the
+            compilation; None if the result was cached.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        limits: Limits | None = None,
+        limits: CompilerLimits | None = None,
         *,
         max_waiting: int = 256,
         wait_seconds: float = WAIT_SECONDS,
         observe: Callable[[str, str, float | None], None] = lambda kind, outcome, seconds: None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._limits = Limits() if limits is None else limits
+        self._limits = CompilerLimits() if limits is None else limits
         self._process = BoundedProcess(python_arguments("service.structured_output.compiler_process"))
         self._executor = SerialExecutor(
             "schemas and grammars", "the grammar compiler", max_waiting=max_waiting, wait_seconds=wait_seconds
         )
         self._observe = observe
-        self._answers: OrderedDict[bytes, dict[str, str]] = OrderedDict()
+        self._answers: dict[bytes, dict[str, str]] = {}
 
     async def grammar(self, wanted: OutputConstraint | None) -> str | None:
         """Return the grammar for `Submit.grammar`, or None if the request has no constraint.
@@ -77,13 +74,12 @@ class GrammarChecker:
         key = hashlib.blake2b(json.dumps(order).encode()).digest()
         seconds: float | None = None
         if key in self._answers:
-            answer = self._answers[key]
-            self._answers.move_to_end(key)
+            answer = self._answers.pop(key)
         else:
             answer, seconds = await self._executor.run(partial(self._ask, order))
-            self._answers[key] = answer
-            if len(self._answers) > _MAX_REMEMBERED:
-                self._answers.popitem(last=False)
+        self._answers[key] = answer  # the last entry is the most recently used
+        if len(self._answers) > _MAX_REMEMBERED:
+            del self._answers[next(iter(self._answers))]
         self._observe(wanted.kind, "refused" if "error" in answer else "accepted", seconds)
         if "error" in answer:
             raise InvalidRequest(f"{wanted.param}: {answer['error']}", param=wanted.param)
@@ -102,30 +98,24 @@ class GrammarChecker:
         self._process.close()
 
     def _ask(self, order: dict[str, object]) -> tuple[dict[str, str], float]:
-        """Return the child's response and the seconds that it took."""
+        """Return the child's reply and the seconds that the reply took."""
         if not self._process.is_running:
-            self._start()
+            tokenizer = self._tokenizer
+            opening = {
+                "tokens": [tokenizer.token_bytes(i).decode("latin-1") for i in range(tokenizer.vocab_size)],
+                "special_token_ids": [*tokenizer.special_tokens.values()],
+                "eos_token_ids": [*tokenizer.eos_token_ids],
+                **asdict(self._limits),
+            }
+            try:
+                self._process.start(opening)
+            except ProcessEnded:
+                raise EngineFailed("the grammar compiler of this server cannot be started", retry=False) from None
         start = time.monotonic()
         try:
-            answer = self._process.ask(order)
+            reply = self._process.ask(order)
         except ProcessEnded:
             cpu_seconds, mib = self._limits.cpu_seconds, self._limits.memory_bytes // 2**20
-            answer = {
-                "error": f"compiling it takes over {cpu_seconds:g} s of CPU time or {mib} MiB of memory; simplify it"
-            }
-        return answer, time.monotonic() - start
-
-    def _start(self) -> None:
-        tokenizer = self._tokenizer
-        try:
-            self._process.start(
-                {
-                    "tokens": [tokenizer.token_bytes(i).decode("latin-1") for i in range(tokenizer.vocab_size)],
-                    "special_token_ids": [*tokenizer.special_tokens.values()],
-                    "eos_token_ids": [*tokenizer.eos_token_ids],
-                    "memory_bytes": self._limits.memory_bytes,
-                    "cpu_seconds": self._limits.cpu_seconds,
-                }
-            )
-        except ProcessEnded:
-            raise EngineFailed("the grammar compiler of this server cannot be started", retry=False) from None
+            limits = f"{cpu_seconds:g} s of CPU time or {mib} MiB of memory"
+            reply = {"error": f"compilation takes over {limits}; simplify the grammar"}
+        return reply, time.monotonic() - start

@@ -1,25 +1,21 @@
 """Child process that compiles untrusted grammars under resource limits. Imports no torch.
 
 llguidance limits most of the cost of a grammar, but not all of it. A `multipleOf` of a million compiles for over 10 s,
-in one call that no thread can interrupt. The API process therefore sends each grammar to this child process. The
-operating system limits the child: RLIMIT_AS limits its memory, and a timer's signal ends it when its CPU time is spent.
-A grammar that compiles here also compiles in the worker.
+in one call that no thread can interrupt. The API process therefore sends each grammar to this child process, which has
+limits of memory and CPU time. A grammar that compiles here also compiles in the worker.
 
 If a schema is rejected, the error names the innermost part of the schema that alone causes the same error.
 """
 
 import json
 import random
-import resource
-import signal
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
 from model.structured_output.grammar import GrammarError, Vocabulary, compile_grammar, json_grammar
-from model.system.parent_death import end_with_parent
+from service.sandbox.command_loop import run_command_loop
 from service.structured_output.json_schema import NAMED, at, prepared
 from service.structured_output.lark_grammar import lark_grammar
 
@@ -32,44 +28,37 @@ _ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else"
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 
 
-def grammar_of(kind: str, content: Any, *, lenient: bool) -> str:
-    """Return llguidance's form of the requested format. `kind` is a value of `formats.Kind`.
-
-    Raises:
-        GrammarError: `content` is not a valid grammar.
-    """
-    if kind == "json":
-        return json_grammar(content, lenient=lenient)
-    if kind == "regex":
-        return LLMatcher.grammar_from_regex(content)
-    if kind == "choice":
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(word) for word in content))
-    return lark_grammar(content)
-
-
 def check(vocabulary: LLTokenizer, kind: str, content: Any, *, lenient: bool = False) -> str:
     """Compile the requested format as a trial, and return the grammar for the worker.
+
+    Args:
+        kind: a value of `response_format.ConstraintKind`.
+        lenient: ignore schema keywords that cannot be enforced.
 
     Raises:
         GrammarError: the format cannot be enforced; the message says where.
     """
     if kind == "json":
-        content = prepared(content, lenient=lenient)
-    try:
-        grammar = grammar_of(kind, content, lenient=lenient)
-        _try_out(vocabulary, grammar)
-        return grammar
-    except GrammarError as error:
-        if kind != "json":
-            raise
-        raise at(_place_of(vocabulary, content, str(error), lenient=lenient), str(error)) from None
+        schema = prepared(content, lenient=lenient)
+        try:
+            return _try_out(vocabulary, json_grammar(schema, lenient=lenient))
+        except GrammarError as error:
+            raise at(_find_fault(vocabulary, schema, str(error), lenient=lenient), str(error)) from None
+    if kind == "regex":
+        return _try_out(vocabulary, LLMatcher.grammar_from_regex(content))
+    if kind == "choice":
+        words = " | ".join(json.dumps(word) for word in content)
+        return _try_out(vocabulary, LLMatcher.grammar_from_lark(f"start: {words}"))
+    return _try_out(vocabulary, lark_grammar(content))
 
 
-def _try_out(vocabulary: LLTokenizer, grammar: str) -> None:
+def _try_out(vocabulary: LLTokenizer, grammar: str) -> str:
     """Sample a few tokens, so that a grammar with masks over a limit is rejected before a completion starts.
 
+    Returns the grammar.
+
     Raises:
-        GrammarError: the grammar does not compile, or one of its masks exceeds a limit.
+        GrammarError: the grammar does not compile, or a token mask exceeds a limit.
     """
     rng, matcher, token_ids = random.Random(0), compile_grammar(vocabulary, grammar), list[int]()
     for _ in range(_NUM_TRIALS):
@@ -82,7 +71,7 @@ def _try_out(vocabulary: LLTokenizer, grammar: str) -> None:
         if not matcher.consume_token(token_ids[-1]):
             break
     if not matcher.is_error():
-        return
+        return grammar
     message = matcher.get_error()
     if message.startswith("NoExtension") and not _can_go_on(grammar, vocabulary.decode_bytes(token_ids)):
         message = "no text can ever be complete; check for a rule or a $ref that refers only to itself"
@@ -97,35 +86,29 @@ def _can_go_on(grammar: str, text: bytes) -> bool:
     return not matcher.is_error()
 
 
-def _place_of(vocabulary: LLTokenizer, schema: Mapping[str, Any], complaint: str, *, lenient: bool) -> str:
+def _find_fault(vocabulary: LLTokenizer, schema: Mapping[str, Any], message: str, *, lenient: bool) -> str:
     """Return the path of the innermost part of a schema that alone causes the same error, as in "properties.age".
 
     The path is empty if only the whole schema causes the error.
     """
     shared = {key: schema[key] for key in ("$schema", "$defs", "definitions") if key in schema}
-    place, num_tried = "", 0
 
-    def is_wrong(part: Mapping[str, Any]) -> bool:
+    def has_fault(part: Mapping[str, Any]) -> bool:
         try:
             compile_grammar(vocabulary, json_grammar({**shared, **part}, lenient=lenient))
         except GrammarError as error:
-            return str(error) == complaint
+            return str(error) == message
         return False
 
-    while True:
-        for step, part in _parts(schema):
-            num_tried += 1
-            if num_tried > _MAX_PARTS:
-                return place
-            if is_wrong(part):
-                place, schema = f"{place}.{step}" if place else step, part
-                break
-        else:
-            return place
+    path, trials = list[str](), iter(range(_MAX_PARTS))
+    while found := next((pair for pair, _ in zip(_parts(schema), trials, strict=False) if has_fault(pair[1])), None):
+        path.append(found[0])
+        schema = found[1]
+    return ".".join(path)
 
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the direct subschemas of a schema, each with its path."""
+    """Yield the paths and direct subschemas of a schema."""
     for key, value in schema.items():
         if key in _ONE and isinstance(value, dict):
             yield key, value
@@ -136,31 +119,23 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def main() -> None:
-    """Check grammars for the parent process: read requests as JSON lines, and write responses as JSON lines.
+    """Check grammars for the parent process.
 
-    The process ends when the parent closes the pipe, or when a limit ends it. The first line is `{"tokens",
-    "special_token_ids", "eos_token_ids", "memory_bytes", "cpu_seconds"}`, with each token's bytes decoded as Latin-1.
-    Its response is sent once the vocabulary is built. Each further line is `{"kind", "content", "lenient"}`. A response
-    is `{"grammar"}` or `{"error"}`.
+    The first command is `{"tokens", "special_token_ids", "eos_token_ids"}` and the limits, with each token's bytes
+    decoded as Latin-1. Each further command is `{"kind", "content", "lenient"}`. A reply is `{"grammar"}` or
+    `{"error"}`.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles these signals and then closes the pipe
-        signal.signal(number, signal.SIG_IGN)
-    end_with_parent()
-    order = json.loads(sys.stdin.readline())
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    tokens = [token.encode("latin-1") for token in order["tokens"]]
-    vocabulary = Vocabulary(tokens, order["special_token_ids"], order["eos_token_ids"]).for_masks()
-    resource.setrlimit(resource.RLIMIT_AS, (order["memory_bytes"],) * 2)
-    answer, cpu_seconds = {"grammar": ""}, order["cpu_seconds"]
-    while True:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-        if not (line := sys.stdin.readline()):
-            return
-        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-        order = json.loads(line)
+    run_command_loop(_prepare)
+
+
+def _prepare(opening: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    tokens = [token.encode("latin-1") for token in opening["tokens"]]
+    vocabulary = Vocabulary(tokens, opening["special_token_ids"], opening["eos_token_ids"]).for_masks()
+
+    def handle(command: dict[str, Any]) -> dict[str, Any]:
         try:
-            answer = {"grammar": check(vocabulary, order["kind"], order["content"], lenient=order["lenient"])}
+            return {"grammar": check(vocabulary, command["kind"], command["content"], lenient=command["lenient"])}
         except ValueError as error:  # GrammarError, or text that is not valid Unicode
-            answer = {"error": str(GrammarError(str(error)))}
+            return {"error": str(GrammarError(str(error)))}
+
+    return handle

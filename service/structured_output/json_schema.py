@@ -36,7 +36,7 @@ def prepared(schema: Mapping[str, Any], *, lenient: bool) -> dict[str, Any]:
 
 
 def at(place: str, complaint: str) -> GrammarError:
-    """Return an error that names a path in the schema. A long path is shortened from its front."""
+    """Return an error that names a path in the schema. A long path loses its beginning."""
     place = place.lstrip(".")
     if len(place) > _LONGEST_PLACE:
         place = "…" + place[-_LONGEST_PLACE:]
@@ -108,7 +108,7 @@ def _check_data(value: object, place: str) -> None:
 
 
 def _leaves(value: object, place: str) -> Iterator[tuple[str, object]]:
-    """Yield the scalars in data, each with its path."""
+    """Yield the paths and scalars in data."""
     if isinstance(value, dict):
         for name, part in value.items():
             yield from _leaves(part, f"{place}.{name}")

@@ -21,7 +21,7 @@ _NO_VOCABULARY = "no tokenizer - can't validate "
 
 
 def lark_grammar(content: str) -> str:
-    """Return llguidance's form of a grammar. Schemas in it (`%json {…}`) are prepared as in `response_format`.
+    """Return llguidance's form of a grammar. Schemas in the grammar (`%json {…}`) are prepared as in `response_format`.
 
     Raises:
         GrammarError: the grammar is invalid or refers to tokens; the message says where.
@@ -76,7 +76,7 @@ def _line(text: str, position: int) -> int:
 
 
 def _placed(reason: str, grammar: str) -> str:
-    """Return an error about a GBNF grammar with its line number first, as errors about Lark grammars have it."""
+    """Return an error about a GBNF grammar with the line number first, as in errors about Lark grammars."""
     if found := re.fullmatch(r"(.*) at line (\d+), '(.*)' \^ '(.*)'", reason, re.DOTALL):
         what, number, before, after = found.groups()  # `before` and `after` are escaped as in Rust: \\n is a line end
         beside = f"before {after}" if after else f"after {before}"

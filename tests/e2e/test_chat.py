@@ -242,7 +242,7 @@ def test_defaults_of_the_checkpoint_act_and_are_shown(tmp_path: Path) -> None:
 
 
 def renderers(service: Service) -> list[psutil.Process]:
-    return [child for child in service.children if "template_sandbox" in " ".join(child.cmdline())]
+    return [child for child in service.children if "template_process" in " ".join(child.cmdline())]
 
 
 def test_a_template_bomb_ends_its_own_process_and_without_the_api_process_all_end(

@@ -136,7 +136,7 @@ FAULTS = (
     Fault(HANG, 1, _hang_worker),
     Fault("worker stopped for a while", 0, _stop(_worker, HANG_SECONDS / 3)),
     Fault("API process stopped for a while", 0, _stop(lambda service: service.api, 1.5)),
-    Fault("template process killed", 0, _kill_all("template_sandbox")),
+    Fault("template process killed", 0, _kill_all("template_process")),
     Fault("grammar process killed", 0, _kill_all("service.structured_output.compiler_process")),
     Fault(STANDBY, 0, _kill_all("kvasir-importer", "kvasir-standby")),
 )

@@ -18,7 +18,7 @@ from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import TokenizerError
 from model.tokenizer.stream import StreamDecoder
 from service.protocol.chat import ChatCompletionRequest, TokenizeRequest
-from service.protocol.completions import CompletionRequest, DetokenizeRequest, parse_body
+from service.protocol.completions import CompletionRequest, DetokenizeRequest
 from service.protocol.embeddings import EmbeddingRequest
 from service.protocol.errors import InvalidRequest
 from tests.service.wire import connect
@@ -32,7 +32,7 @@ def request(data: bytes) -> None:
     """A body is a request, or refused in one short line that names a field at most."""
     for kind in (CompletionRequest, ChatCompletionRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest):
         try:
-            parse_body(kind, data)
+            kind.parse(data)
         except InvalidRequest as error:
             _is_short(error)
 

@@ -147,8 +147,8 @@ def test_marks_are_strings_or_objects_in_either_file(tmp_path: Path) -> None:
         ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
         ("{{ messages[0].content.nothing.more }}", "UndefinedError"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
-        ("{{ 'x' * 2000 }}", "its text is over 1000 characters"),
-        ("{% for i in range(99) %}{{ 'x' * 99 }}{% endfor %}", "its text is over 1000 characters"),
+        ("{{ 'x' * 2000 }}", "the rendered text is over 1000 characters"),
+        ("{% for i in range(99) %}{{ 'x' * 99 }}{% endfor %}", "the rendered text is over 1000 characters"),
         ("{{ raise_exception('a\nb' ~ 'c' * 999) }}", "a b"),
     ],
 )
@@ -174,7 +174,7 @@ def test_what_leads_out_of_the_sandbox_shows_nothing(source: str) -> None:
         ("\n\n{% endfor %}", "line 3: Encountered unknown tag 'endfor'"),
         ("{{ a | no_such_filter }}", "line 1: No filter named 'no_such_filter'"),
         ("{% generation %}", "line 1: Unexpected end of template"),
-        ("{{ " + "(" * 5000, "it cannot be compiled: RecursionError"),
+        ("{{ " + "(" * 5000, "the template cannot be compiled: RecursionError"),
     ],
 )
 def test_what_is_no_template_is_one_line(source: str, said: str) -> None:

@@ -94,12 +94,12 @@ def test_a_request_that_expires_in_the_queue_gets_408_with_retry_after(
     assert int(response.headers["retry-after-ms"]) >= 1
     assert response.headers["x-should-retry"] == "true"
     assert 'status="408"} 1.0' in client.get("/metrics").text
-    assert frontend._engine_client.num_choices == 0
+    assert frontend.context.engine_client.num_choices == 0
 
 
 def test_a_replayed_sequence_has_no_deadline_if_it_had_begun(frontend: Frontend, queue: EchoChannel) -> None:
     queue.answers = False
-    engine_client = frontend._engine_client
+    engine_client = frontend.context.engine_client
     for uid in ("begun", "waits"):
         request = make_request(make_choice(uid))
         request.terms = QueuePolicy(timeout_seconds=5.0)
@@ -115,7 +115,7 @@ def test_a_request_with_too_long_a_predicted_wait_gets_429_and_is_not_submitted(
 ) -> None:
     """The test worker responds at once, so the rate of a slow worker is added first."""
     frontend: Frontend = queue.frontend
-    admission = frontend._engine_client._admission
+    admission = frontend.context.engine_client._admission
     admission.admit([1, 1], QueuePolicy(tenant="address testclient"))
     for _ in range(200):
         admission._ended.add(1, 10.0)

@@ -16,7 +16,6 @@ from service.api.response_builder import (
     ResponseBuilder,
     ResponseInfo,
     ResponseOptions,
-    TokenPiece,
 )
 from service.api.streaming import CompletionStream
 from service.http.connection import chunked_body
@@ -160,8 +159,8 @@ def test_a_plain_event_is_the_event_of_its_piece(
         ResponseInfo(id="cmpl-1", created=5, model="\0text\0", response_options=ResponseOptions()), tokenizer
     )
     for choice in (make_choice(), make_choice("b", index=1)):
-        piece = TokenPiece(choice=choice, is_first=False, text=text, token_ids=(1,), logprobs=(), finish=None)
-        assert words.plain_event(choice, text) == encode_event(words.event(piece))
+        event = words.event(choice, make_delta(ids=(1,), text=text), is_first=False)
+        assert words.plain_event(choice, text) == encode_event(event)
 
 
 async def twice(scope: Scope, receive: Receive, send: Send) -> None:

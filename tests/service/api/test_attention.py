@@ -5,6 +5,8 @@ import json
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,7 +18,7 @@ from model.tokenizer.interface import Tokenizer
 from service.admission.controller import Admission
 from service.admission.queue_policy import QueueLimits
 from service.api.attention import MAX_INSPECTIONS, Inspection
-from service.http.request_io import install_error_handlers
+from service.http.request_io import install_error_handlers, read_body
 from service.ipc.messages import (
     AttentionQuery,
     AttentionResult,
@@ -63,16 +65,17 @@ class Bench:
             on_replay=lambda outcome: None,
             on_late=lambda num_tokens: None,
         )
-        self.inspection = Inspection(
+        context: Any = SimpleNamespace(
             processor=processor,
-            config=tiny_config(274),
-            max_tokens=max_tokens,
-            max_body_bytes=100_000,
+            served=SimpleNamespace(manifest=SimpleNamespace(config=tiny_config(274))),
+            settings=SimpleNamespace(max_inspect_tokens=max_tokens),
+            read_body=partial(read_body, max_bytes=100_000),
             reject_when_draining=self._refuse_when_draining,
             engine_client=self.engine_client,
-            limits=QueueLimits(max_seconds=60.0),
-            on_change=lambda: self.counts.append(self.engine_client.num_looks),
+            queue_limits=QueueLimits(max_seconds=60.0),
+            count_active=lambda: self.counts.append(self.engine_client.num_looks),
         )
+        self.inspection = Inspection(context)
 
     def _refuse_when_draining(self) -> None:
         if self.is_draining:
@@ -160,7 +163,7 @@ def _with(**fields: Any) -> bytes:
         (b"", 400, "the body is empty"),
         (b"[]", 400, "must be a JSON object"),
         (b'{"prompt": "a"}', 400, "layer is required"),
-        (b'{"layer": 0}', 400, "prompt must be a non-empty string or list of token ids"),
+        (b'{"layer": 0}', 400, "prompt is required"),
         (_with(layer=2), 400, "layer 2 does not exist; this model has layers 0 to 1"),
         (_with(layer=-1), 400, "layer must be greater than or equal to 0"),
         (_with(layer=1.5), 400, "layer must be a whole number"),

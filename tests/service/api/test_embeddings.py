@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,8 +15,7 @@ from starlette.testclient import TestClient
 from starlette.types import Message
 
 from service.api.app import Frontend
-from service.api.embeddings import EmbeddingBody, grouped
-from service.api.request_intake import Intake
+from service.api.embeddings import EmbeddingBody, group_choices
 from service.config.settings import ServeSettings
 from service.ipc.messages import Pooling, encode_events
 from service.ipc.shared_state import Lifecycle, Phase
@@ -135,8 +135,8 @@ def test_a_request_of_many_texts_needs_no_more_room_than_the_server_has(client: 
 def test_groups_are_of_bounded_number_and_length() -> None:
     lengths = [5, 5, 9000, 9000, 20_000, 5]
     choices = [make_choice(str(n), index=n, prompt=(1,) * length) for n, length in enumerate(lengths)]
-    assert [[choice.index for choice in group] for group in grouped(choices, 2)] == [[0, 1], [2], [3], [4], [5]]
-    assert [[choice.index for choice in group] for group in grouped(choices[:3], 8)] == [[0, 1, 2]]
+    assert [[choice.index for choice in group] for group in group_choices(choices, 2)] == [[0, 1], [2], [3], [4], [5]]
+    assert [[choice.index for choice in group] for group in group_choices(choices[:3], 8)] == [[0, 1, 2]]
 
 
 def test_a_full_server_and_a_draining_one_refuse(
@@ -144,7 +144,7 @@ def test_a_full_server_and_a_draining_one_refuse(
 ) -> None:
     queue.answers = False
     for uid in "abcd":
-        frontend._engine_client.open(make_request(make_choice(uid)))
+        frontend.context.engine_client.open(make_request(make_choice(uid)))
     assert client.post(ROUTE, json={"input": "a"}).json()["error"]["code"] == "queue_full"
     lifecycle.enter(Phase.DRAINING)
     assert client.post(ROUTE, json={"input": "a"}).json()["error"]["code"] == "draining"
@@ -169,19 +169,15 @@ class Served:
     """An `EmbeddingBody` of two groups of one text each, driven by hand."""
 
     def __init__(self, frontend: Frontend, metrics: Metrics, *, num_refusals: int) -> None:
-        self.engine_client = frontend._engine_client
+        self.engine_client = frontend.context.engine_client
         self.num_refusals = num_refusals
         self.groups = [group(0), group(1)]
         self.engine_client.open(self.groups[0])
         asked = EmbeddingRequest(input=["a", "b"])
-        intake = Intake(
-            reject_when_draining=lambda: None,
-            admit=self.admit,
-            close=self.close,
-            response_store=frontend._response_store,
-            metrics=metrics,
+        context: Any = SimpleNamespace(
+            admit=self.admit, close=self.close, processor=frontend.context.processor, metrics=metrics
         )
-        self.body = EmbeddingBody(self.groups, asked, model="tiny", intake=intake)
+        self.body = EmbeddingBody(self.groups, asked, context)
         self.sent: list[Message] = []
         self.left = asyncio.Event()
 
@@ -247,7 +243,7 @@ def test_a_failure_is_an_error(client: TestClient, frontend: Frontend, queue: Ec
     queue.failure = "the engine failed"
     error = client.post(ROUTE, json={"input": "a"})
     assert (error.status_code, error.json()["error"]["code"]) == (500, "engine_failed")
-    assert frontend._engine_client.num_requests == 0
+    assert frontend.context.engine_client.num_requests == 0
 
 
 def test_a_dead_workers_texts_are_pooled_by_the_next(frontend: Frontend, metrics: Metrics, queue: EchoChannel) -> None:

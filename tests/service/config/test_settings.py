@@ -20,7 +20,7 @@ from service.config.settings import (
     find_default_checkpoint,
     read_settings,
 )
-from service.protocol.completions import MAX_PROMPTS
+from service.protocol.request_model import MAX_PROMPTS
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from service.protocol.chat import ChatCompletionRequest, TokenizeRequest
-from service.protocol.completions import RequestModel, parse_body
 from service.protocol.errors import InvalidRequest
+from service.protocol.request_model import RequestModel
 
 MESSAGES = [{"role": "user", "content": "a"}]
 VARIABLE = "must be true, false, a number, a string or null"
@@ -26,7 +26,7 @@ VARIABLE = "must be true, false, a number, a string or null"
 )
 def test_a_variable_of_a_template(model: type[RequestModel], variables: Any, param: str, wanted: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        parse_body(model, json.dumps({"messages": MESSAGES, "chat_template_kwargs": variables}).encode())
+        model.parse(json.dumps({"messages": MESSAGES, "chat_template_kwargs": variables}).encode())
     assert caught.value.param == param
     assert caught.value.message.startswith(f"{param} {wanted}")
 
@@ -34,5 +34,5 @@ def test_a_variable_of_a_template(model: type[RequestModel], variables: Any, par
 @pytest.mark.parametrize("prompt", [["a"], [1], 5, {}])
 def test_what_is_tokenized_is_one_text(prompt: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        parse_body(TokenizeRequest, json.dumps({"prompt": prompt}).encode())
+        TokenizeRequest.parse(json.dumps({"prompt": prompt}).encode())
     assert (caught.value.param, caught.value.message) == ("prompt", "prompt must be a string")

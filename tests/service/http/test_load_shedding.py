@@ -19,7 +19,7 @@ WAITS = {"prompt": "a", "max_tokens": 2}
 @pytest.fixture
 def full(frontend: Frontend) -> None:
     """Fill the queue for the test client's tenant."""
-    frontend._admission.admit([1, 1, 1, 1], QueuePolicy(tenant="address testclient"))
+    frontend.context.admission.admit([1, 1, 1, 1], QueuePolicy(tenant="address testclient"))
 
 
 @pytest.mark.usefixtures("full")
@@ -32,7 +32,7 @@ def test_a_request_that_cannot_be_admitted_is_rejected_unread(
     assert int(answer.headers["retry-after"]) >= 1
     assert (answer.headers["x-should-retry"], answer.headers["x-request-id"]) == ("true", "mine")
     assert 'reason="queue_full"} 1.0' in client.get("/metrics").text
-    assert frontend._admission.num_sequences == 4
+    assert frontend.context.admission.num_sequences == 4
 
 
 @pytest.mark.usefixtures("full")

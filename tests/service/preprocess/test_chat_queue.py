@@ -11,9 +11,9 @@ from model.chat.template import ChatTemplate
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from service.http.request_io import MAX_CONTAINERS
 from service.preprocess.chat_renderer import ChatPrompts
-from service.protocol.chat import MAX_MESSAGES, MAX_PARTS, Message
-from service.protocol.completions import MAX_PROMPTS
+from service.protocol.chat import MAX_PARTS, Message
 from service.protocol.errors import Overloaded
+from service.protocol.request_model import MAX_MESSAGES, MAX_PROMPTS
 from tests.service.echo import EchoChannel
 
 HELLO = Message(role="user", content="hi")

@@ -154,11 +154,11 @@ def test_an_answer_of_any_length_does_not_fill_the_queue_alone(frontend: Fronten
     for fields, counted in (({}, 10 + 246), ({"max_tokens": 7}, 17)):
         body = {"messages": [{"role": "user", "content": "a"}], **fields}
         asked = ChatCompletionRequest.parse(json.dumps(body).encode())
-        (choice,) = frontend._processor.plan_chat(asked, token_ids, arrival_seconds=0.0)
+        (choice,) = frontend.context.processor.plan(asked, token_ids, arrival_seconds=0.0)
         assert choice.num_counted_tokens == counted
-    long = dataclasses.replace(frontend._processor, max_context_length=131_072)
+    long = dataclasses.replace(frontend.context.processor, max_context_length=131_072)
     asked = ChatCompletionRequest.parse(b'{"messages": [{"role": "user", "content": "a"}]}')
-    (choice,) = long.plan_chat(asked, token_ids, arrival_seconds=0.0)
+    (choice,) = long.plan(asked, token_ids, arrival_seconds=0.0)
     assert choice.submit.params.max_tokens == 131_062
     assert choice.num_counted_tokens == 10 + DEFAULT_COUNTED_TOKENS
 

@@ -99,13 +99,6 @@ def test_defaults_are_the_checkpoints(checkpoint: Path, values: Any, sampling: A
     assert served(checkpoint, generation_config=False).defaults == RequestDefaults()
 
 
-def test_a_file_without_defaults_is_told_from_none(checkpoint: Path) -> None:
-    settings = ServeSettings(checkpoint=checkpoint, threads=1)
-    assert served(checkpoint).found(settings)["generation_config"] == "none"
-    write(checkpoint / "generation_config.json", {"bos_token_id": 1})
-    assert served(checkpoint).found(settings)["generation_config"] == "none in generation_config.json"
-
-
 def test_the_longest_answer_is_the_checkpoints(checkpoint: Path) -> None:
     write(checkpoint / "generation_config.json", {"max_new_tokens": 30})
     found = served(checkpoint).defaults

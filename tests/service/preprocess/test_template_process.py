@@ -3,16 +3,17 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
 
 from model.chat.template_sandbox import TemplateFailure
-from service.preprocess.template_process import Limits, TemplateProcess
+from service.preprocess.template_process import TemplateLimits, TemplateProcess
 from tests.model.chat_templates import CHATML
 
-SMALL = Limits(cpu_seconds=0.5, memory_bytes=256 * 2**20, max_characters=100_000)
+SMALL = TemplateLimits(cpu_seconds=0.5, memory_bytes=256 * 2**20, max_characters=100_000)
 
 
 @pytest.fixture(autouse=True)
@@ -24,11 +25,11 @@ def _no_process_is_left() -> Iterator[None]:
 
 def renderers() -> set[int]:
     children = psutil.Process().children(recursive=True)
-    return {child.pid for child in children if "template_sandbox" in " ".join(child.cmdline())}
+    return {child.pid for child in children if "template_process" in " ".join(child.cmdline())}
 
 
 def test_conversations_are_rendered_one_after_the_other() -> None:
-    with TemplateProcess("{{ messages[0].content | upper }}{{ eos_token }}") as process:
+    with closing(TemplateProcess("{{ messages[0].content | upper }}{{ eos_token }}")) as process:
         for content in ("a", "é 😀\n\u2028", "\ud800", "x" * 1_000_000):
             text = process.render({"messages": [{"content": content}], "eos_token": "."})
             assert text == content.upper() + "."
@@ -51,7 +52,7 @@ def test_conversations_are_rendered_one_after_the_other() -> None:
 )
 def test_a_bomb_is_bounded_and_one_line(bomb: str) -> None:
     source = "{% if messages[0].content == 'boom' %}" + bomb + "{% endif %}ok"
-    with TemplateProcess(source, SMALL) as process:
+    with closing(TemplateProcess(source, SMALL)) as process:
         with pytest.raises(TemplateFailure) as caught:
             process.render({"messages": [{"content": "boom"}]})
         assert "\n" not in str(caught.value)
@@ -62,15 +63,17 @@ def test_a_bomb_is_bounded_and_one_line(bomb: str) -> None:
 
 def test_a_template_that_takes_too_long_to_compile_is_bounded() -> None:
     with (
-        TemplateProcess("{{ 9 ** (9 ** 9) }}", SMALL) as process,
+        closing(TemplateProcess("{{ 9 ** (9 ** 9) }}", SMALL)) as process,
         pytest.raises(TemplateFailure, match="processor time"),
     ):
-        process.check()
+        process.render(None)
 
 
 def test_a_template_may_refuse_and_goes_on() -> None:
-    with TemplateProcess("{% if not messages %}{{ raise_exception('say something') }}{% endif %}ok") as process:
-        process.check()
+    with closing(
+        TemplateProcess("{% if not messages %}{{ raise_exception('say something') }}{% endif %}ok")
+    ) as process:
+        process.render(None)
         before = renderers()
         with pytest.raises(TemplateFailure, match="say something") as caught:
             process.render({"messages": []})
@@ -80,12 +83,15 @@ def test_a_template_may_refuse_and_goes_on() -> None:
 
 
 def test_what_is_no_template_is_told_when_it_is_checked() -> None:
-    with TemplateProcess("{% if %}") as process, pytest.raises(TemplateFailure, match="line 1: Expected an expression"):
-        process.check()
+    with (
+        closing(TemplateProcess("{% if %}")) as process,
+        pytest.raises(TemplateFailure, match="line 1: Expected an expression"),
+    ):
+        process.render(None)
 
 
 def test_a_process_that_was_killed_is_replaced() -> None:
-    with TemplateProcess(CHATML) as process:
+    with closing(TemplateProcess(CHATML)) as process:
         messages = [{"role": "user", "content": "hi"}]
         text = process.render({"messages": messages})
         (pid,) = renderers()
@@ -97,15 +103,18 @@ def test_a_process_that_was_killed_is_replaced() -> None:
 def test_a_template_cannot_read_files_beside_it(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("secret")
-    with TemplateProcess(f"{{% include '{secret}' %}}") as process, pytest.raises(TemplateFailure, match="no loader"):
+    with (
+        closing(TemplateProcess(f"{{% include '{secret}' %}}")) as process,
+        pytest.raises(TemplateFailure, match="no loader"),
+    ):
         process.render({})
 
 
 _ENDLESS = """
-from service.preprocess.template_process import Limits, TemplateProcess
+from service.preprocess.template_process import TemplateLimits, TemplateProcess
 loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-process = TemplateProcess("{% if messages %}" + loops + "{% endif %}", Limits(cpu_seconds=3600))
-process.check()
+process = TemplateProcess("{% if messages %}" + loops + "{% endif %}", TemplateLimits(cpu_seconds=3600))
+process.render(None)
 print("checked", flush=True)
 process.render({"messages": ["a"]})
 """

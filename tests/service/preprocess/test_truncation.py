@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.tokenizer.byte_level import ByteLevelTokenizer
-from service.preprocess.request_processor import RequestProcessor
+from service.preprocess.request_processor import RequestProcessor, truncate
 from service.preprocess.served_model import RequestDefaults
-from service.preprocess.truncation import Truncation
 from service.protocol.chat import ChatCompletionRequest
 from service.protocol.completions import CompletionRequest
 from service.protocol.errors import ContextLengthExceeded, InvalidRequest
@@ -63,7 +62,7 @@ def test_what_the_checkpoint_would_generate_fits_what_is_left(tokenizer: ByteLev
         if isinstance(request, CompletionRequest):
             (choice,) = processor.plan(request, arrival_seconds=0.0)
         else:
-            (choice,) = processor.plan_chat(request, [1] * 99, arrival_seconds=0.0)
+            (choice,) = processor.plan(request, [1] * 99, arrival_seconds=0.0)
         assert (choice.num_prompt_tokens, choice.submit.params.max_tokens) == (CONTEXT - 1, 1)
 
 
@@ -111,7 +110,7 @@ def test_the_mark_that_begins_a_text_stays_and_counts(tokenizer: ByteLevelTokeni
 def test_what_is_kept_is_an_end_of_the_prompt_after_its_marks(
     ids: list[int], num_kept: int, keeps_end: bool, num_special_tokens: int, room: int
 ) -> None:
-    cut = Truncation(num_kept=num_kept, keeps_end=keeps_end).cut(ids, room=room, num_special_tokens=num_special_tokens)
+    cut = truncate(ids, num_kept, room=room, keeps_end=keeps_end, num_special_tokens=num_special_tokens)
     assert len(cut) == min(num_kept, len(ids))
     assert cut[:num_special_tokens] == ids[:num_special_tokens]
     assert cut[num_special_tokens:] == (

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from service.protocol import errors
 from service.protocol.chat import ChatCompletionRequest, TokenizeRequest
-from service.protocol.completions import CompletionRequest, DetokenizeRequest, parse_body
+from service.protocol.completions import CompletionRequest, DetokenizeRequest
 from service.protocol.errors import ApiError, Draining, EngineFailed, InvalidRequest, Overloaded
 
 
@@ -202,7 +202,7 @@ def test_any_json_object_is_a_request_or_an_error_with_a_message(fields: dict[st
 def test_any_bytes_are_a_request_or_an_error(body: bytes) -> None:
     for kind in (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest):
         with pytest.raises(InvalidRequest):
-            parse_body(kind, b"\x00" + body)
+            kind.parse(b"\x00" + body)
 
 
 def test_a_body_of_many_mistakes_costs_no_more_than_one() -> None:

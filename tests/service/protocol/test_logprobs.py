@@ -8,8 +8,8 @@ from model.tokenizer.interface import Tokenizer
 from model.tokenizer.stream import StreamDecoder
 from service.ipc.messages import TokenLogprob
 from service.protocol.logprobs import (
+    LogprobFormat,
     LogprobWriter,
-    Wording,
     chat_logprobs,
     format_token_name,
     prompt_logprobs,
@@ -23,7 +23,7 @@ def entry(token_id: int, logprob: float | None = -1.0, top: tuple[tuple[int, flo
 
 
 def writer(tokenizer: Tokenizer, num_top: int = 20) -> LogprobWriter:
-    return LogprobWriter(Wording(tokenizer=tokenizer, num_top=num_top))
+    return LogprobWriter(LogprobFormat(tokenizer=tokenizer, num_top=num_top))
 
 
 def test_a_token_is_named_by_its_text_its_name_or_its_bytes(tokenizer: Tokenizer) -> None:
@@ -88,19 +88,19 @@ def test_only_as_many_alternatives_as_were_asked_for(tokenizer: Tokenizer) -> No
 
 
 def test_names_may_be_ids_and_offsets_still_count_characters(tokenizer: Tokenizer) -> None:
-    wording = Wording(tokenizer=tokenizer, num_top=2, names_are_ids=True)
-    written = LogprobWriter(wording).write([entry(97, -2.5, ((98, -0.25),)), entry(98)])
+    format = LogprobFormat(tokenizer=tokenizer, num_top=2, names_are_ids=True)
+    written = LogprobWriter(format).write([entry(97, -2.5, ((98, -0.25),)), entry(98)])
     assert written.tokens == ["token_id:97", "token_id:98"]
     assert written.top_logprobs == [{"token_id:98": -0.25, "token_id:97": -2.5}, {"token_id:98": -1.0}]
     assert written.text_offset == [0, 1]
-    (told,) = chat_logprobs([entry(97, -2.5, ((98, -0.25),))], wording).content
+    (told,) = chat_logprobs([entry(97, -2.5, ((98, -0.25),))], format).content
     assert (told.token, told.bytes, told.top_logprobs[0].token) == ("token_id:97", [97], "token_id:98")
 
 
 def test_a_conversations_tokens_have_bytes_and_exactly_the_most_likely_ones(tokenizer: Tokenizer) -> None:
     end = tokenizer.special_tokens[EOS]
     entries = [entry(97, -2.5, ((98, -0.25), (99, float("-inf")))), entry(0xF0, -0.5, ((0xF0, -0.5),)), entry(end)]
-    first, broken, mark = chat_logprobs(entries, Wording(tokenizer=tokenizer, num_top=2)).content
+    first, broken, mark = chat_logprobs(entries, LogprobFormat(tokenizer=tokenizer, num_top=2)).content
     assert (first.token, first.logprob, first.bytes) == ("a", -2.5, [97])
     assert [(top.token, top.logprob, top.bytes) for top in first.top_logprobs] == [
         ("b", -0.25, [98]),
@@ -116,7 +116,7 @@ def test_a_prompts_tokens_are_told_by_id_with_their_ranks(tokenizer: Tokenizer) 
     scored = TokenLogprob(token_id=97, logprob=-5.0, rank=9, top=top)
     likely = TokenLogprob(token_id=100, logprob=-0.5, rank=2, top=top)
     nothing, own, among, few = prompt_logprobs(
-        [entry(96, None), scored, likely, entry(97, float("-inf"))], Wording(tokenizer=tokenizer, num_top=4)
+        [entry(96, None), scored, likely, entry(97, float("-inf"))], LogprobFormat(tokenizer=tokenizer, num_top=4)
     )
     assert nothing is None
     assert own is not None
@@ -137,6 +137,6 @@ def test_a_prompts_tokens_are_told_by_id_with_their_ranks(tokenizer: Tokenizer) 
 @given(st.lists(st.integers(0, tiny_tokenizer().vocab_size - 1), max_size=30))
 def test_the_bytes_of_all_tokens_are_the_text(ids: list[int]) -> None:
     tokenizer = tiny_tokenizer()
-    content = chat_logprobs([entry(i) for i in ids], Wording(tokenizer=tokenizer, num_top=0)).content
+    content = chat_logprobs([entry(i) for i in ids], LogprobFormat(tokenizer=tokenizer, num_top=0)).content
     joined = b"".join(bytes(token.bytes or ()) for token in content)
     assert joined.decode("utf-8", "replace") == prompt_text(tokenizer, ids)

@@ -10,8 +10,8 @@ import pytest
 
 from service.protocol.completions import CompletionRequest
 from service.protocol.errors import InvalidRequest, Overloaded
-from service.protocol.response_format import MAX_SCHEMA_CHARACTERS, Kind, OutputConstraint
-from service.structured_output.compiler import GrammarChecker, Limits
+from service.protocol.response_format import MAX_SCHEMA_CHARACTERS, ConstraintKind, OutputConstraint
+from service.structured_output.compiler import CompilerLimits, GrammarChecker
 from tests.service.sequences import make_choice
 from tests.tiny_model import tiny_tokenizer
 
@@ -34,26 +34,26 @@ def schema_format(**fields: Any) -> dict[str, Any]:
         ({"response_format": {"type": "text"}}, None),
         (
             {"response_format": {"type": "json_object"}},
-            OutputConstraint(Kind.JSON, {"type": "object"}, "response_format"),
+            OutputConstraint("json", {"type": "object"}, "response_format"),
         ),
         (
             {"response_format": schema_format(description="x", strict=True)},
-            OutputConstraint(Kind.JSON, SCHEMA, "response_format.json_schema.schema"),
+            OutputConstraint("json", SCHEMA, "response_format.json_schema.schema"),
         ),
         (
             {"response_format": schema_format(strict=False)},
-            OutputConstraint(Kind.JSON, SCHEMA, "response_format.json_schema.schema", lenient=True),
+            OutputConstraint("json", SCHEMA, "response_format.json_schema.schema", lenient=True),
         ),
-        ({"structured_outputs": {"json": SCHEMA}}, OutputConstraint(Kind.JSON, SCHEMA, "structured_outputs.json")),
+        ({"structured_outputs": {"json": SCHEMA}}, OutputConstraint("json", SCHEMA, "structured_outputs.json")),
         (
             {"structured_outputs": {"json": json.dumps(SCHEMA)}},
-            OutputConstraint(Kind.JSON, SCHEMA, "structured_outputs.json"),
+            OutputConstraint("json", SCHEMA, "structured_outputs.json"),
         ),
-        ({"structured_outputs": {"regex": "a+"}}, OutputConstraint(Kind.REGEX, "a+", "structured_outputs.regex")),
-        ({"structured_outputs": {"choice": ["a"]}}, OutputConstraint(Kind.CHOICE, ["a"], "structured_outputs.choice")),
+        ({"structured_outputs": {"regex": "a+"}}, OutputConstraint("regex", "a+", "structured_outputs.regex")),
+        ({"structured_outputs": {"choice": ["a"]}}, OutputConstraint("choice", ["a"], "structured_outputs.choice")),
         (
             {"structured_outputs": {"grammar": "root ::= [a]", "json": None}, "response_format": {"type": "text"}},
-            OutputConstraint(Kind.GRAMMAR, "root ::= [a]", "structured_outputs.grammar"),
+            OutputConstraint("grammar", "root ::= [a]", "structured_outputs.grammar"),
         ),
     ],
 )
@@ -102,49 +102,49 @@ def test_what_is_refused_names_its_field(fields: dict[str, Any], param: str, mes
 
 @pytest.fixture(scope="module")
 def checker() -> Iterator[GrammarChecker]:
-    checker = GrammarChecker(tiny_tokenizer(), Limits(cpu_seconds=1.0))
+    checker = GrammarChecker(tiny_tokenizer(), CompilerLimits(cpu_seconds=1.0))
     yield checker
     checker.close()
 
 
-def checked(checker: GrammarChecker, kind: Kind, content: Any, *, lenient: bool = False) -> str | None:
+def checked(checker: GrammarChecker, kind: ConstraintKind, content: Any, *, lenient: bool = False) -> str | None:
     return asyncio.run(checker.grammar(OutputConstraint(kind, content, "field", lenient)))
 
 
 @pytest.mark.parametrize(
     ("kind", "content", "message"),
     [
-        (Kind.JSON, {"type": "objekt"}, "field: Invalid type: objekt"),
+        ("json", {"type": "objekt"}, "field: Invalid type: objekt"),
         (
-            Kind.JSON,
+            "json",
             {"properties": {"a": {"anyOf": [{"type": "null"}, {"items": {"type": "strin"}}]}}},
             "field: at properties.a.anyOf[1].items: Invalid type: strin",
         ),
         (
-            Kind.JSON,
+            "json",
             {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"type": "string", "pattern": "x(y"}}},
             "field: at properties.a: not a regular expression: unclosed group at character 1",
         ),
-        (Kind.JSON, {"properties": {"a": {"uniqueItems": True}}}, 'field: at properties.a: Unimplemented keys: ["uniq'),
-        (Kind.JSON, {"$ref": "#/nowhere"}, "field: Pointer '/nowhere' does not exist"),
-        (Kind.JSON, {"type": "integer", "minimum": 2, "maximum": 1}, "field: Unsatisfiable schema: minimum (2) is"),
-        (Kind.REGEX, "ab(c", "field: not a regular expression: unclosed group at character 2"),
-        (Kind.REGEX, "(?=a)b", "look-around, including look-ahead and look-behind, is not supported"),
-        (Kind.GRAMMAR, 'start: "a"\n  b', "field: line 2, column 4: "),
-        (Kind.GRAMMAR, "root ::= other", "field: line 1: Rule 'other' not found"),
-        (Kind.GRAMMAR, 'root ::= a-b\na-b ::= "a-c"\n d ::= a-c', "field: line 3: Rule 'a-c' not found"),
-        (Kind.GRAMMAR, 'root ::= "a"\nb ::= ?', "field: line 2: Expected name before ?"),
-        (Kind.GRAMMAR, 'root ::= "a"\nb ::= [x', "field: line 2: Unexpected end of input after oot"),
-        (Kind.REGEX, "\ud800", "field: 'utf-8' codec can't encode"),
+        ("json", {"properties": {"a": {"uniqueItems": True}}}, 'field: at properties.a: Unimplemented keys: ["uniq'),
+        ("json", {"$ref": "#/nowhere"}, "field: Pointer '/nowhere' does not exist"),
+        ("json", {"type": "integer", "minimum": 2, "maximum": 1}, "field: Unsatisfiable schema: minimum (2) is"),
+        ("regex", "ab(c", "field: not a regular expression: unclosed group at character 2"),
+        ("regex", "(?=a)b", "look-around, including look-ahead and look-behind, is not supported"),
+        ("grammar", 'start: "a"\n  b', "field: line 2, column 4: "),
+        ("grammar", "root ::= other", "field: line 1: Rule 'other' not found"),
+        ("grammar", 'root ::= a-b\na-b ::= "a-c"\n d ::= a-c', "field: line 3: Rule 'a-c' not found"),
+        ("grammar", 'root ::= "a"\nb ::= ?', "field: line 2: Expected name before ?"),
+        ("grammar", 'root ::= "a"\nb ::= [x', "field: line 2: Unexpected end of input after oot"),
+        ("regex", "\ud800", "field: 'utf-8' codec can't encode"),
         # Without a bound: a compilation that does not end, a first mask of seconds, a nest of brackets.
-        (Kind.JSON, {"type": "integer", "multipleOf": 1234567}, "field: compiling it takes over 1 s of CPU time"),
-        (Kind.REGEX, "((a{100}){100}){100}", "field: "),
-        (Kind.GRAMMAR, "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000, "field: "),
-        (Kind.JSON, json.loads('{"items":' * 300 + "{}" + "}" * 300), "recursion limit"),
+        ("json", {"type": "integer", "multipleOf": 1234567}, "field: compilation takes over 1 s of CPU time"),
+        ("regex", "((a{100}){100}){100}", "field: "),
+        ("grammar", "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000, "field: "),
+        ("json", json.loads('{"items":' * 300 + "{}" + "}" * 300), "recursion limit"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_and_says_where(
-    checker: GrammarChecker, kind: Kind, content: Any, message: str
+    checker: GrammarChecker, kind: ConstraintKind, content: Any, message: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
         checked(checker, kind, content)
@@ -152,22 +152,22 @@ def test_what_cannot_be_followed_is_refused_and_says_where(
     assert caught.value.param == "field"
     assert "\n" not in caught.value.message
     assert len(caught.value.message) < 500
-    assert checked(checker, Kind.REGEX, "a+") is not None
+    assert checked(checker, "regex", "a+") is not None
 
 
 def test_lenient_passes_over_what_cannot_be_enforced(checker: GrammarChecker) -> None:
     schema = {"type": "array", "uniqueItems": True}
     with pytest.raises(InvalidRequest, match="uniqueItems"):
-        checked(checker, Kind.JSON, schema)
-    assert checked(checker, Kind.JSON, schema, lenient=True) is not None
+        checked(checker, "json", schema)
+    assert checked(checker, "json", schema, lenient=True) is not None
 
 
 def test_every_kind_becomes_a_grammar(checker: GrammarChecker) -> None:
-    kinds: dict[Kind, Any] = {
-        Kind.JSON: SCHEMA,
-        Kind.REGEX: r"\d{3}",
-        Kind.CHOICE: ['é😀\n"\\', "b"],
-        Kind.GRAMMAR: 'start: "a"+',
+    kinds: dict[ConstraintKind, Any] = {
+        "json": SCHEMA,
+        "regex": r"\d{3}",
+        "choice": ['é😀\n"\\', "b"],
+        "grammar": 'start: "a"+',
     }
     grammars = {checked(checker, kind, content) for kind, content in kinds.items()}
     assert len(grammars) == 4
@@ -178,7 +178,7 @@ def test_every_kind_becomes_a_grammar(checker: GrammarChecker) -> None:
 def test_each_request_is_told_of_and_how_long_it_took_unless_it_was_remembered() -> None:
     told: list[tuple[str, str, float | None]] = []
     checker = GrammarChecker(tiny_tokenizer(), observe=lambda *observed: told.append(observed))
-    for kind, content in [(Kind.REGEX, "a"), (Kind.REGEX, "a"), (Kind.JSON, {"type": "x"})]:
+    for kind, content in [("regex", "a"), ("regex", "a"), ("json", {"type": "x"})]:
         with contextlib.suppress(InvalidRequest):
             checked(checker, kind, content)
     asyncio.run(checker.grammar(None))
@@ -190,17 +190,17 @@ def test_each_request_is_told_of_and_how_long_it_took_unless_it_was_remembered()
 def test_a_choice_knows_where_its_grammar_is_from(checker: GrammarChecker) -> None:
     """So that a refusal in the middle of a text can name the field."""
     choice = make_choice()
-    asyncio.run(checker.attach(OutputConstraint(Kind.REGEX, "a+", "structured_outputs.regex"), [choice]))
+    asyncio.run(checker.attach(OutputConstraint("regex", "a+", "structured_outputs.regex"), [choice]))
     assert choice.submit.grammar is not None
     assert choice.grammar_param == "structured_outputs.regex"
 
 
 def test_who_waits_too_long_is_told_to_come_back() -> None:
-    checker = GrammarChecker(tiny_tokenizer(), Limits(cpu_seconds=1.0), wait_seconds=0.01)
+    checker = GrammarChecker(tiny_tokenizer(), CompilerLimits(cpu_seconds=1.0), wait_seconds=0.01)
 
     async def ask_two() -> list[Any]:
-        slow = OutputConstraint(Kind.JSON, {"type": "integer", "multipleOf": 1234567}, "slow")
-        fast = OutputConstraint(Kind.REGEX, "a", "fast")
+        slow = OutputConstraint("json", {"type": "integer", "multipleOf": 1234567}, "slow")
+        fast = OutputConstraint("regex", "a", "fast")
         return await asyncio.gather(checker.grammar(slow), checker.grammar(fast), return_exceptions=True)
 
     slow, fast = asyncio.run(ask_two())
