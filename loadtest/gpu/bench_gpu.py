@@ -6,8 +6,8 @@ Parts: card (the device, its limits, and the available attention kernels), atten
 random model of 1.5 billion parameters against memory bandwidth), engine (the default model as it is served), and
 quantized (decode steps with int8 and fp8 weights).
 
-Without a CUDA device a part is reported as absent. `loadtest.gpu.peers` is a further part, which needs
-transformers. `--tiny` runs the same code with small sizes on any device, for tests.
+Without a CUDA device a part is reported as absent.
+`--tiny` runs the same code with small sizes on any device, for tests.
 """
 
 import argparse

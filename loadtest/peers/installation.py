@@ -132,10 +132,6 @@ def give_model(place: Place, peer: str, shape: str, precision: str) -> None:
             command = [str(Path(place.python(peer)).with_name("optimum-cli")), "export", "openvino"]
             command += ["--model", str(hugging_face), "--task", "text-generation-with-past"]
             run([*command, "--weight-format", weights, str(out)])
-    elif peer == "litgpt":
-        out = place.model(shape, "litgpt")
-        if not (out / "lit_model.pth").is_file():
-            run([place.python(peer), "-m", "loadtest.peers.drivers.litgpt_model", str(hugging_face), str(out)])
 
 
 def openvino_weights(precision: str) -> str:

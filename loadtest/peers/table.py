@@ -114,15 +114,6 @@ def _transformers_engine(setting: Setting) -> Driver:
     return _python_driver("transformers", "transformers_engine", model, setting)
 
 
-def _transformers_batching(setting: Setting) -> Driver:
-    model = setting.place.model(setting.shape, "hugging_face")
-    return _python_driver("transformers", "transformers_batching", model, setting)
-
-
-def _litgpt_engine(setting: Setting) -> Driver:
-    return _python_driver("litgpt", "litgpt_engine", setting.place.model(setting.shape, "litgpt"), setting)
-
-
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -155,21 +146,5 @@ PEERS: Final = (
         engine=_transformers_engine,
         rounds=1,
         note="static batch; its server has only a chat API, and the random model has no chat template",
-    ),
-    Peer(
-        name="transformers generate_batch",
-        environment="transformers",
-        precisions=("bfloat16", "float32"),
-        engine=_transformers_batching,
-        rounds=1,
-        note="continuous batching, paged attention",
-    ),
-    Peer(
-        name="litgpt",
-        environment="litgpt",
-        precisions=("bfloat16", "float32"),
-        engine=_litgpt_engine,
-        rounds=1,
-        note="generate_fn for one prompt, batched_generate_fn for prompts of one length; its server takes no token ids",
     ),
 )

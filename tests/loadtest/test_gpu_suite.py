@@ -21,7 +21,6 @@ PARTS = [
     "quantized",
     "engine_tests",
     "attention",
-    "peers",
     "mechanisms",
     "training",
 ]
