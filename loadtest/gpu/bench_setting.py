@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from loadtest.measurement.roofline import Machine
 from loadtest.measurement.spread import Spread
-from loadtest.measurement.step_work import Machine
 from model.attention.kernel_selection import KernelContext
 from model.config import ModelConfig
 from service.engine.execution.cuda_graphs import Capture, CudaCapture, call_again

@@ -17,7 +17,7 @@ from torch import Tensor
 from loadtest.gpu.bench_setting import BLOCK_SIZE, Bench
 from loadtest.inprocess.closed_loop import run_closed
 from loadtest.measurement.model_shapes import shape_tokenizer
-from loadtest.measurement.step_work import Machine, WorkFormula
+from loadtest.measurement.roofline import Machine, WorkFormula
 from model.attention.kernel_selection import DECODE_KERNELS, SelectedKernels, Unavailable, choose
 from model.attention.kv_cache import KVCache
 from model.attention.layer_spec import AttentionForm

@@ -28,8 +28,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from loadtest.measurement.other_processes import ForeignWork
-from loadtest.measurement.processor_probe import ProcessorProbe
 from loadtest.measurement.provenance import other_work, provenance, quiet_or_warned, tell
+from loadtest.measurement.roofline import ProcessorProbe
 from loadtest.measurement.shape_names import SHAPE_SIZES
 from loadtest.peers.comparison_cells import (
     DEFAULTS,

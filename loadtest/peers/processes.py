@@ -19,7 +19,7 @@ from loadtest.client.sse_client import AsyncClient, Target
 from loadtest.client.workload import CompletionRequest
 from loadtest.peers.comparison_cells import DEFAULTS, Cell
 from loadtest.peers.installation import ROOT, PeerUnavailable
-from loadtest.scenarios import bench_http
+from loadtest.scenarios import closed_and_open_loop as bench_http
 
 START_SECONDS = 120.0
 REQUEST_SECONDS = 900.0  # llama-server without flags runs four requests at a time: of 64, some wait for minutes
