@@ -160,7 +160,8 @@ class Watch:
 
 def growth_per_minute(samples: Sequence[tuple[float, float]]) -> float:
     """Return the least-squares slope of values over seconds, per minute; 0 for fewer than two samples."""
-    return 60.0 * float(np.polyfit(*zip(*samples, strict=True), 1)[0]) if len(samples) > 1 else 0.0
+    seconds, values = np.array(samples, dtype=np.float64).T
+    return 60.0 * float(np.polyfit(seconds, values, 1)[0]) if len(samples) > 1 else 0.0
 
 
 @contextmanager
@@ -183,11 +184,9 @@ def running(arguments: argparse.Namespace, flood: str, polite: str) -> Iterator[
             os.sched_setaffinity(0, cores)
 
 
-async def measure(
-    arguments: argparse.Namespace, service: ServiceProcess, polite: str, num_slots: int
-) -> dict[str, Any]:
-    """Run the loads one after the other and return their figures."""
-    discovered = discover(service.target)
+def _workload(arguments: argparse.Namespace, target: Target) -> Workload:
+    """Return a workload that fits the service."""
+    discovered = discover(target)
     # Requests of one length that begin together also end together, and the load would come in waves.
     spec = WorkloadSpec(
         kind=WorkloadKind.LOGNORMAL,
@@ -196,7 +195,15 @@ async def measure(
         max_context_tokens=discovered.max_context_tokens or WorkloadSpec().max_context_tokens,
         seed=arguments.seed,
     )
-    requests = map(Workload(spec, discovered.passages).request, itertools.count())
+    return Workload(spec, discovered.passages)
+
+
+async def measure(
+    arguments: argparse.Namespace, service: ServiceProcess, polite: str, num_slots: int
+) -> dict[str, Any]:
+    """Run the loads one after the other and return their figures."""
+    workload = _workload(arguments, service.target)
+    requests = map(workload.request, itertools.count())
     client, settle, others = AsyncClient(service.target), arguments.settle_seconds, {}
 
     async def load(label: str, seconds: float, send: Callable[[float], Awaitable[Run]]) -> Load:
@@ -242,7 +249,7 @@ async def measure(
         "service": watch.to_dict(),
         "sdk": {"own_key": users[0], "key_of_the_flood": users[1]},
         "retry_after": accuracy(before, after),
-        "workload": {name: getattr(spec, name) for name in _WORKLOAD_FIELDS},
+        "workload": {name: getattr(workload.spec, name) for name in _WORKLOAD_FIELDS},
         "other_work_cores_during": others,
     }
     both = (saturation.tokens_per_second + again.tokens_per_second) / 2  # both have the same length
