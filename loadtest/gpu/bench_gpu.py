@@ -3,7 +3,7 @@
     python -m loadtest.gpu.bench_gpu PART --out FILE [--checkpoint DIR]
 
 Parts: card (the device, its limits, and the available attention kernels), attention (kernels), decode (steps of a
-random model of 1.5 billion parameters against memory bandwidth), engine (the default model as it is served), and
+random model of 1.5 billion parameters against memory bandwidth), engine (the default model as it is served) and
 quantized (decode steps with int8 and fp8 weights).
 
 Without a CUDA device a part is reported as absent. `--tiny` runs the same code with small sizes on any device, for
@@ -23,7 +23,7 @@ from loadtest.gpu.bench_setting import full, tiny
 from loadtest.measurement.provenance import provenance, tell
 
 PROGRAM = "python -m loadtest.gpu.bench_gpu"
-PARTS = ("card", "attention", "decode", "engine", "prefill", "quantized")
+PARTS = ("card", "attention", "decode", "engine", "quantized")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

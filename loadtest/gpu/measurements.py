@@ -35,7 +35,6 @@ from service.engine.engine import Engine
 from service.engine.execution.gpu_setup import fuse_for_gpu
 from service.engine.execution.model_inputs import ModelInputs
 from service.engine.execution.model_runner import ModelRunner
-from service.engine.execution.prefill_graphs import capture_prompts, uncut
 
 _ROUNDS = 3
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -154,20 +153,6 @@ def decode_inputs(batch: int, context: int) -> ModelInputs:
     return step_inputs(metadata, torch.zeros(num_rows, dtype=torch.int64), batch)
 
 
-def prompt_inputs(num_tokens: int) -> ModelInputs:
-    """Return the inputs of a step with one whole prompt, which samples the token after it."""
-    positions_T = torch.arange(num_tokens)
-    metadata = AttentionMetadata(
-        query_lengths=(num_tokens,),
-        context_lengths=(num_tokens,),
-        positions_T=positions_T,
-        logit_rows_R=positions_T[-1:],
-        slot_mapping_T=positions_T,
-        block_tables_BN=torch.arange(-(-num_tokens // BLOCK_SIZE))[None],
-    )
-    return step_inputs(metadata, positions_T % 50, 1)
-
-
 def decode(bench: Bench) -> dict[str, Any]:
     """Measure decode steps of the large model, with and without CUDA graphs, against memory bandwidth.
 
@@ -279,36 +264,3 @@ def engine(bench: Bench, checkpoint: Path) -> dict[str, Any]:
         ]
         rows.append({"streams": streams, "tokens_per_second": statistics.median(values), "values": values})
     return {"model": built.facts, "engine": str(built.built), "rows": rows}
-
-
-def prefill(bench: Bench) -> dict[str, Any]:
-    """Measure prefill steps with piecewise CUDA graphs and without, against the device's limits."""
-    chosen, machine = choose(bench.place()), bench.probe()
-    model = random_model(bench.shape, bench, chosen)
-    most = 16 * max(bench.batches)
-    blocks = -(-most // BLOCK_SIZE)
-    runner = ModelRunner(model, num_blocks=blocks, block_size=BLOCK_SIZE, vocab_size=bench.shape.vocab_size)
-    weight_type = str(bench.dtype).removeprefix("torch.")
-    formula = WorkFormula(config=bench.shape, weight_type=weight_type, kv_value_bytes=bench.dtype.itemsize)
-    counts = [count for count in (most // 16, most // 4, most // 2, most) if count <= bench.shape.max_context_length]
-    steps = {count: prompt_inputs(count) for count in counts}
-    stepwise = {count: bench.seconds(partial(runner.run, step), 3) for count, step in steps.items()}
-    began = time.perf_counter()
-    sizes = capture_prompts(model, pieces_for(bench.device) or uncut, most)
-    bench.wait()
-    record_seconds = time.perf_counter() - began
-    rows = []
-    for count, step in steps.items():
-        replayed = bench.seconds(partial(runner.run, step), 3)
-        bound = formula.prompt(num_tokens=count, tokens_per_step=count).bound_seconds(machine)
-        rows.append(
-            {
-                "tokens": count,
-                "ms": 1e3 * replayed.median,
-                "ms_values": [1e3 * value for value in replayed.values],
-                "ms_without_graphs": 1e3 * stepwise[count].median,
-                "bound_ms": 1e3 * bound,
-                "of_the_bound": bound / replayed.median,
-            }
-        )
-    return {"attention": str(chosen), "record_seconds": record_seconds, "recorded": sizes, "rows": rows}

@@ -11,7 +11,7 @@ import torch
 
 from loadtest.gpu import bench_gpu, report
 from loadtest.gpu.bench_setting import full, tiny
-from loadtest.gpu.measurements import attention, card, decode, engine, prefill, quantized
+from loadtest.gpu.measurements import attention, card, decode, engine, quantized
 
 SCRIPT = Path(__file__).parents[2] / "loadtest" / "gpu" / "suite.sh"
 PARTS = [
